@@ -31,7 +31,7 @@ import numpy as np
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.seeds import derive_seed
 from streamrl.base.types import Completion, FinishReason, token_array
-from streamrl.engines.resumption import with_kept
+from streamrl.engines.resumption import with_unverified_tokens
 from streamrl.engines.vllm.continuation import NUMBERS_VARIABLE
 from streamrl.engines.vllm.cpu_kernels import KERNELS_VARIABLE
 from streamrl.engines.vllm.engine import VllmEngine
@@ -119,7 +119,7 @@ class Trial:
                 if len(completion.token_ids) > len(kept):  # an abort while kept tokens are verified returns none
                     kept = completion.token_ids
                 self.counts["tokens kept"] += len(kept)
-                asked, attempt = with_kept(request, kept), attempt + 1
+                asked, attempt = with_unverified_tokens(request, kept), attempt + 1
             self.done[number] = completion
 
     async def streamed(self) -> float:

@@ -53,12 +53,15 @@ FAULTS = {
         "cli/test_machine_check.py cli",
     ),
     "larger window": Fault(
-        "comm/stream_protocol.py", "min(self.hello.window, other)", "max(self.hello.window, other)", "comm"
+        "comm/stream_protocol.py",
+        "min(self.hello.window, self.peer_hello.window)",
+        "max(self.hello.window, self.peer_hello.window)",
+        "comm",
     ),
     "drop reason": Fault(
         "control/apply.py",
-        "_note_failure(state, rules.settings, failed=True)",
-        "_note_failure(state, rules.settings, failed=False)",
+        "_note_outcome(state, rules.settings, failed=True)",
+        "_note_outcome(state, rules.settings, failed=False)",
         "control/test_control.py control pipeline",
     ),
     "abort that is not sent": Fault(
@@ -138,8 +141,8 @@ FAULTS = {
     ),
     "order of turns": Fault(
         "run/environments/endpoint_session.py",
-        "node.end >= deepest.end else deepest",
-        "node.end > deepest.end else deepest",
+        "node.end >= deepest.end:",
+        "node.end > deepest.end:",
         "turns/test_endpoint.py turns",
     ),
     "no fsync": Fault(
@@ -150,7 +153,7 @@ FAULTS = {
     ),
     "torn line": Fault(
         "run/journal/log.py",
-        "if path == self.found.segments[-1]:\n                    os.ftruncate",
+        "if path == self.content.segments[-1]:\n                    os.ftruncate",
         "if False:\n                    os.ftruncate",
         "journal/test_log.py journal/test_log_processes.py journal pipeline",
     ),
@@ -162,8 +165,8 @@ FAULTS = {
     ),
     "index of a delta": Fault(
         "weights/codec/kernels.py",
-        "start = positions[found] + 1\n",
-        "start = positions[found]\n",
+        "start = positions[n] + 1\n",
+        "start = positions[n]\n",
         "weights/test_weight_codec.py weights/test_weight_publisher.py weights sync",
     ),
     "undo of live weights": Fault(

@@ -1,4 +1,6 @@
-"""Contracts that code outside of streamrl may fill, in one place. docs/extending.md shows each in use.
+"""Protocols between the parts of a run, which code outside of streamrl may implement. docs/extending.md shows each in
+use. The controller calls all of them but ``Publisher``, which a trainer rank calls, and the ``Engine`` of an engine
+process.
 
 ================  ===================================================================  ===========================
 contract          implementations in the product                                       named in
@@ -13,8 +15,8 @@ contract          implementations in the product                                
 ``Sink``          ``metrics.jsonl``, the metrics socket (``observe.sinks``)            ``Pipeline(sinks=[...])``
 ================  ===================================================================  ===========================
 
-``RoundPolicy`` and ``GroupSizer`` are defined beside what they see (``control.round_policy``). A reward is a function
-(docs/rewards.md), as is an iterator of prompts. Any exception that a method does not document ends the run."""
+``RoundPolicy`` and ``GroupSizer`` are defined beside their arguments (``control.round_policy``). A reward is a function
+(docs/rewards.md), and so is an iterator of prompts. An exception that a method does not document ends the run."""
 
 from __future__ import annotations
 
@@ -48,38 +50,39 @@ from streamrl.control.round_policy import RoundPolicy as RoundPolicy
 
 
 class Sampler(Protocol):
-    """Samples completions: one engine, or a pool of them."""
+    """Samples completions: one engine, or a pool of engines."""
 
     async def generate(self, request: Generate) -> Completion:
-        """Sample one completion; returns a cut one (finish reason abort) when aborted."""
+        """Sample one completion. Returns the tokens so far, with finish reason abort, where it is aborted."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ask for requests to stop. Returns before the engine dropped them: the barrier is ``pause(ABORT)``."""
+        """Abort requests. Returns before the engine has dropped them; ``pause(ABORT)`` waits for that."""
         ...
 
 
 class Engine(Sampler, Protocol):
-    """One inference engine. All methods may run concurrently unless they say otherwise.
+    """One inference engine. All methods may run concurrently, except where their documentation says otherwise.
 
     ``start`` is called once; ``generate`` and ``abort`` any time (requests queue while paused). A weight push is
     ``stage`` (while generating) -> ``pause`` -> ``commit`` -> ``resume``. A failure that ends the engine raises
     ``EngineError`` from every pending call. ``tests/engines/test_engine_contract.py`` checks an implementation."""
 
     async def start(self) -> EngineReady:
-        """Load the model. Called once, before anything else."""
+        """Load the model. Called once, before all other methods."""
         ...
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop sampling; after it returns no token is sampled until ``resume``."""
+        """Stop sampling: from the return of this method until ``resume`` no token is sampled."""
         ...
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Continue sampling after ``pause``."""
         ...
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
-        """Fetch and check a version while generating. Raises ``WeightError`` when it does not fit."""
+        """Fetch and check a version while generating. Raises ``WeightError`` where it does not fit the engine's
+        weights."""
         ...
 
     async def commit(self, policy_version: int) -> OrderDone:
@@ -91,27 +94,27 @@ class Engine(Sampler, Protocol):
         ...
 
     def load(self) -> EngineLoad:
-        """Return how many requests run and wait, and the counters since the start."""
+        """Return the numbers of running and waiting requests, and the counters since the start."""
         ...
 
     async def aclose(self) -> None:
-        """Stop the engine and everything it started. Idempotent."""
+        """Stop the engine and all processes that it started. Idempotent."""
         ...
 
 
 class WatchedEngine(Engine, Protocol):
-    """An engine in the process of its host: it can be put to sleep, and says when it died."""
+    """An engine in its engine process, which can put it to sleep and watch for its death."""
 
     async def sleep(self) -> None:
-        """Give the device's memory back until ``wake``."""
+        """Release the device's memory until ``wake``."""
         ...
 
     async def wake(self) -> None:
-        """Take the device's memory again."""
+        """Allocate the device's memory again."""
         ...
 
     async def watch(self) -> None:
-        """Return never; raise ``EngineError`` when the engine died."""
+        """Never return; raise ``EngineError`` when the engine died."""
         ...
 
 
@@ -119,19 +122,19 @@ class WatchedEngine(Engine, Protocol):
 
 
 class Publisher(Protocol):
-    """Gives the versions of one rank's weights to the engines. Synchronous, from one thread."""
+    """Publishes the versions of one trainer rank's weights to the engines. Synchronous, called from one thread."""
 
     def publish(self, policy_version: int, values: Mapping[str, Any], /) -> Published:
-        """Publish a version, newer than all before. ``values``: of this rank's shards by name, flat torch tensors in
-        float32 whose values bfloat16 has, valid during the call. Raises ``StreamRLError``."""
+        """Publish a version, newer than all before. ``values``: weights of this rank's shards by name, flat torch
+        tensors in float32 that are exact in bfloat16, valid during the call. Raises ``StreamRLError``."""
         ...
 
     def publish_anchor(self, policy_version: int) -> Published:
-        """Publish the newest version again, complete in itself. Raises ``StreamRLError`` for another version."""
+        """Publish the newest version again, as an anchor. Raises ``StreamRLError`` for another version."""
         ...
 
     def acknowledge(self, policy_version: int) -> None:
-        """Every engine holds this version: what only older ones need may be deleted."""
+        """Note that every engine has this version: data that only older versions need may be deleted."""
         ...
 
     def close(self) -> None:
@@ -140,8 +143,11 @@ class Publisher(Protocol):
 
 
 class CanaryReport(msgspec.Struct, frozen=True):
-    """Comparison since the report before: the latest version among it, the largest deviation from the trainer in nats
-    (infinite: not a number), and the number of engines."""
+    """Comparison of the engines' logprobs of the canary tokens with the trainer's, since the last report.
+
+    ``policy_version``: newest version among the comparisons;
+    ``deviation``: largest deviation of an engine in nats (infinite where a logprob is not a number);
+    ``engines``: number of engines that were compared."""
 
     policy_version: int
     deviation: float
@@ -149,9 +155,14 @@ class CanaryReport(msgspec.Struct, frozen=True):
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One weight push. Seconds are of wall time. ``staged_s``: until the last engine had staged; ``paused_s``: the
-    longest pause of an engine for its commit; ``reanchored``: engines that needed the version complete; ``canary``:
-    what engines answered about an earlier version (None: no engine did)."""
+    """One weight push, made by ``WeightPush`` and given to observers in the controller. Seconds are wall time.
+
+    ``staged_s``: time until the last engine had staged the version;
+    ``paused_s``: longest pause of an engine for its commit;
+    ``payload_bytes``: bytes that the engines fetched;
+    ``changed_share``: share of the weights that differ from the base version;
+    ``reanchored``: number of engines that needed an anchor;
+    ``canary``: comparison of an earlier version (None: no engine answered)."""
 
     policy_version: int
     staged_s: float = 0.0
@@ -164,12 +175,13 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightPush(Protocol):
-    """Makes versions live on the engines. ``on_version_left`` is called when none holds the live one any more."""
+    """Makes versions live on the engines. ``on_version_left``: callback for the time when no engine has the live
+    version any more."""
 
     on_version_left: Callable[[], object]
 
     async def push(self, announced: WeightAnnouncement) -> PushReport:
-        """Make ``announced`` live on every engine, and let them sample again."""
+        """Make ``announced`` live on every engine; the engines then sample again."""
         ...
 
     async def pause(self) -> None:
@@ -181,16 +193,16 @@ class WeightPush(Protocol):
         ...
 
 
-# ---- what a run is given -------------------------------------------------------------------------
+# ---- prompts, episodes, rewards, observers, sinks ------------------------------------------------
 
 
 class PromptSource(Protocol):
     """The prompts that a run trains on, in order."""
 
     async def draw(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts; fewer mean that the source is exhausted (stored rows never are: epochs
-        repeat). Raises ``StreamRLError`` naming the row and the remedy when a row is no prompt or user code fails. A
-        draw that is cancelled loses nothing: the next one gets its prompts."""
+        """Return the next ``count`` prompts, or fewer where the source is exhausted (stored rows never are: epochs
+        repeat). Raises ``StreamRLError`` with the row and the remedy where a row is no prompt or user code fails. Where
+        a draw is cancelled, the next draw returns its prompts."""
         ...
 
 
@@ -198,8 +210,9 @@ TakeOutcome = Callable[[TrajectoryOutcome], Awaitable[None]]
 
 
 class EpisodeRunner(Protocol):
-    """Samples trajectories and has them scored (``stages.episodes``). They may be launched in the block of ``running``;
-    ``take`` gets the outcome of one, and each pause before. Ids that are not being sampled are ignored."""
+    """Samples trajectories and has them scored (``stages.episodes``). Trajectories may be launched within the block of
+    ``running``. ``take``: coroutine function that gets the outcome of the trajectory, and before it each pause. Unknown
+    ids are ignored."""
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
 
@@ -213,7 +226,8 @@ class EpisodeRunner(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores trajectories (``stages.reward``): each of ``group_size`` siblings is scored, or is lost."""
+    """Scores trajectories (``stages.reward``). For each of the ``group_size`` siblings of a group, either ``score`` or
+    ``lost`` is called."""
 
     async def score(self, trajectory: Trajectory, group_size: int, /) -> Scored: ...
 
@@ -221,59 +235,64 @@ class Scorer(Protocol):
 
 
 class Observer:
-    """Is called with what happens in a run. Every method does nothing until it is overridden.
+    """Gets the events of a run. Every method does nothing by default.
 
-    One that a recipe names (``run.advanced.observers``) is called in the controller's process on a thread of its own,
-    in order: it may block, and an error of it is logged and counted. It gets the ``on_`` calls and ``end``. Observers
-    of the product are called in the controller's event loop, and may ``prepare`` and ``run``, too."""
+    A user's observer (``run.advanced.observers``) gets the ``on_`` calls and ``end``, in order, on its own thread in
+    the controller's process: it may block, and its errors are logged and counted. Observers of streamrl itself are
+    called in the controller's event loop, also with ``prepare`` and ``run``."""
 
     async def prepare(self) -> None:
-        """Prepare: nothing is published or sampled before this returns."""
+        """Prepare for the run: nothing is published or sampled before this returns."""
 
     async def run(self, notify: Callable[[ControlEvent], None]) -> None:
-        """Run beside the rounds until ``end`` is called; ``notify`` sends an event to control."""
+        """Run concurrently with the rounds until ``end`` is called. ``notify``: function that sends an event to
+        control."""
 
     def end(self) -> None:
-        """End: the last round is over."""
+        """Called after the last round."""
 
     async def on_began(self, anchor: WeightAnnouncement) -> None:
-        """Called once, when the first version of this controller is live on every engine."""
+        """Called once, when the first version of this controller process is live on every engine."""
 
     async def on_event(self, event: ControlEvent) -> None:
-        """Called with each event after it is journalled and before control handles it."""
+        """Called with each event after it is in the journal and before control handles it."""
 
     async def on_action(self, action: ControlAction) -> None:
         """Called with each action before it is carried out."""
 
     def on_outcome(self, outcome: TrajectoryOutcome) -> None:
-        """Called with each outcome of a training trajectory on arrival, also of one that control has dropped."""
+        """Called with each outcome of a training trajectory on arrival, also where control has dropped the
+        trajectory."""
 
     def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
-        """Called after the optimizer step on ``batch``, before control is notified. ``metrics``: the trainer's."""
+        """Called after the optimizer step on ``batch``, before control is notified. ``metrics``: metrics of the
+        trainer."""
 
     async def on_weights_live(self, push: PushReport, *, last: bool) -> None:
-        """Called when every engine serves the version, before control is notified. ``last``: no round follows."""
+        """Called when every engine serves the version, before control is notified. ``last``: whether no round
+        follows."""
 
     async def on_progress(self) -> None:
         """Called after each event and each held-out outcome."""
 
 
 class Sink(Protocol):
-    """Receives the events of a run (``base.run_events``): a file, a socket, a tracker. One of a user's
-    (``Pipeline(sinks=[...])``) is called on a thread of its own, and an error of it is logged and counted."""
+    """Receives the events of a run (``base.run_events``), such as a file, a socket or a tracker. A user's sink
+    (``Pipeline(sinks=[...])``) is called on its own thread, and its errors are logged and counted."""
 
     def record(self, event: Message) -> None:
         """Record one event."""
         ...
 
     def close(self) -> None:
-        """Write what waits, and close. Called once."""
+        """Write all recorded events, and close. Called once."""
         ...
 
 
 class Journal:
-    """The log that a run resumes from, written before control handles an event. This one writes nothing: a run that
-    ends early starts again. ``settled`` returns when everything so far is on the disk."""
+    """Log from which a killed run resumes, written before control handles an event (``run.journal``). This base class
+    writes nothing: without a journal a killed run begins again. ``settled`` returns when all records so far are on the
+    disk."""
 
     async def begin(self, control: Control) -> None: ...
 
@@ -287,7 +306,7 @@ class Journal:
 
     async def sampled(self, trajectory: Trajectory) -> None: ...
 
-    async def paused(self, trajectory: TrajectoryId, done: SampledSoFar) -> None: ...
+    async def paused(self, trajectory: TrajectoryId, completion: SampledSoFar) -> None: ...
 
     async def turn(self, trajectory: TrajectoryId, number: int, turn: TurnSoFar) -> None: ...
 
@@ -297,13 +316,17 @@ class Journal:
 
 
 class Evaluations:
-    """Held-out runs, one at a time; these are of a recipe without held-out prompts. ``begin`` returns at once; ``run``
-    when all of it has ended, with what then stores it, and calls ``ended`` after each outcome. ``cancel`` does
-    nothing where none is open; ``why`` is said in a warning."""
+    """Held-out evaluations, one at a time (``run.evaluate``). This base class is for a recipe without held-out prompts.
+
+    ``begin`` starts an evaluation and returns at once. ``run`` returns when it has ended, with the function that stores
+    it, and calls ``on_outcome`` after each outcome. ``cancel`` does nothing where no evaluation is open; ``why``:
+    reason for the warning."""
 
     def begin(self, policy_version: int, limit: int) -> None: ...
 
-    async def run(self, episodes: EpisodeRunner, ended: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+    async def run(
+        self, episodes: EpisodeRunner, on_outcome: Callable[[], Awaitable[None]]
+    ) -> Callable[[], Awaitable[None]]:
         raise RecipeError("evaluation.prompts: this run has no held-out runs")
 
     async def cancel(self, episodes: EpisodeRunner, why: str = "") -> None: ...

@@ -32,7 +32,7 @@ PLANTS = {
     "a word in a name": ("base/a.py", "def begin_anew(): ...\n", "begin_anew: 'anew': restart", 1),
     "a long class": ("base/a.py", "class A:\n" + "    x = 1\n" * 201, "A has 201 statements", 1),
     "a long function": ("base/a.py", "def f():\n" + "    x = 1\n" * 46, "f has 46 statements", 1),
-    "a tuple": ("base/a.py", "a, b = 1, 2\n", "streamrl/base/a.py:1: a, b = (1, 2)", 0),
+    "a tuple": ("base/a.py", "a, b = 1, 2\n", "streamrl/base/a.py:1: a, b = (1, 2)", 1),
     "an unpacked call": ("base/a.py", "a, b = f()\n", "assignments of tuples to tuples: 0", 0),
     "a value or empty": ("base/a.py", "a = b if c else ()\n", "streamrl/base/a.py:1: b if c else ()", 0),
     "a participle": ("base/a.py", "def f(_found): ...\n", "streamrl/base/a.py:1: _found", 0),

@@ -52,7 +52,7 @@ async def test_a_recipe_of_dicts_structs_and_functions() -> None:
     assert [reward.function.rpartition(":")[2] for reward in recipe.rewards] == ["half", "half", "exact"]
     assert (recipe.rewards[1].name, recipe.rewards[1].weight) == ("again", 0.5)
     assert "'mine'" in repr(pipeline)
-    pipeline._let_go()
+    pipeline._release()
     assert streamrl.load_recipe(table(rewards=[{"function": "exact"}]), ["run.steps=3"]).run.steps == 3
 
 

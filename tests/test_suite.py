@@ -15,6 +15,8 @@ from forks.call import call_in_process
 from forks.server import Threads, serve
 from forks.starts import ForkServer
 
+from campaigns.suite_faults import FAULTS
+
 ROOT = Path(__file__).parents[1]
 
 SLOW_TESTS = """
@@ -72,6 +74,14 @@ def test_a_test_that_is_slower_than_its_tier_fails(tmp_path: Path) -> None:
 def test_an_engine_that_tests_of_both_tiers_share_is_refused(tmp_path: Path) -> None:
     printed = pytest_of(tmp_path / "test_engines.py", SHARED_ENGINE.format(engine_mark="vllm"))
     assert "tests of both tiers share a fixture; mark all or none of them long: ['test_engines.py: engine']" in printed
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_line_of_a_planted_fault_is_in_its_file(name: str) -> None:
+    """Otherwise a campaign would end in the middle: a line is renamed, and the fault still has the old one."""
+    fault = FAULTS[name]
+    assert (ROOT / "streamrl" / fault.file).read_text().count(fault.line) == 1
+    assert [place for place in fault.tests.split() if not (ROOT / "tests" / place).exists()] == []
 
 
 def answer_of_a_fork_server(with_a_thread: bool) -> str:

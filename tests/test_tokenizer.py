@@ -324,6 +324,16 @@ def test_digest_covers_everything_that_gives_ids_a_meaning(tmp_path: Path) -> No
     assert len({plain, *digests.values()}) == 1 + len(others), digests
 
 
+def test_an_end_token_has_an_embedding(tmp_path: Path) -> None:
+    """Ids count from 0: with six embeddings, 6 is behind the last."""
+    directory = write_model(tmp_path)
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 6}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5, 6]}))
+    tokenizer = load_tokenizer(directory)
+    assert tuple(tokenizer.eos_token_ids) == (2, 5)
+    assert "disagree about what ends a completion" in tokenizer.end_notice
+
+
 def test_different_tokenizers_stop_the_run() -> None:
     refuse_different_tokenizers("models/a", {"the controller": "11", "the engines": "", "trainer rank 0": "11"})
     words = (

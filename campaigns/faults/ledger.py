@@ -20,7 +20,7 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.check import violations
 from streamrl.control.machine import Control
-from streamrl.engines.resumption import whole_of
+from streamrl.engines.resumption import completion_id_of
 
 STAMPS = 1 << 20
 MODULUS = 1 << 64
@@ -198,9 +198,9 @@ class Ledger:
     def asked(self, engine: str, request: Generate) -> None:
         """What an engine is asked to go on with: a prompt, and what was sampled after it. Who was issued and never
         written down may be issued again for another prompt, so the prompt is that of the life that asks."""
-        whole = whole_of(request.request_id)
+        whole = completion_id_of(request.request_id)
         ids = self.control.group_of.get(int(whole.split(".", 1)[0]), ())
-        given = len(request.token_ids) - request.prefix_length - request.kept
+        given = len(request.token_ids) - request.prefix_length - request.unverified_tokens
         prompt = request.token_ids[: max(given, 0)].tobytes()
         if self.prompt_of.setdefault(ids[0].prompt_id if ids else whole, prompt) != prompt:
             self.violated(
@@ -209,7 +209,7 @@ class Ledger:
 
     def sampled_by(self, engine: str, request_id: str, completion: Completion) -> None:
         """What an engine returned for one part of a trajectory."""
-        whole = whole_of(request_id)
+        whole = completion_id_of(request_id)
         if completion.token_ids:
             self.sampled[whole].add((completion.token_ids.tobytes(), completion.behavior_logprobs.tobytes()))
 

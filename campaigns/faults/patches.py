@@ -39,18 +39,18 @@ from streamrl.engines.vllm.options import expected_room, installed_device
 from streamrl.launch import pipeline as run_module
 from streamrl.launch import roles, run_controller
 from streamrl.launch.control_socket import serving_control
-from streamrl.processes.local import LocalLauncher
-from streamrl.prepare.preflight import preflight, with_checkpoint_rewards
 from streamrl.launch.run_directory import refuse_changes
 from streamrl.launch.run_record import refuse_lost_journal
-from streamrl.processes import clean_up, supervisor
-from streamrl.processes.crash_bundle import write_crash_bundle
-from streamrl.processes.watchdog import Watchdog, ask_for_stacks
 from streamrl.learning import options as options_module
 from streamrl.learning import trainer as trainer_module
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.telemetry import TelemetryPublisher
+from streamrl.prepare.preflight import preflight, with_checkpoint_rewards
 from streamrl.pretrained.tokenizer import load_tokenizer
+from streamrl.processes import clean_up, supervisor
+from streamrl.processes.crash_bundle import write_crash_bundle
+from streamrl.processes.local import LocalLauncher
+from streamrl.processes.watchdog import Watchdog, ask_for_stacks
 from streamrl.recipe import topology as topology_module
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.rewards.calls.inspect import RewardInspection, inspect_in_subprocess

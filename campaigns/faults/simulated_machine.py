@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
 from streamrl.base.errors import StreamRLError
-from streamrl.processes.exit_files import write_reason
-from streamrl.processes.launcher import ChildProcess
 from streamrl.launch.roles import role_main
 from streamrl.processes import child
 from streamrl.processes.child import ChildContext, Terminated
+from streamrl.processes.exit_files import write_reason
 from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of
+from streamrl.processes.launcher import ChildProcess
 from streamrl.recipe.topology import ProcessPlan, Topology
 
 if TYPE_CHECKING:

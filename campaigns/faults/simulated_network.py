@@ -201,14 +201,14 @@ class SimulatedConnection:
         """A message. One of a connection that this end has left is nobody's."""
         if self.closed or (self.link is not link and link.identity not in self.links):
             return
-        accepted = self.end.received if isinstance(self.end, ReceivingEnd) else 0
+        accepted = self.end.received_items if isinstance(self.end, ReceivingEnd) else 0
         try:
             self.end.on_message(MessageOrigin(link.identity if self._binds else b"", link.number), frames)
         except Exception as error:  # noqa: BLE001 - raised in the task that runs the connection, as where a socket is read
             self._failure = error
             self.stop()
             return
-        if isinstance(self.end, ReceivingEnd) and self.end.received > accepted:
+        if isinstance(self.end, ReceivingEnd) and self.end.received_items > accepted:
             self.network.accepted(self.endpoint, link.other(self).process, len(self.end.items), self.end.window)
         self.service()
         self.wake()
@@ -219,7 +219,7 @@ class SimulatedConnection:
             return
         if self._binds:
             self.links.pop(link.identity, None)
-            is_peer = self.end.peer is not None and self.end.peer.peer == link.identity
+            is_peer = self.end.peer is not None and self.end.peer.routing_id == link.identity
         else:
             self.link = None
             is_peer = self.end.peer is not None

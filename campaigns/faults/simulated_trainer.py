@@ -116,7 +116,7 @@ class SimulatedTrainer:
         state = RankState(version=self.version, content=self.content)
         (partial / f"rank-{self.rank}.json").write_bytes(msgspec.json.encode(state))
         if self.rank == 0:
-            take_sidecar(directory, partial, order.beside)
+            take_sidecar(directory, partial, order.sidecar_digests)
         if len(list(partial.glob("rank-*.json"))) == self.ranks:
             write_digests(partial, [flush_and_digest(partial, files_below(partial))])
             move_into_place(partial, directory)

@@ -138,14 +138,14 @@ def _stamped_completion(self: Any, *arguments: Any) -> Completion:
     return msgspec.structs.replace(_COMPLETION(self, *arguments), behavior_logprobs=logprobs)
 
 
-_SAMPLE: Callable[..., None] = simulated_engine._Running.sample
-_COMPLETION: Callable[..., Completion] = simulated_engine._Running.completion
+_SAMPLE: Callable[..., None] = simulated_engine._OpenRequest.sample
+_COMPLETION: Callable[..., Completion] = simulated_engine._OpenRequest.completion
 
 
 @contextmanager
 def stamped_tokens() -> Iterator[None]:
     with (
-        mock.patch.object(simulated_engine._Running, "sample", _stamped_sample),
-        mock.patch.object(simulated_engine._Running, "completion", _stamped_completion),
+        mock.patch.object(simulated_engine._OpenRequest, "sample", _stamped_sample),
+        mock.patch.object(simulated_engine._OpenRequest, "completion", _stamped_completion),
     ):
         yield

@@ -66,7 +66,7 @@ def zygote_messages() -> Target:
     """What the sandbox's own process tells: who it is, and how runs ended."""
     report = {"status": 0, "seconds": 0.5, "cpu_seconds": 0.25, "timed_out": False}
     said = (
-        {"type": "LayersFound", "held": ["namespaces", "seccomp"], "missing": {"landlock": "no"}},
+        {"type": "LayersFound", "active": ["namespaces", "seccomp"], "missing": {"landlock": "no"}},
         {"type": "RunEnded", "run": 3, "report": report},
         {"type": "RunEnded", "run": 3, "error": "no jail"},
     )

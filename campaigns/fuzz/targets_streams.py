@@ -185,9 +185,9 @@ def _converse(frames: Sequence[bytes]) -> str:
         if not rest:
             break
         here, rest = rest[: size & 15], rest[size & 15 :]
-        received = end.received if isinstance(end, ReceivingEnd) else 0
+        received = end.received_items if isinstance(end, ReceivingEnd) else 0
         end.on_message(MessageOrigin(b"stranger" if size >= 16 else b"peer", 1), here)
-        if isinstance(end, ReceivingEnd) and end.received > received:
+        if isinstance(end, ReceivingEnd) and end.received_items > received:
             assert parse_header(here[0]).sequence == received, "an item was taken for another one"
         _check_end(end)
     assert sent <= 4 * len(frames) + 8, "one message was answered by many"
@@ -198,7 +198,9 @@ def _check_end(end: ReceivingEnd | SendingEnd) -> None:
     if end.phase is Phase.BROKEN:
         assert end.reason, "broken, and nobody knows why"
     if isinstance(end, ReceivingEnd):
-        assert len(end.items) == end.received - end.taken <= end.window, "more items than the window has places"
+        assert len(end.items) == end.received_items - end.taken_items <= end.window, (
+            "more items than the window has places"
+        )
         if len(end.items) > 1:
             end.take()
     elif end.credit > 0:

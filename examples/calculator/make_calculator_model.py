@@ -60,7 +60,7 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     torch.set_num_threads(1)  # more threads sum in another order, and the weights would differ
-    vocabulary = Chats(islice(chats(options.seed), 2000), CONTEXT, least=25)
+    vocabulary = Chats(islice(chats(options.seed), 2000), CONTEXT, min_frequency=25)
     first = islice(chats(options.seed), BATCH * round(AT_FIRST * options.steps))
     source = chain(first, chats(options.seed + 1, EASY_AT_LAST))
     policy = vocabulary.policy(options.seed)

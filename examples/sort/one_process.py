@@ -159,12 +159,14 @@ async def train(recipe: Recipe, directory: Path, engines: Sequence[Engine]) -> s
             trainer=ranks,
             sync=PlainPush(engines, keep=continuous),
             evaluations=Evaluations(),
-            save=CheckpointKeeper(ranks, directory, recipe.checkpoint, held=ranks.policy_version).save,
+            save=CheckpointKeeper(ranks, directory, recipe.checkpoint, held_version=ranks.policy_version).save,
             observers=[StepLines(engines)],
             waits=Waits(),
         )
         async with rewards.running():
-            reason = await controller.run(Episodes(pool, recipe.sampling, rewards, journal, ended=pool.ended))
+            reason = await controller.run(
+                Episodes(pool, recipe.sampling, rewards, journal, on_end=pool.forget_trajectory)
+            )
         await pool.aclose()
     return reason
 

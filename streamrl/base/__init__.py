@@ -1,5 +1,6 @@
-"""Types, messages between processes, errors, seeds, files written atomically, small async tools: what all rooms use.
+"""Types, messages between processes, errors, seeds, atomic files and small async tools, which all rooms and all
+processes use.
 
-The rooms stand in one order, which docs/adr/0013-rooms.md has and ``lint/house.py`` checks: a room imports only rooms
-before it, its files import no folder of its own or of another room (a wing). ``base`` is the first: msgspec, numpy and
-anyio only."""
+docs/adr/0013-rooms.md lists the rooms in order, and ``lint/house.py`` checks it: a room imports only earlier rooms, and
+its files import no folder inside of a room (a wing). ``base`` is the first room and imports msgspec, numpy and anyio
+only."""

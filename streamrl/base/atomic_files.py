@@ -1,5 +1,6 @@
-"""Small files, and new directories, that are whole or absent for every reader, whenever their writer is killed; those
-that must outlive a power cut are flushed. All of it blocks, and raises ``OSError``."""
+"""Files and directories that are complete or absent for every reader, whenever the writer is killed: atomic writes,
+durable writes (flushed, so that they outlive a power cut), links, new directories and locks. Every room that writes
+files uses them, in the command's process and in the processes of a run. All functions block and raise ``OSError``."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ from streamrl.base.errors import RecipeError, StreamRLError
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write ``content`` beside ``path``, then put it there in one step. Not flushed: a power cut may take it, which is
-    for what nobody asks after one (why a process died, what it would leave behind)."""
+    """Write ``content`` to a partial file beside ``path``, then rename it. Not flushed: for files that nobody needs
+    after a power cut, such as the reason why a process died."""
     partial = _partial(path)
     partial.write_bytes(content)
     partial.replace(path)
 
 
 def write_durable(path: Path, content: bytes) -> None:
-    """Write ``path`` as ``write_atomic`` does; durable when it returns."""
+    """Write ``path`` as ``write_atomic`` does, flushed to the disk when it returns."""
     partial = _partial(path)
     _write_flushed(partial, content)
     partial.replace(path)
@@ -41,34 +42,34 @@ _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _SEEN_LATE_S = 3.0
 
 MOST_BYTES = 64 << 20
-"""Of files of one kind that a run writes now and then, such as evaluations, stacks and crash bundles."""
+"""Limit of all files of one kind that a run writes now and then, such as evaluations, stacks and crash bundles."""
 
 
 def remove_oldest(paths: Iterable[Path], most_bytes: int = MOST_BYTES) -> None:
     """Keep the newest of ``paths`` by name, at least one, within ``most_bytes``, and remove the others."""
     total = 0
-    for place, path in enumerate(sorted(paths, reverse=True)):
+    for index, path in enumerate(sorted(paths, reverse=True)):
         total += path.stat().st_size
-        if place and total > most_bytes:
+        if index > 0 and total > most_bytes:
             path.unlink(missing_ok=True)
 
 
 def append_whole(file: IO[bytes], content: bytes) -> None:
-    """Append ``content`` to an unbuffered file. One takes less than it was given where the disk gets full on the
-    way: the part that was written is cut off before that is raised, so that a later line does not follow half of
-    this one."""
+    """Append ``content`` to an unbuffered file, all of it or nothing: where the disk is full, the written part is
+    removed before ``OSError`` is raised, so that a later line does not follow half a line."""
     begin = file.seek(0, os.SEEK_END)
     try:
-        while content:
-            content = content[file.write(content) :]
+        while content:  # a write takes only the first bytes where the disk gets full
+            written = file.write(content)
+            content = content[written:]
     except OSError:
         file.truncate(begin)
         raise
 
 
 def write_link(path: Path, target: str) -> None:
-    """Make ``path`` a symbolic link to ``target``, a name beside it, in one step, also where it is a link already; of
-    writers with a target each the last one wins. Durable when it returns."""
+    """Make ``path`` a symbolic link to ``target``, a name in the same directory. Replaces an existing link in one step;
+    of concurrent writers the last one wins. Durable when it returns."""
     partial = path.with_name(f".{path.name}.{target}.partial")
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)
@@ -77,7 +78,7 @@ def write_link(path: Path, target: str) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make it where it is not there, with all above it. Durable when it returns."""
+    """Make ``directory`` and its missing parents. Durable when it returns."""
     if directory.is_dir():
         return
     make_directory(directory.parent)
@@ -87,15 +88,16 @@ def make_directory(directory: Path) -> None:
 
 @contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """Yield an empty directory beside ``directory`` that takes its name at the end; where the block raises it is
-    removed, and so where SIGTERM ends the process in the block. For the main thread. Raises ``RecipeError`` where
-    ``directory`` is there and not empty."""
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        what = "is not empty" if directory.is_dir() else "is a file"
-        raise RecipeError(f"{directory} {what}: name a directory that is not there yet", outcome="nothing was written")
+    """Yield an empty directory that is renamed to ``directory`` at the end of the block. It is removed where the block
+    raises, or where SIGTERM ends the process in the block. For the main thread only. Raises ``RecipeError`` for a
+    ``directory`` that exists and is not empty."""
+    problem = _occupied(directory)
+    if problem:
+        text = f"{directory} {problem}: name a directory that is not there yet"
+        raise RecipeError(text, outcome="nothing was written")
     target = directory.absolute()
     make_directory(target.parent)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield partial
@@ -106,11 +108,22 @@ def new_directory(directory: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
+
+
+def _occupied(directory: Path) -> str:
+    """Return why ``directory`` cannot be made; empty: it is absent or empty."""
+    if not directory.exists():
+        return ""
+    if not directory.is_dir():
+        return "is a file"
+    if any(directory.iterdir()):
+        return "is not empty"
+    return ""
 
 
 def flush_directory(directory: Path) -> None:
-    """Force to the disk which names are in it, on a file system that can (SMB and some in user space cannot)."""
+    """Flush the names in ``directory`` to the disk, on a file system that can (SMB and some in user space cannot)."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -122,8 +135,8 @@ def flush_directory(directory: Path) -> None:
 
 
 def hold_lock(path: Path, refused: Callable[[str], StreamRLError]) -> IO[bytes]:
-    """Open and lock ``path`` and write the process id to it. Closing the file or the end of the process unlocks it.
-    Raises ``refused(id)`` while another process holds the lock."""
+    """Open and lock ``path`` and write the process id to it. The lock ends with the file or with the process. Raises
+    ``refused(PID)`` while the process PID holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     lock = os.fdopen(descriptor, "r+b", buffering=0)
     try:
@@ -145,12 +158,12 @@ def hold_lock(path: Path, refused: Callable[[str], StreamRLError]) -> IO[bytes]:
     return lock
 
 
-# ---- files for a directory that another process writes ---------------------------------------------
+# ---- sidecars: files of the controller for a directory (a checkpoint) that a trainer rank writes --------
 
 
 def stage_sidecar(directory: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Put ``files``, of any size, where the writer of ``directory`` takes them from (``take_sidecar``), in place of
-    what an earlier call left there. Returns their sha256 by name. Durable when it returns."""
+    """Write ``files`` to the staging folder of ``directory``, from which its writer takes them (``take_sidecar``).
+    Replaces the files of an earlier call. Returns their SHA-256 by name. Durable when it returns."""
     folder = sidecar_folder(directory)
     shutil.rmtree(folder, ignore_errors=True)
     if not files:
@@ -163,27 +176,27 @@ def stage_sidecar(directory: Path, files: Mapping[str, bytes]) -> dict[str, byte
 
 
 def take_sidecar(directory: Path, into: Path, digests: Mapping[str, bytes]) -> None:
-    """Move what ``stage_sidecar`` left for ``directory`` into a directory on the same file system, not flushed. Raises
-    ``StreamRLError`` for a file that is not there or has another digest."""
+    """Move the files that ``stage_sidecar`` wrote for ``directory`` to ``into``, on the same file system, not flushed.
+    Raises ``StreamRLError`` for a file that is not there or has another digest."""
     folder = sidecar_folder(directory)
     for name, expected in digests.items():
         try:
             with _open_late(folder / name) as file:
-                found = hashlib.file_digest(file, "sha256").digest()
+                digest = hashlib.file_digest(file, "sha256").digest()
         except FileNotFoundError as error:
             raise StreamRLError(
                 f"{folder / name} is not there, where the controller wrote it: controller and trainer ranks need the "
                 f"same file system at {directory.parent}"
             ) from error
-        if found != expected:
+        if digest != expected:
             raise StreamRLError(f"{folder / name} differs from what the controller wrote: look at the disk")
         (folder / name).replace(into / name)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _open_late(path: Path) -> BufferedReader:
-    """Open a file that was written on another host, whose name may be seen late: NFS remembers that it was not there,
-    until the folder is opened and found changed."""
+    """Open a file of another host. Its name may appear late: an NFS client caches that the file was absent until it
+    reads the changed folder."""
     deadline = time.monotonic() + _SEEN_LATE_S
     while True:
         try:
@@ -195,7 +208,8 @@ def _open_late(path: Path) -> BufferedReader:
 
 
 def sidecar_folder(directory: Path) -> Path:
-    """Staging folder of files for ``directory``. Its name is that of a partial file, so it is cleaned up as one."""
+    """Staging folder of the sidecars of ``directory``. It is named like a partial file, so that it is cleaned up like
+    one."""
     return directory.with_name(f".{directory.name}.beside.partial")
 
 

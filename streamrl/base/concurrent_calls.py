@@ -1,4 +1,5 @@
-"""Several calls at once, one plain error out; one call whose result is wanted later."""
+"""Concurrent calls on anyio task groups: several calls at once whose first error is raised plainly, and one call in the
+background. The controller, engine processes and the workers of user code use them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Arguments = TypeVarTuple("Arguments")
 
 
 async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Results in the order of ``calls``. When one raises the others are cancelled, and its error is raised as it is."""
+    """Return the results in the order of ``calls``. Where a call raises, the others are cancelled and its error is
+    raised without an exception group."""
     results: dict[int, T] = {}
 
     async def run(index: int, call: Callable[[], Awaitable[T]]) -> None:
@@ -31,21 +33,22 @@ async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 class BackgroundCall(Generic[T]):
-    """A call that runs in ``nursery`` from now on, where its error is raised."""
+    """A call that runs in the task group ``nursery`` from its construction on. Its error is raised by the task
+    group."""
 
     def __init__(self, nursery: anyio.abc.TaskGroup, call: Callable[[], Awaitable[T]]) -> None:
         self._results: list[T] = []
-        self._done = anyio.Event()
+        self._finished = anyio.Event()
         nursery.start_soon(self._run, call)
 
     async def result(self) -> T:
         """Wait for the call to end and return its result."""
-        await self._done.wait()
+        await self._finished.wait()
         return self._results[0]
 
     async def _run(self, call: Callable[[], Awaitable[T]]) -> None:
         self._results.append(await call())
-        self._done.set()
+        self._finished.set()
 
 
 def first_error(error: BaseException) -> BaseException:
@@ -56,7 +59,7 @@ def first_error(error: BaseException) -> BaseException:
 def start_unless_ending(
     group: anyio.abc.TaskGroup, work: Callable[[*Arguments], Coroutine[Any, Any, object]], *arguments: *Arguments
 ) -> None:
-    """``work`` as a child of ``group``. Nothing where that is cancelled: anyio refuses a child of a group that has
-    ended, and its RuntimeError would hide what the run ends of."""
+    """Start ``work`` as a child of ``group``, unless the group is cancelled: anyio refuses a child of a group that has
+    ended, and this RuntimeError would hide the error that ends the run."""
     if not group.cancel_scope.cancel_called:
         group.start_soon(work, *arguments)

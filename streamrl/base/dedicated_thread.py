@@ -1,7 +1,8 @@
-"""A thread that lives as long as what it started.
+"""A thread for blocking calls, used by an engine process (vLLM) and by a trainer rank.
 
-``PR_SET_PDEATHSIG`` follows the *thread* that spawned a child, so an engine's processes must be spawned by a thread
-that stays; and loading takes 15 to 45 s, in which the event loop must go on. A daemon thread ends with the process."""
+The kernel's ``PR_SET_PDEATHSIG`` follows the *thread* that spawned a child, so vLLM's processes must be spawned by a
+thread that lives as long as they do; and loading takes 15 to 45 s, while the event loop must go on. A daemon thread
+ends with the process."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class DedicatedThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Result of ``function()`` in the thread. Cancelling abandons the result, not the call."""
+        """Run ``function`` in the thread and return its result. Cancelling abandons the result, not the call."""
         if not self._thread.is_alive():
             self._thread.start()
         loop = asyncio.get_running_loop()
@@ -32,7 +33,7 @@ class DedicatedThread:
         return await future
 
     def close(self) -> None:
-        """Let the thread end after the calls it was given."""
+        """End the thread after all calls before this one. Returns at once."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -41,9 +42,9 @@ class DedicatedThread:
             try:
                 result = function()
                 error = None
-            except BaseException as raised:  # noqa: BLE001 - every kind is handed to the caller
+            except BaseException as exception:  # noqa: BLE001 - every kind is raised in the caller
                 result = None
-                error = raised
+                error = exception
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, future, result, error)
             del work, future, function, result, error  # keep no engine alive while waiting

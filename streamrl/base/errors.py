@@ -1,7 +1,7 @@
-"""Two kinds of failure, and nothing else.
+"""Exceptions of streamrl, for all rooms and processes. There are two kinds of failure.
 
-*Data went wrong* (a reward raised, a completion was cut): a recorded outcome on the trajectory.
-*The system went wrong* (a process died, a stream broke): an exception that ends the nursery.
+A failure of data (a reward raised, a completion was truncated) is recorded as the outcome of its trajectory and raises
+nothing. A failure of the system (a process died, a stream broke) is one of these exceptions and ends the task group.
 Every message names the thing, its value and the remedy."""
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Iterator
 import msgspec
 
 UNDECODABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
-"""What msgspec raises for bytes that are not what was asked for, from any writer: text that is not UTF-8 is a
-``UnicodeDecodeError``, which is a ValueError; map keys without a hash are a TypeError; nesting without end is a
-RecursionError, also in fields that nobody asked for."""
+"""Errors that msgspec raises for bytes that do not decode to the requested type. Text that is not UTF-8 raises
+``UnicodeDecodeError``, which is a ValueError; map keys without a hash raise TypeError; endless nesting raises
+RecursionError, also in fields that the type does not have."""
 
 UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
-"""What msgspec raises for a value that cannot be written: of a class that it does not know, half of a character, a
-number of too many bits, nesting without end."""
+"""Errors that msgspec raises for a value that cannot be encoded: an unknown class, a lone surrogate, a number of too
+many bits, endless nesting."""
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The error itself, or all errors of a group and of the groups in it, in order."""
+    """Yield the error itself, or all errors of an exception group and of the groups in it, in order."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from leaves(inner)
@@ -35,8 +35,8 @@ class StreamRLError(Exception):
 
 
 class RecipeError(StreamRLError):
-    """The user's input is wrong; nothing was started. Exit code 2. ``problems`` holds one line each; ``outcome``: the
-    outcome, in a few words."""
+    """The user's input is wrong; exit code 2. ``problems``: lines, one for each problem; ``outcome``: the outcome in a
+    few words."""
 
     def __init__(self, *problems: str, outcome: str = "nothing was started") -> None:
         super().__init__("\n".join(problems))
@@ -45,19 +45,19 @@ class RecipeError(StreamRLError):
 
 
 class ProcessDied(StreamRLError):
-    """A process of the run ended although it should not have."""
+    """A process of the run ended unexpectedly."""
 
 
 class EngineError(StreamRLError):
-    """An engine cannot serve any more."""
+    """An engine failed and serves no more requests."""
 
 
 class ModelRefused(StreamRLError):
-    """No engine or trainer rank can take this model as the recipe says: each one would end the same way."""
+    """No engine or trainer rank can load this model with this recipe: a restart would end the same way."""
 
 
 class RequestRefused(StreamRLError):
-    """An engine could not serve one request; it goes on with the others."""
+    """An engine could not serve one request; it serves the others."""
 
 
 class WeightError(StreamRLError):
@@ -65,44 +65,44 @@ class WeightError(StreamRLError):
 
 
 class VersionLeft(WeightError):
-    """The trainer holds a newer version than the one that an engine asks for, or none any more: it must wait."""
+    """The trainer serves a newer version than an engine requested, or none any more: the engine must wait."""
 
 
 class CannotContinue(StreamRLError):
-    """Control cannot go on: more rewards failed or more groups were dropped than the recipe allows, or nothing is left
-    that could fill a batch."""
+    """Control cannot go on: more rewards failed or more groups were dropped than the recipe allows, or too few groups
+    remain to fill a batch."""
 
 
 class DiskFull(StreamRLError):
-    """A disk is full. A process that ends by it is not started again."""
+    """A disk is full. A process that ends with this error is not started again."""
 
     errno = errno.ENOSPC
 
 
 class StoreError(StreamRLError):
-    """An object store refuses what is asked of it, or does not do it in time."""
+    """An object store refused a request, or did not answer in time."""
 
 
 class EpochLost(StoreError):
-    """Another process has taken the place of this one in a store: this one writes nothing any more, and is not
-    restarted. A restart would take the place from the other process."""
+    """Another process took over this process's place in an object store: this process writes nothing any more, and is
+    not restarted, because the restart would take the place back."""
 
 
 class RunStalled(StreamRLError):
-    """The run makes no progress, and no time limit of its own explains it."""
+    """The run makes no progress for longer than any of its time limits explains."""
 
 
 class StreamClosed(StreamRLError):
-    """A stream was used after this side had closed it."""
+    """A stream was used after this end had closed it."""
 
 
 class StreamEnded(StreamRLError):
-    """The sender ended the stream and every item was received."""
+    """The sender closed the stream, and every item was received."""
 
 
 class StreamBroken(StreamRLError):
-    """The peer is gone, or sent something that the protocol forbids."""
+    """The peer is gone, or broke the protocol."""
 
 
 class WireError(StreamRLError):
-    """Bytes that are not a message of this schema: unknown kind, wrong version, over a size limit."""
+    """Bytes are no message of this schema: unknown kind, wrong version, over a size limit."""

@@ -1,11 +1,12 @@
-"""Rules about which hosts can reach an address. Pure: no name is looked up."""
+"""Functions that tell which hosts can reach an address. No name is looked up. The rules of the recipe, the guard of the
+ZeroMQ sockets and the client of the judge use them."""
 
 from __future__ import annotations
 
 from ipaddress import ip_address
 
 WILDCARDS = frozenset({"", "*", "0.0.0.0", "::", "0"})
-"""Every interface of the host."""
+"""Addresses that mean every interface of the host."""
 
 
 def bare_host(host: str) -> str:
@@ -17,8 +18,9 @@ def host_of(endpoint: str) -> str:
     """Host of ``tcp://HOST:PORT``, without brackets; empty for any other endpoint."""
     if not endpoint.startswith("tcp://"):
         return ""
-    # libzmq takes a source address in front of a semicolon when it connects; the host is what comes after it.
-    return bare_host(endpoint.removeprefix("tcp://").rpartition(";")[2].rpartition(":")[0])
+    # When libzmq connects, a source address may stand before a semicolon, and the host after it.
+    address = endpoint.removeprefix("tcp://").rpartition(";")[2]
+    return bare_host(address.rpartition(":")[0])
 
 
 def is_wildcard(host: str) -> bool:
@@ -27,8 +29,8 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this host reaches ``host``. A name other than ``localhost`` could be anything, so it is
-    not."""
+    """Return whether only this host reaches ``host``. False for every name but ``localhost``, since a name may mean any
+    address."""
     bare = bare_host(host)
     if bare == "localhost":
         return True

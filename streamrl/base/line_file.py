@@ -1,4 +1,5 @@
-"""Files of JSON lines that a run appends to and others read while it goes on."""
+"""Files of JSON lines: the controller appends to them (metrics, samples, trace, evaluations), and other processes (the
+dashboard, trackers, commands) read them while the run goes on."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ _TAIL_BYTES = 1 << 16
 
 
 class LineFile:
-    """Appends objects to ``path``, one a line, each on its way to the disk when ``append`` returns: whole or, where
-    the disk is full, not at all (``OSError``).
+    """Appends objects to ``path``, one a line. When ``append`` returns, a line is written completely, or, where the
+    disk is full, not at all (``OSError``).
 
-    ``goes_on``: after the lines that are there, of which a killed run may have left half of the last one; else the
-    file is emptied. ``head``: first line of each file. ``most_bytes``: of the file (0: any); then it is put aside as
-    ``older-NAME``, in place of the one before, and another one is begun."""
+    ``goes_on``: whether to keep the lines of an earlier run, without half a line at the end, which a killed process may
+    have left; False empties the file;
+    ``head``: first line of each file;
+    ``most_bytes``: size of the file (0: unlimited) at which it is renamed to ``older-NAME``, in place of the file of
+    that name, and a new file is begun."""
 
     def __init__(self, path: Path, *, goes_on: bool = True, head: object = None, most_bytes: int = 0) -> None:
         self._path = path
@@ -33,7 +36,7 @@ class LineFile:
         self._open("ab" if goes_on else "wb")
 
     def append(self, *lines: object) -> None:
-        """Write them, all into the same file."""
+        """Write ``lines``, all into the same file."""
         if 0 < self._most_bytes < self._file.tell():
             self._file.close()
             self._path.replace(older(self._path))
@@ -51,7 +54,7 @@ class LineFile:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Leave only whole lines in ``path``."""
+    """Remove half a line from the end of ``path``."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         while end:
@@ -66,25 +69,25 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def older(path: Path) -> Path:
-    """The place where the part of ``path`` before the present one lies, once it was put aside."""
+    """Path of the older part of the file, to which a full file is renamed."""
     return path.with_name(f"older-{path.name}")
 
 
 def open_rotated(path: Path) -> list[IO[bytes]]:
-    """The older part of ``path`` and ``path``, opened, those that are there; none twice, and none left out between
-    them where the file is put aside meanwhile."""
+    """Open the older part of ``path`` and ``path``, without missing files. Where the file is renamed meanwhile, no part
+    is opened twice or left out."""
     files: list[IO[bytes]] = []
-    for place in (path, older(path)):
+    for part in (path, older(path)):
         with suppress(OSError):
-            files.append(place.open("rb"))
+            files.append(part.open("rb"))
     if len(files) == 2 and os.path.sameopenfile(files[0].fileno(), files[1].fileno()):
         files.pop().close()
     return files[::-1]
 
 
 def read_lines(path: Path, kind: Any = Any) -> Iterator[Any]:
-    """Lines of the older part of ``path`` and of ``path`` as ``kind``; none where there is no file, and without those
-    that cannot be read (half a line of a run that was killed)."""
+    """Yield the lines of the older part of ``path`` and of ``path``, decoded as ``kind``; none where there is no file.
+    Lines that cannot be decoded are left out (half a line of a killed run)."""
     with ExitStack() as stack:
         for file in [stack.enter_context(file) for file in open_rotated(path)]:
             with suppress(OSError):
@@ -92,7 +95,7 @@ def read_lines(path: Path, kind: Any = Any) -> Iterator[Any]:
 
 
 def decoded_lines(lines: Iterable[bytes], kind: Any = Any) -> Iterator[Any]:
-    """``lines`` as ``kind``, without those that cannot be read."""
+    """Yield ``lines``, decoded as ``kind``, without those that cannot be decoded."""
     decode = msgspec.json.Decoder(kind).decode
     for line in lines:
         with suppress(*UNDECODABLE):

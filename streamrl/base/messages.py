@@ -1,5 +1,7 @@
-"""Messages on the streams between processes, which ``launch.run_controller`` lists. Tagged unions: the tag names the
-kind on the wire."""
+"""Messages on the ZeroMQ streams between the controller's process and the engine processes, the trainer ranks and the
+environment workers; ``launch.run_controller`` lists the streams. The heading above the messages has sender and
+receiver. A record that is no ``Message`` travels as a field of one. Tagged unions: the tag names the kind on the
+wire."""
 
 from __future__ import annotations
 
@@ -20,17 +22,24 @@ from streamrl.base.types import (
 
 
 class Message(Record, frozen=True, tag=True):
-    """Base of everything that travels alone on a stream."""
+    """Base of every item of a stream."""
 
 
-# ---- weights -------------------------------------------------------------------------------------
+# ---- weights: trainer rank -> controller -> engine -----------------------------------------------
 
-HASH_MODULUS = 2**64  # state hashes of the parts of a version add up modulo this
+HASH_MODULUS = 2**64
+"""The state hash of a version is the sum of the state hashes of its parts, modulo this number."""
 
 
 class WeightSource(Record, frozen=True):
-    """One trainer rank's part of a weight version, and the endpoint that serves it. ``manifest_digest`` identifies the
-    manifest bytes; the manifest itself is fetched from ``endpoint``."""
+    """One trainer rank's part of a weight version, and the place to fetch it from. Made by the rank's publisher
+    (``weights.publish``), read by the engines.
+
+    ``endpoint``: address at which the rank serves the manifest and the payload;
+    ``manifest_digest``: digest of the manifest's bytes, which an engine fetches from ``endpoint``;
+    ``payload_bytes``: bytes of the part on the wire;
+    ``changed_elements``: number of weights that differ from the base version;
+    ``total_elements``: number of weights of the part."""
 
     rank: int
     endpoint: str
@@ -41,7 +50,11 @@ class WeightSource(Record, frozen=True):
 
 
 class Published(Record, frozen=True):
-    """One rank's part of a published version. ``base_version`` None: an anchor. ``state_hash``: the rank's part."""
+    """One rank's part of a published version. Returned by ``contracts.Publisher`` in the trainer rank, whose report
+    (``StepReport``, ``AnchorPublished``) takes the fields to the controller.
+
+    ``base_version``: version that a delta builds on; None: the part is an anchor, complete in itself;
+    ``state_hash``: 64-bit additive hash of the rank's weights."""
 
     source: WeightSource
     base_version: int | None
@@ -49,12 +62,16 @@ class Published(Record, frozen=True):
 
 
 class WeightAnnouncement(Record, frozen=True):
-    """A version that engines may stage. ``base_version`` None: an anchor, complete in itself.
+    """A version that engines may stage. Made in the controller from the reports of all ranks (``announcement_of``),
+    sent to engines as an argument of ``EngineCall``.
 
-    ``state_hash`` is the 64-bit additive hash of all weights at ``policy_version`` (sum over ranks mod 2**64).
-    ``probe_logprobs``: what the trainer found for the tokens of ``config.canary`` by the version before this one
-    (empty: it was not asked). ``peers``: endpoints of engines that have the version or are receiving it, which
-    are to be asked before ``sources``, in this order (``weights.relay``)."""
+    ``base_version``: version that a delta builds on; None: the version is an anchor, complete in itself;
+    ``state_hash``: 64-bit additive hash of all weights at ``policy_version`` (sum over ranks modulo ``HASH_MODULUS``);
+    ``sources``: parts of all ranks, by rank;
+    ``probe_logprobs``: the trainer's logprobs of the canary tokens by the version before this one (empty: not
+    computed);
+    ``peers``: endpoints of engines that have the version or are receiving it; an engine fetches from these, in this
+    order, before it fetches from ``sources`` (``weights.relay``)."""
 
     policy_version: int
     base_version: int | None
@@ -69,7 +86,8 @@ def announcement_of(
     parts: Sequence[Published | StepReport | AnchorPublished],
     probe_logprobs: tuple[float, ...] = (),
 ) -> WeightAnnouncement:
-    """The announcement to engines of a version that every trainer rank has published; ``parts``: one of each rank."""
+    """Return the announcement of a version that every trainer rank has published. ``parts``: reports of the ranks, by
+    rank."""
     return WeightAnnouncement(
         policy_version=policy_version,
         base_version=parts[0].base_version,
@@ -83,20 +101,28 @@ def announcement_of(
 
 
 class PauseMode(StrEnum):
-    """Handling of requests in flight (vLLM's words): abort returns them cut, keep freezes them."""
+    """Handling of requests in flight, in vLLM's words: ``abort`` returns their tokens with finish reason abort,
+    ``keep`` freezes the requests until ``resume``."""
 
     ABORT = "abort"
     KEEP = "keep"
 
 
 class Generate(Message, frozen=True):
-    """Sample one completion. ``prefix_length`` tokens at the end of ``token_ids`` are an earlier part of
-    the same completion (a resumed trajectory): they count against ``max_tokens`` already. ``kept`` tokens there were
-    sampled with this seed by other weights: what of them these weights choose, too, need not be decoded. ``scored``: so
-    many tokens there are answered, with their logprobs at temperature 1, and nothing is sampled after them.
-    ``min_tokens``: of the whole completion, as ``max_tokens``. ``priority``: of requests that wait in an engine, the
-    one with the least goes first (in runs with an environment). ``routed``: tokens at the start of ``token_ids`` whose
-    experts are known; those of the others are answered by an engine that returns experts (None: of none)."""
+    """Sample one completion. Made by ``stages.episodes`` and by the canary (``engines.push.verify``); the engine
+    process answers with ``Generated`` or ``GenerationFailed``.
+
+    ``token_ids``: the prompt, then tokens of earlier requests for the same completion;
+    ``max_tokens``, ``min_tokens``: limits of the completion, ``prefix_length`` included;
+    ``prefix_length``: number of tokens at the end of ``token_ids`` that are the first part of the same completion (of a
+    trajectory that was paused or moved to another engine);
+    ``unverified_tokens``: number of tokens at the end of ``token_ids`` that other weights sampled with this seed; the
+    engine need not decode those that its own weights choose, too;
+    ``scored_tokens``: number of tokens at the end of ``token_ids`` to answer with their logprobs at temperature 1;
+    nothing is sampled after them (0: sample);
+    ``priority``: rank among the requests that wait in an engine, the least first (in runs with an environment);
+    ``routed_tokens``: number of tokens at the start of ``token_ids`` whose experts the controller has; an engine that
+    returns experts answers with those of the other tokens (None: with none)."""
 
     request_id: str
     token_ids: TokenArray
@@ -109,10 +135,10 @@ class Generate(Message, frozen=True):
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     prefix_length: int = 0
-    kept: int = 0
-    scored: int = 0
+    unverified_tokens: int = 0
+    scored_tokens: int = 0
     priority: int = 0
-    routed: int | None = 0
+    routed_tokens: int | None = 0
 
 
 class Abort(Message, frozen=True):
@@ -125,7 +151,8 @@ EngineMethod = Literal["pause", "resume", "sleep", "wake", "stage", "commit", "c
 
 
 class EngineCall(Message, frozen=True):
-    """Call ``method`` of the engine (see ``contracts.WatchedEngine``) with these arguments."""
+    """Call ``method`` of the engine (``contracts.WatchedEngine``) with ``arguments``. Made by
+    ``engines.remote_engine``, answered with ``OrderDone`` or ``OrderFailed`` of the same ``order_id``."""
 
     order_id: int
     method: EngineMethod
@@ -139,7 +166,15 @@ EngineOrder = Generate | Abort | EngineCall
 
 
 class EngineReady(Message, frozen=True):
-    """An engine's first message: what it is. ``kv_tokens``: room of its KV cache, ``pid``: of its host (0: unknown)."""
+    """First message of an engine process: the model is loaded.
+
+    ``engine``: name, such as ``engine-0``;
+    ``policy_version``: version of the weights that the engine has;
+    ``max_model_len``: tokens of the longest request, prompt and completion;
+    ``max_num_seqs``: requests that run at once;
+    ``tokenizer_digest``: ``Tokenizer.digest`` of the engine's model folder (empty: the engine has no tokenizer);
+    ``kv_tokens``: tokens that the KV cache holds;
+    ``pid``: process id of the engine process (0: unknown)."""
 
     engine: str
     policy_version: int
@@ -151,7 +186,8 @@ class EngineReady(Message, frozen=True):
 
 
 class Generated(Message, frozen=True):
-    """The completion of one request; with ``prefix_length`` only the new tokens."""
+    """Completion of a ``Generate`` request, without the tokens of its prefix. ``seconds``: time of the request in the
+    engine process."""
 
     request_id: str
     completion: Completion
@@ -159,14 +195,18 @@ class Generated(Message, frozen=True):
 
 
 class GenerationFailed(Message, frozen=True):
-    """One request could not be served; the engine goes on."""
+    """Failure of a ``Generate`` request; the engine serves the other requests."""
 
     request_id: str
     reason: str
 
 
 class OrderDone(Message, frozen=True):
-    """Success of an order. ``state_hash``: after a commit, computed from the live weights."""
+    """Success of an ``EngineCall``. ``contracts.Engine.stage`` and ``commit`` return it inside of a process, too.
+
+    ``state_hash``: hash that a commit computed from the live weights (0: another order);
+    ``payload_bytes``: bytes that a stage fetched;
+    ``checksums``: the answer of ``checksums``, by name of the parameter."""
 
     order_id: int
     seconds: float
@@ -176,16 +216,23 @@ class OrderDone(Message, frozen=True):
 
 
 class OrderFailed(Message, frozen=True):
-    """Failure of an order; the engine still holds what it held."""
+    """Failure of an ``EngineCall``; the weights of the engine are unchanged."""
 
     order_id: int
     reason: str
 
 
 class EngineLoad(Message, frozen=True):
-    """Sent a few times a second, and on change of state. From ``generated_tokens`` on counters since the start:
-    ``preemptions`` for want of KV; ``decode_steps`` took ``decode_s`` and sampled ``decode_tokens``, one for each
-    request that ran, and ``accepted_tokens`` more of those that speculative decoding drafted, ``drafted_tokens``."""
+    """Load and counters of an engine, sent a few times a second and on every change of state. ``contracts.Engine.load``
+    returns it, and a pool returns the sum over its engines. The fields from ``generated_tokens`` on count since the
+    start.
+
+    ``running``, ``waiting``: numbers of requests;
+    ``kv_cache_usage``: used share of the KV cache;
+    ``preemptions``: requests that lost their KV cache because it was full;
+    ``decode_steps``, ``decode_s``: number of decode steps, and their time;
+    ``decode_tokens``: tokens of the decode steps, one for each running request, without accepted drafts;
+    ``drafted_tokens``, ``accepted_tokens``: tokens that speculative decoding drafted, and those that were accepted."""
 
     running: int = 0
     waiting: int = 0
@@ -206,19 +253,23 @@ EngineEvent = EngineReady | Generated | GenerationFailed | OrderDone | OrderFail
 
 
 class TrainGroup(Message, frozen=True):
-    """A whole scored group of the open batch. May be trained on at once (streaming)."""
+    """One group of the open batch, with all its rewards. The rank may train it before the batch is closed
+    (streaming)."""
 
     group: TrainingGroup
 
 
 class CloseBatch(Message, frozen=True):
-    """The open batch is complete: step the optimizer and publish ``policy_version``.
+    """Close the open batch: step the optimizer and publish ``policy_version``; every rank answers with ``StepReport``.
 
-    The totals are over all ranks, so every rank can check what it reduced. ``batches``: that are closed at once; as
-    many steps are taken along their mean gradient, so that each sample moves the policy as far as any other (one step
-    that is longer would move it along the momentum of earlier batches instead). ``engines_idle``: nothing is sampled
-    until the next version is live, so the trainer may take the engines' cores. ``steps``: of the run, with which the
-    schedule ends; ``learning_rate``: where it is not the recipe's."""
+    ``groups``, ``samples``, ``trained_tokens``: totals over all ranks, by which every rank checks what it reduced;
+    ``batches``: number of batches that are closed at once; the rank takes as many steps along their mean gradient, so
+    that each sample moves the policy as far as any other (one longer step would move it along the momentum of earlier
+    batches instead);
+    ``engines_idle``: whether nothing is sampled until the next version is live; the trainer may then use the engines'
+    cores;
+    ``steps``: length of the run in steps, at which the schedule of the learning rate ends;
+    ``learning_rate``: learning rate in place of the recipe's (None: the recipe's)."""
 
     batch_id: int
     policy_version: int
@@ -232,54 +283,44 @@ class CloseBatch(Message, frozen=True):
 
 
 class WeightsAcknowledged(Message, frozen=True):
-    """Every engine holds ``policy_version`` live: the baseline of deltas may advance to it."""
+    """Notice that ``policy_version`` is live on every engine: the next delta may build on it."""
 
     policy_version: int
 
 
 class PublishAnchor(Message, frozen=True):
-    """Publish the current version complete, whatever engines hold."""
+    """Publish the current version as an anchor, complete in itself; answered with ``AnchorPublished``."""
 
     policy_version: int
 
 
 class EnginesFreed(Message, frozen=True):
-    """``count`` engines do nothing until the next round (0: all serve again): their cores are for training."""
+    """Number of engines that are idle until the next round, whose cores the ranks may use (0: all engines serve)."""
 
     count: int
 
 
 class TrainTogether(Message, frozen=True):
-    """Every rank trains what waits, in as many rows as any of them has: each row is a collective."""
+    """Train the groups that wait, on every rank in the same number of rows (the largest of any rank): each row is a
+    collective."""
 
 
 class SaveCheckpoint(Message, frozen=True):
-    """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end).
+    """Write the trainer's state and a Hugging Face directory under ``directory`` (atomic: a rename at the end);
+    answered with ``CheckpointSaved``.
 
-    ``min_free_bytes``: refuse where less would be left on the disk. ``beside``: sha256 by name of files that control
-    left for it on the file system (``atomic_files.stage_sidecar``): they may be larger than a message."""
+    ``min_free_bytes``: bytes that must be free on the disk afterwards, or the rank refuses;
+    ``sidecar_digests``: SHA-256 by name of the controller's own files for the checkpoint, which may be larger than a
+    message; the rank moves them from the place where ``atomic_files.stage_sidecar`` put them."""
 
     directory: str
     policy_version: int
     min_free_bytes: int = 0
-    beside: dict[str, bytes] = {}
-
-
-class ReadFile(Message, frozen=True):
-    """Read the file at ``path``: a rank on another host must see what the controller wrote."""
-
-    path: str
+    sidecar_digests: dict[str, bytes] = {}
 
 
 TrainingOrder = (
-    TrainGroup
-    | TrainTogether
-    | CloseBatch
-    | WeightsAcknowledged
-    | PublishAnchor
-    | EnginesFreed
-    | SaveCheckpoint
-    | ReadFile
+    TrainGroup | TrainTogether | CloseBatch | WeightsAcknowledged | PublishAnchor | EnginesFreed | SaveCheckpoint
 )
 
 
@@ -287,9 +328,16 @@ TrainingOrder = (
 
 
 class TrainerReady(Message, frozen=True):
-    """First message of a rank. ``policy_version`` is what it holds (0: the initial weights). ``trained_parameters``:
-    of adapters; 0: all are trained. ``together_tokens``: of all ranks, when they want to be ordered to train together
-    before the close; 0: never. ``ranks_per_group``: number of consecutive ranks that train the same groups."""
+    """First message of a trainer rank: the model is loaded.
+
+    ``rank``, ``ranks``: number of this rank, and number of all ranks;
+    ``policy_version``: version of the weights that the rank has (0: the initial weights);
+    ``parameters``: number of parameters of the model;
+    ``tokenizer_digest``: ``Tokenizer.digest`` of the rank's model folder;
+    ``trained_parameters``: number of parameters of the adapters (0: all parameters are trained);
+    ``together_tokens``: waiting tokens, over all ranks, at which the controller is to send ``TrainTogether`` (0:
+    never);
+    ``ranks_per_group``: number of consecutive ranks that train the same groups."""
 
     rank: int
     ranks: int
@@ -302,8 +350,12 @@ class TrainerReady(Message, frozen=True):
 
 
 class StepReport(Message, frozen=True):
-    """One optimizer step, from one rank. ``metrics`` are reduced over ranks (equal on each). ``probe_logprobs``: by the
-    weights before the step (empty: this rank was not asked, or trained nothing)."""
+    """One optimizer step of one rank, answer to ``CloseBatch``.
+
+    ``base_version``, ``state_hash``, ``source``: the published part of the rank, as in ``Published``;
+    ``metrics``: metrics of the step, reduced over the ranks and equal on each;
+    ``probe_logprobs``: logprobs of the canary tokens by the weights before the step (empty: this rank computed
+    none)."""
 
     rank: int
     batch_id: int
@@ -316,8 +368,8 @@ class StepReport(Message, frozen=True):
 
 
 class AnchorPublished(Message, frozen=True):
-    """Answer to ``PublishAnchor``. ``base_version``: None where it is complete. The first answer may be a delta:
-    on the checkpoint that engines load (-1), or on the version before it."""
+    """Answer to ``PublishAnchor``. ``base_version``: None for an anchor. The first answer of a run may be a delta
+    instead: on the checkpoint that engines load (-1), or on the version before."""
 
     rank: int
     policy_version: int
@@ -335,22 +387,23 @@ class CheckpointSaved(Message, frozen=True):
     seconds: float
 
 
-class FileRead(Message, frozen=True):
-    """Answer to ``ReadFile``. ``content``: of the file; None: it cannot be read."""
-
-    content: bytes | None
-
-
-TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved | FileRead
+TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved
 
 
 # ---- controller <-> environment worker -----------------------------------------------------------
-# An episode is numbered by the controller; its worker asks for turns, one after the other, and says once how it ended.
+# The controller numbers the episodes. The worker of an episode requests one turn after the other (SampleTurn, answered
+# with TurnSampled) and ends with EpisodeEnded.
 
 
 class ReturnedCall(Record, frozen=True):
-    """A call of a tool that has returned ``text``. ``call``: its name and arguments as JSON; ``turn`` and ``place``: of
-    the turn that wrote it, and among the calls of that turn; ``end``: a value of ``run.environments.tools.ToolEnd``."""
+    """A tool call that has returned. Made by the environment worker; the controller writes it to the journal, and gives
+    it to a later run of the same episode (``BeginEpisode``).
+
+    ``turn``: number of the turn that has the call;
+    ``place``: index of the call among the calls of the turn;
+    ``call``: name and arguments as JSON;
+    ``text``: result for the model;
+    ``end``: outcome, a value of ``run.environments.tools.ToolEnd``."""
 
     turn: int
     place: int
@@ -361,8 +414,14 @@ class ReturnedCall(Record, frozen=True):
 
 
 class BeginEpisode(Message, frozen=True):
-    """Run an episode for a prompt with these ``columns``. ``trajectory``: its id, as text; ``seed``: of its own
-    randomness; ``returned``: calls of an earlier run of the episode, which are not made again."""
+    """Run an episode. Controller to environment worker.
+
+    ``episode``: number of the episode, which all its messages have;
+    ``trajectory``: id of the trajectory, as text;
+    ``columns``: row of the prompt;
+    ``seed``: seed of the environment's own randomness;
+    ``evaluation``: whether the prompt is held out;
+    ``returned``: tool calls of an earlier run of the episode, which are not made again."""
 
     episode: int
     trajectory: str
@@ -374,8 +433,10 @@ class BeginEpisode(Message, frozen=True):
 
 
 class TurnSampled(Message, frozen=True):
-    """The turn that the episode asked for, whole. ``turn``: its number, from 0; ``logprobs``: float32, of each token.
-    Versions stay with the controller."""
+    """The complete turn that the episode requested. Controller to environment worker.
+
+    ``turn``: number of the turn, from 0;
+    ``logprobs``: float32, one for each token. Policy versions of the tokens stay in the controller."""
 
     episode: int
     turn: int
@@ -385,7 +446,7 @@ class TurnSampled(Message, frozen=True):
 
 
 class StopEpisode(Message, frozen=True):
-    """Cancel the episode: nothing is sampled for it any more, and nothing is expected of it."""
+    """Cancel the episode. Controller to environment worker, which need not answer."""
 
     episode: int
 
@@ -394,15 +455,17 @@ EnvironmentOrder = BeginEpisode | TurnSampled | StopEpisode
 
 
 class EnvironmentReady(Message, frozen=True):
-    """First message of an environment worker (again after a restart)."""
+    """First message of an environment worker, also after a restart."""
 
     worker: int
 
 
 class SampleTurn(Message, frozen=True):
-    """Sample a turn. ``appended``: token ids before it that are not trained; ``after``: the number of the turn that it
-    goes on from (None: the newest; -1: none, it begins at the prompt); ``most_tokens``: of the turn (0: the recipe's
-    ``sampling.max_tokens``)."""
+    """Request for the next turn. Environment worker to controller.
+
+    ``appended``: token ids that the environment adds before the turn, which are not trained;
+    ``after``: number of the turn to continue from (None: the newest; -1: the prompt);
+    ``most_tokens``: limit of the turn's tokens (0: the recipe's ``sampling.max_tokens``)."""
 
     episode: int
     appended: TokenArray
@@ -411,15 +474,19 @@ class SampleTurn(Message, frozen=True):
 
 
 class CallReturned(Message, frozen=True):
-    """A tool has returned: an episode that begins again does not call it again."""
+    """A tool call that has returned. Environment worker to controller: a later run of the episode does not make it
+    again."""
 
     episode: int
     call: ReturnedCall
 
 
 class EpisodeEnded(Message, frozen=True):
-    """The end of an episode. ``kind``: it failed, as a reward function may, and ``message`` says why; ``finish``: the
-    trajectory's finish reason, where that is not the one of its last turn; ``turns``: that the episode has taken."""
+    """End of an episode. Environment worker to controller.
+
+    ``kind``: kind of failure (None: the episode succeeded), with its ``message``;
+    ``finish``: finish reason of the trajectory (None: that of the last turn);
+    ``turns``: number of turns that belong to the trajectory."""
 
     episode: int
     result: EnvironmentResult = EnvironmentResult()

@@ -1,5 +1,5 @@
-"""Text from elsewhere (models, rewards, other hosts) on a terminal and in logs: it shows, and commands nothing. An
-escape sequence can rewrite what a terminal shows, and a line break can forge a line of a log."""
+"""Untrusted text (of models, rewards, other hosts) for terminals and logs, and the logging set-up of each process. An
+escape sequence can rewrite a terminal, and a line break can forge a line of a log: here both are escaped."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import TextIO
 
 LONGEST_RECORD = 64 << 10
-"""Characters of one record in a log; what comes after is counted."""
+"""Limit of the characters of one record in a log; the number of further characters is logged instead of them."""
 
 _SHOWN_AS_THEY_ARE = frozenset("\n\t")
-# C0, DEL and C1 control characters; line and paragraph separators; marks that turn the direction of what follows.
+# C0, DEL and C1 control characters; line and paragraph separators; marks that change the direction of writing.
 _CODES = [*range(0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
 _ESCAPED = {code: ascii(chr(code))[1:-1] for code in _CODES if chr(code) not in _SHOWN_AS_THEY_ARE}
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters as ``\\x1b``; line breaks and tabs stay. Lone surrogates are escaped, too."""
+    """Escape control characters and lone surrogates (as ``\\x1b``); line breaks and tabs stay."""
     return text.translate(_ESCAPED).encode("utf-8", "backslashreplace").decode()
 
 
 def one_line(text: str) -> str:
-    """``printable`` on one line."""
+    """Escape ``text`` as ``printable`` does, and its line breaks and tabs, too."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 class PrintableFormatter(logging.Formatter):
-    """Records without control characters, of a bounded length, whose further lines are indented: none looks like a
-    record of its own."""
+    """Formats records without control characters and with a bounded length. Further lines of a record are indented, so
+    that none looks like another record."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -41,7 +41,8 @@ class PrintableFormatter(logging.Formatter):
 
 
 class _AboveProgress(logging.StreamHandler[TextIO]):
-    """Writes to ``stream``; on a terminal to what stands for it now: rich prints above the progress line it draws."""
+    """Writes to ``stream``, on a terminal to the present ``sys.stderr``, which rich replaces to print above its
+    progress line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.stream.isatty():
@@ -53,7 +54,7 @@ _LAYOUT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def log_to(stream: TextIO, level: int, layout: str = _LAYOUT) -> None:
-    """Send the records of this process from ``level`` on to ``stream``, unless somebody has seen to them already."""
+    """Log the records of this process from ``level`` on to ``stream``, unless logging was configured before."""
     handler = _AboveProgress(stream)
     handler.setFormatter(PrintableFormatter(layout))
     logging.basicConfig(level=level, handlers=[handler])
@@ -61,7 +62,7 @@ def log_to(stream: TextIO, level: int, layout: str = _LAYOUT) -> None:
 
 @contextmanager
 def also_log_to(path: Path) -> Iterator[None]:
-    """Append the records of this process to ``path``, too, which is made with the first of them."""
+    """Append the records of this process to ``path``, too, within the block. The first record makes the file."""
     handler = logging.FileHandler(path, encoding="utf-8", delay=True)
     handler.setFormatter(PrintableFormatter(_LAYOUT))
     logging.getLogger().addHandler(handler)

@@ -1,5 +1,9 @@
-"""The items of the ``steps`` stream: what a run reports to its parent, and the parent to its observers; its orders to
-the supervisor, which owns the processes; answers to changes of rewards."""
+"""Events of a run, and orders about its engines. The controller sends both to the supervisor (the process of the
+command) on the ``steps`` stream.
+
+Events (``RunEvent``) go on to the terminal, to ``contracts.Sink`` objects and to ``Pipeline``'s caller; the controller
+also writes several of them to ``metrics.jsonl``, ``samples.jsonl``, the trace and the metrics socket, so the names of
+their fields are fixed. Orders (``SupervisorOrder``) start and end engine processes."""
 
 from __future__ import annotations
 
@@ -9,8 +13,12 @@ from streamrl.base.messages import Message
 
 
 class StartProgress(Message, frozen=True):
-    """State of ``process`` (or several, with commas) while the run starts: ``starting`` or ``ready``. ``phases``: work
-    that each does now, by its name, where it has noted any."""
+    """Progress of a process while the run starts.
+
+    ``process``: name of a process, or several names with commas;
+    ``state``: ``starting`` or ``ready``;
+    ``seconds``: time since the start;
+    ``phases``: present work of each process, by name (``waits.note_phase``)."""
 
     process: str
     state: str
@@ -19,8 +27,14 @@ class StartProgress(Message, frozen=True):
 
 
 class RunStarted(Message, frozen=True):
-    """Every process is ready. ``policy_version``: the step that the run goes on from, 0 unless it was resumed.
-    ``trained_parameters``: those of adapters; 0: all are trained."""
+    """All processes are ready.
+
+    ``directory``: directory of the run;
+    ``metrics_endpoint``: ZeroMQ endpoint of the published metrics;
+    ``steps``: length of the run;
+    ``parameters``: number of parameters of the model;
+    ``policy_version``: step from which the run goes on, 0 unless it was resumed;
+    ``trained_parameters``: number of parameters of the adapters (0: all parameters are trained)."""
 
     run_id: str
     directory: str
@@ -32,7 +46,11 @@ class RunStarted(Message, frozen=True):
 
 
 class RunProgress(Message, frozen=True):
-    """Progress of the open round between two steps. ``phase`` is one of rollout, training, weights, evaluation."""
+    """Progress between two steps.
+
+    ``phase``: name of the phase: rollout, training, weights or evaluation;
+    ``finished``: number of finished units of the phase, such as completions;
+    ``wanted``: number of all units of the phase."""
 
     step: int
     phase: str
@@ -41,7 +59,7 @@ class RunProgress(Message, frozen=True):
 
 
 class StepFinished(Message, frozen=True):
-    """One optimizer step whose version is live on the engines. Metric names: docs/metrics.md."""
+    """One optimizer step whose version is live on the engines. docs/metrics.md lists the metrics."""
 
     step: int
     policy_version: int
@@ -57,7 +75,13 @@ class EvaluationFinished(Message, frozen=True):
 
 
 class ShownMessage(Struct, frozen=True, omit_defaults=True):
-    """A message. ``sampled``: by ``version`` at last; ``again``: it follows an earlier turn or none, not the last."""
+    """One message of a conversation in ``CompletionSampled``.
+
+    ``role``, ``text``: role and text of the message;
+    ``tokens``: number of its tokens;
+    ``sampled``: whether the policy sampled the message;
+    ``version``: newest policy version that sampled a token of the message;
+    ``again``: whether the message continues an earlier turn or the prompt, not the turn before."""
 
     role: str
     text: str
@@ -68,10 +92,15 @@ class ShownMessage(Struct, frozen=True, omit_defaults=True):
 
 
 class CompletionSampled(Message, frozen=True):
-    """One completion that step ``step`` trained on, or that the evaluation of its version sampled, with its ``reward``,
-    and ``rewards`` by function before weights. ``sample``: its number among those of its prompt; ``chosen``: which one
-    of the batch (``best``, ``worst``, ``random``; empty: all were kept). ``turns``: prompt and text by message, of a
-    trajectory with an environment; empty where there are very many."""
+    """One completion as text, which step ``step`` trained, or which the evaluation of this version sampled.
+
+    ``prompt``, ``text``: texts of the prompt and the completion;
+    ``reward``: combined reward;
+    ``rewards``: value of each reward function, before weights;
+    ``tokens``: number of sampled tokens;
+    ``sample``: number of the completion among those of its prompt;
+    ``chosen``: reason to store it among the batch: ``best``, ``worst`` or ``random`` (empty: all are stored);
+    ``turns``: messages of a trajectory with an environment (empty: no environment, or too many messages)."""
 
     step: int
     prompt_id: str
@@ -85,28 +114,37 @@ class CompletionSampled(Message, frozen=True):
     chosen: str = ""
     turns: tuple[ShownMessage, ...] = ()
 
-    def shortened(self, most: int) -> CompletionSampled:
-        """The same with at most ``most`` characters of each text, from its start and its end, where answers stand."""
-        turns = tuple(structs.replace(turn, text=_shortened(turn.text, most // 4)) for turn in self.turns)
-        prompt = _shortened(self.prompt, most)
-        text = _shortened(self.text, most)
+    def shortened(self, limit: int) -> CompletionSampled:
+        """Return the event with at most ``limit`` characters of each text, from its start and its end (a quarter of it
+        for each message of ``turns``)."""
+        turns = tuple(structs.replace(turn, text=_shortened(turn.text, limit // 4)) for turn in self.turns)
+        prompt = _shortened(self.prompt, limit)
+        text = _shortened(self.text, limit)
         return structs.replace(self, prompt=prompt, text=text, turns=turns)
 
 
-def _shortened(text: str, most: int) -> str:
-    mark = f" [... {len(text) - most} characters ...] "
-    return text if len(text) <= most else text[: most // 2] + mark + text[-(most - most // 2) :]
+def _shortened(text: str, limit: int) -> str:
+    """``text`` with a mark in place of its middle where it is longer than ``limit``."""
+    if len(text) <= limit:
+        return text
+    head = limit // 2
+    tail = limit - head
+    return f"{text[:head]} [... {len(text) - limit} characters ...] {text[-tail:]}"
 
 
 class RunWarning(Message, frozen=True):
-    """Alarm: a metric of ``step`` left its bounds. ``message``: the value, the bound and what to look at."""
+    """Alarm about step ``step``, such as a metric outside of its bounds. ``message``: value, bound and advice."""
 
     step: int
     message: str
 
 
 class RunDecided(Message, frozen=True):
-    """Control changed how it works: the kind of round, or the group size. ``figures``: what the decision rests on."""
+    """Decision of control to change the kind of round, the group size or the set of engines.
+
+    ``subject``: name of the changed setting;
+    ``reason``: sentence about the decision;
+    ``figures``: measurements that the decision is based on."""
 
     step: int
     subject: str
@@ -115,8 +153,8 @@ class RunDecided(Message, frozen=True):
 
 
 class EngineLost(Message, frozen=True):
-    """An engine died, or was ended because it made no progress; the run goes on with the others. ``requests``: those
-    that it served, which are asked for elsewhere."""
+    """An engine died, or was killed because it made no progress; the run goes on with the other engines. ``requests``:
+    number of its requests, which other engines serve."""
 
     engine: str
     reason: str
@@ -124,16 +162,20 @@ class EngineLost(Message, frozen=True):
 
 
 class EngineBack(Message, frozen=True):
-    """An engine that was lost serves again, at the live version, ``seconds`` after it was missed."""
+    """A lost engine serves again, with the live version, ``seconds`` after ``EngineLost``."""
 
     engine: str
     seconds: float
 
 
 class RunResumed(Message, frozen=True):
-    """The run goes on where its journal ends. ``restored``: counts of what it holds (``what_was_restored``). Ranks held
-    ``held_version`` and trained ``trained_again`` batches once more; ``same_weights``: whether they hold what they had
-    published as that version before (None: nobody knows)."""
+    """The run was resumed from its journal.
+
+    ``policy_version``: version with which the run goes on;
+    ``restored``: counts of the journal's content (``run.journal.recover.what_was_restored``);
+    ``held_version``: version of the checkpoint that the trainer ranks loaded;
+    ``trained_again``: number of batches of the journal that the ranks trained once more;
+    ``same_weights``: whether the ranks have the same weights as before the restart (None: unknown)."""
 
     policy_version: int
     restored: dict[str, int]
@@ -143,8 +185,8 @@ class RunResumed(Message, frozen=True):
 
 
 class StallSeen(Message, frozen=True):
-    """A run that has made no progress for ``seconds`` and is about to end. ``waits``: who waits for what, since when, a
-    line each; ``file``: the same with the stacks of everything."""
+    """The run has made no progress for ``seconds`` and is about to end. ``waits``: open waits, a line each (``waits``);
+    ``file``: path of a file with all waits and stacks."""
 
     waits: tuple[str, ...]
     seconds: float
@@ -152,7 +194,7 @@ class StallSeen(Message, frozen=True):
 
 
 class RunFinished(Message, frozen=True):
-    """Last message: the run did what it should (``reason``: finished, drained, prompts exhausted)."""
+    """Last event of a run that succeeded. ``reason``: finished, drained or prompts exhausted."""
 
     reason: str
     step: int
@@ -176,8 +218,10 @@ RunEvent = (
 
 
 class StopEngine(Message, frozen=True):
-    """The host of ``engine`` serves nothing any more, and its end is no death. It was ordered to end: the supervisor
-    ends it when it has not done so after ``patience_s``. One that ``sleeps`` is not ended."""
+    """Notice that the process of ``engine`` was ordered to end, so that its end is no failure.
+
+    ``patience_s``: seconds after which the supervisor ends the process itself;
+    ``sleeps``: whether the process stays, with an engine that sleeps."""
 
     engine: str
     patience_s: float = 0.0
@@ -185,15 +229,17 @@ class StopEngine(Message, frozen=True):
 
 
 class StartEngine(Message, frozen=True):
-    """Start the host of ``engine`` again, which was stopped, or did not live on asleep."""
+    """Start the process of ``engine``, which was stopped, or died while the engine slept."""
 
     engine: str
 
 
 class KillEngine(Message, frozen=True):
-    """The host of ``engine`` makes no progress (``reason``): end it as a death would, so that another is started in its
-    place. Only the host that is meant: by its ``pid``, or (0: it never said one) the one that was started
-    ``older_than_s`` ago or earlier."""
+    """Kill the process of ``engine``, which makes no progress, so that another is started in its place.
+
+    ``reason``: reason, for the log;
+    ``pid``: process id; another process of the engine is left alone (0: unknown);
+    ``older_than_s``: age that the process must have where its ``pid`` is unknown."""
 
     engine: str
     reason: str

@@ -1,6 +1,7 @@
-"""Ties between a process and its run, set before anything heavy is imported: standard library only. A process of a run
-dies with its parent, and shared memory that it makes is named after the run, so that it can be found when everything
-that would have removed it was killed."""
+"""Set-up of a process of a run, before anything heavy is imported (standard library only): death with the parent, names
+of shared memory, usable cores, a writable home. The entry points of all processes use it (``launch.__main__``,
+``cli.main``, vLLM's plug-in). Shared memory is named after the run, so that it can be found when every process that
+would have removed it was killed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from pathlib import Path
 PARENT_PID = "STREAMRL_PARENT_PID"
 RUN_MARKER = "STREAMRL_RUN_MARKER"
 RUN_EPOCH = "STREAMRL_EPOCH"
-"""Number of the start of the run that a process belongs to, on a cluster; 0 or not set: it is not compared."""
+"""Variable with the number of the run's start that the process belongs to, on a cluster; 0 or not set: not compared."""
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
 CUDA_ORDER = "CUDA_DEVICE_ORDER"
@@ -26,23 +27,25 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 REWARD_RESTART_EXIT_CODE = 75
-"""The exit code by which a reward worker asks the supervisor for another one: user code holds the process (or too many
-of its threads) and cannot be stopped. EX_TEMPFAIL of sysexits.h."""
+"""Exit code with which a reward worker requests a successor from the supervisor: user code blocks the process (or too
+many of its threads) and cannot be stopped. EX_TEMPFAIL of sysexits.h."""
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent named in ``STREAMRL_PARENT_PID`` dies. Without the variable: nothing.
+    """Ask the kernel for SIGKILL when the parent named in ``STREAMRL_PARENT_PID`` dies. Does nothing without this
+    variable.
 
-    The child does it itself and not ``preexec_fn``, which can deadlock in a parent that has threads. The signal follows
+    The child calls this itself, because ``preexec_fn`` can deadlock in a parent that has threads. The signal follows
     the parent's *thread* that started this process, so the supervisor starts processes only from the thread of its
     event loop."""
-    expected = os.environ.get(PARENT_PID)
-    if expected is not None:
-        die_with(int(expected))
+    parent = os.environ.get(PARENT_PID)
+    if parent is not None:
+        die_with(int(parent))
 
 
 def die_with(parent: int | None) -> None:
-    """End this process when ``parent``, the process that started it, ends or has ended. Nothing but on Linux."""
+    """End this process when ``parent``, the process that started it, ends or has ended. Does nothing outside of
+    Linux."""
     if sys.platform != "linux":
         return
     set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -52,13 +55,13 @@ def die_with(parent: int | None) -> None:
 
 
 def set_process_option(option: int, value: int) -> None:
-    """``prctl(option, value)``. Raises ``OSError``."""
+    """Call ``prctl(option, value)``. Raises ``OSError``."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; the number of a signal without a name."""
+    """Name of a signal (``SIGKILL`` for 9), or its number where it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -66,13 +69,14 @@ def signal_name(number: int) -> str:
 
 
 def memory_prefix(marker: str, session: int) -> str:
-    """Prefix of the names of shared memory that processes of ``session`` make in the run with this marker."""
+    """Prefix of the names of shared memory that the processes of a session make. ``marker``: marker of the run;
+    ``session``: id of the session (``os.getsid``)."""
     return f"{marker}-{session}-"
 
 
 def name_shared_memory() -> str:
-    """Name the shared memory and semaphores that ``multiprocessing`` makes here after the run and this session. Returns
-    the prefix of the names; empty, and nothing is changed, in a process of no run."""
+    """Name the shared memory and semaphores that ``multiprocessing`` makes in this process after the run and its
+    session. Returns the prefix of the names. In a process of no run it changes nothing and returns an empty text."""
     marker = os.environ.get(RUN_MARKER)
     if not marker:
         return ""
@@ -84,8 +88,11 @@ def name_shared_memory() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, or as many as the quota of its control group is worth where that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use: those of its affinity, or the quota of its control group if it is
+    less."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no such file, or no quota: "max"
         quota, period = map(int, CPU_QUOTA.read_text().split())
         cores = min(cores, -(-quota // period))
@@ -93,9 +100,10 @@ def usable_cores() -> int:
 
 
 def ensure_home() -> None:
-    """Set HOME to a private temporary directory, for this process and those that it starts, where nothing can be
-    written below the user's (containers run programs under ids that have none), or XDG_CACHE_HOME where that is true of
-    the caches alone; and LOGNAME where the id has no name. Without such a directory caches are not kept."""
+    """Give this process and its children a writable home. Containers run programs under user ids without one.
+
+    Sets HOME to a private temporary directory where the user's home is not writable, or XDG_CACHE_HOME where only the
+    caches are not; and LOGNAME where the user id has no name. Where no such directory can be made, nothing is set."""
     user = os.geteuid()
     try:
         pwd.getpwuid(user)
@@ -104,17 +112,20 @@ def ensure_home() -> None:
     home = Path(os.path.expanduser("~"))
     usable = home.is_absolute() and os.access(home, os.W_OK | os.X_OK)
     caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    if not (os.access(caches, os.W_OK | os.X_OK) if caches.exists() and home.is_absolute() else usable):
+    caches_usable = usable
+    if caches.exists() and home.is_absolute():
+        caches_usable = os.access(caches, os.W_OK | os.X_OK)
+    if not caches_usable:
         with suppress(OSError):
             private = _private_directory(Path(tempfile.gettempdir()) / f"streamrl-home-{user}")
             os.environ["XDG_CACHE_HOME" if usable else "HOME"] = str(private)
 
 
-def _private_directory(wanted: Path) -> Path:
-    """``wanted``, or another where that is not this user's alone. Raises ``OSError``."""
+def _private_directory(directory: Path) -> Path:
+    """Make ``directory``, or return a new one where it exists and other users may access it. Raises ``OSError``."""
     with suppress(FileExistsError):
-        wanted.mkdir(mode=0o700)
-    found = wanted.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
-        return wanted
-    return Path(tempfile.mkdtemp(prefix=f"{wanted.name}-"))
+        directory.mkdir(mode=0o700)
+    status = directory.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+        return directory
+    return Path(tempfile.mkdtemp(prefix=f"{directory.name}-"))

@@ -1,4 +1,8 @@
-"""Launch and outcome of a trajectory. Each that is launched has one outcome: scored, failed, or lost."""
+"""Messages between control and the episodes, about one trajectory: its launch, and its outcome. Both ends are in the
+controller's process: control launches a trajectory (``run.controller``; ``run.evaluate`` for held-out prompts), a
+coroutine of ``stages.episodes`` samples it and has it scored. Every launched trajectory has exactly one outcome:
+scored, failed, or lost. None of these messages travels to another process. ``SampledSoFar``, ``TurnSoFar`` and the
+content of ``EpisodeSoFar`` are also written to the journal, from which a restarted controller reads them."""
 
 from __future__ import annotations
 
@@ -16,8 +20,12 @@ from streamrl.base.types import (
 
 
 class SampledSoFar(Record, frozen=True):
-    """Tokens of the first turn of a trajectory until now: ``completion``, whose finish reason is abort unless it is
-    whole; sampled in ``parts`` requests, during which it was in the engines for ``seconds``."""
+    """Tokens of a trajectory's first turn that were sampled before a pause or a restart. Made by ``stages.episodes``
+    and by ``buffers.trajectory_store``; taken by the journal and by ``LaunchTrajectory``.
+
+    ``completion``: the tokens; its finish reason is abort unless the turn is complete;
+    ``parts``: number of requests that sampled them;
+    ``seconds``: time of these requests in the engines."""
 
     completion: Completion
     parts: int
@@ -25,7 +33,11 @@ class SampledSoFar(Record, frozen=True):
 
 
 class TurnSoFar(Record, frozen=True):
-    """A turn of an episode that is not over. ``appended`` and ``after``: that the episode asked for it with."""
+    """A complete turn of an episode that has not ended. Made by ``stages.episodes``, taken by the journal.
+
+    ``appended``, ``after``: arguments of the episode's request for the turn, as in ``messages.SampleTurn``;
+    ``completion``: the sampled tokens;
+    ``seconds``: time of the turn in the engines."""
 
     appended: TokenArray
     after: int | None
@@ -34,17 +46,25 @@ class TurnSoFar(Record, frozen=True):
 
 
 class EpisodeSoFar(Record, frozen=True):
-    """Turns of an episode that is not over, and the calls of tools that have returned."""
+    """Turns of an episode that has not ended, and its tool calls that have returned. Made by
+    ``buffers.trajectory_store``, taken by ``LaunchTrajectory``."""
 
     turns: tuple[TurnSoFar, ...] = ()
     returned: tuple[ReturnedCall, ...] = ()
 
 
 class LaunchTrajectory(Message, frozen=True):
-    """Sample one trajectory. ``group_size`` siblings share ``prompt``; ``seed`` is derived from its identity.
-    ``sampling``: parameters of its requests that differ from the run's. ``done``: what it had in an earlier life of the
-    controller; one that is whole goes on to its reward. ``sampled``: the same, of a whole trajectory of an
-    environment; ``so_far``: the same, of an episode that begins again."""
+    """Sample one trajectory. Made by control, taken by ``stages.episodes``.
+
+    ``group_size``: number of trajectories of the same prompt;
+    ``seed``: seed derived from the identity of the trajectory;
+    ``evaluation``: whether the prompt is held out;
+    ``sampling``: sampling parameters that differ from the run's.
+
+    At most one of the last three has content: where the controller was restarted and its journal has tokens of the
+    trajectory. ``completion_so_far``: tokens of the first turn; a complete turn goes on to its reward.
+    ``sampled_trajectory``: complete trajectory of an environment, which goes on to its reward. ``episode_so_far``:
+    turns of an episode, which begins again and gets these turns when it requests them."""
 
     id: TrajectoryId
     prompt: Prompt
@@ -52,13 +72,14 @@ class LaunchTrajectory(Message, frozen=True):
     seed: int
     evaluation: bool = False
     sampling: dict[str, int | float] = {}
-    done: SampledSoFar | None = None
-    sampled: Trajectory | None = None
-    so_far: EpisodeSoFar | None = None
+    completion_so_far: SampledSoFar | None = None
+    sampled_trajectory: Trajectory | None = None
+    episode_so_far: EpisodeSoFar | None = None
 
 
 class TrajectoryLost(Message, frozen=True):
-    """A launched trajectory without a completion: cancelled, not served by an engine, or nothing was sampled."""
+    """Outcome of a trajectory without a completion: cancelled, refused by the engines, or nothing was sampled. Made by
+    ``stages.episodes``, taken by control. ``tokens``: number of tokens that were sampled."""
 
     id: TrajectoryId
     cancelled: bool
@@ -67,14 +88,16 @@ class TrajectoryLost(Message, frozen=True):
 
 
 class TrajectoryPaused(Message, frozen=True):
-    """A trajectory that was paused, with ``tokens`` sampled so far. It still has its outcome."""
+    """Notice that a trajectory is paused, with ``tokens`` sampled so far; its outcome follows later. Made by
+    ``stages.episodes``, taken by control."""
 
     id: TrajectoryId
     tokens: int
 
 
 class Scored(Message, frozen=True):
-    """The outcome of a trajectory that was sampled whole. ``reward_s``: since it reached the reward stage."""
+    """Outcome of a complete trajectory: its reward, or the failure of its reward. Made by ``stages.reward`` (by
+    ``stages.episodes`` where the environment failed), taken by control. ``reward_s``: seconds in the reward stage."""
 
     outcome: ScoredTrajectory | RewardFailure
     reward_s: float = 0.0
@@ -82,15 +105,23 @@ class Scored(Message, frozen=True):
 
 EndedOutcome = Scored | TrajectoryLost
 TrajectoryOutcome = EndedOutcome | TrajectoryPaused
-"""What is heard of a trajectory: how it ended, once, and before that each time that it was paused."""
+"""Reports on a trajectory: one outcome, and before it one ``TrajectoryPaused`` for each pause."""
 
 
 class RolloutStatistics(Record, frozen=True):
-    """``busy_seconds``: integral of running trajectories over time, no more than the capacity at once;
-    ``working_seconds``: time in which one ran; both without pauses of all engines. ``environment``: those in
-    their environment; ``environment_seconds``: their integral, of no more than the free slots. ``verified_tokens``: of
-    deferred completions, that were kept; ``accepted_tokens`` of them the new weights chose, too: they are not decoded
-    again."""
+    """Counters of ``stages.episodes`` since its start, read by the report of a step and by the watchdog.
+
+    ``launched``, ``finished``: numbers of trajectories;
+    ``running``: trajectories of which an engine samples a turn now;
+    ``busy_seconds``: integral of ``running`` over time, at most the capacity of the engines at any moment;
+    ``generated_tokens``: tokens that the engines decoded;
+    ``verified_tokens``: tokens of deferred completions that the engines verified;
+    ``accepted_tokens``: verified tokens that the new weights chose, too, and that need not be decoded again;
+    ``working_seconds``: time during which at least one trajectory ran;
+    ``environment``: trajectories that are in their environment now;
+    ``environment_seconds``: integral of ``environment`` over time, at most the free capacity at any moment.
+
+    ``busy_seconds`` and ``working_seconds`` leave out pauses of all engines."""
 
     launched: int
     finished: int

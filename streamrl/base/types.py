@@ -1,8 +1,9 @@
-"""The vocabulary: every record that crosses a stage, a stream or a process.
+"""Records of prompts, completions, trajectories and training samples, which every room uses. They travel between the
+controller's process, the engine processes, the reward workers and the trainer ranks, and the journal stores them.
 
-All structs are frozen. A stage changes the type (``Trajectory`` -> ``ScoredTrajectory`` ->
-``TrainingSample``); it never fills in blanks. Token ids and logprobs are ``array.array``
-values: they compare by value, cost four bytes an element, and travel as raw frames."""
+All structs are frozen. A step of the pipeline makes a record of another type (``Trajectory`` -> ``ScoredTrajectory`` ->
+``TrainingSample``) and never sets a field later. Token ids and logprobs are ``array.array`` values: they compare by
+value, cost four bytes an element, and travel as raw frames."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ def token_array(values: Any = ()) -> TokenArray:
 
 
 def float_array(values: Any = ()) -> FloatArray:
-    """Logprobs as float32: what the engine computed, bit for bit."""
+    """Logprobs as float32, with the bits that the engine computed."""
     return array("f", values)
 
 
 class FinishReason(StrEnum):
-    """The reason to stop sampling: the engine's, or ``turns``, where an episode had as many as it may have. Never mixed
-    with ``DropReason``."""
+    """Reason to stop sampling: the engine's, or ``turns`` for an episode that reached ``environment.max_turns``.
+    ``DropReason`` is the reason not to train."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -46,7 +47,7 @@ class FinishReason(StrEnum):
 
 class DropReason(StrEnum):
     """Control's reason not to train a trajectory. ``lost_race``: enough siblings, or enough prompts, were faster.
-    ``cut``: its group was not in the batch when that was full; it is sampled again from its start."""
+    ``cut``: the batch was full without the group of the trajectory, which is sampled again from its start."""
 
     STALE = "stale"
     ZERO_VARIANCE = "zero_variance"
@@ -59,11 +60,12 @@ class DropReason(StrEnum):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of the records on a wire: append fields with defaults, never reorder or reuse a name."""
+    """Base of records on a stream or in the journal: add a field with a default at the end, never reorder or reuse a
+    name."""
 
 
 class Prompt(Record, frozen=True):
-    """One task instance: token ids and the dataset columns its reward needs."""
+    """One row of the prompts: token ids, and the columns for rewards and environments."""
 
     prompt_id: str
     token_ids: TokenArray
@@ -71,8 +73,8 @@ class Prompt(Record, frozen=True):
 
 
 class TrajectoryId(Record, frozen=True, order=True):
-    """Identity of one trajectory: the attempt at one sample of one group of one prompt. ``sample`` counts
-    0..group_size-1 inside the group; ``attempt`` grows when a trajectory is drawn again from its start."""
+    """Identity of one trajectory. ``sample``: number within the group, from 0; ``attempt``: number of earlier launches
+    of the prompt."""
 
     prompt_id: str
     group_id: int
@@ -92,9 +94,9 @@ class VersionSpan(Record, frozen=True):
 
 
 class RoutedTokens(Record, frozen=True):
-    """Experts that the routers of an engine chose for the tokens ``[start, stop)`` of a sequence, whose prompt comes
-    first. ``shape``: (layers, top_k), of all layers of the model; ``experts``: [tokens, layers, top_k], uint8 (uint16
-    of models with more than 256 experts), 0 in layers without experts."""
+    """Experts that the routers of an engine chose for the tokens ``[start, stop)`` of a sequence. Positions count from
+    the start of the prompt. ``shape``: (layers, top_k), with all layers of the model; ``experts``: [tokens, layers,
+    top_k], uint8 (uint16 for a model of more than 256 experts), 0 in layers without experts."""
 
     start: int
     shape: tuple[int, int]
@@ -102,26 +104,26 @@ class RoutedTokens(Record, frozen=True):
 
     @property
     def stop(self) -> int:
-        """Position after its last token."""
+        """Position after the last token."""
         return self.start + len(self.experts) // (self.shape[0] * self.shape[1])
 
 
 def routed_within(routed: Iterable[RoutedTokens], first: int, stop: int, *, moved: int) -> tuple[RoutedTokens, ...]:
-    """The parts of ``routed`` in ``[first, stop)``, ``moved`` by so many positions."""
-    found = []
-    for one in routed:
-        begin = max(one.start, first)
-        end = min(one.stop, stop)
-        width = one.shape[0] * one.shape[1]
+    """The parts of ``routed`` within ``[first, stop)``, with ``moved`` added to their positions."""
+    parts = []
+    for span in routed:
+        begin = max(span.start, first)
+        end = min(span.stop, stop)
+        width = span.shape[0] * span.shape[1]
         if begin < end:
-            experts = one.experts[(begin - one.start) * width : (end - one.start) * width]
-            found.append(RoutedTokens(start=begin + moved, shape=one.shape, experts=experts))
-    return tuple(found)
+            experts = span.experts[(begin - span.start) * width : (end - span.start) * width]
+            parts.append(RoutedTokens(start=begin + moved, shape=span.shape, experts=experts))
+    return tuple(parts)
 
 
 class CachedPrefix(Record, frozen=True):
     """Tokens of a request's prompt that the prefix cache of its engine held, in blocks of ``block_tokens``. ``pauses``:
-    of the engine, before the request: nothing that was cached before a pause is used after it."""
+    number of pauses of the engine before the request; blocks that were cached before a pause are not used after it."""
 
     tokens: int
     block_tokens: int
@@ -129,9 +131,12 @@ class CachedPrefix(Record, frozen=True):
 
 
 class Completion(Record, frozen=True):
-    """One sampled continuation. ``behavior_logprobs[i]`` belongs to ``token_ids[i]``. ``cached``: None: the engine does
-    not say, or it was sampled in parts. ``routed``: of the request's tokens and of these, by their position in both;
-    empty: the engine returns no experts."""
+    """Tokens that an engine sampled for one request, or the joined tokens of several requests for one completion.
+
+    ``behavior_logprobs``: logprob of each of ``token_ids``;
+    ``version_spans``: policy version of each token, as spans in order;
+    ``cached``: prompt tokens from the prefix cache (None: not reported by the engine, or several requests);
+    ``routed``: experts of the request's tokens and of these (empty: the engine returns no experts)."""
 
     token_ids: TokenArray
     behavior_logprobs: FloatArray
@@ -142,10 +147,12 @@ class Completion(Record, frozen=True):
 
 
 class Segment(Record, frozen=True):
-    """One turn of a trajectory. ``trained`` is its loss mask: model turns True, environment turns False.
-    ``behavior_logprobs`` is empty for an environment turn. ``follows``: index of the segment that it goes on from
-    (None: the one before it; -1: the prompt). ``routed``: experts that became known with it, of its own tokens and of
-    those before it, by their position in the sequence from the prompt on."""
+    """One turn of the model or of the environment in a trajectory.
+
+    ``trained``: loss mask of the turn, True for a turn of the model;
+    ``behavior_logprobs``: logprob of each token; empty for a turn of the environment;
+    ``follows``: index of the segment that this one continues (None: the segment before; -1: the prompt);
+    ``routed``: experts that the engine returned with this turn, of its tokens and of earlier ones."""
 
     token_ids: TokenArray
     trained: bool
@@ -156,15 +163,20 @@ class Segment(Record, frozen=True):
 
 
 TurnTimes = tuple[int, float, int, float]
-"""Tokens that the environment appended, seconds in it, tokens that were sampled then, and seconds of that. The last of
-a trajectory is of what the environment did after its last turn: no tokens."""
+"""(tokens that the environment appended before a turn, seconds in the environment, sampled tokens of the turn, seconds
+of its sampling). The last entry of a trajectory has the seconds in the environment after the last turn, and no tokens.
+"""
 
 
 class EnvironmentResult(Record, frozen=True):
-    """The result of an episode. ``reward``: None: it gives none; ``seconds``: in which the
-    episode was not in the engines; ``calls``: of tools, counted by their end; ``notes``: what was counted beside, such
-    as special tokens that were broken. ``turn_rewards``: parts of ``reward``, by turn; empty: no turn has one;
-    ``turns``: by the controller's clock."""
+    """Result of an episode. Made by the environment worker; the controller adds ``turns``.
+
+    ``reward``: reward of the environment (None: the environment gives none);
+    ``seconds``: time of the episode outside of the engines;
+    ``calls``: number of tool calls, by their outcome (``run.environments.tools.ToolEnd``);
+    ``notes``: further counts by name, such as special tokens that were broken;
+    ``turn_rewards``: parts of ``reward``, by turn (empty: no turn has a reward of its own);
+    ``turns``: times of the turns, by the controller's clock."""
 
     reward: float | None = None
     seconds: float = 0.0
@@ -175,9 +187,13 @@ class EnvironmentResult(Record, frozen=True):
 
 
 class Trajectory(Record, frozen=True):
-    """The whole attempt at a prompt: one or more segments in the order of sampling. They are one sequence, or, where
-    ``Segment.follows`` says so, a tree with a sequence to each leaf. The first is not trained where an environment
-    wrote it. ``environment``: None: the run has none."""
+    """A complete attempt at a prompt. Made by ``stages.episodes`` in the controller, sent to a reward worker.
+
+    ``segments``: turns in the order of sampling. They make one sequence, or, by ``Segment.follows``, a tree with a
+    sequence to each leaf. The first segment is not trained where an environment wrote it;
+    ``rollout_seconds``: time in the engines;
+    ``evaluation``: whether the prompt is held out;
+    ``environment``: result of the episode (None: the run has no environment)."""
 
     id: TrajectoryId
     prompt: Prompt
@@ -190,26 +206,28 @@ class Trajectory(Record, frozen=True):
     @property
     def generated_tokens(self) -> int:
         """Number of tokens that the policy sampled."""
-        return sum(len(s.token_ids) for s in self.segments if s.trained)
+        return sum(len(segment.token_ids) for segment in self.segments if segment.trained)
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
-        """Rewards that its environment gave its turns; empty: none has one."""
-        return self.environment.turn_rewards if self.environment else ()
+        """Rewards that the environment gave the turns; empty: no turn has one."""
+        if self.environment is None:
+            return ()
+        return self.environment.turn_rewards
 
     @property
     def oldest_version(self) -> int:
-        """Smallest policy version that sampled one of its tokens."""
-        return min((v.policy_version for s in self.segments for v in s.version_spans), default=0)
+        """Smallest policy version that sampled a token of the trajectory."""
+        return min((span.policy_version for segment in self.segments for span in segment.version_spans), default=0)
 
     @property
     def newest_version(self) -> int:
-        """Largest policy version that sampled one of its tokens."""
-        return max((v.policy_version for s in self.segments for v in s.version_spans), default=0)
+        """Largest policy version that sampled a token of the trajectory."""
+        return max((span.policy_version for segment in self.segments for span in segment.version_spans), default=0)
 
 
 class RewardFailureKind(StrEnum):
-    """Kinds of failed reward calls. A failure is absent from training; it never becomes a 0."""
+    """Kind of a failed reward call. The sample is not trained; a failure never becomes a reward of 0."""
 
     RAISED = "raised"
     TIMED_OUT = "timed_out"
@@ -218,9 +236,14 @@ class RewardFailureKind(StrEnum):
 
 
 class RewardCall(Record, frozen=True):
-    """Outcome of one reward function for one sample. ``value`` None: not applicable, or ``failure`` says why.
-    ``waited_s``: between the request and the start of the call; ``limit_s``: its time limit, ``adapted`` if that was
-    learnt from earlier calls."""
+    """Outcome of one reward function for one sample. Made in the reward worker.
+
+    ``function``: name of the reward;
+    ``waited_s``: seconds between the request and the start of the call;
+    ``limit_s``: time limit of the call;
+    ``adapted``: whether the limit was learnt from earlier calls;
+    ``value``: value of the reward (None: not applicable, or ``failure`` is set);
+    ``failure``: kind of failure (None: the call succeeded)."""
 
     function: str
     seconds: float
@@ -232,10 +255,15 @@ class RewardCall(Record, frozen=True):
 
 
 class ScoredTrajectory(Record, frozen=True, tag=True):
-    """A trajectory with the reward that the user's functions returned for it. ``reward_parts``: by function, and by
-    ``function.part`` where one returned named parts. ``separate_rewards``: weight and value of each, where each is
-    compared with its siblings' alone. ``reward_version``: of the set of functions that scored it. ``turn_rewards``:
-    parts of ``reward``, by turn; empty: no turn has one."""
+    """A trajectory with its reward. Made by ``stages.reward`` in the controller from the answers of reward workers.
+
+    ``reward``: combined reward, which is trained;
+    ``reward_parts``: value of each function, by name, and as ``function.part`` where a function returned named parts;
+    ``reward_seconds``: time of the reward functions;
+    ``calls``: calls of the reward functions;
+    ``reward_version``: version of the set of reward functions, which can be changed while the run goes on;
+    ``separate_rewards``: (weight, value) of each reward that is compared with the same reward of the siblings;
+    ``turn_rewards``: parts of ``reward``, by turn (empty: no turn has a reward of its own)."""
 
     trajectory: Trajectory
     reward: float
@@ -248,8 +276,11 @@ class ScoredTrajectory(Record, frozen=True, tag=True):
 
 
 class RewardFailure(Record, frozen=True, tag=True):
-    """A trajectory whose reward could not be computed, with the reason. ``policy``: what the recipe wants then
-    (``drop_sample``, ``drop_group`` or ``stop``)."""
+    """A trajectory whose reward could not be computed. Made where ``ScoredTrajectory`` is made.
+
+    ``function``: name of the reward that failed;
+    ``kind``, ``message``: reason of the failure;
+    ``policy``: the recipe's ``on_failure`` or ``on_timeout`` (``drop_sample``, ``drop_group`` or ``stop``)."""
 
     trajectory: Trajectory
     function: str
@@ -262,16 +293,21 @@ class RewardFailure(Record, frozen=True, tag=True):
 
 
 class TrainingSample(Record, frozen=True):
-    """Input of the trainer: one trajectory, prompt and segments joined, with a loss mask.
+    """One trajectory as the trainer gets it: prompt and segments joined, with a loss mask. Made in the controller
+    (``to_training_sample``), sent to a trainer rank within a ``TrainingGroup``.
 
-    ``token_ids``: int32 [T] (prompt first); ``loss_mask``: uint8 [T], 1 where the token is trained;
-    ``behavior_logprobs``: float32 [T], 0 where ``loss_mask`` is 0. ``oldest_version`` and ``newest_version`` bound the
-    policy versions of its trained tokens; where they differ, ``version_spans`` says which of ``token_ids`` is of which.
-    ``separate_rewards``: weight and value of each reward that is compared alone; empty: ``reward`` is compared.
-    ``temperature``: that sampled it, where it is not the recipe's. ``sequence_starts``: where each of several sequences
-    begins in ``token_ids``, with the prompt again; empty: there is one. ``turns``: number and sampled tokens of each
-    turn, in the order of ``token_ids``. ``turn_rewards``: by number of the turn; a turn past its end earned 0.
-    ``routed``: by position in ``token_ids``; of a token that is in two, the first holds."""
+    ``token_ids``: int32 [T], the prompt first;
+    ``loss_mask``: uint8 [T], 1 for a token that is trained;
+    ``behavior_logprobs``: float32 [T], 0 for a token that is not trained;
+    ``oldest_version``, ``newest_version``: bounds of the policy versions of the trained tokens;
+    ``truncated``: whether the trajectory reached its limit of tokens;
+    ``separate_rewards``: (weight, value) of each reward that is compared alone (empty: ``reward`` is compared);
+    ``version_spans``: policy version of each trained token, by position (empty: all have the same);
+    ``temperature``: sampling temperature (None: the recipe's);
+    ``sequence_starts``: position at which each sequence of a tree begins, with the prompt again (empty: one sequence);
+    ``turn_rewards``: reward of each turn, by number of the turn; later turns earned 0;
+    ``turns``: (number, sampled tokens) of each turn, in the order of ``token_ids``;
+    ``routed``: experts by position; where two entries have the same token, the first counts."""
 
     id: TrajectoryId
     token_ids: TokenArray
@@ -296,7 +332,7 @@ class TrainingSample(Record, frozen=True):
 
 
 class TrainingGroup(Record, frozen=True):
-    """The samples of one prompt that share a baseline. Group sizes may differ within a batch."""
+    """The samples of one prompt, whose rewards are compared. Groups of a batch may differ in size."""
 
     group_id: int
     batch_id: int
@@ -304,8 +340,8 @@ class TrainingGroup(Record, frozen=True):
 
 
 def to_training_sample(scored: ScoredTrajectory, temperature: float | None = None) -> TrainingSample:
-    """Join prompt and segments of a scored trajectory, sequence after sequence, with a loss mask. Raises
-    ``ValueError`` where a segment follows one that does not come before it."""
+    """Join prompt and segments of a scored trajectory, sequence after sequence, with a loss mask. ``temperature``:
+    sampling temperature (None: the recipe's). Raises ``ValueError`` for a segment that follows a later one."""
     trajectory = scored.trajectory
     prompt = scored.trajectory.prompt.token_ids
     token_ids = token_array()
@@ -326,16 +362,23 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
             before = len(token_ids)
             count = len(segment.token_ids)
             token_ids.extend(segment.token_ids)
-            loss_mask.extend((b"\x01" if index in trained else b"\x00") * count)
-            logprobs.extend(segment.behavior_logprobs if index in trained else float_array([0.0]) * count)
-            turns += [(numbers[index] - 1, count)] if index in trained else ()
+            if index not in trained:
+                loss_mask.extend(bytes(count))
+                logprobs.extend(float_array([0.0]) * count)
+                continue
+            loss_mask.extend(b"\x01" * count)
+            logprobs.extend(segment.behavior_logprobs)
+            turns.append((numbers[index] - 1, count))
             spans += [
                 VersionSpan(start=before + span.start, end=before + span.end, policy_version=span.policy_version)
                 for span in segment.version_spans
-                if index in trained
             ]
-        known = (one for index in path for one in trajectory.segments[index].routed)
-        routed += routed_within(known, 0, len(token_ids) - starts[-1], moved=starts[-1])
+        routed_on_path = (part for index in path for part in trajectory.segments[index].routed)
+        routed += routed_within(routed_on_path, 0, len(token_ids) - starts[-1], moved=starts[-1])
+    if trajectory.oldest_version == trajectory.newest_version:
+        spans = []
+    if len(starts) == 1:
+        starts = []
     return TrainingSample(
         id=trajectory.id,
         token_ids=token_ids,
@@ -346,9 +389,9 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
         newest_version=trajectory.newest_version,
         truncated=trajectory.finish_reason is FinishReason.LENGTH,
         separate_rewards=scored.separate_rewards,
-        version_spans=tuple(spans) if trajectory.oldest_version < trajectory.newest_version else (),
+        version_spans=tuple(spans),
         temperature=temperature,
-        sequence_starts=tuple(starts) if len(starts) > 1 else (),
+        sequence_starts=tuple(starts),
         turn_rewards=scored.turn_rewards,
         turns=tuple(turns),
         routed=tuple(routed),
@@ -356,25 +399,32 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
 
 
 def _sequences(trajectory: Trajectory) -> list[tuple[list[int], set[int]]]:
-    """Segments from the prompt to each leaf, and those among them that are trained there: each sampled one in the first
-    sequence that holds it. A sequence that trains nothing is left out, unless there is no other.
+    """Indices of the segments from the prompt to each leaf, and the subset that is trained in this sequence: a sampled
+    segment is trained in the first sequence that has it. A sequence that trains nothing is left out, unless it is the
+    only one.
 
-    In the order of the last turn that was sampled in each: the last one of the trajectory ends the last sequence."""
-    before = [index - 1 if one.follows is None else one.follows for index, one in enumerate(trajectory.segments)]
-    for index, parent in enumerate(before):
+    Sequences are in the order of their last sampled turn, so that the last turn of the trajectory ends the last one."""
+    parents = [
+        index - 1 if segment.follows is None else segment.follows for index, segment in enumerate(trajectory.segments)
+    ]
+    for index, parent in enumerate(parents):
         if not -1 <= parent < index:
             raise ValueError(
                 f"segment {index} of trajectory {trajectory.id} follows {parent}: name an earlier one, or -1"
             )
-    sampled = {index for index, one in enumerate(trajectory.segments) if one.trained and one.token_ids}
+    sampled = {index for index, segment in enumerate(trajectory.segments) if segment.trained and segment.token_ids}
     paths = []
-    for leaf in sorted(set(range(len(before))) - set(before)):
+    for leaf in sorted(set(range(len(parents))) - set(parents)):
         path = [leaf]
-        while before[path[-1]] >= 0:
-            path.append(before[path[-1]])
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
         paths.append(path[::-1])
-    found: list[tuple[list[int], set[int]]] = []
+    sequences: list[tuple[list[int], set[int]]] = []
+    untrained = set(sampled)
     for path in sorted(paths, key=lambda path: max(sampled.intersection(path), default=-1)):
-        if trained := sampled.intersection(path).difference(*(own for _, own in found)):
-            found.append((path, trained))
-    return found or [(paths[0] if paths else [], set())]
+        if trained := untrained.intersection(path):
+            sequences.append((path, trained))
+            untrained -= trained
+    if not sequences:
+        sequences.append((next(iter(paths), []), set()))
+    return sequences

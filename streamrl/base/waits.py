@@ -1,7 +1,7 @@
-"""Named waits: who waits for what, since when. One registry a run; a long wait registers itself where it waits.
+"""Registry of long waits in the controller, for the watchdog's report on a stalled run; and the phases of a start.
 
-While a run starts, the command waits for its processes: each notes in its log what it begins to do until it is ready
-(``note_phase``), and the command reads the last note of each (``start_phases``)."""
+While a run starts, each process logs its present phase (``note_phase``), and the command's process reads the last phase
+of each log (``start_phases``) to show it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _LAST_CHARACTERS = 1 << 14
 
 
 class NamedWait(msgspec.Struct, frozen=True, kw_only=True):
-    """``who`` waits for ``what``; ``since_s``: of the registry's clock."""
+    """One wait. ``who``: component that waits; ``event``: awaited event, in words; ``since_s``: time of the registry's
+    clock at its start."""
 
     who: str
-    what: str
+    event: str
     since_s: float
 
 
 class Waits:
-    """Named waits of one process. Not thread-safe: for the coroutines of one event loop."""
+    """Open waits of one process. Not thread-safe: for the coroutines of one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -37,35 +38,39 @@ class Waits:
         self._next = 0
 
     @contextmanager
-    def waiting_for(self, what: str, who: str = "control") -> Iterator[None]:
-        """``with waits.waiting_for("engine-0 to stage version 7", who="publisher"): await ...``"""
+    def waiting_for(self, event: str, who: str = "control") -> Iterator[None]:
+        """Register a wait for the time of the block, as in
+        ``with waits.waiting_for("engine-0 to stage version 7", who="publisher"): await ...``"""
         key = self._next
         self._next = self._next + 1
-        self._open[key] = NamedWait(who=who, what=what, since_s=self._clock())
+        self._open[key] = NamedWait(who=who, event=event, since_s=self._clock())
         try:
             yield
         finally:
             del self._open[key]
 
     def open(self) -> list[tuple[NamedWait, float]]:
-        """Open waits with the seconds that they have lasted, the longest first."""
+        """Return the open waits and their seconds so far, the longest first."""
         now = self._clock()
         waits = sorted(self._open.values(), key=lambda wait: wait.since_s)
         return [(wait, now - wait.since_s) for wait in waits]
 
     def lines(self) -> list[str]:
-        """The same for people."""
-        return [f"{wait.who} waits for {wait.what}, for {seconds:.1f} s" for wait, seconds in self.open()]
+        """Return the open waits as sentences, the longest first."""
+        return [f"{wait.who} waits for {wait.event}, for {seconds:.1f} s" for wait, seconds in self.open()]
 
 
 def note_phase(phase: str) -> None:
-    """Note in the log of this process what it does now, such as ``imports vLLM``."""
+    """Log the present phase of this process, such as ``imports vLLM``."""
     _phase_log.info("%s", phase)
 
 
 def start_phases(logs: Path, names: Iterable[str], started: Path) -> dict[str, str]:
-    """Phases of the processes ``names`` by their logs in ``logs``, without those that noted none yet. ``started``: file
-    that was written when they were started; what was logged before is of an earlier start of the run."""
+    """Read the last phase of each process from its log; processes without one are left out.
+
+    ``logs``: directory of the logs;
+    ``names``: names of the processes;
+    ``started``: file that was written when the processes were started; older lines of a log are of an earlier start."""
     phases = {}
     for name in names:
         try:

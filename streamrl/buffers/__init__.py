@@ -1,2 +1,2 @@
-"""State of a run in flight: groups and their trajectories (``rollout_buffer``, sizes and states only), their slots
-(``slots``), and their content (``trajectory_store``)."""
+"""State of the trajectories in flight, in the controller's process: groups with sizes and states (``rollout_buffer``),
+slots (``slots``), and tokens (``trajectory_store``)."""

@@ -1,11 +1,12 @@
-"""The rollout buffer: the life of every trajectory and group, and the accounting.
+"""The rollout buffer: the state of every trajectory and group, and the accounting. Part of control's state
+(``control``), in the controller's process and in simulations; a checkpoint stores it.
 
-Data that encodes as it is: identities, sizes and states, never tokens. Every method costs time in proportion to one
-group at most, whatever else is in flight.
+It has identities, sizes and states, but no tokens, so that it can be encoded as it is. A method costs time in
+proportion to one group at most.
 
-A trajectory is in flight (sampled, paused, or being scored), then scored, then part of a batch, then trained; from any
-of them it may be dropped, with one reason. At every instant
-``issued == trained + sum(dropped.values()) + in flight``."""
+A trajectory is in flight (sampled, paused, or being scored), then scored, then part of a batch, then trained; in each
+of these states it may be dropped, with one reason. At every moment
+``issued == trained + sum(dropped.values()) + in_flight`` (``Accounting``)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from streamrl.base.types import DropReason, FinishReason, TrajectoryId
 
 
 class Accounting(msgspec.Struct, frozen=True, kw_only=True):
-    """Trajectory counts since the run began."""
+    """Numbers of trajectories since the run began."""
 
     issued: int
     trained: int
@@ -26,9 +27,12 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A prompt that may be launched. ``attempt``: how often it was launched before; ``seed_base``: what its seeds are
-    derived from (None: the number of its group); ``tokens``: length of the prompt, 0 when unknown; ``group_size``: of
-    its cohort or its last launch, 0 before the first."""
+    """A prompt that may be launched.
+
+    ``attempt``: number of earlier launches;
+    ``seed_base``: number from which its seeds are derived (None: the number of its group);
+    ``tokens``: length of the prompt (0: unknown);
+    ``group_size``: group size of its cohort or of its last launch (0: not launched yet)."""
 
     prompt_id: str
     attempt: int = 0
@@ -38,9 +42,14 @@ class PromptRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One trajectory that has not ended. ``oldest_version``: launch version until the engine reports the real one;
-    ``finish_reason``: None until it is scored. ``separate_rewards``: by name, those that are compared with their
-    siblings' alone; empty: ``reward`` is. ``seconds``: from launch to score."""
+    """One trajectory that is neither trained nor dropped.
+
+    ``oldest_version``: oldest policy version of its tokens; the launch version until the engine reports the tokens;
+    ``finish_reason``: reason to stop sampling (None: not scored yet);
+    ``reward``: combined reward;
+    ``tokens``: number of sampled tokens;
+    ``separate_rewards``: rewards by name that are compared alone with the siblings' (empty: ``reward`` is compared);
+    ``seconds``: time from launch to score."""
 
     oldest_version: int
     finish_reason: FinishReason | None = None
@@ -51,18 +60,24 @@ class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def scored(self) -> bool:
-        """Return whether its reward is known."""
+        """Return whether the trajectory has a reward."""
         return self.finish_reason is not None
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The live trajectories of one prompt, by sample number.
+    """The trajectories of one launch of a prompt.
 
-    ``size``: trajectories launched, which is the slots that it uses until it ends; ``keep``: how many of them a batch
-    takes; ``weight``: what it counts in a batch, as ``ControlSettings.weight_of``; ``open``: members without a reward;
-    ``oldest_version``: oldest policy version that one of its tokens may have; ``paused``: its open members are stopped
-    and keep their tokens; ``queued``: its prompt waited in the queue, not among the fresh ones; ``sampling``:
-    parameters that differ from the recipe's."""
+    ``launch_version``: live policy version at the launch;
+    ``oldest_version``: oldest policy version that one of its tokens may have;
+    ``size``: number of launched trajectories, and of the slots that the group uses until it ends;
+    ``keep``: number of trajectories that a batch takes;
+    ``weight``: share of a batch that the group fills (``ControlSettings.weight_of``);
+    ``round_kind``: kind of the round that launched the group;
+    ``members``: trajectories that are neither trained nor dropped, by sample number;
+    ``open``: number of members without a reward;
+    ``paused``: whether the open members are paused and keep their tokens;
+    ``queued``: whether the prompt came from the queue of deferred prompts, not from a draw;
+    ``sampling``: sampling parameters that differ from the recipe's."""
 
     group_id: int
     prompt: PromptRef
@@ -80,30 +95,34 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def seed_base(self) -> int:
-        """Number from which the seeds of its trajectories are derived."""
+        """Number from which the seeds of the trajectories are derived."""
         return self.group_id if self.prompt.seed_base is None else self.prompt.seed_base
 
     @property
     def ready(self) -> bool:
-        """Every member ended."""
+        """Return whether every member has a reward."""
         return self.open == 0 and bool(self.members)
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of its scored members."""
-        return sum(m.tokens for m in self.members.values())
+        """Number of sampled tokens of the scored members."""
+        return sum(member.tokens for member in self.members.values())
 
     @property
     def longest(self) -> int:
-        """Sampled tokens of its longest scored member."""
-        return max((m.tokens for m in self.members.values()), default=0)
+        """Number of sampled tokens of the longest scored member."""
+        return max((member.tokens for member in self.members.values()), default=0)
 
     @property
     def zero_variance(self) -> bool:
-        """All rewards are equal, or each of those that are compared alone: no signal for a group baseline."""
-        members = [m.separate_rewards or {"": m.reward} for m in self.members.values()]
+        """Return whether all members have the same rewards, so that a baseline of the group leaves no signal."""
         first: dict[str, float] = {}
-        return all(first.setdefault(name, value) == value for rewards in members for name, value in rewards.items())
+        for member in self.members.values():
+            rewards = member.separate_rewards or {"": member.reward}
+            for name, value in rewards.items():
+                if first.setdefault(name, value) != value:
+                    return False
+        return True
 
     @property
     def ids(self) -> tuple[TrajectoryId, ...]:
@@ -112,7 +131,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def open_ids(self) -> tuple[TrajectoryId, ...]:
-        """Ids of members without a reward."""
+        """Ids of the members without a reward."""
         return tuple(self._id(sample) for sample, member in self.members.items() if not member.scored)
 
     def _id(self, sample: int) -> TrajectoryId:
@@ -121,17 +140,21 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def oldest_first(group: Group) -> tuple[int, int]:
-    """Sort key: the group with the oldest token must be trained soonest."""
+    """Sort key that puts the group with the oldest token first: it must be trained soonest."""
     return group.oldest_version, group.group_id
 
 
 class RolloutBuffer(msgspec.Struct, kw_only=True):
-    """Groups that have not ended, and counters of those that have.
+    """Groups that have not ended, and counters of ended trajectories. Read the fields; change them through the methods.
 
-    ``untrained``: groups that are in no batch, oldest launch first; ``batched``: those of the open or closed batch, in
-    the order in which they joined. ``ready``, ``paused`` (ids) and ``by_version`` (their weight, by oldest
-    version) are indexes of ``untrained``. ``wasted_tokens``: of what was dropped. Read the fields; change them
-    through the methods."""
+    ``untrained``: groups that are in no batch, by group id, oldest launch first;
+    ``batched``: groups of the open or closed batch, by group id, in the order in which they joined;
+    ``ready``: ids of the untrained groups whose members all have a reward;
+    ``paused``: ids of the paused groups;
+    ``by_version``: sum of the weights of the untrained groups, by their oldest version;
+    ``issued``, ``trained``: numbers of launched and of trained trajectories;
+    ``dropped``: number of dropped trajectories, by reason;
+    ``wasted_tokens``: sampled tokens of dropped trajectories."""
 
     untrained: dict[int, Group] = {}
     batched: dict[int, Group] = {}
@@ -144,23 +167,23 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
     wasted_tokens: int = 0
 
     def groups(self) -> Iterator[Group]:
-        """All of them, oldest launch first."""
-        return iter(sorted((*self.batched.values(), *self.untrained.values()), key=lambda g: g.group_id))
+        """All groups, oldest launch first."""
+        return iter(sorted((*self.batched.values(), *self.untrained.values()), key=lambda group: group.group_id))
 
     def __bool__(self) -> bool:
         return bool(self.untrained or self.batched)
 
     def find(self, group_id: int) -> Group | None:
-        """The group, or None when it has ended."""
+        """Return the group, or None where it has ended."""
         return self.untrained.get(group_id) or self.batched.get(group_id)
 
     def member(self, trajectory: TrajectoryId) -> Member | None:
-        """The live trajectory, or None when it has ended (a late result)."""
+        """Return the trajectory, or None where it has ended (its result is late)."""
         group = self.find(trajectory.group_id)
         return None if group is None else group.members.get(trajectory.sample)
 
     def admit(self, group: Group) -> None:
-        """Count ``group``, which is launched now, as in flight."""
+        """Add ``group``, which is launched now."""
         if self.find(group.group_id) is not None:
             raise ValueError(f"group {group.group_id} is in the buffer already")
         self.untrained[group.group_id] = group
@@ -178,7 +201,11 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         separate: dict[str, float] | None = None,
         seconds: float = 0.0,
     ) -> Group | None:
-        """Record a reward. None (and nothing changes) when the trajectory ended before or was scored already."""
+        """Record a reward and return the group. Returns None, and changes nothing, where the trajectory has ended or
+        has a reward.
+
+        ``reason``: reason to stop sampling; ``oldest``: oldest policy version of its tokens; ``separate``: rewards that
+        are compared alone."""
         member = self.member(trajectory)
         if member is None or member.scored:
             return None
@@ -196,11 +223,12 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         return group
 
     def drop_member(self, trajectory: TrajectoryId, reason: DropReason, *, tokens: int = 0) -> Group | None:
-        """End one trajectory of a group that is in no batch; the group shrinks. None for one that ended before."""
+        """Drop one trajectory of a group that is in no batch, and return the group. None for a trajectory that has
+        ended."""
         group = self.untrained.get(trajectory.group_id)
         member = None if group is None else group.members.pop(trajectory.sample, None)
         if group is None or member is None:
-            self.wasted_tokens += tokens  # it was dropped while it ran: what it had sampled is known only now
+            self.wasted_tokens += tokens  # it was dropped while it ran, before its number of tokens was known
             return None
         group.open -= not member.scored
         self._dropped(reason, 1, tokens or member.tokens)
@@ -213,52 +241,53 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         return group
 
     def drop_group(self, group: Group, reason: DropReason) -> None:
-        """End every trajectory of a group with one reason."""
+        """Drop every trajectory of a group, with one reason."""
         if self.batched.pop(group.group_id, None) is None:
             self._leave_untrained(group)
         self._dropped(reason, len(group.members), group.tokens)
 
     def pause(self, group: Group) -> None:
-        """Mark a group as paused: its open members stop and keep their tokens."""
+        """Mark a group as paused: its open members are not sampled and keep their tokens."""
         group.paused = True
         self.paused.append(group.group_id)
 
     def resume(self, group: Group) -> None:
-        """The inverse of ``pause``; nothing for a group that is not paused."""
+        """Undo ``pause``; does nothing for a group that is not paused."""
         if group.paused:
             group.paused = False
             self.paused.remove(group.group_id)
 
     def paused_groups(self) -> list[Group]:
-        """Paused groups, those with the oldest tokens first: they must be trained soonest."""
+        """Return the paused groups, those with the oldest tokens first."""
         return sorted((self.untrained[group_id] for group_id in self.paused), key=oldest_first)
 
     def batch(self, group: Group) -> None:
-        """Hand a ready group to training."""
+        """Move a ready group to the batch."""
         if not group.ready:
             raise ValueError(f"group {group.group_id} is not ready: {group.open} of its members have no reward")
         self._leave_untrained(group)
         self.batched[group.group_id] = group
 
     def train(self) -> int:
-        """The optimizer stepped on the batch: its groups end as trained. Returns the slots that they used."""
+        """End the groups of the batch as trained, after the optimizer step. Returns the number of slots that they
+        used."""
         slots = sum(group.size for group in self.batched.values())
         self.trained += sum(len(group.members) for group in self.batched.values())
         self.batched = {}
         return slots
 
     def versions(self) -> list[tuple[int, int]]:
-        """(oldest version, weight) of the untrained groups, ascending."""
+        """Return (oldest version, sum of the weights) of the untrained groups, ascending."""
         return sorted(self.by_version.items())
 
     def stale_groups(self, version: int) -> list[Group]:
-        """Untrained groups whose oldest token may be of an older version, oldest launch first."""
-        if not any(v < version for v in self.by_version):
+        """Return the untrained groups that may have a token of a version before ``version``, oldest launch first."""
+        if not any(oldest < version for oldest in self.by_version):
             return []
-        return [g for g in self.untrained.values() if g.oldest_version < version]
+        return [group for group in self.untrained.values() if group.oldest_version < version]
 
     def accounting(self) -> Accounting:
-        """Counts for the invariant; ``in_flight`` is counted from the groups, not from the other three."""
+        """Count trajectories for the invariant; ``in_flight`` is counted from the groups, not from the other counts."""
         return Accounting(
             issued=self.issued,
             trained=self.trained,
@@ -273,8 +302,8 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         self.wasted_tokens += tokens
 
     def _update_oldest_version(self, group: Group) -> None:
-        """A member's oldest version changed, or the member with the oldest one left."""
-        oldest = min(m.oldest_version for m in group.members.values())
+        """Compute the oldest version of the group again, after that of a member changed or a member was dropped."""
+        oldest = min(member.oldest_version for member in group.members.values())
         if oldest != group.oldest_version:
             self._count_version(group, -1)
             group.oldest_version = oldest

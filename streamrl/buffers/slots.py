@@ -1,10 +1,11 @@
-"""Slots: the right of a trajectory to be in flight, and the arithmetic of staleness. The only place with that formula.
+"""Slots, which bound the number of trajectories in flight, and the arithmetic of staleness. Control uses both, in the
+controller's process and in simulations.
 
-A batch consumes a number of trajectories and makes one new policy version. There are ``(max_staleness + 1)`` batches of
-slots, released only when a whole group is dropped or when the version that consumed it is *live on the engines*. So a
-group that is launched under live version ``u`` while ``d`` trained versions are not live yet shares the buffer with at
-most ``(max_staleness + 1 - d)`` batches of groups that were launched before it. Consumed in any order that ``may_take``
-allows, it is trained by version ``u + max_staleness`` at the latest (docs/adr/0002)."""
+A batch consumes a number of trajectories and makes one new policy version. There are slots for ``max_staleness + 1``
+batches. The slots of a group are released only when the group is dropped, or when the version that trained it is *live
+on the engines*. So a group that is launched under live version ``u`` while ``d`` trained versions are not live yet
+shares the buffer with at most ``max_staleness + 1 - d`` batches of earlier groups. Where groups are trained in an order
+that ``may_take`` allows, it is trained by version ``u + max_staleness`` at the latest (docs/adr/0002)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import msgspec
 
 
 class Slots(msgspec.Struct, kw_only=True):
-    """Slots in use, and by version those of trained trajectories, which wait for that version to be live."""
+    """Counts of slots. ``in_use``: number of slots in use; ``consumed``: slots of trained trajectories, by the version
+    that trained them, which are released when this version is live."""
 
     in_use: int = 0
     consumed: dict[int, int] = {}
@@ -24,18 +26,18 @@ class Slots(msgspec.Struct, kw_only=True):
         self.in_use += count
 
     def release(self, count: int) -> None:
-        """Give ``count`` slots back: their group was dropped."""
+        """Release ``count`` slots of a dropped group."""
         if count > self.in_use:
             raise ValueError(f"{count} slots released, {self.in_use} are in use")
         self.in_use -= count
 
     def consume(self, policy_version: int, count: int) -> None:
-        """``count`` slots were trained into ``policy_version``; they wait for it to be live."""
+        """Note that the trajectories of ``count`` slots were trained by the step that made ``policy_version``."""
         self.consumed[policy_version] = self.consumed.get(policy_version, 0) + count
 
     def version_live(self, policy_version: int) -> None:
-        """``policy_version`` is live on every engine: release what it and older versions consumed."""
-        for version in [v for v in self.consumed if v <= policy_version]:
+        """Release the slots that ``policy_version`` and older versions consumed: it is live on every engine."""
+        for version in [consumed for consumed in self.consumed if consumed <= policy_version]:
             self.release(self.consumed.pop(version))
 
 
@@ -45,28 +47,33 @@ def staleness(trained_at: int, oldest_version: int) -> int:
 
 
 def last_version(oldest_version: int, max_staleness: int) -> int:
-    """The last trainer version that may still train a token sampled under ``oldest_version``."""
+    """Last version whose step may train a token that ``oldest_version`` sampled."""
     return oldest_version + max_staleness
 
 
 def may_take(
     trajectories: int, deadline: int, due: Iterable[tuple[int, int]], *, now: int, missing: int, batch: int
 ) -> bool:
-    """Return whether a group may take ``trajectories`` of the ``missing`` ones of the batch that version ``now``
-    trains.
+    """Return whether a group may join the batch that version ``now`` trains: whether every other group can still be
+    trained in time (earliest-deadline-first feasibility).
 
-    ``deadline``: the group's ``last_version``; ``due``: trajectories of all untrained groups by deadline, ascending.
-    True when every other group can still be trained in time: for each deadline ``d`` before this group's own, at most
-    ``max(missing - trajectories, 0) + batch * (d - now)`` trajectories may have to be trained by ``d``
-    (earliest-deadline-first feasibility). Groups may differ in size, since the last one to join a batch may take more
+    ``trajectories``: number of trajectories of the group;
+    ``deadline``: ``last_version`` of the group;
+    ``due``: (deadline, number of trajectories) of all untrained groups, by deadline, ascending;
+    ``missing``: number of trajectories that the batch still lacks;
+    ``batch``: number of trajectories of a batch.
+
+    For each deadline ``d`` before the group's own, at most ``max(missing - trajectories, 0) + batch * (d - now)``
+    trajectories may have to be trained by ``d``. Groups differ in size, and the last one to join a batch may take more
     than are missing."""
     if missing <= 0 or deadline < now:
         return False
+    rest_of_batch = max(missing - trajectories, 0)
     pending = 0
-    for last, count in due:
-        if last >= deadline:
+    for earlier_deadline, count in due:
+        if earlier_deadline >= deadline:
             break
         pending += count
-        if pending > max(missing - trajectories, 0) + batch * max(last - now, 0):
+        if pending > rest_of_batch + batch * max(earlier_deadline - now, 0):
             return False
     return True

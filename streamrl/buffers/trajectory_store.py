@@ -1,4 +1,5 @@
-"""Prompts and what was sampled for them: the only place of the controller that has tokens. Others pass ids."""
+"""Store of prompts and of the trajectories that were sampled for them, the only place of the controller with tokens;
+all other parts of the controller pass ids. The journal fills it again after a restart."""
 
 from __future__ import annotations
 
@@ -20,104 +21,110 @@ from streamrl.base.types import (
 )
 
 FEW_PROMPTS = 256
-"""Unneeded prompts that may stay: a search for them costs more."""
+"""Number of prompts below which a search for unneeded ones costs more than it saves."""
 
 Content = SampledSoFar | EpisodeSoFar | Trajectory | ScoredTrajectory
-"""What there is of a trajectory: a part, turns, the whole, the whole with its reward."""
+"""Content of a trajectory: tokens of a part of its turn, its complete turns, all of it, or all with the reward."""
 
 
 class TrajectoryStore:
-    """``prompts``: those that control may launch (again), and at most as many others. ``trajectories``: the newest
-    content of each that was sampled and is neither trained nor dropped."""
+    """Prompts and trajectories by id.
+
+    ``prompts``: prompts that control may launch, and at most as many others;
+    ``trajectories``: newest content of each trajectory that was sampled and is neither trained nor dropped."""
 
     def __init__(self) -> None:
         self.prompts: dict[str, Prompt] = {}
         self.trajectories: dict[TrajectoryId, Content] = {}
-        self._newest: tuple[str, ...] = ()
-        self._full = FEW_PROMPTS
+        self._last_draw: tuple[str, ...] = ()
+        self._search_above = FEW_PROMPTS
 
     def add_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Store ``prompts`` of one draw. Draws do not overlap."""
-        drawn = {prompt.prompt_id: prompt for prompt in prompts}
-        self.prompts |= drawn
-        self._newest = tuple(drawn)
+        """Store the prompts of one draw. Draws do not overlap."""
+        by_id = {prompt.prompt_id: prompt for prompt in prompts}
+        self.prompts |= by_id
+        self._last_draw = tuple(by_id)
 
     def forget_other_prompts(self, needed: Callable[[], Set[str]]) -> None:
-        """Remove prompts that are not ``needed``. That is called only when there are twice as many prompts as were
-        needed before, so that its cost is proportional to the draws since. Prompts of the last draw stay: control may
-        not have taken their event yet."""
-        if len(self.prompts) > self._full:
-            kept = needed() | set(self._newest)
-            self.prompts = {name: prompt for name, prompt in self.prompts.items() if name in kept}
-            self._full = max(2 * len(self.prompts), FEW_PROMPTS)
+        """Remove the prompts whose ids are not in ``needed()``. This function is called only where there are twice as
+        many prompts as were needed the last time, so that its cost is in proportion to the draws since. Prompts of the
+        last draw stay: control may not have handled their event yet."""
+        if len(self.prompts) <= self._search_above:
+            return
+        needed_ids = needed() | set(self._last_draw)
+        self.prompts = {prompt_id: prompt for prompt_id, prompt in self.prompts.items() if prompt_id in needed_ids}
+        self._search_above = max(2 * len(self.prompts), FEW_PROMPTS)
 
     def add(self, trajectory: Trajectory | ScoredTrajectory) -> None:
-        """Store a whole trajectory, or the same with its reward, in place of what was stored of it."""
-        whole = trajectory.trajectory if isinstance(trajectory, ScoredTrajectory) else trajectory
-        self.trajectories[whole.id] = trajectory
+        """Store a complete trajectory, with or without its reward, in place of its earlier content."""
+        identity = trajectory.trajectory.id if isinstance(trajectory, ScoredTrajectory) else trajectory.id
+        self.trajectories[identity] = trajectory
 
-    def add_part(self, trajectory: TrajectoryId, done: SampledSoFar) -> None:
-        """Store what was sampled of a cut trajectory; does nothing where the whole one is stored."""
-        if isinstance(self.trajectories.get(trajectory, done), SampledSoFar):
-            self.trajectories[trajectory] = done
+    def add_part(self, trajectory: TrajectoryId, completion: SampledSoFar) -> None:
+        """Store the tokens of a paused trajectory; does nothing where the complete trajectory is stored."""
+        if isinstance(self.trajectories.get(trajectory, completion), SampledSoFar):
+            self.trajectories[trajectory] = completion
 
     def add_turn(self, trajectory: TrajectoryId, number: int, turn: TurnSoFar) -> None:
-        """Store turn ``number`` of an episode, in place of it and of all after it; does nothing where the whole
-        trajectory is stored."""
-        if (known := self.so_far(trajectory)) is not None:
-            self.trajectories[trajectory] = structs.replace(known, turns=(*known.turns[:number], turn))
+        """Store turn ``number`` of an episode, in place of the stored turns from this number on; does nothing where the
+        complete trajectory is stored."""
+        episode = self.episode_so_far(trajectory)
+        if episode is not None:
+            self.trajectories[trajectory] = structs.replace(episode, turns=(*episode.turns[:number], turn))
 
     def add_call(self, trajectory: TrajectoryId, call: ReturnedCall) -> None:
-        """Store a call of a tool that has returned; does nothing where the whole trajectory is stored."""
-        if (known := self.so_far(trajectory)) is not None:
-            self.trajectories[trajectory] = structs.replace(known, returned=(*known.returned, call))
+        """Store a tool call that has returned; does nothing where the complete trajectory is stored."""
+        episode = self.episode_so_far(trajectory)
+        if episode is not None:
+            self.trajectories[trajectory] = structs.replace(episode, returned=(*episode.returned, call))
 
-    def so_far(self, trajectory: TrajectoryId) -> EpisodeSoFar | None:
-        """Return the turns of an episode, none where nothing is stored of it; None: another thing is."""
+    def episode_so_far(self, trajectory: TrajectoryId) -> EpisodeSoFar | None:
+        """Return the turns and calls of an episode, without any where nothing is stored; None where other content is
+        stored."""
         content = self.trajectories.get(trajectory, EpisodeSoFar())
         return content if isinstance(content, EpisodeSoFar) else None
 
     def forget(self, ids: Iterable[TrajectoryId]) -> None:
-        """Remove trajectories that were trained or will not be. Unknown ids are ignored."""
+        """Remove trajectories that were trained or dropped. Unknown ids are ignored."""
         for trajectory in ids:
             self.trajectories.pop(trajectory, None)
 
-    def done(self, trajectory: TrajectoryId) -> SampledSoFar | None:
-        """Return what was sampled of a trajectory of one turn before the controller restarted, or None."""
+    def completion_so_far(self, trajectory: TrajectoryId) -> SampledSoFar | None:
+        """Return the tokens of a trajectory of one turn that were sampled before the controller restarted, or None."""
         content = self.trajectories.get(trajectory)
         if content is None or isinstance(content, SampledSoFar):
             return content
         if isinstance(content, EpisodeSoFar):
             return None
-        whole = content.trajectory if isinstance(content, ScoredTrajectory) else content
-        segment, *more = whole.segments
-        if more or whole.environment is not None:
+        sampled = content.trajectory if isinstance(content, ScoredTrajectory) else content
+        segment, *further_segments = sampled.segments
+        if further_segments or sampled.environment is not None:
             return None
         completion = Completion(
             token_ids=segment.token_ids,
             behavior_logprobs=segment.behavior_logprobs,
-            finish_reason=whole.finish_reason,
+            finish_reason=sampled.finish_reason,
             version_spans=segment.version_spans,
             routed=segment.routed,
         )
-        return SampledSoFar(completion=completion, parts=1, seconds=whole.rollout_seconds)
+        return SampledSoFar(completion=completion, parts=1, seconds=sampled.rollout_seconds)
 
-    def whole(self, trajectory: TrajectoryId) -> Trajectory | None:
+    def sampled_trajectory(self, trajectory: TrajectoryId) -> Trajectory | None:
         """Return a trajectory that was sampled with an environment before the controller restarted, or None."""
         content = self.trajectories.get(trajectory)
-        whole = content.trajectory if isinstance(content, ScoredTrajectory) else content
-        return whole if isinstance(whole, Trajectory) and whole.environment is not None else None
+        sampled = content.trajectory if isinstance(content, ScoredTrajectory) else content
+        return sampled if isinstance(sampled, Trajectory) and sampled.environment is not None else None
 
     def scored(self, ids: Iterable[TrajectoryId]) -> list[ScoredTrajectory]:
         """Return the trajectories among ``ids`` that have a reward."""
-        found = (self.trajectories.get(trajectory) for trajectory in ids)
-        return [content for content in found if isinstance(content, ScoredTrajectory)]
+        contents = (self.trajectories.get(trajectory) for trajectory in ids)
+        return [content for content in contents if isinstance(content, ScoredTrajectory)]
 
     def training_group(
         self, group_id: int, batch_id: int, ids: Collection[TrajectoryId], temperature: float | None = None
     ) -> TrainingGroup:
-        """A whole group, as the trainer gets it. ``temperature``: that sampled it (None: the recipe's). Raises
-        ``StreamRLError`` where one of ``ids`` has no reward here."""
+        """Return a group as the trainer gets it. ``ids``: trajectories of the group; ``temperature``: sampling
+        temperature (None: the recipe's). Raises ``StreamRLError`` where one of ``ids`` has no reward in the store."""
         samples = tuple(to_training_sample(member, temperature) for member in self.scored(ids))
         if len(samples) < len(ids):
             raise StreamRLError(

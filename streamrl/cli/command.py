@@ -1,4 +1,5 @@
-"""Commands as structs: a field is an argument, its type says how it is read, its ``Argument`` what help says of it."""
+"""Commands as structs: a field is an argument, its type decides how it is parsed, and its ``Argument`` has its help.
+``main`` parses the command line into a command and calls its ``run``, in the command's own process."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ import msgspec
 from streamrl.cli.dialects.command_line import normalized_arguments, unknown_words
 from streamrl.cli.usage.examples import EXAMPLES
 
-Made = TypeVar("Made", bound="Command")
+CommandType = TypeVar("CommandType", bound="Command")
 
 
 class Argument(msgspec.Struct, frozen=True):
-    """``positional``: given by its place, not by name. ``flag``: where it is not ``--`` and the name of the field."""
+    """``positional``: whether the argument has a place and no name. ``flag``: name on the command line (empty: ``--``
+    and the name of the field)."""
 
     help: str
     metavar: str = ""
@@ -31,16 +33,19 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     of ``cli/usage/examples.py``."""
 
     follows_a_run: ClassVar[bool] = False
-    """Whether output that nobody can take any more must not end the command."""
+    """Whether the command goes on when its output can no longer be written."""
     json: Annotated[bool, Argument("print JSON on stdout, and nothing else there", flag="--json")] = False
 
     def run(self) -> int:
-        """Do it. Returns the exit code; ``StreamRLError`` and ``OSError`` are reported by ``main``."""
+        """Run the command. Returns the exit code; ``StreamRLError`` and ``OSError`` are reported by ``main``."""
         raise NotImplementedError
 
     def print(self, value: Any, *lines: str) -> int:
-        """Print ``value`` as JSON where that was asked for, else ``lines``. Returns 0, the exit code."""
-        print_json(value) if self.json else print("\n".join(lines))
+        """Print ``value`` as JSON with ``--json``, else ``lines``. Returns 0, the exit code."""
+        if self.json:
+            print_json(value)
+        else:
+            print("\n".join(lines))
         return 0
 
 
@@ -59,26 +64,29 @@ RunPath = Annotated[Path, Argument("the directory of a run, such as runs/latest"
 
 
 def print_json(value: Any) -> None:
-    """Print on stdout, with an indentation."""
+    """Print ``value`` as indented JSON on stdout."""
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
 def recipe_file(path: Path) -> Path:
-    """The recipe of a run directory, or the path itself."""
+    """Return the recipe of a run directory, or the path itself."""
     return path / "recipe.toml" if path.is_dir() else path
 
 
-def parse_command(kind: type[Made], name: str, arguments: Sequence[str]) -> Made:
-    """The command that ``arguments`` ask for. Exits with 2 and the usage where they are wrong, with 0 after help."""
+def parse_command(kind: type[CommandType], name: str, arguments: Sequence[str]) -> CommandType:
+    """Parse ``arguments`` into the command. Exits with 2 and the usage where they are wrong, with 0 after help."""
     example = f"example: streamrl {EXAMPLES.get(name, name)}"
     parser = argparse.ArgumentParser(prog=f"streamrl {name}", description=kind.__doc__, epilog=example)
     takes_overrides = SET in add_arguments(parser, kind)
     words = normalized_arguments(arguments, SET, parser.error) if takes_overrides else list(arguments)
-    known, unknown = parser.parse_known_args(words)
+    namespace, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error(unknown_words(unknown) if takes_overrides else f"unrecognized arguments: {' '.join(unknown)}")
-    given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in vars(known).items()}
-    return kind(**given)
+    fields = vars(namespace)
+    for field, value in fields.items():
+        if isinstance(value, list):
+            fields[field] = tuple(value)
+    return kind(**fields)
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: type[Command]) -> list[str]:
@@ -91,11 +99,13 @@ def _add(parser: argparse.ArgumentParser, field: msgspec.structs.FieldInfo, anno
     """Add the argument of a field. Returns its flag."""
     kind, argument = get_args(annotation)
     required = bool(field.required)
-    options: dict[str, Any] = {"help": argument.help} | ({"metavar": argument.metavar} if argument.metavar else {})
+    options: dict[str, Any] = {"help": argument.help}
+    if argument.metavar:
+        options["metavar"] = argument.metavar
     if not required:
         options["default"] = field.default
     if get_origin(kind) in (Union, UnionType):
-        (kind,) = (one for one in get_args(kind) if one is not type(None))
+        (kind,) = (member for member in get_args(kind) if member is not type(None))
     if kind is bool:
         options["action"] = "store_true"
     elif kind == tuple[int, ...]:
@@ -107,10 +117,12 @@ def _add(parser: argparse.ArgumentParser, field: msgspec.structs.FieldInfo, anno
     else:
         options["type"] = kind
     if argument.positional:
-        parser.add_argument(field.name, **({} if required else {"nargs": "?"}) | options)
+        if not required:
+            options.setdefault("nargs", "?")
+        parser.add_argument(field.name, **options)
         return ""
     flag = argument.flag or f"--{field.name.replace('_', '-')}"
-    parser.add_argument(flag, dest=field.name, **options | ({"required": True} if required else {}))
+    parser.add_argument(flag, dest=field.name, required=required, **options)
     return flag
 
 

@@ -1,4 +1,5 @@
-"""Commands to a running run over its control socket: ``streamrl drain``, ``reward attach|replace|detach|list``."""
+"""Commands to a running run over its control socket: ``streamrl drain``, ``reward attach|replace|detach|list``. Each
+sends a request from the command's own process and prints the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from streamrl.rewards.reward_messages import (
 )
 
 ANSWER_LIMIT_S = 300.0
-"""Functions are imported twice, each time within minutes, and changes wait for each other."""
+"""A function is imported twice, each import takes up to minutes, and changes wait for each other."""
 
 
 DRAINING = "it ends after the step that trains now, and saves; prompts that are sampled come again on resume"
@@ -37,7 +38,7 @@ AttachedName = Annotated[str, Argument("as `list` calls it", metavar="NAME", pos
 
 
 class RewardOptions(Command, frozen=True):
-    """Options of a function's calls, common to the commands that name one."""
+    """Options of a reward function's calls, common to the commands that name a function."""
 
     option: Annotated[tuple[str, ...], Argument("one of rewards.options; may be repeated", metavar="KEY=VALUE")] = ()
     timeout: Annotated[float, Argument("of a call (default 30)", metavar="S")] = 30.0
@@ -48,8 +49,8 @@ class RewardOptions(Command, frozen=True):
     trusted: Annotated[bool, Argument("in the loop of the reward worker, as rewards.trusted")] = False
     special_tokens: Annotated[bool, Argument("it sees special tokens, as rewards.advanced.special_tokens")] = False
 
-    def reward(self, function: str, **more: Any) -> Reward:
-        """Make the reward as a recipe would. Raises ``RecipeError`` for an unknown option."""
+    def reward(self, function: str, **fields: Any) -> Reward:
+        """Return the reward as if it were read from a recipe. Raises ``RecipeError`` for an unknown option."""
         return Reward(
             function=function,
             options=dict(map(reward_option, self.option)),
@@ -58,7 +59,7 @@ class RewardOptions(Command, frozen=True):
             environment=self.environment,
             trusted=self.trusted,
             special_tokens=self.special_tokens,
-            **more,
+            **fields,
         )
 
 
@@ -70,7 +71,7 @@ class AttachedOptions(RewardOptions, frozen=True):
     shadow: Annotated[bool, Argument("it scores, and nothing is trained on it")] = False
 
     def attached(self, function: str) -> Reward:
-        """Make the reward with absolute paths: the run has another directory."""
+        """Return the reward with absolute paths, since the run has another working directory."""
         reward = self.reward(function, name=self.name, weight=self.weight, shadow=self.shadow)
         return resolved_reward(reward, Path.cwd())
 
@@ -113,7 +114,7 @@ class Drain(Command, frozen=True):
     run_directory: RunPath
 
     def run(self) -> int:
-        """Ask for it and return: the run takes its time."""
+        """Send the order and return without waiting for the end of the run."""
         ask_run(self.run_directory, DrainRun())
         return self.print({"draining": str(self.run_directory)}, DRAINING)
 
@@ -129,13 +130,14 @@ class ListAttached(Command, frozen=True):
         lines = [f"version {answer.reward_version}"]
         for reward in answer.rewards:
             counts = "shadow" if reward.shadow else f"weight {reward.weight:g}"
-            where = ", trusted" if reward.trusted else ""
-            lines.append(f"  {reward.name}  {reward.function}  {counts}{where}, since version {reward.since}")
+            if reward.trusted:
+                counts += ", trusted"
+            lines.append(f"  {reward.name}  {reward.function}  {counts}, since version {reward.since}")
         return self.print({"reward_version": answer.reward_version, "rewards": answer.rewards}, *lines)
 
 
 def reward_option(text: str) -> tuple[str, Any]:
-    """Key and value of ``--option key=value``: a TOML value, or else the text itself. Raises ``RecipeError``."""
+    """Return key and value of ``--option key=value``: a TOML value, or else the text itself. Raises ``RecipeError``."""
     key, equals, raw = text.partition("=")
     if not equals or not key:
         raise RecipeError(f"--option {text}: write --option key=value, such as --option column=answer")
@@ -150,7 +152,7 @@ def _change(command: Command, run_directory: Path, operation: ControlOperation) 
 
 
 def ask_run(run_directory: Path, operation: ControlOperation, *, changes: bool = True) -> ControlAnswer:
-    """The answer of a running run. Raises ``RecipeError`` for a refusal, ``StreamRLError`` where none listens."""
+    """Return the answer of a running run. Raises ``RecipeError`` for a refusal, ``StreamRLError`` if no run listens."""
     answer = anyio.run(partial(control_socket.ask_run, run_directory, operation, ANSWER_LIMIT_S, changes=changes))
     if isinstance(answer, ControlRefused):
         raise RecipeError(*answer.problems, outcome="the run is as it was")

@@ -1,8 +1,8 @@
-"""``streamrl train RECIPE --dry-run``: everything that is known before a start, and every problem, and no start."""
+"""``streamrl train RECIPE --dry-run``: prints the plan of a run and every problem, and starts nothing but probes of the
+model. Called by ``train`` in the command's own process."""
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,22 +32,22 @@ from streamrl.run.prompts.prompts import stored_rows
 PROBE_TIMEOUT_S = 300.0
 
 
-def dry_run(recipe: Recipe, system: Sequence[str], path: Path, overrides: Sequence[str]) -> int:
+def dry_run(recipe: Recipe, system: Sequence[str]) -> int:
     """Print the resolved recipe, its arithmetic and the processes; then raise ``RecipeError`` when a check fails.
-    ``system``: what ``rollout.system`` set in it, one line a key."""
-    arguments = " ".join([shlex.quote(str(path)), *(f"--set {shlex.quote(text)}" for text in overrides)])
+    ``system``: keys that ``rollout.system`` sets, one line each."""
     with hub_looked_up(recipe) as hub:
-        return _dry_run(hub, system, arguments)
+        return _dry_run(hub, system)
 
 
-def _dry_run(hub: HubRecipe, system: Sequence[str], arguments: str) -> int:
+def _dry_run(hub: HubRecipe, system: Sequence[str]) -> int:
     recipe, length = with_steps_of_epochs(hub.recipe)
-    recipe, kept = with_checkpoint_rewards(recipe)
+    recipe, snapshot = with_checkpoint_rewards(recipe)
     topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
     model: CheckedModel | None = None
-    with suppress(RecipeError):  # ``preflight`` says so at the end, with everything else
+    with suppress(RecipeError):  # ``preflight`` reports it at the end, with all other problems
         model = check_model(recipe)
-    facts, context = (model.facts, model.context) if model else (None, 0)
+    facts = model.facts if model else None
+    context = model.context if model else 0
     print("# the resolved recipe\n")
     print(dump_recipe(hub.pinned(recipe)))
     if hub.lines:
@@ -57,7 +57,7 @@ def _dry_run(hub: HubRecipe, system: Sequence[str], arguments: str) -> int:
     print("# what it adds up to\n")
     print("\n".join([*filter(None, [length]), *arithmetic_lines(recipe, facts, context, _held_out(recipe))]))
     print("\n# what would be started\n")
-    print("\n".join(process_lines(recipe, topology, arguments)))
+    print("\n".join(process_lines(recipe, topology)))
     if hosts := anyio.run(hosts_of, recipe):
         print("\n# hosts of the cluster\n")
         print("\n".join(hosts))
@@ -65,17 +65,17 @@ def _dry_run(hub: HubRecipe, system: Sequence[str], arguments: str) -> int:
         print("\n# memory of the GPUs\n")
         print("\n".join(gpus))
     prompts: list[Prompt] = []
-    preflight(recipe, kept, partial(_show_prompt, prompts))
-    tried = _try_model(recipe, prompts)
-    print(f"\n{'all checks passed' if tried else 'all other checks passed'}; nothing was started")
+    preflight(recipe, snapshot, partial(_show_prompt, prompts))
+    verdict = "all checks passed" if _try_model(recipe, prompts) else "all other checks passed"
+    print(f"\n{verdict}; nothing was started")
     return 0
 
 
-def _show_prompt(seen: list[Prompt], tokenizer: Tokenizer, prompt: Prompt) -> None:
+def _show_prompt(prompts: list[Prompt], tokenizer: Tokenizer, prompt: Prompt) -> None:
     if not len(prompt.token_ids):
         print(f"\nthe environment writes the prompts, from the columns {', '.join(prompt.columns)} of a row")
         return
-    seen.append(prompt)
+    prompts.append(prompt)
     print("\n# the prompt of the first row, as the model will see it\n")
     print("\n".join(first_prompt_lines(prompt, tokenizer)))
 
@@ -83,27 +83,29 @@ def _show_prompt(seen: list[Prompt], tokenizer: Tokenizer, prompt: Prompt) -> No
 def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
     """Try the model where this host starts engines of it. Returns False where the trial gave no answer. Raises
     ``RecipeError`` for a model that cannot be trained, or that vLLM cannot serve under trained weights."""
-    if recipe.engines.kind is not EngineKind.VLLM or not recipe.starts_engines_here:
+    if recipe.engines.kind is not EngineKind.VLLM or not recipe.on_one_host:
         print("\nthe model was not tried with vLLM: this host starts no engine of it")
         return True
     print("\nthe model is tried with the trainer and vLLM, without its weights (about 10 s): ", end="", flush=True)
-    targets = recipe.lora.named_targets if recipe.lora.rank else ()
+    targets: Sequence[str] = ()
+    if recipe.lora.rank:
+        targets = recipe.lora.named_targets
     options = engine_options(recipe, 0, tempfile.gettempdir())
     split = recipe.training.tensor_parallel_size, recipe.training.expert_parallel_size
-    problem, differs = problem_of_model(options, PROBE_TIMEOUT_S, targets, *prompts, split=split)
+    problem, difference = problem_of_model(options, PROBE_TIMEOUT_S, targets, *prompts, split=split)
     print({None: "not found out", "": "works"}.get(problem, "refused"))
-    if differs:
-        print(f"transformers makes other tokens of the first prompt: {differs}")
+    if difference:
+        print(f"transformers makes other tokens of the first prompt: {difference}")
     if problem:
         raise RecipeError(problem if problem.startswith("engines.") else f"model.path: {problem}")
     return problem is not None
 
 
 def _held_out(recipe: Recipe) -> dict[str, int]:
-    """Rows of the held-out prompts by set, where they can be counted: ``preflight`` says why not, if that is wrong."""
+    """Return the number of held-out prompts by set, where they can be counted; ``preflight`` reports the problems."""
     _, *sources = prompt_sources(recipe).values()
-    found = {}
+    row_counts = {}
     for name, spec in zip(recipe.evaluation.sets, sources, strict=True):
         with suppress(RecipeError, OSError):
-            found[name] = stored_rows(spec) or 0
-    return found
+            row_counts[name] = stored_rows(spec) or 0
+    return row_counts

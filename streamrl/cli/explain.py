@@ -1,4 +1,5 @@
-"""``streamrl explain``: the reference of recipe keys, one at a time."""
+"""``streamrl explain``: the reference of one recipe key, of a section, or of all keys. Runs in the command's own
+process."""
 
 from __future__ import annotations
 
@@ -15,6 +16,6 @@ class Explain(Command, frozen=True):
     markdown: Annotated[bool, Argument("all keys, as the page docs/recipe.md")] = False
 
     def run(self) -> int:
-        """Print it. Raises ``RecipeError`` for a key that nobody has."""
+        """Print the reference. Raises ``RecipeError`` for an unknown key."""
         lines = reference().splitlines() if self.markdown else explain(self.key)
         return self.print({"key": self.key, "text": lines}, *lines)

@@ -1,5 +1,5 @@
-"""``streamrl COMMAND``: finds the command, runs it, reports what went wrong. Exit codes: 0 done or drained, 1 failed, 2
-wrong input, 130 cut short."""
+"""``streamrl COMMAND``: the console script, which finds the command, runs it in its own process and reports errors.
+Exit codes: 0 done or drained, 1 failed, 2 wrong input, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from streamrl.cli.command import Command, parse_command
 from streamrl.observe.terminal.screen import open_screen
 
 Failure = TypeVar("Failure", bound=BaseException)
-_LACKING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO)
-"""What a machine lacks, also where no file is named."""
+_RESOURCE_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO,
+)  # fmt: skip
+"""Error numbers of a machine without space, memory, descriptors or a working disk, reported also without a file
+name."""
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -59,16 +62,15 @@ COMMANDS = {
     "simulate": ("simulate:Simulate", "what a recipe would do on a cluster, in virtual time"),
     "calibrate": ("simulate:Calibrate", "fit a cluster model to a recorded run"),
     "what-if": ("what_if:WhatIf", "which rounds would bring most within bounds of staleness and bias"),
-    "compare": ("windows.compare:Compare", "a recipe under several systems, in turns, as one report"),
+    "compare": ("compare.command:Compare", "a recipe under several systems, alternately, as one report"),
     "completion": ("usage.completion:PrintCompletion", "print the completion of a shell"),
-    "launch slurm": ("clusters.submit:Slurm", "submit a run as a job of Slurm"),
-    "launch kubernetes": ("clusters.submit:Kubernetes", "submit a run as a RayJob or a JobSet"),
-    "launch ssh": ("clusters.submit:Ssh", "run on a list of hosts, as long as this command lasts"),
-    "serve": ("serve:Serve", "start one external process of a run by hand"),
-    "keys": ("serve:Keys", "make the keys by which processes on other hosts are let in"),
+    "launch slurm": ("submit.command:Slurm", "submit a run as a job of Slurm"),
+    "launch kubernetes": ("submit.command:Kubernetes", "submit a run as a RayJob or a JobSet"),
+    "launch ssh": ("submit.command:Ssh", "run on a list of hosts, as long as this command lasts"),
+    "keys": ("keys:Keys", "make the keys by which processes on other hosts are let in"),
 }
-"""Module in this folder and class of each command, and its line of help, in the order of a user's way. One with two
-words belongs to a group."""
+"""Module in this folder and class of each command, and its line of help, in the order in which a user needs them. A
+name of two words belongs to a group."""
 GROUPS = {
     "reward": "try a reward function alone; change the rewards of a running run",
     "launch": "start Ray on the hosts of a cluster, and a run on them",
@@ -77,11 +79,12 @@ GROUPS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the console script exits with the value returned."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name = next((words for words in (" ".join(given[:2]), " ".join(given[:1])) if words in COMMANDS), "")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    names = (" ".join(words[:2]), " ".join(words[:1]))
+    name = next((name for name in names if name in COMMANDS), "")
     if not name:
-        outline().parse_args(given)  # help, the version or an error: it exits
-    command = parse_command(load_command(name), name, given[len(name.split()) :])
+        outline().parse_args(words)  # prints help, the version or an error, and exits
+    command = parse_command(load_command(name), name, words[len(name.split()) :])
     if arguments is None:
         open_screen(drops=command.follows_a_run)
     try:
@@ -98,14 +101,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load_command(name: str) -> type[Command]:
-    """The class of a command of ``COMMANDS``."""
+    """Import the class of a command of ``COMMANDS``."""
     module, _, kind = COMMANDS[name][0].partition(":")
     command: type[Command] = getattr(import_module(f"streamrl.cli.{module}"), kind)
     return command
 
 
 def outline(fill: Callable[[str, argparse.ArgumentParser], None] = lambda *_: None) -> argparse.ArgumentParser:
-    """The parser that knows the names of commands; ``fill`` may add the arguments of each."""
+    """Return the parser of the names of all commands; ``fill`` may add the arguments of each command."""
     parser = argparse.ArgumentParser(prog="streamrl", description="RL post-training as one long-lived pipeline.")
     parser.add_argument("--version", action="version", version=f"streamrl {_version()}")
     commands: dict[str, Any] = {"": parser.add_subparsers(required=True, metavar="COMMAND")}
@@ -126,17 +129,20 @@ def _version() -> str:
 
 
 def report_error(error: BaseException) -> int:
-    """Print what went wrong, the cause first and without a traceback, and return the exit code.
+    """Print the error, the cause first and without a traceback, and return the exit code.
 
     Raises ``error`` again when it is neither a ``StreamRLError`` nor an ``OSError`` with a path or an errno of
-    ``_LACKING``: that is a bug, and its traceback is wanted."""
+    ``_RESOURCE_ERRORS``: such an error is a bug, and needs its traceback."""
     cause = first_of(StreamRLError, error) or first_of(OSError, error)
     if cause is None:
         raise error
     if isinstance(cause, OSError):
-        if cause.filename is None and cause.errno not in _LACKING:
+        if cause.filename is None and cause.errno not in _RESOURCE_ERRORS:
             raise error
-        _complain(f"error: {f'{cause.filename}: ' if cause.filename else ''}{cause.strerror}")
+        text = f"{cause.strerror}"
+        if cause.filename:
+            text = f"{cause.filename}: {text}"
+        _complain(f"error: {text}")
         return EXIT_FAILED
     if isinstance(cause, RecipeError):
         count = len(cause.problems)
@@ -148,7 +154,7 @@ def report_error(error: BaseException) -> int:
 
 
 def first_of(kind: type[Failure], error: BaseException) -> Failure | None:
-    """The error itself, or the first one in a group, that is of ``kind``."""
+    """Return the error itself, or the first error in a group, that is of ``kind``."""
     return next((leaf for leaf in leaves(error) if isinstance(leaf, kind)), None)
 
 

@@ -1,5 +1,6 @@
-"""``streamrl reward test FUNCTION --prompts FILE``: a reward alone, on completions from a file or from a real engine.
-It runs as in a training run: in the same processes, with the same limits and the same checks of what it returns."""
+"""``streamrl reward test FUNCTION --prompts FILE``: one reward on completions from a file or from an engine. The reward
+runs as in a training run: in child processes of the same kind, with the same limits and checks of its results. The
+command's own process prints the report."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class Test(RewardOptions, frozen=True, kw_only=True):
 
 
 def _reward(request: Test) -> Reward:
-    if sum(given is not None for given in (request.completions, request.engine, request.recipe)) > 1:
+    if sum(flag is not None for flag in (request.completions, request.engine, request.recipe)) > 1:
         raise RecipeError("--completions, --engine and --recipe: give one of them")
     if min(request.timeout, request.memory, request.prompt_count, request.samples) <= 0:
         raise RecipeError("-n, --samples, --timeout and --memory must be above 0: correct them")
@@ -92,24 +93,24 @@ async def _run(request: Test, reward: Reward) -> RewardReport:
 
 
 def _sampling_recipe(request: Test) -> Recipe:
-    """Return the recipe to sample completions by: a given one, or one made for just a model. Raises ``RecipeError``."""
-    here = Path("recipe.toml")
+    """Return the recipe for sampling: the named recipe, or one made for just a model. Raises ``RecipeError``."""
+    local_recipe = Path("recipe.toml")
     if request.engine is not None:
         recipe = recipe_around(model=str(request.engine))
-    elif request.recipe is not None or here.is_file():
-        recipe = load_recipe(recipe_file(request.recipe or here))
+    elif request.recipe is not None or local_recipe.is_file():
+        recipe = load_recipe(recipe_file(request.recipe or local_recipe))
     else:
         remedy = "name --completions FILE, --engine MODEL or --recipe RECIPE"
         raise RecipeError(f"there is nothing to score: {remedy}, or start this in a directory with a recipe.toml")
-    given = {"max_tokens": request.max_tokens, "temperature": request.temperature}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if any(value <= 0 for value in chosen.values()):
+    flags = {"max_tokens": request.max_tokens, "temperature": request.temperature}
+    overrides = {name: value for name, value in flags.items() if value is not None}
+    if any(value <= 0 for value in overrides.values()):
         raise RecipeError("--max-tokens and --temperature must be above 0: correct them")
-    return with_hub_folders(structs.replace(recipe, sampling=structs.replace(recipe.sampling, **chosen)))
+    return with_hub_folders(structs.replace(recipe, sampling=structs.replace(recipe.sampling, **overrides)))
 
 
 def _signature(reward: Reward) -> RewardSignature:
-    """Read in a process of its own, so that this one imports no user code. Raises ``RecipeError``."""
+    """Read the signature in a child process, so that this process imports no user code. Raises ``RecipeError``."""
     (inspection,) = inspect_in_subprocess([reward])
     if inspection.signature is None:
         raise RecipeError(*inspection.problems)

@@ -1,4 +1,5 @@
-"""The frame of a command whose stdout is a report: ``eval``, ``try`` and ``reward test`` run their coroutine in it."""
+"""Runs the coroutine of a command whose stdout is a report: ``eval``, ``try`` and ``reward test``, in the command's own
+process."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Result = TypeVar("Result")
 
 
 def run_for_report(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-    """Run ``work()`` to its end and return its result. Warnings and what engines print go to stderr: stdout is the
-    report. SIGTERM cancels it, as Ctrl-C does: what was started is ended in order."""
+    """Run ``work()`` to its end and return its result. Warnings and output of engines go to stderr: stdout is the
+    report. SIGTERM cancels the coroutine, as Ctrl-C does, so that child processes are ended in order."""
     log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -34,13 +35,13 @@ def run_for_report(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
 
 @contextlib.contextmanager
 def _only_the_report_on_stdout() -> Iterator[None]:
-    """vLLM logs to stdout, in several processes; the reader of the report must not get that."""
+    """Redirect stdout to stderr for the block: vLLM logs to stdout, in several processes."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved_stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)

@@ -1,4 +1,5 @@
-"""``streamrl samples``: completions of a run, those that were trained on and those of evaluations."""
+"""``streamrl samples``: completions of the training steps and evaluations of a run. Only reads files of the run, in the
+command's own process."""
 
 from __future__ import annotations
 
@@ -27,10 +28,14 @@ class Samples(Command, frozen=True):
     worst: Annotated[bool, Argument("the worst one only")] = False
 
     def run(self) -> int:
-        asked = tuple(kind for kind in ("best", "worst") if getattr(self, kind))
-        found = _samples(self.run_directory, self.step, asked or ("best", "worst", "random"))
-        blocks = ["\n".join(sample_block(f"{what}, step {one.step}, {one.chosen}", one)) for what, one in found]
-        return self.print([{"of": what, "sample": one} for what, one in found], printable("\n\n".join(blocks)))
+        kinds = [kind for kind in ("best", "worst") if getattr(self, kind)]
+        samples = _samples(self.run_directory, self.step, kinds or ("best", "worst", "random"))
+        blocks = [
+            "\n".join(sample_block(f"{source}, step {sample.step}, {sample.chosen}", sample))
+            for source, sample in samples
+        ]
+        records = [{"of": source, "sample": sample} for source, sample in samples]
+        return self.print(records, printable("\n\n".join(blocks)))
 
 
 def _samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> list[tuple[str, CompletionSampled]]:
@@ -42,29 +47,31 @@ def _samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) ->
     trained: dict[int, dict[str, CompletionSampled]] = {}
     run = RunFiles(run_directory)
     for sample in read_lines(run.samples, CompletionSampled):
-        if sample.step < max(trained, default=0):  # the run went back: later steps were trained again, or are gone
+        if sample.step < max(trained, default=0):  # a resumed run discards or repeats later steps
             trained = {step: samples for step, samples in trained.items() if step < sample.step}
         trained.setdefault(sample.step, {})[sample.chosen] = sample
     files = run.evaluations()
-    chosen = set(steps) if steps else {*list(trained)[-1:], *list(files)[-1:]}
+    last_steps = {*list(trained)[-1:], *list(files)[-1:]}
     samples: list[tuple[str, CompletionSampled]] = []
-    for step in sorted(chosen):
-        evaluated = _of_evaluation(files[step], step) if step in files else {}
-        for what, found in (("training", trained.get(step, {})), ("evaluation", evaluated)):
-            samples += [(what, found[kind]) for kind in kinds if kind in found]
+    for step in sorted(set(steps) or last_steps):
+        by_kind = {"training": trained.get(step, {})}
+        if step in files:
+            by_kind["evaluation"] = _evaluation_samples(files[step], step)
+        for source, candidates in by_kind.items():
+            samples += [(source, candidates[kind]) for kind in kinds if kind in candidates]
     if not samples:
-        known = f"training has steps {min(trained)} to {max(trained)}" if trained else "it has trained no step"
+        available = f"training has steps {min(trained)} to {max(trained)}" if trained else "it has trained no step"
         if files:
-            known += f", evaluations {', '.join(map(str, files))}"
-        raise StreamRLError(f"{run_directory} has no completions of what was asked for: {known}")
+            available += f", evaluations {', '.join(map(str, files))}"
+        raise StreamRLError(f"{run_directory} has no completions of what was asked for: {available}")
     return samples
 
 
-def _of_evaluation(path: Path, step: int) -> dict[str, CompletionSampled]:
-    """The best, the worst and a random completion of an evaluation."""
-    scored = read_lines(path, CompletionSampled)  # lines without a reward are none
-    ordered = sorted(scored, key=lambda one: one.reward)
+def _evaluation_samples(path: Path, step: int) -> dict[str, CompletionSampled]:
+    """Return the best, the worst and a random completion of an evaluation."""
+    scored = read_lines(path, CompletionSampled)  # skips lines without a reward
+    ordered = sorted(scored, key=lambda sample: sample.reward)
     if not ordered:
         return {}
-    some = {"best": ordered[-1], "worst": ordered[0], "random": random.Random(step).choice(ordered)}
-    return {kind: msgspec.structs.replace(one, step=step, chosen=kind) for kind, one in some.items()}
+    by_kind = {"best": ordered[-1], "worst": ordered[0], "random": random.Random(step).choice(ordered)}
+    return {kind: msgspec.structs.replace(sample, step=step, chosen=kind) for kind, sample in by_kind.items()}

@@ -1,4 +1,5 @@
-"""``streamrl show RUN|BUNDLE``: what happened in a run, while it goes on and after its end."""
+"""``streamrl show RUN|BUNDLE``: the events of a run, while it goes on and after its end, from its journal or a crash
+bundle. Only reads files, in the command's own process."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ SHOWN_GROUPS = 10
 
 
 class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
-    """``status``: ``running``, ``ended``, ``failed`` or ``killed``; ``process``: its controller, where it runs;
-    ``failure``: what its newest crash bundle says, where it failed."""
+    """``status``: ``running``, ``ended``, ``failed`` or ``killed``; ``process``: controller of a running run;
+    ``failure``: text of the newest crash bundle of a failed run."""
 
     run_id: str
     status: str
@@ -47,16 +48,16 @@ class Show(Command, frozen=True):
     ]
 
     def run(self) -> int:
-        """Print it. Raises ``StreamRLError`` where there is no journal."""
+        """Print the summary. Raises ``StreamRLError`` for a run without a journal."""
         if zipfile.is_zipfile(self.subject):
             manifest = read_manifest(self.subject)
             return self.print(manifest, *_crash(manifest), read_member(self.subject, SUMMARY))
-        shown = read_run(self.subject)
-        return self.print(shown, *lines_of(shown))
+        run = read_run(self.subject)
+        return self.print(run, *lines_of(run))
 
 
 def read_run(directory: Path) -> ShownRun:
-    """The run in ``directory``. Raises ``StreamRLError`` where it has no journal, or one that cannot be read."""
+    """Return the run in ``directory``. Raises ``StreamRLError`` if its journal is missing or cannot be read."""
     directory = directory.resolve()
     if not (directory / JOURNAL_DIRECTORY).is_dir():
         raise StreamRLError(f"{directory} has no journal: give the directory of a run, such as runs/latest")
@@ -73,24 +74,33 @@ def read_run(directory: Path) -> ShownRun:
         raise StreamRLError(f"{directory / JOURNAL_DIRECTORY} is empty: the run has not begun")
     process = writer_of(directory / JOURNAL_DIRECTORY)
     bundles = sorted((directory / "crash").glob("*.zip"))
-    failure = read_manifest(bundles[-1]).failure if bundles and process is None and not summary.finished else None
-    status = "running" if process else "ended" if summary.finished else "failed" if failure else "killed"
+    failure = None
+    if bundles and process is None and not summary.finished:
+        failure = read_manifest(bundles[-1]).failure
+    if process:
+        status = "running"
+    elif summary.finished:
+        status = "ended"
+    elif failure:
+        status = "failed"
+    else:
+        status = "killed"
     return ShownRun(run_id=directory.name, status=status, process=process, failure=failure, summary=summary)
 
 
-def lines_of(shown: ShownRun) -> list[str]:
-    """The same for people, in 80 columns."""
-    summary = shown.summary
+def lines_of(run: ShownRun) -> list[str]:
+    """Format the run for people, in 80 columns."""
+    summary = run.summary
     accounts = summary.accounting
     dropped = sum(accounts.dropped.values())
     status = {
-        "running": f"running, process {shown.process}",
+        "running": f"running, process {run.process}",
         "ended": f"ended: {summary.ending or 'all steps done'}",
-        "failed": f"failed: {(shown.failure or 'unknown').splitlines()[0]}",
+        "failed": f"failed: {(run.failure or 'unknown').splitlines()[0]}",
         "killed": "killed, or its machine stopped",
-    }[shown.status]
+    }[run.status]
     rows = {
-        "run": shown.run_id,
+        "run": run.run_id,
         "status": status,
         "step": f"{summary.live_version} of {summary.wanted_steps}, {summary.time_s:,.1f} s after the start",
         "versions": f"trainer {summary.trainer_version}, live {summary.live_version}",
@@ -99,11 +109,11 @@ def lines_of(shown: ShownRun) -> list[str]:
         "dropped": ", ".join(f"{reason} {count:,}" for reason, count in accounts.dropped.items()),
         "open batch": summary.batch,
         "prompts": summary.prompts,
-        "pending": ", ".join(f"{what} of version {version}" for what, version in summary.pending.items()),
+        "pending": ", ".join(f"{action} of version {version}" for action, version in summary.pending.items()),
         "waited for": f"{summary.waits_for}, for {summary.time_s - summary.waits_since_s:.1f} s",
         "stopping": summary.ending or "",
     }
-    if shown.status == "ended":
+    if run.status == "ended":
         del rows["waited for"], rows["stopping"]
     lines = [line for name, text in rows.items() if text for line in _wrapped(name, text)]
     for text in summary.violations:
@@ -111,7 +121,9 @@ def lines_of(shown: ShownRun) -> list[str]:
     lines += _steps(summary.steps) + _groups(summary)
     for time_s, subject, reason in summary.decisions:
         lines += _wrapped("decision", f"{time_s:,.1f} s {subject}: {reason}")
-    return lines + ([f"continue with: streamrl resume {shown.run_id}"] if shown.status in ("failed", "killed") else [])
+    if run.status in ("failed", "killed"):
+        lines.append(f"continue with: streamrl resume {run.run_id}")
+    return lines
 
 
 def _wrapped(name: str, text: str) -> list[str]:
@@ -132,7 +144,9 @@ def _steps(steps: list[StepSummary]) -> list[str]:
 
 
 def _figure(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+    if value is None:
+        return ""
+    return f"{value:.{digits}f}"
 
 
 def _groups(summary: RunSummary) -> list[str]:
@@ -144,13 +158,14 @@ def _groups(summary: RunSummary) -> list[str]:
         f"{summary.time_s - group.launched_s:.1f} s old, version {group.launch_version}"
         for group in oldest[:SHOWN_GROUPS]
     ]
-    more = [f"  and {len(oldest) - SHOWN_GROUPS} more"] if len(oldest) > SHOWN_GROUPS else []
-    return [f"{len(oldest)} groups have not ended, the oldest first:", *rows, *more, ""]
+    if len(oldest) > SHOWN_GROUPS:
+        rows.append(f"  and {len(oldest) - SHOWN_GROUPS} more")
+    return [f"{len(oldest)} groups have not ended, the oldest first:", *rows, ""]
 
 
 def _crash(manifest: CrashManifest) -> list[str]:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
+    crash_time = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     versions = ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
-    lines = [f"crash of {manifest.run_id} at {when}", *(f"  {line}" for line in manifest.failure.splitlines())]
+    lines = [f"crash of {manifest.run_id} at {crash_time}", *(f"  {line}" for line in manifest.failure.splitlines())]
     lines += textwrap.wrap(f"with {versions}, Python {manifest.python.split()[0]}, {manifest.platform}", WIDTH)
     return lines + [f"not in the bundle: {text}" for text in manifest.left_out] + [""]

@@ -1,4 +1,5 @@
-"""``streamrl simulate`` and ``streamrl calibrate``: what a recipe would do on a cluster, in virtual time."""
+"""``streamrl simulate`` and ``streamrl calibrate``: the forecast of a recipe on a cluster, in virtual time. Runs in the
+command's own process and starts no other; ``what-if`` and ``compare`` use its arguments and tables."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ from streamrl.simulate.what_if import World
 PROGRESS_AFTER_S = 2.0
 DEFAULT_CLUSTER = "demo"
 _WORDS = ("rounds", "kind", "system", "")
-"""Columns of words, which stand on the left."""
+"""Columns of words, which are aligned on the left."""
 Row = Iterator[tuple[str, str]]
-"""Columns of a table, each with a cell."""
+"""Pairs of a column's name and its cell."""
 
 
 class InVirtualTime(Command, frozen=True, kw_only=True):
-    """Arguments that simulating commands have in common: the cluster, and the number of steps."""
+    """Arguments common to the simulating commands: the cluster, and the number of steps."""
 
     cluster: Annotated[str, Argument("a cluster model (TOML), or one of the built-in", metavar="FILE")] = ""
     steps: int
@@ -49,21 +50,21 @@ class InVirtualTime(Command, frozen=True, kw_only=True):
     environment_factor: Annotated[float, Argument("times as long in environments (default 1)", metavar="X")] = 1.0
 
     def world(self, trace: Path | None) -> tuple[str, World, list[str]]:
-        """Name of the cluster, what to simulate in, and what to know of it. A recorded run gives lengths, and a cluster
-        where none is named. Raises ``StreamRLError``."""
+        """Return the name of the cluster, the world to simulate, and notes for the user. A recorded run gives lengths,
+        and the cluster where none is named. Raises ``StreamRLError``."""
         factor = self.environment_factor
         if self.steps < 1 or self.warm_up < 0 or self.seed < 0 or not 0 <= factor < math.inf:
-            given = f"--steps {self.steps} --warm-up {self.warm_up} --seed {self.seed} --environment-factor {factor:g}"
-            raise RecipeError(f"{given}: at least 1, 0, 0 and 0")
-        simulated = partial(World, steps=self.steps, warm_up=self.warm_up, seed=self.seed)
+            flags = f"--steps {self.steps} --warm-up {self.warm_up} --seed {self.seed} --environment-factor {factor:g}"
+            raise RecipeError(f"{flags}: at least 1, 0, 0 and 0")
+        make_world = partial(World, steps=self.steps, warm_up=self.warm_up, seed=self.seed)
         if trace is None:
             name = self.cluster or DEFAULT_CLUSTER
             model = load_cluster(name)
-            return name, simulated(model=_timed(model, factor), lengths=cache(model.drawn_lengths)), []
+            return name, make_world(model=_timed(model, factor), lengths=cache(model.drawn_lengths)), []
         run = load_recording(trace)
         recipe = _recipe_of(trace)
         notes = []
-        agreed = None
+        fit_agreement = None
         if self.cluster:
             name = self.cluster
             model = load_cluster(self.cluster)
@@ -72,10 +73,14 @@ class InVirtualTime(Command, frozen=True, kw_only=True):
             name = f"of run {run.header.run_id}"
             model = fit.model
             try:
-                agreed = agreement(run, recipe, model, self.seed) if recipe else None
+                if recipe:
+                    fit_agreement = agreement(run, recipe, model, self.seed)
             except StreamRLError as error:
                 notes.append(f"the recorded recipe cannot be simulated: {error}")
-            notes += agreed.notes() if agreed else ["nothing tells how well this run is simulated"]
+            if fit_agreement:
+                notes += fit_agreement.notes()
+            else:
+                notes.append("nothing tells how well this run is simulated")
             notes.append(f"assumed, not fitted: {', '.join(fit.assumed)}")
         if any(not line.finish_reason for line in run.trajectories):
             notes.append(
@@ -83,7 +88,7 @@ class InVirtualTime(Command, frozen=True, kw_only=True):
                 "longer: a record of synchronous rounds answers better"
             )
         lengths = cache(lambda seed: RecordedLengths(run, seed=seed))
-        return name, simulated(model=_timed(model, factor), lengths=lengths, agreement=agreed), notes
+        return name, make_world(model=_timed(model, factor), lengths=lengths, agreement=fit_agreement), notes
 
 
 def _timed(model: ClusterModel, factor: float) -> ClusterModel:
@@ -110,14 +115,14 @@ class Simulate(InVirtualTime, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """Simulate each candidate, print the tables (or JSON)."""
-        chosen = candidates(self)
+        recipes = candidates(self)
         name, world, notes = self.world(self.trace)
         cap = world.lengths(self.seed).cap
-        notes += [note for _, recipe in chosen for note in differences(recipe, world.model, cap)]
+        notes += [note for _, recipe in recipes for note in differences(recipe, world.model, cap)]
         for note in dict.fromkeys(notes):
             print(f"note: {note}", file=sys.stderr)
         trace = ChromeTrace() if self.timeline else None
-        outcomes = [_simulate_one(one, recipe, name, world, trace) for one, recipe in chosen]
+        outcomes = [_simulate_one(candidate, recipe, name, world, trace) for candidate, recipe in recipes]
         if trace is not None and self.timeline is not None:
             write_output("--timeline", self.timeline, trace.encoded())
         if self.json:
@@ -140,7 +145,7 @@ class Calibrate(Command, frozen=True):
     out: Annotated[Path | None, Argument("write the cluster model here (default: print it)", metavar="FILE")] = None
 
     def run(self) -> int:
-        """Write it, or print it; how well it fits goes to standard error."""
+        """Write or print the cluster model; its errors against the run are printed on stderr."""
         fit = calibrate(load_recording(self.recorded), _recipe_of(self.recorded))
         text = toml_document(fit.model)
         print(
@@ -157,8 +162,8 @@ class Calibrate(Command, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the output. ``took_s``: real seconds. ``report``: as simulated; ``slower``: the tables multiply its
-    seconds by it, so that they are those of a recorded run; ``unknown``: why that is no forecast."""
+    """One line of the output. ``took_s``: real seconds. ``report``: figures of the simulation; ``slower``: factor of
+    its seconds in the tables, which scales them to a recorded run; ``unknown``: reason why they are no forecast."""
 
     name: str
     cluster: str
@@ -169,7 +174,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def candidates(request: Simulate) -> list[tuple[str, Recipe]]:
-    """The recipe by name, or one for each ``rounds[:key=value...]`` or system of --compare. Raises ``RecipeError``."""
+    """Return the recipe with its name, or a recipe for each ``rounds[:key=value...]`` or system of --compare. Raises
+    ``RecipeError``."""
     if not request.compare:
         recipe = load_recipe(recipe_file(request.recipe), request.overrides)
         return [(str(recipe.rollout.rounds), recipe)]
@@ -177,18 +183,17 @@ def candidates(request: Simulate) -> list[tuple[str, Recipe]]:
 
 
 def _recipe_of(trace: Path) -> Recipe | None:
-    """The recipe that recorded it."""
+    """Return the recipe of the run that recorded ``trace``."""
     recipe = (trace if trace.is_dir() else trace.parent) / "recipe.toml"
     return load_recipe(recipe) if recipe.is_file() else None
 
 
 def _simulate_one(name: str, recipe: Recipe, cluster: str, world: World, trace: ChromeTrace | None) -> Outcome:
-    agreed = world.agreement
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with StdoutReporter(sys.stderr) as screen:
 
         def progress(version: int) -> None:
-            if time.monotonic() - begun > PROGRESS_AFTER_S:
+            if time.monotonic() - started_at > PROGRESS_AFTER_S:
                 screen.progress(name, version, world.steps + world.warm_up)
 
         lengths = world.lengths(world.seed)
@@ -197,90 +202,88 @@ def _simulate_one(name: str, recipe: Recipe, cluster: str, world: World, trace: 
         report = simulate_recipe(
             recipe, world.model, world.steps, lengths, seed=seed, warm_up=warm_up, progress=progress, trace=trace
         )
-    return Outcome(
-        name=name,
-        cluster=cluster,
-        took_s=time.monotonic() - begun,
-        report=report,
-        slower=agreed.slower(report) if agreed else 1.0,
-        unknown=agreed.unknown(report, recipe) if agreed else "",
-    )
+    outcome = Outcome(name=name, cluster=cluster, took_s=time.monotonic() - started_at, report=report)
+    if not world.agreement:
+        return outcome
+    return replace(outcome, slower=world.agreement.slower(report), unknown=world.agreement.unknown(report, recipe))
 
 
 def _cluster_sentence(model: ClusterModel) -> str:
     engine = model.engine
     lengths = model.lengths
-    return (
+    sentence = (
         f"{model.engines.count} engines of {engine.max_num_seqs} requests, a decode step of 1 takes "
         f"{engine.step_s(1) * 1e3:.3g} ms, of {engine.max_num_seqs} {engine.step_s(engine.max_num_seqs) * 1e3:.3g} ms; "
         f"completions to {lengths.cap} tokens. All times are simulated."
-        + (f" {hosts}." if (hosts := hosts_sentence(model)) else "")
     )
+    if hosts := hosts_sentence(model):
+        sentence += f" {hosts}."
+    return sentence
 
 
 def hosts_sentence(model: ClusterModel) -> str:
-    """Hosts of the cluster and how weights get there, in words; empty where none are modelled."""
+    """Describe the hosts of the cluster and the way of weights to them; empty where no hosts are modelled."""
     hosts = model.hosts
     if not hosts.count:
         return ""
-    travel = "by relays" if hosts.weights == "relay" else "from the trainer to each"
+    route = "by relays" if hosts.weights == "relay" else "from the trainer to each"
     return (
         f"{hosts.count} hosts of {hosts.link.gbit_s:g} Gbit/s, the trainer's {hosts.trainer_link.gbit_s:g}; "
-        f"{hosts.push_bytes / 1e9:.3g} GB of weights {travel} take {hosts.push_s(range(hosts.count)):.3g} s"
+        f"{hosts.push_bytes / 1e9:.3g} GB of weights {route} take {hosts.push_s(range(hosts.count)):.3g} s"
     )
 
 
 def speed_table(outcomes: list[Outcome]) -> Table:
-    """One row a candidate: times and rates. Speed-ups are against the first one."""
+    """One row a candidate: times and rates. Speed-ups are relative to the first candidate."""
     first = outcomes[0].report
-    base = outcomes[0].slower
+    first_slower = outcomes[0].slower
 
     def row(outcome: Outcome) -> Row:
-        r = outcome.report
-        by = outcome.slower
+        report = outcome.report
+        slower = outcome.slower
         yield "rounds", outcome.name
-        yield "step s", f"{r.step_s_mean * by:.3g}"
-        yield "P50", f"{r.step_s_p50 * by:.3g}"
-        yield "P95", f"{r.step_s_p95 * by:.3g}"
-        yield "groups/s", f"{r.groups_s / by:.3g}"
-        yield "goodput tok/s", f"{r.goodput / by:.0f}"
-        yield "speed in groups", f"{r.groups_s / first.groups_s * base / by:.2f}"
-        yield "in tokens", f"{r.goodput / first.goodput * base / by:.2f}"
-        yield "preemptions", str(r.preemptions)
+        yield "step s", f"{report.step_s_mean * slower:.3g}"
+        yield "P50", f"{report.step_s_p50 * slower:.3g}"
+        yield "P95", f"{report.step_s_p95 * slower:.3g}"
+        yield "groups/s", f"{report.groups_s / slower:.3g}"
+        yield "goodput tok/s", f"{report.goodput / slower:.0f}"
+        yield "speed in groups", f"{report.groups_s / first.groups_s * first_slower / slower:.2f}"
+        yield "in tokens", f"{report.goodput / first.goodput * first_slower / slower:.2f}"
+        yield "preemptions", str(report.preemptions)
 
     return results_table("simulated", map(row, outcomes))
 
 
 def quality_table(outcomes: list[Outcome]) -> Table:
-    """One row a candidate: what the engines' time went into, how old and how long what is trained is."""
+    """One row a candidate: use of the engines' time, age and length of the trained completions."""
 
     def row(outcome: Outcome) -> Row:
-        r = outcome.report
+        report = outcome.report
         yield "rounds", outcome.name
-        yield "bubble", f"{r.rollout_bubble:.3f}"
-        yield "free slots", f"{r.free_slots:.3f}"
-        if any(one.report.environment_s for one in outcomes):
-            yield "sampling s", f"{r.sampling_s * outcome.slower:.3g}"
-            yield "environment s", f"{r.environment_s:.3g}"
-        yield "staleness", f"{r.staleness_mean:.2f}"
-        yield "largest", str(r.staleness_max)
-        yield "wait", f"{r.wait_mean:.2f}"
-        yield "largest", str(r.wait_max)
-        yield "length", f"{r.length_ratio:.3f}"
-        yield "wasted", f"{r.wasted_share:.1%}"
-        yield "push s", f"{r.push_s * outcome.slower:.3g}"
-        yield "of a step", f"{r.push_share:.1%}"
-        if any(one.report.hosts for one in outcomes):
-            yield "hosts", str(r.hosts)
-            yield "lost, joined", f"{r.hosts_lost}, {r.hosts_joined}"
-            yield "requests moved", str(r.requests_moved)
-        yield "stragglers", f"{r.straggler_rate:.2f}"
+        yield "bubble", f"{report.rollout_bubble:.3f}"
+        yield "free slots", f"{report.free_slots:.3f}"
+        if any(candidate.report.environment_s for candidate in outcomes):
+            yield "sampling s", f"{report.sampling_s * outcome.slower:.3g}"
+            yield "environment s", f"{report.environment_s:.3g}"
+        yield "staleness", f"{report.staleness_mean:.2f}"
+        yield "largest", str(report.staleness_max)
+        yield "wait", f"{report.wait_mean:.2f}"
+        yield "largest", str(report.wait_max)
+        yield "length", f"{report.length_ratio:.3f}"
+        yield "wasted", f"{report.wasted_share:.1%}"
+        yield "push s", f"{report.push_s * outcome.slower:.3g}"
+        yield "of a step", f"{report.push_share:.1%}"
+        if any(candidate.report.hosts for candidate in outcomes):
+            yield "hosts", str(report.hosts)
+            yield "lost, joined", f"{report.hosts_lost}, {report.hosts_joined}"
+            yield "requests moved", str(report.requests_moved)
+        yield "stragglers", f"{report.straggler_rate:.2f}"
 
     return results_table("", map(row, outcomes))
 
 
 def kinds_table(outcomes: list[Outcome]) -> Table:
-    """One row a kind of round: how long it takes, and what it trains on against what the prompts would give."""
+    """One row a kind of round: its time, and the lengths it trains on next to the unbiased lengths of the prompts."""
 
     def row(outcome: Outcome, kind: KindSummary) -> Row:
         unbiased = outcome.report.unbiased
@@ -300,18 +303,19 @@ def kinds_table(outcomes: list[Outcome]) -> Table:
 
 
 def results_table(title: str, rows: Iterable[Row]) -> Table:
-    """A table of rows with the same columns; columns of words are on the left."""
+    """Return a table of rows with the same columns; columns of words are aligned on the left."""
     table = Table(title=title or None)
     for row in rows:
         columns, cells = zip(*row, strict=True)
-        for column in columns if not table.columns else ():
-            table.add_column(column, justify="left" if column in _WORDS else "right", overflow="fold")
+        if not table.columns:
+            for column in columns:
+                table.add_column(column, justify="left" if column in _WORDS else "right", overflow="fold")
         table.add_row(*cells)
     return table
 
 
 def write_output(flag: str, path: Path, content: bytes) -> None:
-    """Write ``path``. Raises ``RecipeError`` that names ``flag`` where that cannot be."""
+    """Write ``path``. Raises ``RecipeError`` that names ``flag`` if the file cannot be written."""
     try:
         path.write_bytes(content)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""``streamrl train`` and ``resume``: the parent process of a run, and what its user sees of it."""
+"""``streamrl train`` and ``resume``: the command's own process, which is the supervisor of the run. It starts the other
+processes through ``Pipeline``, prints the events of the run, and handles signals."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from streamrl.recipe.sections import ClusterKind, EngineKind, Recipe
 from streamrl.recipe.topology import TOPOLOGY_FILE, Role, plan_topology, read_topology
 
 DRAIN_S = 600.0
-"""How long a drain may take: the open step and a checkpoint. A second signal ends the run at once."""
+"""Time limit of a drain: the open step and a checkpoint. A second signal ends the run at once."""
 
 
 ClusterAddress = Annotated[str, Argument("HOST:PORT of Ray's head, on whose hosts engines and ranks run; or auto")]
@@ -51,13 +52,13 @@ class Train(Command, frozen=True):
 
     def run(self) -> int:
         """0: done or drained; 130: cut short."""
-        if not self.dry_run:  # of a run that goes on: give its recipe.toml to begin another
+        if not self.dry_run:  # the recipe.toml of a running run, unlike its directory, starts another run
             refuse_running(self.recipe)
-        overrides = [*self.overrides, *_of_cluster(self.cluster)]
+        overrides = [*self.overrides, *_cluster_overrides(self.cluster)]
         recipe, system = read_recipe(recipe_file(self.recipe), overrides)
         if self.dry_run:
             with redirect_stdout(sys.stderr) if self.json else nullcontext():
-                dry_run(recipe, system, self.recipe, overrides)
+                dry_run(recipe, system)
             return self.print({"checked": True, "recipe": recipe}) if self.json else 0
         recipe = with_hub_folders(recipe)
         return _follow(recipe, lambda: Pipeline(recipe), as_json=self.json)
@@ -78,7 +79,7 @@ class ResumeRun(Command, frozen=True):
     def run(self) -> int:
         """0: done or drained; 130: cut short."""
         directory = self.run_directory
-        overrides = [*self.overrides, *_of_cluster(self.cluster)]
+        overrides = [*self.overrides, *_cluster_overrides(self.cluster)]
         return _follow(
             recipe_of_run(directory, overrides),
             lambda: Pipeline.of_run(directory, overrides=overrides, despite_changes=self.force),
@@ -86,38 +87,43 @@ class ResumeRun(Command, frozen=True):
         )
 
 
-def _of_cluster(address: str) -> list[str]:
+def _cluster_overrides(address: str) -> list[str]:
     """Return the overrides that ``--cluster`` stands for."""
-    return ["cluster.kind=ray", f"cluster.address={address}"] if address else []
+    if not address:
+        return []
+    return ["cluster.kind=ray", f"cluster.address={address}"]
 
 
 def _follow(recipe: Recipe, make: Callable[[], Pipeline], *, as_json: bool) -> int:
-    """``as_json``: what a person sees goes to stderr, and the run as ``streamrl runs --json`` has it to stdout."""
+    """Run the pipeline and return the exit code. ``as_json``: whether the lines for people go to stderr, and the run in
+    the form of ``streamrl runs --json`` to stdout."""
     log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
-    made: list[Pipeline] = []
+    pipelines: list[Pipeline] = []
 
-    def noted() -> Pipeline:
-        made.append(make())
-        return made[0]
+    def make_and_keep() -> Pipeline:
+        pipelines.append(make())
+        return pipelines[0]
 
     try:
         uvloop = {"use_uvloop": sys.platform != "win32"}
         screen = sys.stderr if as_json else sys.stdout
-        done = anyio.run(_follow_it, recipe, noted, screen, backend_options=uvloop)
+        finished = anyio.run(_follow_it, recipe, make_and_keep, screen, backend_options=uvloop)
     finally:
-        if as_json and made and made[0].run_directory.name:
-            print(msgspec.json.encode(listed_run(made[0].run_directory)).decode())
-    return 0 if done else 130
+        if as_json and pipelines and pipelines[0].run_directory.name:
+            print(msgspec.json.encode(listed_run(pipelines[0].run_directory)).decode())
+    return 0 if finished else 130
 
 
 def _drain_signals() -> list[signal.Signals]:
-    """SIGHUP, of a terminal that goes away, where it is not ignored (nohup)."""
-    hung_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
-    return [signal.SIGINT, signal.SIGTERM, *hung_up]
+    """Return the signals that drain: also SIGHUP, when the terminal is closed, unless it is ignored (nohup)."""
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signals.append(signal.SIGHUP)
+    return signals
 
 
 async def _follow_it(recipe: Recipe, make: Callable[[], Pipeline], screen: TextIO) -> bool:
-    # Open to the end: a signal that comes while the second one is obeyed must not cut the clean-up short.
+    # The receiver stays open to the end: further signals must not interrupt the clean-up after the second signal.
     with StdoutReporter(screen) as report, anyio.open_signal_receiver(*_drain_signals()) as signals:
         async with anyio.create_task_group() as tasks:
             run = _Run(recipe, make, report, tasks.cancel_scope)
@@ -129,16 +135,16 @@ async def _follow_it(recipe: Recipe, make: Callable[[], Pipeline], screen: TextI
 
 
 class _Run:
-    """One run in the foreground. Cancelling ``whole`` ends it at once, and then too nothing is left behind."""
+    """One run in the foreground. Cancelling ``cancel_scope`` ends the run at once, with its clean-up."""
 
     def __init__(
-        self, recipe: Recipe, make: Callable[[], Pipeline], report: StdoutReporter, whole: anyio.CancelScope
+        self, recipe: Recipe, make: Callable[[], Pipeline], report: StdoutReporter, cancel_scope: anyio.CancelScope
     ) -> None:
         self.finished = False
         self._recipe = recipe
         self._make = make
         self._report = report
-        self._whole = whole
+        self._cancel_scope = cancel_scope
         self._pipeline: Pipeline | None = None
         self._started = anyio.Event()
 
@@ -169,29 +175,29 @@ class _Run:
             self._started.set()
 
     async def handle(self, signals: AsyncIterator[signal.Signals]) -> None:
-        """First SIGINT, SIGTERM or SIGHUP: drain. The second, or one before there is a run: end at once."""
+        """Drain at the first SIGINT, SIGTERM or SIGHUP; end the run at once at the second, or before the run has
+        started."""
         draining = False
         async for number in signals:
             if draining or self._pipeline is None:
                 self._report.line(f"{number.name}: ending at once")
-                self._whole.cancel()
+                self._cancel_scope.cancel()
                 return
             draining = True
             note = "ending after the step that trains now; what is sampled then comes again on resume"
             self._report.line(f"{number.name}: {note}; send it again to end at once")
-            self._whole.deadline = anyio.current_time() + DRAIN_S
+            self._cancel_scope.deadline = anyio.current_time() + DRAIN_S
             self._pipeline.drain()
 
     async def show_start(self) -> None:
-        """Tell what the run waits for until every process is ready: loading an engine takes up to a minute."""
+        """Show the phases of the start until every process is ready: loading an engine takes up to a minute."""
         began = time.monotonic()
         if notice := insecure_notice(self._recipe):
             self._report.line(notice)
         processes = plan_topology(self._recipe, Path()).processes
-        by_hand = [process.name for process in processes if not process.local]
-        if by_hand:
-            self._report.line(f"waiting for {', '.join(by_hand)}: start them with `streamrl serve`")
-        names = [p.name for p in processes if not p.starts_inactive and p.role is not Role.CONTROLLER]
+        names = [
+            process.name for process in processes if not process.starts_inactive and process.role is not Role.CONTROLLER
+        ]
         while not self._started.is_set():
             phases: dict[str, str] = {}
             if self._pipeline is not None:

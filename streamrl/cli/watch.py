@@ -1,4 +1,5 @@
-"""``streamrl watch``: what a run reports, from another process."""
+"""``streamrl watch``: the events of a running run. The command's own process subscribes to the metrics socket of the
+run."""
 
 from __future__ import annotations
 
@@ -35,11 +36,12 @@ class Watch(Command, frozen=True):
     keys: Annotated[Path | None, Argument("keys of an observer, where the run has keys", metavar="DIRECTORY")] = None
 
     def run(self) -> int:
-        """Watch until the run has ended or Ctrl-C; 1 where it ended without saying so."""
+        """Watch until the run has ended or Ctrl-C; 1 where the run ended without a final message."""
         return _watch(self.endpoint(), as_json=self.json)
 
     def endpoint(self) -> str:
-        """The endpoint that is meant; from here on with the keys. Raises ``StreamRLError`` where it is none."""
+        """Return the endpoint of the run, and put the keys into the variables of this process. Raises ``StreamRLError``
+        for a place that is no run and no endpoint."""
         where = self.where
         if "://" not in where and not Path(where).is_dir():
             raise StreamRLError(
@@ -58,7 +60,7 @@ def _watch(endpoint: str, *, as_json: bool) -> int:
             while True:
                 message = subscriber.receive(PATIENCE_S)
                 if message is None:
-                    # An endpoint on tcp may be out of reach for a while.
+                    # A TCP endpoint may be unreachable for a while.
                     if endpoint.startswith("ipc://") and not has_ipc_listener(endpoint):
                         print(f"the run has ended: no process listens at {endpoint}", file=sys.stderr)
                         return 1
@@ -74,7 +76,7 @@ def _watch(endpoint: str, *, as_json: bool) -> int:
                 if message.topic == "run" and message.fields.get("state") == "finished":
                     break
         except KeyboardInterrupt:
-            pass  # leaving is what Ctrl-C asks a watcher for; the run does not notice
+            pass  # Ctrl-C ends the watcher, without an effect on the run
         lost = subscriber.lost
     if lost:
         print(f"{lost} messages were lost on the way: this reader was too slow", file=sys.stderr)
@@ -82,6 +84,6 @@ def _watch(endpoint: str, *, as_json: bool) -> int:
 
 
 def endpoint_of(run_directory: Path) -> str:
-    """Endpoint of the metrics of the run in that directory. Raises ``StreamRLError`` for one that is not a run's."""
+    """Return the endpoint of the metrics of a run. Raises ``StreamRLError`` for a directory without a run."""
     topology = read_topology(run_directory)
     return metrics_endpoint(load_recipe(run_directory / "recipe.toml"), topology)

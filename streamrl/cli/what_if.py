@@ -1,4 +1,5 @@
-"""``streamrl what-if``: which rounds would bring most, under a budget of staleness and bias."""
+"""``streamrl what-if``: the kind of rounds with the highest goodput under a budget of staleness and bias. Run by
+``main`` in the command's own process, which simulates every candidate itself; no engine or trainer is started."""
 
 from __future__ import annotations
 
@@ -21,9 +22,28 @@ from streamrl.simulate.recording import TRACE_FILE
 from streamrl.simulate.what_if import Advice, Budget, Search, TriedRecipe, World, recipe_fragment
 
 STEPS = 90
-"""Whole cycles of races at 1.125, 1.25 and 1.5 (9, 5 and 3 rounds): a part of one would flatter a race, or wrong it."""
+"""Whole cycles of races at 1.125, 1.25 and 1.5 (9, 5 and 3 rounds): a part of a cycle would bias the figures of a race.
+"""
 
 SHOWN = 20
+"""Candidates in the table, the best first."""
+
+_COLUMNS = {
+    "tok/s": "{figures.goodput:.0f}",
+    "speed": "{speed:.2f}",
+    "groups/s": "{figures.groups_s:.3g}",
+    "step s": "{figures.step_s:.3g}",
+    "push": "{figures.push_share:.0%}",
+    "length": "{figures.length_share:.2f}",
+    "wasted": "{figures.wasted_share:.0%}",
+    "bubble": "{figures.rollout_bubble:.2f}",
+    "sampling s": "{figures.sampling_s:.3g}",
+    "environment s": "{figures.environment_s:.3g}",
+    "stale": "{figures.staleness}",
+    "wait": "{figures.wait}",
+    "steps/grad": "{steps_a_gradient}",
+}
+"""Format of each column of figures; its cell is empty for a candidate without figures."""
 
 
 class WhatIf(InVirtualTime, frozen=True, kw_only=True):
@@ -67,25 +87,29 @@ class WhatIf(InVirtualTime, frozen=True, kw_only=True):
 
 def _search(world: World, budget: Budget, recipe: Recipe) -> Advice:
     with StdoutReporter(sys.stderr) as screen:
-        return Search(
-            world, budget, lambda name, done, ahead: screen.progress(f"simulating {name}", done, done + ahead)
-        ).run(recipe)
+
+        def progress(name: str, finished_count: int, pending_count: int) -> None:
+            screen.progress(f"simulating {name}", finished_count, finished_count + pending_count)
+
+        return Search(world, budget, progress).run(recipe)
 
 
 def _print_advice(advice: Advice, cluster: str, model: ClusterModel, budget: Budget, question: WhatIf) -> None:
     wide = Console(width=None if sys.stdout.isatty() else 150)
-    print(
+    heading = (
         f"simulated on cluster {cluster}, {question.steps} steps a candidate; budget: tokens at most "
         f"{budget.max_staleness} steps old, trained length at least {budget.min_length_share:g} of the unbiased one"
-        + (f"; {hosts}" if (hosts := hosts_sentence(model)) else "")
     )
-    shown = list(advice.tried[:SHOWN])
-    if advice.current not in shown:
-        shown.append(advice.current)
-    wide.print(advice_table(shown, advice))
-    left_out = [tried for tried in advice.tried if tried.problem and tried not in shown]
-    for tried in left_out:
-        wide.print(f"left out: {tried.name}: {tried.problem}", markup=False, highlight=False)
+    if hosts := hosts_sentence(model):
+        heading += f"; {hosts}"
+    print(heading)
+    candidates = list(advice.tried[:SHOWN])
+    if advice.current not in candidates:
+        candidates.append(advice.current)
+    wide.print(advice_table(candidates, advice))
+    for candidate in advice.tried:
+        if candidate.problem and candidate not in candidates:
+            wide.print(f"left out: {candidate.name}: {candidate.problem}", markup=False, highlight=False)
     fragment = recipe_fragment(advice.recommended.recipe, advice.current.recipe)
     if not fragment:
         print("\nthe recipe as it is is the best of these; nothing to change")
@@ -97,40 +121,47 @@ def _print_advice(advice: Advice, cluster: str, model: ClusterModel, budget: Bud
     print(fragment)
 
 
-def advice_table(shown: list[TriedRecipe], advice: Advice) -> Table:
-    """One row a candidate; speeds are against the recipe as it is. "steps/grad": steps along one gradient;
+def advice_table(candidates: list[TriedRecipe], advice: Advice) -> Table:
+    """One row a candidate; speeds are relative to the unchanged recipe. "steps/grad": steps along one gradient;
     "push": share of a step."""
-    now = advice.current.figures
+    current = advice.current.figures
+    columns = dict(_COLUMNS)
+    if current is None:
+        columns["speed"] = ""
+    if current is None or not current.environment_s:
+        del columns["sampling s"], columns["environment s"]
 
-    def row(tried: TriedRecipe) -> Row:
-        figures = tried.figures
-        recommended = "recommended" if tried is advice.recommended else ""
-        yield "rounds", tried.name
-        yield "tok/s", f"{figures.goodput:.0f}" if figures else ""
-        yield "speed", f"{figures.goodput / now.goodput:.2f}" if figures and now else ""
-        yield "groups/s", f"{figures.groups_s:.3g}" if figures else ""
-        yield "step s", f"{figures.step_s:.3g}" if figures else ""
-        yield "push", f"{figures.push_share:.0%}" if figures else ""
-        yield "length", f"{figures.length_share:.2f}" if figures else ""
-        yield "wasted", f"{figures.wasted_share:.0%}" if figures else ""
-        yield "bubble", f"{figures.rollout_bubble:.2f}" if figures else ""
-        if now and now.environment_s:
-            yield "sampling s", f"{figures.sampling_s:.3g}" if figures else ""
-            yield "environment s", f"{figures.environment_s:.3g}" if figures else ""
-        yield "stale", str(figures.staleness) if figures else ""
-        yield "wait", str(figures.wait) if figures else ""
-        yield "steps/grad", str(tried.steps_a_gradient) if figures else ""
-        yield "", "; ".join(filter(None, (recommended, tried.problem, tried.unknown and "cannot know")))
+    def row(candidate: TriedRecipe) -> Row:
+        yield "rounds", candidate.name
+        figures = candidate.figures
+        for column, form in columns.items():
+            cell = ""
+            if figures is not None:
+                speed = figures.goodput / current.goodput if current else None
+                cell = form.format(figures=figures, speed=speed, steps_a_gradient=candidate.steps_a_gradient)
+            yield column, cell
+        notes = []
+        if candidate is advice.recommended:
+            notes.append("recommended")
+        if candidate.problem:
+            notes.append(candidate.problem)
+        if candidate.unknown:
+            notes.append("cannot know")
+        yield "", "; ".join(notes)
 
-    return results_table("", map(row, shown))
+    return results_table("", map(row, candidates))
 
 
 def _as_json(advice: Advice, cluster: str, budget: Budget, notes: list[str], world: World) -> dict[str, Any]:
-    def row(tried: TriedRecipe) -> dict[str, Any]:
-        fragment = recipe_fragment(tried.recipe, advice.current.recipe)
-        figures = msgspec.to_builtins(tried.figures)
-        fields = {"name": tried.name, "figures": figures, "problem": tried.problem, "unknown": tried.unknown}
-        return fields | {"steps_a_gradient": tried.steps_a_gradient, "recipe": fragment}
+    def row(candidate: TriedRecipe) -> dict[str, Any]:
+        return {
+            "name": candidate.name,
+            "figures": msgspec.to_builtins(candidate.figures),
+            "problem": candidate.problem,
+            "unknown": candidate.unknown,
+            "steps_a_gradient": candidate.steps_a_gradient,
+            "recipe": recipe_fragment(candidate.recipe, advice.current.recipe),
+        }
 
     return {
         "cluster": cluster,
@@ -140,5 +171,5 @@ def _as_json(advice: Advice, cluster: str, budget: Budget, notes: list[str], wor
         "recommended": row(advice.recommended),
         "gain": None if advice.recommended.unknown else advice.gain,
         "current": row(advice.current),
-        "tried": [row(tried) for tried in advice.tried],
+        "tried": [row(candidate) for candidate in advice.tried],
     }

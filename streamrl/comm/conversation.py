@@ -1,5 +1,8 @@
-"""Requests of the parent to the controller, whose answers come on its ``steps`` stream. The controller may die and be
-replaced in between; what it had not answered is not asked again."""
+"""Requests of the supervisor to the controller, whose replies come on the controller's ``steps`` stream.
+
+``SteeringRequests`` and ``RewardAttachments`` are the two conversations; both live in the supervisor, and its
+``Pipeline`` hands them the replies. The controller may die and be replaced meanwhile: requests that it had not answered
+are not sent again."""
 
 from __future__ import annotations
 
@@ -25,30 +28,34 @@ Reply = TypeVar("Reply", bound=_Numbered)
 
 
 class Conversation(Generic[Request, Reply]):
-    """``requests``: their type, each with a ``request_id``, which its reply repeats; ``name``: of the stream."""
+    """A queue of requests to the controller, and the callers that wait for the replies.
+
+    ``requests``: type of the requests, each with a ``request_id``, which its reply repeats; ``name``: name of the
+    stream that carries them."""
 
     def __init__(self, requests: Any, name: str) -> None:
         self._requests = requests
         self._name = name
         self._sender, self._receiver = anyio.create_memory_object_stream[tuple[int, Request]](math.inf)
         self._waiting: dict[int, tuple[anyio.Event, list[Reply]]] = {}
-        self._asked = 0
-        self._ended = False
+        self._last_id = 0
+        self._closed = False
         self._running = False
         self._conversation = anyio.CancelScope()
 
     async def ask(self, request: Request) -> Reply:
-        """The answer. Raises ``StreamRLError`` where the run, or the controller, ends before it comes."""
-        if self._ended:
+        """Send ``request`` and return its reply. Raises ``StreamRLError`` where the run or the controller ends
+        first."""
+        if self._closed:
             raise StreamRLError("the run has ended: it answers nothing any more, and nothing can be changed")
-        self._asked += 1
-        number = self._asked
-        done = anyio.Event()
+        self._last_id += 1
+        number = self._last_id
+        settled = anyio.Event()
         replies = list[Reply]()
-        self._waiting[number] = (done, replies)
+        self._waiting[number] = (settled, replies)
         self._sender.send_nowait((number, structs.replace(request, request_id=number)))
         try:
-            await done.wait()
+            await settled.wait()
         finally:
             self._waiting.pop(number, None)
         if not replies:
@@ -56,10 +63,10 @@ class Conversation(Generic[Request, Reply]):
         return replies[0]
 
     async def run(self, endpoint: str) -> None:
-        """Send what is asked for to the controller, which connects to ``endpoint``, or to its successor. Until
-        ``close``, or cancelled."""
+        """Send requests to the controller, or its successor, which connects to ``endpoint``. Runs until ``close`` or
+        cancellation."""
         self._running = True
-        with self._receiver, suppress(anyio.EndOfStream):  # the run has ended
+        with self._receiver, suppress(anyio.EndOfStream):  # ``close`` ends the queue
             while True:
                 with anyio.CancelScope() as self._conversation, suppress(StreamBroken):
                     await self._converse(endpoint)
@@ -72,33 +79,34 @@ class Conversation(Generic[Request, Reply]):
                 await stream.send(await self._next())
 
     async def _next(self) -> Request:
-        """The next request whose asker still waits: any other was reported as not answered."""
+        """Next request whose caller still waits. ``ask`` has reported all others as not answered."""
         while True:
             number, request = await self._receiver.receive()
             if number in self._waiting:
                 return request
 
     def controller_replaced(self) -> None:
-        """The controller died and another one takes its place: the outcome of its unanswered requests is unknown."""
-        self._forget()
+        """Fail all unanswered requests, whose outcome is unknown, and wait for the next controller to connect."""
+        self._fail_waiting()
         self._conversation.cancel()
 
     def answered(self, reply: Any) -> None:
-        """Take an answer of the controller, of the type of replies."""
-        done, replies = self._waiting.pop(reply.request_id, (None, []))
-        if done is not None:
+        """Hand ``reply`` (a ``Reply``) of the controller to the caller of its request."""
+        settled, replies = self._waiting.pop(reply.request_id, (None, []))
+        if settled is not None:
             replies.append(reply)
-            done.set()
+            settled.set()
 
     def close(self) -> None:
-        """The run has ended: nobody waits any longer."""
-        self._ended = True
-        self._forget()
+        """Fail all unanswered requests and end ``run``, since the run has ended."""
+        self._closed = True
+        self._fail_waiting()
         self._sender.close()
         if not self._running:
             self._receiver.close()
 
-    def _forget(self) -> None:
-        for done, _ in self._waiting.values():
-            done.set()
+    def _fail_waiting(self) -> None:
+        """Wake every caller without a reply."""
+        for settled, _ in self._waiting.values():
+            settled.set()
         self._waiting.clear()

@@ -1,9 +1,11 @@
 """Estimate of the memory of a decoded MessagePack document before it is decoded, from the heads of its values alone.
 
-A byte can become seventy: an empty list is one byte on a wire and a list of 64 bytes in memory, with a place in another
-one. Only documents of some size are examined; of those, values of one kind in a row are taken in one step, and a long
-text or array is one step too, so that what honest peers send is passed quickly. (A text of which one character is far
-from ASCII takes four bytes for each; that is not checked.)"""
+Readers of bytes from other processes and of large files call it first: ``wire``, the weight manifest, prompt rows. One
+byte can become seventy: an empty list is one byte on a wire, but 64 bytes in memory and a place in the list around it.
+
+Only documents of some size are examined. A run of values of one kind takes one step, and so does a long text or array,
+so that usual messages are examined quickly. (A text with one character far from ASCII takes four bytes for each of its
+characters; the estimate ignores such texts.)"""
 
 from __future__ import annotations
 
@@ -12,19 +14,19 @@ import re
 Buffer = bytes | bytearray | memoryview
 
 SPARE_BYTES = 48 << 20
-"""What any document may take."""
+"""Memory that any document may take, however few bytes it has."""
 
 UNSUSPECTED_BYTES = 1 << 19
-"""Documents of fewer bytes take less than that in any case, and are not looked at."""
+"""Documents of fewer bytes take less than ``SPARE_BYTES`` in any case, and are not examined."""
 
-# a place: in a list that grows
+# Bytes of memory. A place is a pointer in a list, with the spare places of a list that grows.
 _PLACE = 18
 _LIST = 64
 _MAP = 240
 _ENTRY = 64
 _NUMBER = 32
 _TEXT = 49
-# Values of a fixed length, in runs: what they match, bytes of each, memory of each. Lists without their items.
+# Runs of values of a fixed length: pattern of a value, its bytes, its memory. Lists are counted without their items.
 _RUNS: list[tuple[bytes, int, int]] = [
     (rb"[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]", 1, _PLACE),
     (rb"[\x90-\x9f]", 1, _PLACE + _LIST),
@@ -36,52 +38,52 @@ _RUNS: list[tuple[bytes, int, int]] = [
     *((b"\\x%02x.{%d}" % (0xA0 + size, size), 1 + size, _PLACE + (_TEXT + size if size > 1 else 0))
       for size in range(32)),
 ]  # fmt: skip
-# No longer runs: whatever is repeated, the regular expression remembers where each began.
+# Runs have at most 4096 values: the regular expression remembers the start of each repetition.
 _RUN = re.compile(b"|".join(b"((?:%b){1,4096}+)" % pattern for pattern, _, _ in _RUNS), re.DOTALL)
-# Heads with a length behind them: bytes of it, and of what else is in the head.
+# Binary and extension values whose head has a length: bytes of the length, other bytes of the head.
 _SIZED = {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1)}
 _TEXTS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _COUNTED = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-_ARRAY = 400  # an ``array.array``, beside its elements, and the time that it takes
+_ARRAY = 400  # an ``array.array`` without its elements; the number also stands for the time to make one
 
 
 def takes_more(document: Buffer, limit: int) -> bool:
     """Return whether ``document`` takes more than ``limit`` bytes once it is decoded to plain values: lists, maps,
-    texts, numbers, arrays. Bytes that are no MessagePack end the estimate at what comes before; no value is believed to
-    be longer than the document."""
+    texts, numbers, arrays. The estimate ends at the first byte that is no MessagePack, and takes no value to be longer
+    than the document."""
     if len(document) < UNSUSPECTED_BYTES:
         return False
-    at = 0
+    position = 0
     size = 0
     end = len(document)
-    while at < end and size <= limit:
-        run = _RUN.match(document, at)
+    while position < end and size <= limit:
+        run = _RUN.match(document, position)
         if run is not None and run.lastindex is not None:
-            _, each, memory = _RUNS[run.lastindex - 1]
-            size += (run.end() - at) // each * memory
-            at = run.end()
+            _, value_bytes, memory = _RUNS[run.lastindex - 1]
+            size += (run.end() - position) // value_bytes * memory
+            position = run.end()
             continue
-        step, memory = _one_value(document, at, end)
-        at = at + step
-        size = size + memory
+        step, memory = _one_value(document, position, end)
+        position += step
+        size += memory
     return size > limit
 
 
-def _one_value(document: Buffer, at: int, end: int) -> tuple[int, int]:
-    """Bytes to go on by, and memory, of the value at ``at``. Only the head of a list or a map."""
-    code = document[at]
+def _one_value(document: Buffer, position: int, end: int) -> tuple[int, int]:
+    """(bytes, memory) of the value at ``position``; for a list or a map those of its head and its empty places."""
+    code = document[position]
     if code in _EXTENSIONS:
         return 2 + _EXTENSIONS[code], _PLACE + _ARRAY + _EXTENSIONS[code]
     if code in _TEXTS:
-        length = int.from_bytes(document[at + 1 : at + 1 + _TEXTS[code]], "big")
-        return 1 + _TEXTS[code] + length, _PLACE + _TEXT + min(length, end - at)
+        length = int.from_bytes(document[position + 1 : position + 1 + _TEXTS[code]], "big")
+        return 1 + _TEXTS[code] + length, _PLACE + _TEXT + min(length, end - position)
     if code in _SIZED:
-        width, more = _SIZED[code]
-        length = int.from_bytes(document[at + 1 : at + 1 + width], "big")
-        return 1 + width + more + length, _PLACE + _ARRAY + min(length, end - at)
+        width, type_bytes = _SIZED[code]
+        length = int.from_bytes(document[position + 1 : position + 1 + width], "big")
+        return 1 + width + type_bytes + length, _PLACE + _ARRAY + min(length, end - position)
     if code in _COUNTED:
         width = _COUNTED[code]
-        count = min(int.from_bytes(document[at + 1 : at + 1 + width], "big"), end - at)
+        count = min(int.from_bytes(document[position + 1 : position + 1 + width], "big"), end - position)
         return 1 + width, _PLACE + (_MAP + _ENTRY * count if code >= 0xDE else _LIST)
-    return end - at, 0  # cut, or no MessagePack: the decoder says so
+    return end - position, 0  # a truncated document, or no MessagePack: the decoder raises

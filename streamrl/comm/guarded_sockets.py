@@ -1,6 +1,9 @@
-"""Security of ZeroMQ sockets before they are bound or connected: plain where only this host or this user reaches them,
-CURVE with an allow-list where the process has keys, refused otherwise. There is no way around it: only the functions
-``bind`` and ``connect`` here, and streams, call those of ``zmq_sockets``."""
+"""Security of ZeroMQ sockets, set before a socket is bound or connected.
+
+A socket that only this host or this user can reach is plain. Any other socket uses CURVE with an allow-list of keys; a
+process without keys is refused such a socket. Streams (``zmq_stream``, with a ``KeyGuard``), weight servers, relays and
+telemetry come through here, in every process that they run in: only ``bind`` and ``connect`` of this module, and
+streams without a guard, call ``bind`` and ``connect`` of ``zmq_sockets``."""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from streamrl.comm.socket_options import SMALL_FRAME, make_socket
 from streamrl.comm.transport_keys import KEYS_DIRECTORY, OPEN_TO_ALL, KeyRole, RoleKeys, process_keys, public_keys
 
 STRANGER_MS = 5_000
-"""How long a stranger may wait for being refused: a few milliseconds, unless nobody decides."""
+"""Longest time until an unknown peer is refused. A working gate needs a few milliseconds."""
 
 _PARTNERS: dict[int, int] = {zmq.ROUTER: zmq.DEALER, zmq.XPUB: zmq.SUB}
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -25,34 +28,35 @@ _FAILED = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_F
 
 
 class GuardedContext(zmq.Context["zmq.Socket[bytes]"]):
-    """A context with at most one gate, which is made with the first socket that needs it."""
+    """A ZeroMQ context with at most one gate, which is made with the first socket that needs it."""
 
-    _instance = None  # of its own: vllm, in the same process, uses zmq.Context.instance() as well
+    _instance = None  # not shared with zmq.Context.instance(), which vllm uses in the same process
     _gate: KeyGate | None = None
 
     @property
     def gate(self) -> KeyGate:
-        """The gate of this context."""
+        """The gate of this context, made by the first call."""
         if self._gate is None:
             self._gate = KeyGate(make_socket(self, zmq.REP, endpoint=ZAP_ENDPOINT, max_frame_bytes=SMALL_FRAME))
         return self._gate
 
     @property
     def opened_gate(self) -> KeyGate | None:
-        """The gate, where a socket needed one."""
+        """The gate of this context, or None while no socket has needed one."""
         return self._gate
 
     def close_gate(self) -> None:
-        """Close the gate. To be called before ``term``, which waits for the gate's socket. Idempotent."""
+        """Close the gate. Call it before ``term``, which waits for the gate's socket. Idempotent."""
         if self._gate is not None:
             self._gate.close()
 
 
 def keys_for(endpoint: str) -> RoleKeys | None:
-    """Keys that a socket at ``endpoint`` must use; None: a plain one. Raises ``StreamRLError`` where neither may be."""
+    """Keys that a socket at ``endpoint`` must use; None for a plain socket. Raises ``StreamRLError`` for an endpoint
+    that other hosts can reach, where this process has no keys."""
     host = host_of(endpoint)
     if not endpoint.startswith("tcp://"):
-        return None  # ipc: a file in a directory of this user's
+        return None  # an ipc socket is a file in a directory of this user
     keys = process_keys()
     if keys is None and not is_loopback(host) and os.environ.get(OPEN_TO_ALL) != "none":
         raise StreamRLError(
@@ -64,10 +68,10 @@ def keys_for(endpoint: str) -> RoleKeys | None:
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> str:
-    """Bind and return the endpoint with its real port. ``admits``: whose keys are let in, where there are keys.
+    """Bind and return the endpoint with its real port. ``admits``: role whose keys are let in, where there are keys.
 
-    Raises ``StreamRLError`` naming the endpoint and the remedy, also where other hosts would reach it without keys, or
-    where a stranger is not refused."""
+    Raises ``StreamRLError`` naming the endpoint and the remedy, also where other hosts would reach the socket without
+    keys, or where an unknown peer is not refused."""
     gate = guard_listener(socket, endpoint, admits)
     bound = zmq_sockets.bind(socket, endpoint)
     if gate is not None:
@@ -78,9 +82,11 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> str:
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str, serves: KeyRole) -> None:
-    """Start connecting; libzmq retries until somebody binds. ``serves``: whose key must be there, where there are keys.
-    Raises ``StreamRLError`` for an impossible address, or one on another host where this process has no keys."""
-    if (keys := keys_for(endpoint)) is not None:
+    """Start connecting; libzmq retries until somebody binds. ``serves``: role whose first key the other end must have,
+    where there are keys. Raises ``StreamRLError`` for an impossible address, or for one on another host where this
+    process has no keys."""
+    keys = keys_for(endpoint)
+    if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, public_keys(keys.directory, serves)[0])
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -95,34 +101,37 @@ class KeyGuard:
 
     @property
     def context(self) -> GuardedContext:
-        """One for all streams of this process."""
+        """The context that all guarded streams of this process share."""
         context = GuardedContext.instance()
         assert isinstance(context, GuardedContext)
         return context
 
     def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        """Let in the keys of the peer's role. Raises as ``bind`` of this module."""
+        """Bind, and let in the keys of the peer's role. Raises as ``bind`` of this module."""
         return bind(socket, endpoint, self._peer)
 
     def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
-        """Talk to the first key of the peer's role only. Raises as ``connect`` of this module."""
+        """Connect to a peer that has the first key of its role. Raises as ``connect`` of this module."""
         connect(socket, endpoint, self._peer)
 
     def watch(self, socket: zmq.Socket[bytes]) -> int:
-        """A file descriptor of the caller's own that becomes readable when nobody decides any more who may connect to a
-        bound ``socket``; -1 where it is a plain one."""
+        """File descriptor, owned by the caller, that becomes readable when the gate of a bound ``socket`` has ended; -1
+        for a plain socket."""
         gate = self.context.opened_gate
-        return -1 if gate is None or socket.getsockopt(zmq.MECHANISM) != zmq.CURVE else os.dup(gate.ended_fd)
+        if gate is None or socket.getsockopt(zmq.MECHANISM) != zmq.CURVE:
+            return -1
+        return os.dup(gate.ended_fd)
 
     def check(self) -> None:
-        """Raise ``StreamRLError`` when nobody decides any more who may connect."""
-        if (gate := self.context.opened_gate) is not None:
+        """Raise ``StreamRLError`` when the gate has ended, so that nobody could connect any more."""
+        gate = self.context.opened_gate
+        if gate is not None:
             gate.check()
 
 
 def guard_listener(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> KeyGate | None:
-    """Set the key of a socket that is about to be bound, and who is admitted. Returns its gate; None for a plain
-    socket."""
+    """Set the key and the admitted role of a socket that is about to be bound. Returns the gate that decides for the
+    socket; None for a plain socket."""
     keys = keys_for(endpoint)
     if keys is None:
         return None
@@ -134,17 +143,17 @@ def guard_listener(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) ->
             f"{endpoint}: others expect the first key of {keys.directory / keys.role.value}.public here, and this "
             "process has another one: put its key first, there and in the copies on other hosts"
         )
-    public_keys(keys.directory, admits)  # raises now, rather than refusing everybody later
+    public_keys(keys.directory, admits)  # a missing key file raises now, rather than refusing every peer later
     socket.setsockopt(zmq.ZAP_DOMAIN, context.gate.admit(keys.directory, admits))
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it everybody is let in when the gate is not there
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # libzmq would otherwise let every peer in once the gate has ended
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     return context.gate
 
 
 def check_unknown_peers_are_refused(kind: int, endpoint: str, gate: KeyGate) -> None:
-    """Connect to a socket bound with ``gate`` with an unknown key, and without any key. Raises ``StreamRLError`` unless
-    both are refused, the first one by the gate."""
+    """Try to connect to a socket bound with ``gate``, once with an unknown key and once without a key. Raises
+    ``StreamRLError`` unless both attempts are refused, the first one by the gate."""
     keys = process_keys()
     if keys is None:
         return
@@ -153,40 +162,40 @@ def check_unknown_peers_are_refused(kind: int, endpoint: str, gate: KeyGate) -> 
     for with_key, refusals in ((True, _REFUSED), (False, _FAILED)):
         outcome = _try_handshake(kind, _reachable(endpoint), (keys.public, public, secret) if with_key else None)
         if not outcome & refusals:
-            said = "let in" if outcome & zmq.EVENT_HANDSHAKE_SUCCEEDED else "not refused"
-            who = "an unknown key" if with_key else "no key"
+            result = "let in" if outcome & zmq.EVENT_HANDSHAKE_SUCCEEDED else "not refused"
+            credential = "an unknown key" if with_key else "no key"
             raise StreamRLError(
-                f"{endpoint}: a connection with {who} was {said}, so this process does not start: that is a bug of "
-                f"streamrl or of libzmq {zmq.zmq_version()}; please report it"
+                f"{endpoint}: a connection with {credential} was {result}, so this process does not start: that is a "
+                f"bug of streamrl or of libzmq {zmq.zmq_version()}; please report it"
             )
 
 
 def _try_handshake(kind: int, endpoint: str, keys: tuple[bytes, bytes, bytes] | None) -> int:
-    """The event that tells what became of a stranger's connection; 0: no handshake in time. ``keys``: the server's, and
-    the stranger's own two."""
+    """Outcome of the handshake of an unknown peer, as an event of libzmq; 0 where no handshake ended in time. ``keys``:
+    public key of the server, public and secret key of the unknown peer; None for a peer without keys."""
     with (
         zmq.Context(io_threads=1) as context,
-        make_socket(context, _PARTNERS[kind], endpoint=endpoint, max_frame_bytes=SMALL_FRAME) as stranger,
+        make_socket(context, _PARTNERS[kind], endpoint=endpoint, max_frame_bytes=SMALL_FRAME) as peer,
     ):
-        stranger.setsockopt(zmq.RECONNECT_IVL, -1)
+        peer.setsockopt(zmq.RECONNECT_IVL, -1)
         if keys is not None:
             for option, key in zip((zmq.CURVE_SERVERKEY, zmq.CURVE_PUBLICKEY, zmq.CURVE_SECRETKEY), keys, strict=True):
-                stranger.setsockopt(option, key)
-        events: zmq.Socket[bytes] = stranger.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+                peer.setsockopt(option, key)
+        events: zmq.Socket[bytes] = peer.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
-            stranger.connect(endpoint)
+            peer.connect(endpoint)
             if not events.poll(STRANGER_MS):
                 return 0
             return int(parse_monitor_message(events.recv_multipart())["event"])
         finally:
-            stranger.disable_monitor()
+            peer.disable_monitor()
             events.close(linger=0)
 
 
 def _reachable(endpoint: str) -> str:
     """Endpoint by which this process reaches a socket that it bound at ``endpoint``."""
-    host = host_of(endpoint)
-    port = endpoint.rpartition(":")[2]
-    if not is_wildcard(host):
+    if not is_wildcard(host_of(endpoint)):
         return endpoint
-    return f"tcp://{'[::1]' if '[' in endpoint else '127.0.0.1'}:{port}"
+    port = endpoint.rpartition(":")[2]
+    loopback = "[::1]" if "[" in endpoint else "127.0.0.1"
+    return f"tcp://{loopback}:{port}"

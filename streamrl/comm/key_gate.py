@@ -1,9 +1,9 @@
-"""Authentication of connections: libzmq asks for every connection to a CURVE socket, and this thread answers (ZAP, RFC
-27).
+"""Authentication of connections to CURVE sockets: a thread that answers the requests of libzmq (ZAP, RFC 27).
 
-The question goes to a fixed inproc address, so there is one gate in a context, and it counts for the sockets of that
-context only. Each socket asks in its own domain, which says who is let in. A gate that is gone lets nobody in
-(``ZAP_ENFORCE_DOMAIN``); its end ends every process that relies on it, by ``ended_fd``."""
+``guarded_sockets`` makes one gate for each ZeroMQ context with a guarded socket, in any process. libzmq sends one
+request for each new connection, to a fixed inproc address; so a context has one gate, which decides for the sockets of
+this context only. The domain in a request names the role whose keys the socket admits. Once the gate has ended, nobody
+is let in (``ZAP_ENFORCE_DOMAIN``); ``ended_fd`` then ends every process that relies on the gate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class KeyGate:
-    """The gate of one context, bound to ``requests`` (a REP socket of it, not bound yet), which it owns."""
+    """The gate of one context. It binds and owns ``requests``, a REP socket of this context."""
 
     def __init__(self, requests: zmq.Socket[bytes]) -> None:
         self._requests = requests
@@ -42,18 +42,18 @@ class KeyGate:
         self._thread.start()
 
     def admit(self, directory: Path, role: KeyRole) -> bytes:
-        """The domain of sockets that let in the ``role`` keys of ``directory``."""
-        place = hashlib.blake2b(os.fsencode(directory.resolve()), digest_size=8).hexdigest()
-        domain = f"{role.value}.{place}".encode()
+        """Admit the ``role`` keys of ``directory``. Returns the domain for sockets that let them in."""
+        digest = hashlib.blake2b(os.fsencode(directory.resolve()), digest_size=8).hexdigest()
+        domain = f"{role.value}.{digest}".encode()
         self._domains = self._domains | {domain: (directory, role)}
         return domain
 
     def expect_unknown_key(self, key: bytes) -> None:
-        """``key`` is about to be tried, and refused, by this process itself: no news for the log."""
+        """Keep the refusal of ``key``, which this process is about to try itself, out of the log."""
         self._unknown_keys = self._unknown_keys | {key}
 
     def check(self) -> None:
-        """Raise ``StreamRLError`` when it answers no more."""
+        """Raise ``StreamRLError`` when the thread has ended, so that no request is answered."""
         if not self._thread.is_alive():
             raise StreamRLError(
                 f"nobody decides any more who may connect (the key gate ended: {self._failure!r}); the run ends, since "
@@ -61,7 +61,7 @@ class KeyGate:
             )
 
     def close(self) -> None:
-        """End the thread. Idempotent; the sockets that rely on it are closed before."""
+        """End the thread. Idempotent. Close the sockets that rely on the gate first."""
         if self._stop_fd < 0:
             return
         os.eventfd_write(self._stop_fd, 1)
@@ -77,7 +77,7 @@ class KeyGate:
             poller.register(self._stop_fd, zmq.POLLIN)
             while self._stop_fd not in dict(poller.poll()):
                 self._requests.send_multipart(self._answer(self._requests.recv_multipart()))
-        except BaseException as failure:  # noqa: BLE001 - kept, and raised by check() in the threads that rely on it
+        except BaseException as failure:  # noqa: BLE001 - check() raises it in the threads that rely on the gate
             self._failure = failure
         finally:
             self._requests.close(linger=0)
@@ -85,7 +85,9 @@ class KeyGate:
 
     def _answer(self, request: Sequence[bytes]) -> list[bytes]:
         _version, number, domain, address, _identity, mechanism, *credentials = request
-        key = z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
+        key = b""
+        if mechanism == b"CURVE" and len(credentials) == 1:
+            key = z85.encode(credentials[0])
         allowed = bool(key) and self._is_known(domain, key)
         if not allowed and key not in self._unknown_keys:
             self._report_refused(domain, address)
@@ -93,7 +95,8 @@ class KeyGate:
         return [ZAP_VERSION, number, code, text, b"", b""]
 
     def _is_known(self, domain: bytes, key: bytes) -> bool:
-        """The file is read each time: keys are added and taken away while a run goes on."""
+        """Return whether ``domain`` admits ``key``. Reads the key file each time, since keys may be added and removed
+        during a run."""
         if domain not in self._domains:
             return False
         try:
@@ -104,7 +107,8 @@ class KeyGate:
 
     def _report_refused(self, domain: bytes, address: bytes) -> None:
         self._refused += 1
-        if self._refused & (self._refused - 1) == 0:  # 1, 2, 4, ...: a peer that tries again and again fills no disk
+        # Only refusals 1, 2, 4, ... are logged, so that a peer that retries for ever does not fill the disk.
+        if self._refused & (self._refused - 1) == 0:
             log.warning(
                 "a connection from %r was refused at a socket for %r: its key is not known there (%d so far)",
                 address[:64],

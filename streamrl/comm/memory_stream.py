@@ -1,4 +1,7 @@
-"""Streams inside one event loop, for tests and for runs in one process. Same contract as ``zmq_stream``, no bytes."""
+"""Streams inside one event loop: the contract of ``stream`` without bytes or sockets.
+
+Users are tests, runs in one process, and commands that evaluate a model with an environment worker of their own
+(``run.environments.local_worker``)."""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ class _Channel(Generic[T]):
     def __init__(self, window: int) -> None:
         self.items: deque[T] = deque()
         self.window = window
-        self.ended = False
+        self.end_sent = False
         self.broken = ""
         self.changed = Notifier()
 
     def fail(self, reason: str) -> None:
-        if not self.ended and not self.broken:
+        if not self.end_sent and not self.broken:
             self.broken = reason
             self.changed.notify()
 
@@ -77,7 +80,7 @@ class MemorySendStream(_MemoryStream[T]):
     _role = "sender"
 
     async def send(self, item: T) -> None:
-        """Hand over one item, waiting while the window is full. Cancelled, it has not sent."""
+        """Hand over one item; wait while the window is full. A cancelled call has sent nothing."""
         await self._gate.take(self._has_room)
         self._channel.items.append(item)
         self._channel.changed.notify()
@@ -89,7 +92,7 @@ class MemorySendStream(_MemoryStream[T]):
     async def aclose(self) -> None:
         if not self._closed:
             self._closed = True
-            self._channel.ended = not self._channel.broken
+            self._channel.end_sent = not self._channel.broken
             self._channel.changed.notify()
 
 
@@ -99,7 +102,8 @@ class MemoryReceiveStream(_MemoryStream[T], ReceiveStream[T]):
     _role = "receiver"
 
     async def receive(self) -> T:
-        """The next item. Cancelled, it has taken none. What was sent before an end or a break comes first."""
+        """Wait for the next item and return it. A cancelled call has taken none. Items sent before an end or a break
+        come first."""
         await self._gate.take(self._has_item)
         item = self._channel.items.popleft()
         self._channel.changed.notify()
@@ -108,19 +112,19 @@ class MemoryReceiveStream(_MemoryStream[T], ReceiveStream[T]):
     def _has_item(self) -> bool:
         if self._channel.items and not self._closed:
             return True
-        if self._channel.ended and not self._closed:
+        if self._channel.end_sent and not self._closed:
             raise StreamEnded("memory stream: the sender ended it and everything was received")
         self._raise_if_unusable()
         return False
 
     async def aclose(self) -> None:
-        """Stop receiving: the sender gets ``StreamBroken``, unless it had ended the stream."""
+        """Stop receiving. The sender gets ``StreamBroken`` unless it has already ended the stream."""
         if not self._closed:
             await self.abort("the receiver closed the stream")
 
 
 def memory_stream(window: int) -> tuple[MemorySendStream[Any], MemoryReceiveStream[Any]]:
-    """Make both ends of a stream of at most ``window`` items that were sent and not yet taken."""
+    """Make both ends of a stream. ``window``: items that may be sent and not yet received."""
     if window < 1:
         raise ValueError(f"a window of {window} items lets nothing pass; use at least 1")
     channel: _Channel[Any] = _Channel(window)

@@ -1,7 +1,9 @@
-"""Object stores: S3 and what speaks as it does, those of Google and Azure, and a folder, by obstore, which is loaded
-with the first of them. All of it blocks; what may pass is tried again until ``give_up_s`` are over.
+"""Object stores by obstore: S3 and compatible stores, Google Cloud Storage, Azure, or a folder.
 
-Credentials come from the environment, as obstore reads it (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...)."""
+The controller copies checkpoints and claims epochs with it, trainer ranks and engines exchange weights through it, and
+the preflight checks of a command try it. obstore is imported with the first store. All calls block; a failure that may
+pass is tried again for ``give_up_s``. obstore reads credentials from the variables of the process
+(``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...)."""
 
 from __future__ import annotations
 
@@ -39,38 +41,44 @@ _Result = TypeVar("_Result")
 
 
 def access_problem(url: str) -> str:
-    """Return why a run could not write below ``url``, after it was tried with an object that is removed again; empty:
-    it could. Takes 5 s at most where nobody answers."""
-    if problem := url_problem(url):
+    """Return why a run could not write below ``url``; empty where it could. Writes an object and removes it again.
+    Takes 5 s at most where the store does not answer."""
+    problem = url_problem(url)
+    if problem:
         return problem
     key = f".streamrl-{secrets.token_hex(8)}"
     try:
         store = ObjectStore(url, give_up_s=0, request_s=_CONNECT_S)
         try:
-            twice = store.create(key, b"a") and store.create(key, b"b")
+            overwrites = store.create(key, b"a") and store.create(key, b"b")
         finally:
             with suppress(StoreError):
                 store.remove([key])
     except StoreError as error:
         return str(error)
-    return f"{url} overwrites an object that was to be created once: take a store with conditional writes" * twice
+    if overwrites:
+        return f"{url} overwrites an object that was to be created once: take a store with conditional writes"
+    return ""
 
 
 def in_store(text: str) -> bool:
-    """Return whether ``text`` names a place in a store, and is no endpoint of a socket, say."""
+    """Return whether ``text`` is the URL of an object store, rather than the endpoint of a socket."""
     return is_url(text) and text.partition("://")[0] in SCHEMES
 
 
 class ObjectStore:
-    """The objects below ``url``, by key. Methods raise ``StoreError``, which names the object and a remedy, when
-    something was refused for good, or nothing has worked for ``give_up_s`` (0: one attempt). For several threads.
-    ``sent``: bytes of files, also of those that are sent again."""
+    """The objects below ``url``, by key. Safe for several threads.
+
+    Methods raise ``StoreError``, which names the object and a remedy, when the store refuses a request for good, or
+    when all attempts within ``give_up_s`` failed (0: one attempt). ``sent_bytes``: bytes of files sent so far, repeated
+    attempts included."""
 
     def __init__(self, url: str, *, give_up_s: float = GIVE_UP_S, request_s: float = _REQUEST_S) -> None:
         self.url = url.rstrip("/")
-        self.sent = 0
+        self.sent_bytes = 0
         self._give_up_s = give_up_s
-        if problem := url_problem(url):
+        problem = url_problem(url)
+        if problem:
             raise StoreError(problem)
         if importlib.util.find_spec("obstore") is None:
             raise StoreError(f"{self.url} needs obstore: run `pip install 'streamrl[object-store]'` on every host")
@@ -84,54 +92,54 @@ class ObjectStore:
             "client_options": {
                 "timeout": timedelta(seconds=request_s),
                 "connect_timeout": timedelta(seconds=min(request_s, _CONNECT_S)),
-                "allow_http": True,  # where the endpoint is one; that of a cloud is not
+                "allow_http": True,  # for an endpoint with http://; clouds have https
             },
-            "retry_config": {"max_retries": 0},  # a retried conditional write would seem to be another's
+            "retry_config": {"max_retries": 0},  # the retry of a conditional write would find the object of the first
         }
         options = {"mkdir": True, "automatic_cleanup": True} if url.startswith("file://") else remote
         self._store = self._retried("", lambda: from_url(self.url, **options))
 
     def create(self, key: str, content: bytes | memoryview) -> bool:
-        """Write an object that is not there yet; False, and nothing was written: it is."""
+        """Write an object unless there is one with this key already. Returns whether ``content`` is stored now."""
         try:
             self._retried(key, lambda: self._put(key, content, "create"))
         except self._errors.AlreadyExistsError:
-            return self.get(key) == bytes(content)  # by an attempt of which the answer was lost
+            return self.get(key) == bytes(content)  # equal: an attempt succeeded and its answer was lost
         return True
 
     def put(self, key: str, content: bytes | memoryview) -> None:
-        """Write an object, or another one in its place."""
+        """Write an object; replace one with this key."""
         self._retried(key, lambda: self._put(key, content, "overwrite"))
 
     def put_file(self, key: str, path: Path) -> str:
-        """Write the content of a file of any size. Returns the sha256 of what was written. Raises ``OSError`` for the
-        file."""
+        """Write the content of a file of any size. Returns the sha256 of the bytes sent. Raises ``OSError`` where the
+        file cannot be read."""
 
         def send() -> str:
-            seen = hashlib.sha256()
+            digest = hashlib.sha256()
             file.seek(0)
 
             def parts() -> Iterator[bytes]:
                 while part := file.read(PART_BYTES):
-                    seen.update(part)
-                    self.sent += len(part)
+                    digest.update(part)
+                    self.sent_bytes += len(part)
                     yield part
 
             self._client.put(self._store, key, parts(), chunk_size=PART_BYTES)
-            return seen.hexdigest()
+            return digest.hexdigest()
 
         with path.open("rb") as file:
             return self._retried(key, send)
 
     def get(self, key: str) -> bytes | None:
-        """The content of an object; None: there is none."""
+        """The content of an object; None where there is no object."""
         try:
             return self._retried(key, lambda: bytes(self._client.get(self._store, key).bytes()), absent=True)
         except FileNotFoundError:
             return None
 
     def parts(self, key: str) -> Iterator[bytes]:
-        """The content of an object of any size, in pieces."""
+        """The content of an object of any size, in parts of ``PART_BYTES``."""
         try:
             size = self._retried(key, lambda: self._client.head(self._store, key)["size"], absent=True)
         except FileNotFoundError:
@@ -141,15 +149,15 @@ class ObjectStore:
             yield bytes(self._retried(key, part))
 
     def list_keys(self, below: str = "") -> list[str]:
-        """Keys of the objects in a folder, and in those in it, sorted."""
+        """Keys of all objects in the folder ``below`` and its subfolders, sorted."""
 
         def listed() -> list[str]:
-            return sorted(one["path"] for page in self._client.list(self._store, below or None) for one in page)
+            return sorted(entry["path"] for page in self._client.list(self._store, below or None) for entry in page)
 
         return self._retried(below, listed)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove objects in this order, also those that are not there."""
+        """Remove objects in this order. Keys without an object are ignored."""
         for key in keys:
             with suppress(FileNotFoundError):
                 self._retried(key, partial(self._client.delete, self._store, key), absent=True)
@@ -158,7 +166,9 @@ class ObjectStore:
         self._client.put(self._store, key, content, mode=mode, use_multipart=False)
 
     def _retried(self, key: str, call: Callable[[], _Result], *, absent: bool = False) -> _Result:
-        """Raises ``StoreError``, ``AlreadyExistsError``, and where it may be ``absent`` ``FileNotFoundError``."""
+        """Return the result of ``call``, tried again until it succeeds or ``give_up_s`` are over. Raises
+        ``StoreError``, ``AlreadyExistsError``, and with ``absent`` (the object may be missing)
+        ``FileNotFoundError``."""
         deadline = time.monotonic() + self._give_up_s
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -179,13 +189,19 @@ class ObjectStore:
 
     @property
     def _lasting(self) -> tuple[type[Exception], ...]:
-        known = self._errors
-        refused = (known.PermissionDeniedError, known.UnauthenticatedError, known.InvalidPathError)
-        return (*refused, known.UnknownConfigurationKeyError, NotImplementedError)
+        """Errors that no further attempt can mend."""
+        errors = self._errors
+        refusals = (errors.PermissionDeniedError, errors.UnauthenticatedError, errors.InvalidPathError)
+        return (*refusals, errors.UnknownConfigurationKeyError, NotImplementedError)
 
     def _failure(self, key: str, error: Exception, lasting: bool) -> StoreError:
-        text = " ".join(str(error).partition("\n\nDebug source")[0].partition("<?xml")[0].split())[:300]
-        remedy = next((remedy for signs, remedy in _REMEDIES if any(sign in str(error) for sign in signs)), "")
-        for_s = f" for {self._give_up_s:g} s" * bool(self._give_up_s and not lasting)
-        where = f"{self.url}/{key}".rstrip("/")
-        return StoreError(f"{where} cannot be reached or used{for_s} ({text}): {remedy or 'look at the store'}")
+        message = str(error)
+        first_part = message.partition("\n\nDebug source")[0].partition("<?xml")[0]
+        text = " ".join(first_part.split())[:300]
+        remedies = (remedy for signs, remedy in _REMEDIES if any(sign in message for sign in signs))
+        remedy = next(remedies, "look at the store")
+        duration = ""
+        if self._give_up_s and not lasting:
+            duration = f" for {self._give_up_s:g} s"
+        place = f"{self.url}/{key}".rstrip("/")
+        return StoreError(f"{place} cannot be reached or used{duration} ({text}): {remedy}")

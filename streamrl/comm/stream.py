@@ -1,14 +1,14 @@
-"""The one stream protocol: three verbs and three outcomes.
+"""The contract of all streams: three methods and three ways to end. Every process of a run uses it.
 
 A stream carries items of one type from one sender to one receiver, in order, each exactly once.
 
 ===============  ==============================================================================
 ``send(item)``   waits for credit, so a sender is never more than the window ahead of the receiver
 ``receive()``    waits for the next item
-``aclose()``     sender: end of stream, after what was sent; receiver: stop, the sender sees broken
-``StreamEnded``  (receive) the sender closed and everything was received
-``StreamClosed`` (send, receive) this side closed it
-``StreamBroken`` (send, receive) the peer is gone without an end, or broke the protocol
+``aclose()``     of the sender: ends the stream after the items sent so far; of the receiver: breaks it
+``StreamEnded``  raised by ``receive`` when the sender has closed and every item was received
+``StreamClosed`` raised by ``send`` and ``receive`` when this side has closed the stream
+``StreamBroken`` raised by ``send`` and ``receive`` when the peer is gone without an end, or broke the protocol
 ===============  ==============================================================================
 
 Memory streams (``memory_stream``) and ZeroMQ streams (``zmq_stream``) pass the same contract tests.
@@ -37,11 +37,12 @@ class SendStream(Protocol[T_contra]):
         ...
 
     async def aclose(self) -> None:
-        """End the stream: the receiver gets what was sent, then ``StreamEnded``. Idempotent."""
+        """End the stream: the receiver gets the items sent so far, then ``StreamEnded``. Idempotent."""
         ...
 
     async def watch(self) -> None:
-        """Return never; raise ``StreamBroken``, or ``StreamClosed``: for a caller that sends nothing meanwhile."""
+        """Wait until the stream breaks or is closed, and raise ``StreamBroken`` or ``StreamClosed``; never return. A
+        caller that sends nothing meanwhile notices the loss of its peer by this."""
         ...
 
 
@@ -49,11 +50,12 @@ class ReceiveStream(Protocol[T_co]):
     """The receiving end. ``async for`` over it stops at ``StreamEnded``."""
 
     async def receive(self) -> T_co:
-        """The next item. Raises ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``."""
+        """Wait for the next item and return it. Raises ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``."""
         ...
 
     async def watch(self) -> None:
-        """Return never; raise ``StreamBroken``, or ``StreamClosed``: for a caller that waits for no item."""
+        """Wait until the stream breaks or is closed, and raise ``StreamBroken`` or ``StreamClosed``; never return. A
+        caller that receives nothing meanwhile notices the loss of its peer by this."""
         ...
 
     async def aclose(self) -> None:
@@ -71,36 +73,38 @@ class ReceiveStream(Protocol[T_co]):
 
 
 async def converse(*halves: Callable[[], Awaitable[None]]) -> None:
-    """Run what uses the streams to and from one peer side by side, until all of it has ended. Raises ``StreamBroken``,
-    alone and not in a group, when a stream of one half broke: the others are cancelled."""
-    broken: list[StreamBroken] = []
+    """Run ``halves``, which use the streams to and from one peer, side by side until all have ended. When a stream of
+    one half breaks, the others are cancelled, and its ``StreamBroken`` is raised, not in an exception group."""
+    errors: list[StreamBroken] = []
 
     async def until_broken(half: Callable[[], Awaitable[None]]) -> None:
         try:
             await half()
         except StreamBroken as error:
-            broken.append(error)
-            together.cancel_scope.cancel()
+            errors.append(error)
+            tasks.cancel_scope.cancel()
 
-    async with anyio.create_task_group() as together:
+    async with anyio.create_task_group() as tasks:
         for half in halves:
-            together.start_soon(until_broken, half)
-    if broken:
-        raise broken[0]
+            tasks.start_soon(until_broken, half)
+    if errors:
+        raise errors[0]
 
 
 async def send_hello(stream: SendStream[T], orders: ReceiveStream[Any], hello: T) -> None:
-    """Send a controller its first item. Raises ``StreamBroken`` also when ``orders`` breaks before."""
+    """Send ``hello`` to the controller as the first item of ``stream``. Raises ``StreamBroken`` also when ``orders``,
+    the stream from the same controller, breaks first."""
     await exchange_hello(partial(stream.send, hello), orders)
 
 
 async def exchange_hello(exchange: Callable[[], Awaitable[None]], other: SendStream[Any] | ReceiveStream[Any]) -> None:
-    """Send or receive the first item on one of two streams to the same peer. Raises ``StreamBroken`` also when the
-    other one breaks before: it had reached a peer that is gone, and its successor would wait at it for ever."""
+    """Send or receive the first item on one of two streams to the same peer. Raises ``StreamBroken`` also when
+    ``other`` breaks first: it is connected to a peer that has gone, and the peer's successor would wait for it for
+    ever."""
 
     async def first() -> None:
         await exchange()
-        done.cancel()
+        scope.cancel()
 
-    with anyio.CancelScope() as done:
+    with anyio.CancelScope() as scope:
         await converse(first, other.watch)

@@ -1,21 +1,24 @@
 """Messages between the two ends of a ZeroMQ stream, as state machines without sockets, clocks or tasks.
 
+``zmq_connection`` moves their messages between an end and its socket, in every process with a ``zmq_stream``; the fault
+campaigns move them in virtual time.
+
 ::
 
     connecting end            binding end
-      HELLO      ->                            who I am: item type, role, window, session
-                 <-  WELCOME | REFUSED         the same of the other end, for that session
-      READY      ->                            now both ends are open
+      HELLO      ->                            item type, role, window and session of the connecting end
+                 <-  WELCOME | REFUSED         item type, role and window of the binding end, for that session
+      READY      ->                            both ends are open
     sender                    receiver
                  <-  CREDIT n                  the application has taken n items; first with n = 0
       ITEM n     ->                            never more than the window ahead of the last credit
-      END n      ->                            n items were all
+      END n      ->                            the stream ends after n items
                  <-  GOODBYE                   END (or BROKEN) has arrived
-      BYE        ->                            GOODBYE has arrived, the sockets may go
+      BYE        ->                            GOODBYE has arrived, the sockets may close
       BROKEN     <->                           either end, at any time, with the reason; answered by GOODBYE
 
-The number of ITEM, CREDIT and END is the sequence number of the header. HELLO, WELCOME and READY carry a ``Hello``,
-REFUSED and BROKEN a reason in UTF-8: these two are understood across versions."""
+The number of ITEM, CREDIT and END is the sequence number of the header. HELLO, WELCOME and READY carry a ``Hello``.
+REFUSED and BROKEN carry a reason in UTF-8, so that an end of another version understands both."""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class StreamRole(StrEnum):
 
 
 class Phase(StrEnum):
-    """``WAITING`` for a peer, ``OPEN``, ``ENDING`` (sender: END is out), ``ENDED``, ``BROKEN``."""
+    """Phase of one end: ``WAITING`` for a peer, ``OPEN``, ``ENDING`` (a sender has sent END), ``ENDED``, ``BROKEN``."""
 
     WAITING = "waiting"
     OPEN = "open"
@@ -64,8 +67,15 @@ class Phase(StrEnum):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Handshake of one end. ``session`` names the connecting end's life; ``message_bytes`` is the most it accepts;
-    ``epoch``: number of the start of the run that it belongs to (0: any)."""
+    """Handshake of one end.
+
+    ``item_type``: class names of the items;
+    ``window``: items that may be under way;
+    ``message_bytes``: size of the largest message that the end accepts;
+    ``session``: random name of the connecting end, repeated by the binding end;
+    ``name``: name of the stream for messages;
+    ``epoch``: number of the start of the run that the end belongs to (0: any);
+    ``byte_order``: order of the bytes of array elements."""
 
     item_type: str
     role: StreamRole
@@ -78,11 +88,14 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class MessageOrigin(msgspec.Struct, frozen=True):
-    """Sender of a message: routing id (empty on a DEALER), number of the connection (None: it is closed)."""
+    """Origin of a message. ``routing_id``: id of the sender on a ROUTER, empty on a DEALER; ``connection``: number of
+    the connection, None once it is closed."""
 
-    peer: bytes
+    routing_id: bytes
     connection: int | None
 
+
+_NO_ROUTING_ID = b""
 
 Transmit = Callable[[bytes, Sequence[Buffer]], None]
 
@@ -91,9 +104,10 @@ _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
 class StreamEnd(ABC):
-    """Common part of both ends: handshake, breaking, parting. ``transmit(peer, frames)`` hands a message to the socket
-    and never waits. After any call ``phase``, ``reason`` and ``disconnected`` (nothing more will come from the peer and
-    it needs nothing more) may have changed."""
+    """Common part of both ends: handshake, breaking, parting.
+
+    ``transmit(peer, frames)`` hands a message to the socket and never waits. Any call may change ``phase``, ``reason``
+    (why the stream is broken) and ``disconnected`` (the peer neither sends nor needs anything more)."""
 
     def __init__(self, hello: Hello, *, binds: bool, limits: WireLimits, transmit: Transmit) -> None:
         self.hello = hello
@@ -105,7 +119,7 @@ class StreamEnd(ABC):
         self.peer_hello: Hello | None = None
         self.disconnected = True
         self.unknown_peers = 0
-        """Messages ignored because they did not come from the peer."""
+        """Messages ignored because another process than the peer sent them."""
         self._transmit = transmit
 
     @property
@@ -116,28 +130,29 @@ class StreamEnd(ABC):
     @property
     def window(self) -> int:
         """Items that may be under way: the smaller of the two windows."""
-        other = self.peer_hello.window if self.peer_hello else self.hello.window
-        return min(self.hello.window, other)
+        if self.peer_hello is None:
+            return self.hello.window
+        return min(self.hello.window, self.peer_hello.window)
 
-    # ---- what happens ----------------------------------------------------------------------------
+    # ---- events of the socket --------------------------------------------------------------------
 
     def on_connected(self) -> None:
-        """A connecting end has a connection (again): say hello until somebody answers."""
+        """Handle a new connection of a connecting end: send HELLO, unless a peer has answered already."""
         if not self.binds and self.phase is Phase.WAITING:
             self._send(Kind.HELLO, _encode_hello(self.hello))
 
     def on_disconnected(self) -> None:
-        """The connection to the peer is gone."""
+        """Handle the loss of the connection to the peer."""
         self.disconnected = True
         if self.phase in (Phase.OPEN, Phase.ENDING):
             self._enter_broken(f"the {self._other_role} is gone: its connection closed without an end of the stream")
 
     def on_message(self, origin: MessageOrigin, frames: Sequence[Buffer]) -> None:
-        """A message has arrived, from the peer or a stranger."""
-        is_peer = self.peer is not None and origin.peer == self.peer.peer
+        """Handle a message of the peer or of an unknown process."""
+        is_peer = self.peer is not None and origin.routing_id == self.peer.routing_id
         try:
             check_sizes([len(frame) for frame in frames], self.limits)
-            header = parse_header(frames[0] if frames else b"")
+            header = parse_header(next(iter(frames), b""))  # a message without frames has no header
             if self.peer is None or (self.binds and not is_peer):
                 self._on_handshake(origin, header, frames)
             elif header.version != WIRE_VERSION:
@@ -151,7 +166,7 @@ class StreamEnd(ABC):
                 self.fail(str(error))
 
     def fail(self, reason: str) -> None:
-        """Break the stream from this side, and send the peer the reason. Does nothing to a finished stream."""
+        """Break the stream from this side and send ``reason`` to the peer. A finished stream stays as it is."""
         if self.finished:
             return
         if self.peer is not None:
@@ -163,7 +178,7 @@ class StreamEnd(ABC):
 
     def _on_handshake(self, origin: MessageOrigin, header: Header, frames: Sequence[Buffer]) -> None:
         if self.finished:
-            return  # a peer for the next stream at this endpoint: it connects again when this socket closes
+            return  # meant for the next stream at this endpoint: the sender connects again when this socket closes
         if not self.binds:
             self._on_answer(origin, header, frames)
         elif header.kind not in (Kind.HELLO, Kind.READY):
@@ -173,11 +188,11 @@ class StreamEnd(ABC):
         elif mismatch := self._mismatch(header, frames):
             self._refuse(origin, mismatch)
             self._enter_broken(mismatch)
-        elif stale := self._stale(_hello(frames)):  # and this end goes on waiting for its peer
-            self._refuse(origin, stale)
+        elif stale := self._stale(_hello(frames)):
+            self._refuse(origin, stale)  # and go on waiting for the peer of the current start
         elif header.kind == Kind.HELLO:
             session = _hello(frames).session
-            self._send(Kind.WELCOME, self._hello_for(session), to=origin.peer)
+            self._send(Kind.WELCOME, self._hello_for(session), to=origin.routing_id)
         else:
             self._adopt(origin, _hello(frames))
 
@@ -196,30 +211,31 @@ class StreamEnd(ABC):
         return _encode_hello(msgspec.structs.replace(self.hello, session=session))
 
     def _mismatch(self, header: Header, frames: Sequence[Buffer]) -> str:
-        """Return why this peer cannot have the other end of the stream; empty where it can."""
+        """Reason why the sender of ``frames`` cannot have the other end of the stream; empty where it can."""
         if header.version != WIRE_VERSION:
             return f"wire version {header.version} at one end, {WIRE_VERSION} at the other: install the same streamrl"
-        mine = self.hello
-        other = _hello(frames)
-        if other.item_type != mine.item_type:
-            return f"the {other.role} carries {other.item_type}, the {mine.role} {mine.item_type}"
-        if other.role == mine.role:
-            return f"both ends are a {mine.role}"
-        if other.byte_order != mine.byte_order:
-            return f"the {other.role} is {other.byte_order} endian, the {mine.role} {mine.byte_order} endian"
-        if other.window < 1 or other.message_bytes < 1:
-            return f"the {other.role} announces a window of {other.window} items, {other.message_bytes} bytes each"
+        hello = self.hello
+        peer = _hello(frames)
+        if peer.item_type != hello.item_type:
+            return f"the {peer.role} carries {peer.item_type}, the {hello.role} {hello.item_type}"
+        if peer.role == hello.role:
+            return f"both ends are a {hello.role}"
+        if peer.byte_order != hello.byte_order:
+            return f"the {peer.role} is {peer.byte_order} endian, the {hello.role} {hello.byte_order} endian"
+        if peer.window < 1 or peer.message_bytes < 1:
+            return f"the {peer.role} announces a window of {peer.window} items, {peer.message_bytes} bytes each"
         return ""
 
-    def _stale(self, other: Hello) -> str:
-        """Return why a peer of another start of the run is refused: of a host that was lost and has come back."""
-        mine = self.hello.epoch
-        if not mine or not other.epoch or mine == other.epoch:
+    def _stale(self, peer: Hello) -> str:
+        """Reason why a peer of another start of the run is refused; empty for any other. The host of such a peer was
+        lost and has come back."""
+        epoch = self.hello.epoch
+        if not epoch or not peer.epoch or epoch == peer.epoch:
             return ""
-        return f"the {other.role} belongs to start {other.epoch} of the run, the {self.hello.role} to start {mine}"
+        return f"the {peer.role} belongs to start {peer.epoch} of the run, the {self.hello.role} to start {epoch}"
 
     def _refuse(self, origin: MessageOrigin, reason: str) -> None:
-        self._send(Kind.REFUSED, _reason_bytes(reason), to=origin.peer)
+        self._send(Kind.REFUSED, _reason_bytes(reason), to=origin.routing_id)
 
     def _adopt(self, origin: MessageOrigin, hello: Hello) -> None:
         self.peer = origin
@@ -228,7 +244,7 @@ class StreamEnd(ABC):
         self.phase = Phase.OPEN
         self._on_open()
 
-    # ---- with the peer ---------------------------------------------------------------------------
+    # ---- messages of the peer --------------------------------------------------------------------
 
     def _on_peer_message(self, header: Header, frames: Sequence[Buffer]) -> None:
         match header.kind:
@@ -240,7 +256,7 @@ class StreamEnd(ABC):
             case Kind.GOODBYE if self.phase is not Phase.OPEN:
                 self._on_goodbye()
             case Kind.HELLO | Kind.WELCOME | Kind.READY:
-                pass  # said twice after a reconnect inside the handshake
+                pass  # repeated after a reconnect inside the handshake
             case _ if not self.finished:
                 self._on_stream_message(header, frames)
             case Kind.BYE:
@@ -266,15 +282,17 @@ class StreamEnd(ABC):
         self.reason = reason
 
     def _send(self, kind: Kind, *content: Buffer, sequence: int = 0, to: bytes | None = None) -> None:
-        peer = to if to is not None else (self.peer.peer if self.peer else b"")
-        self._transmit(peer, [pack_header(kind, sequence), *content])
+        """Send a message to the peer, or to the process with the routing id ``to``."""
+        if to is None:
+            to = self.peer.routing_id if self.peer else _NO_ROUTING_ID
+        self._transmit(to, [pack_header(kind, sequence), *content])
 
 
 class SendingEnd(StreamEnd):
     """The sender's half: counts credit, numbers items."""
 
-    sent = 0
-    taken = 0
+    sent_items = 0
+    taken_items = 0
     has_credit = False
     _ends_early = False
 
@@ -283,22 +301,22 @@ class SendingEnd(StreamEnd):
         """Items that may be sent now."""
         if self.phase is not Phase.OPEN or not self.has_credit:
             return 0
-        return self.window - (self.sent - self.taken)
+        return self.window - (self.sent_items - self.taken_items)
 
     def send_item(self, content: Sequence[Buffer]) -> None:
-        """Send one encoded item. The caller has looked at ``credit``."""
-        self._send(Kind.ITEM, *content, sequence=self.sent)
-        self.sent += 1
+        """Send one encoded item. The caller has made sure that there is ``credit``."""
+        self._send(Kind.ITEM, *content, sequence=self.sent_items)
+        self.sent_items += 1
 
     def end(self) -> None:
-        """Say that no item follows; to a peer that is not there yet, when it comes."""
+        """Send END: no item follows. While no peer has connected, END waits for one."""
         self._ends_early = self.phase is Phase.WAITING
         if self.phase is Phase.OPEN:
             self.phase = Phase.ENDING
-            self._send(Kind.END, sequence=self.sent)
+            self._send(Kind.END, sequence=self.sent_items)
 
     def _on_open(self) -> None:
-        pass  # the receiver speaks first: CREDIT 0 says that it has accepted this end
+        pass  # the receiver sends first: CREDIT 0 means that it has accepted this end
 
     def _on_goodbye(self) -> None:
         if self.phase is Phase.ENDING:
@@ -309,9 +327,10 @@ class SendingEnd(StreamEnd):
     def _on_stream_message(self, header: Header, frames: Sequence[Buffer]) -> None:
         if header.kind != Kind.CREDIT:
             raise WireError(f"a receiver does not send messages of kind {header.kind}")
-        if not self.taken <= header.sequence <= self.sent:
-            raise WireError(f"credit for {header.sequence} items, between {self.taken} and {self.sent} were possible")
-        self.taken = header.sequence
+        if not self.taken_items <= header.sequence <= self.sent_items:
+            possible = f"between {self.taken_items} and {self.sent_items} were possible"
+            raise WireError(f"credit for {header.sequence} items, {possible}")
+        self.taken_items = header.sequence
         self.has_credit = True
         if self._ends_early:
             self.end()
@@ -320,8 +339,8 @@ class SendingEnd(StreamEnd):
 class ReceivingEnd(StreamEnd):
     """The receiver's half: checks sequence numbers, keeps items until they are taken, grants credit."""
 
-    received = 0
-    taken = 0
+    received_items = 0
+    taken_items = 0
     _granted = 0
 
     def __init__(self, hello: Hello, *, binds: bool, limits: WireLimits, transmit: Transmit) -> None:
@@ -329,12 +348,14 @@ class ReceivingEnd(StreamEnd):
         self.items: deque[Sequence[Buffer]] = deque()
 
     def take(self) -> None:
-        """The first of ``items`` was taken. Credit goes back in portions, at once where the sender may wait for it."""
+        """Remove the first of ``items``, which the application has taken. Sends credit in portions, at once where the
+        sender may wait for it."""
         self.items.popleft()
-        self.taken += 1
-        if self.phase is Phase.OPEN and (not self.items or self.taken - self._granted >= max(1, self.window // 4)):
-            self._granted = self.taken
-            self._send(Kind.CREDIT, sequence=self.taken)
+        self.taken_items += 1
+        portion = max(1, self.window // 4)
+        if self.phase is Phase.OPEN and (not self.items or self.taken_items - self._granted >= portion):
+            self._granted = self.taken_items
+            self._send(Kind.CREDIT, sequence=self.taken_items)
 
     def _on_open(self) -> None:
         self._send(Kind.CREDIT, sequence=0)
@@ -342,16 +363,16 @@ class ReceivingEnd(StreamEnd):
     def _on_stream_message(self, header: Header, frames: Sequence[Buffer]) -> None:
         if header.kind not in (Kind.ITEM, Kind.END):
             raise WireError(f"a sender does not send messages of kind {header.kind}")
-        if header.sequence != self.received:
-            raise WireError(f"item {self.received} was next and {Kind(header.kind).name} {header.sequence} came")
+        if header.sequence != self.received_items:
+            raise WireError(f"item {self.received_items} was next and {Kind(header.kind).name} {header.sequence} came")
         if header.kind == Kind.END:
             self.phase = Phase.ENDED
             self._send(Kind.GOODBYE)
-        elif self.received - self.taken >= self.window:
+        elif self.received_items - self.taken_items >= self.window:
             raise WireError(f"the sender is more than its window of {self.window} items ahead")
         else:
             self.items.append(frames[1:])
-            self.received += 1
+            self.received_items += 1
 
 
 def _hello(frames: Sequence[Buffer]) -> Hello:
@@ -362,7 +383,9 @@ def _hello(frames: Sequence[Buffer]) -> Hello:
 
 
 def _reason(frames: Sequence[Buffer]) -> str:
-    return bytes(frames[1])[:REASON_BYTES].decode("utf-8", "replace") if len(frames) > 1 else "no reason given"
+    if len(frames) < 2:
+        return "no reason given"
+    return bytes(frames[1])[:REASON_BYTES].decode("utf-8", "replace")
 
 
 def _reason_bytes(reason: str) -> bytes:

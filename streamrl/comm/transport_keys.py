@@ -3,15 +3,18 @@
 ::
 
     controller.secret  controller.public     binds the streams to engines and ranks, and the metrics socket
-    engine.secret      engine.public         reaches its streams and pulls weights
-    trainer.secret     trainer.public        reaches its streams and serves weights
+    engine.secret      engine.public         connects to its streams and pulls weights
+    trainer.secret     trainer.public        connects to its streams and serves weights
     observer.secret    observer.public       reads metrics
 
-A process needs the secret of its own role and everybody's public keys. A ``.public`` file has one key a line: the
-first is who serves, all of them are let in. So a host may have a pair of its own, and a key is replaced by adding the
-new line, giving out the new secret, and removing the old line; the file is read at each connection.
+A process needs the secret key of its own role and the public keys of all roles. A ``.public`` file has one key a line:
+all of them are let in, and the process that serves has the first. So a host may have a pair of its own, and a key is
+replaced by adding the new line, giving out the new secret, and removing the old line; the file is read at each
+connection.
 
-A process learns from its environment where the keys are (as vLLM's worker processes inherit it), never the keys."""
+A process that starts in a run (``processes.child``) sets variables with the directory and its role, which vLLM's worker
+processes inherit; keys themselves are never in variables. ``streamrl keys`` and runs on a cluster make the pairs,
+``guarded_sockets`` reads them."""
 
 from __future__ import annotations
 
@@ -35,15 +38,15 @@ OPEN_TO_ALL = "STREAMRL_TRANSPORT_SECURITY"
 """``none`` lets sockets listen on other than loopback addresses without keys."""
 
 CLUSTER_KEYS = "keys"
-"""Directory in that of a run on a cluster, with keys that the run has made for itself."""
+"""Folder of a run directory with the keys that a run on a cluster has made for itself."""
 
 KEY_LENGTH = 40
-"""Characters of Z85, for 32 bytes."""
+"""Characters of a key of 32 bytes in Z85."""
 
 
 class KeyRole(StrEnum):
-    """Owner of a key. Workers of user code, judges and users of the control socket have none: they never leave the
-    host, and the control socket has a key of its own."""
+    """Owner of a key. Workers of user code and judges have no key, since their streams stay on one host; the control
+    socket has a key of its own kind."""
 
     CONTROLLER = "controller"
     ENGINE = "engine"
@@ -52,7 +55,7 @@ class KeyRole(StrEnum):
 
 
 class RoleKeys(msgspec.Struct, frozen=True):
-    """The pair of this process, and where everybody's public keys are."""
+    """The key pair of this process, and the directory with the public keys of all roles."""
 
     role: KeyRole
     directory: Path
@@ -64,7 +67,8 @@ class RoleKeys(msgspec.Struct, frozen=True):
 
 
 def make_keys(directory: Path) -> tuple[Path, ...]:
-    """Make a pair for each role. Returns the files. Raises ``StreamRLError`` where one is there already."""
+    """Make a pair for each role in ``directory``. Returns the files. Raises ``StreamRLError`` where one exists
+    already."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_others(directory)
@@ -101,7 +105,8 @@ def read_role_keys(directory: Path, role: KeyRole) -> RoleKeys:
 
 
 def public_keys(directory: Path, role: KeyRole) -> tuple[bytes, ...]:
-    """Keys of ``role``, the one that serves first. Raises ``StreamRLError`` where there is none."""
+    """Public keys of ``role``, the key of the process that serves first. Raises ``StreamRLError`` where there is no
+    key."""
     file = directory / f"{role.value}.public"
     keys = _keys_in(file)
     if not keys:
@@ -109,34 +114,35 @@ def public_keys(directory: Path, role: KeyRole) -> tuple[bytes, ...]:
     return keys
 
 
-def process_keys(environment: Mapping[str, str] = os.environ) -> RoleKeys | None:
-    """The keys of this process by its environment, None where it was given none. Raises ``StreamRLError``."""
-    directory = environment.get(KEYS_DIRECTORY, "")
-    role = environment.get(KEY_ROLE, "")
+def process_keys(variables: Mapping[str, str] = os.environ) -> RoleKeys | None:
+    """Keys that the ``variables`` of this process name; None where they name none. Raises ``StreamRLError`` where the
+    keys cannot be used."""
+    directory = variables.get(KEYS_DIRECTORY, "")
+    role = variables.get(KEY_ROLE, "")
     if not directory:
         return None
     if role not in list(KeyRole):
-        names = ", ".join(one.value for one in KeyRole)
+        names = ", ".join(key_role.value for key_role in KeyRole)
         raise StreamRLError(f"{KEYS_DIRECTORY} is set and {KEY_ROLE} is {role!r}: it must be one of {names}")
     return read_role_keys(Path(directory), KeyRole(role))
 
 
-def transport_environment(recipe: Recipe, role: Role) -> dict[str, str]:
-    """Environment variables of a process of ``role`` about keys. Empty values: it must not inherit any. Raises
+def transport_variables(recipe: Recipe, role: Role) -> dict[str, str]:
+    """Variables about keys for a process of ``role``. An empty value keeps the process from inheriting another. Raises
     ``StreamRLError`` where the keys that the recipe names cannot be used."""
-    nothing = dict.fromkeys((KEYS_DIRECTORY, KEY_ROLE, OPEN_TO_ALL), "")
+    no_keys = dict.fromkeys((KEYS_DIRECTORY, KEY_ROLE, OPEN_TO_ALL), "")
     if role.value not in list(KeyRole):
-        return nothing
+        return no_keys
     if recipe.transport.security is TransportSecurity.NONE:
-        return nothing | {OPEN_TO_ALL: TransportSecurity.NONE.value}
+        return no_keys | {OPEN_TO_ALL: TransportSecurity.NONE.value}
     if not recipe.transport.keys:
-        return nothing
+        return no_keys
     keys = read_role_keys(Path(recipe.transport.keys), KeyRole(role.value))
-    return nothing | {KEYS_DIRECTORY: str(keys.directory), KEY_ROLE: keys.role.value}
+    return no_keys | {KEYS_DIRECTORY: str(keys.directory), KEY_ROLE: keys.role.value}
 
 
 def with_cluster_keys(recipe: Recipe, run_directory: Path) -> Recipe:
-    """``recipe``, on a cluster with the keys of the run's own directory where it names none."""
+    """Return ``recipe``; on a cluster, where it names no keys, with those that the run makes in its directory."""
     transport = recipe.transport
     if recipe.cluster.kind is ClusterKind.LOCAL or transport.keys or transport.security is TransportSecurity.NONE:
         return recipe
@@ -158,16 +164,18 @@ def _keys_in(file: Path) -> tuple[bytes, ...]:
             f"{file} cannot be read ({error.strerror}): set transport.keys to a directory made by "
             "`streamrl keys DIRECTORY`, with the secret of this process's role and all public keys"
         ) from error
-    if wrong := [line for line in lines if len(line) != KEY_LENGTH]:
-        raise StreamRLError(f"{file} has a line of {len(wrong[0])} characters: a key has {KEY_LENGTH}")
+    for line in lines:
+        if len(line) != KEY_LENGTH:
+            raise StreamRLError(f"{file} has a line of {len(line)} characters: a key has {KEY_LENGTH}")
     return tuple(lines)
 
 
 def _refuse_others(path: Path) -> None:
+    """Raise ``StreamRLError`` where other users own or may read ``path``."""
     try:
         status = path.stat()
     except FileNotFoundError:
-        return  # the next reader reports it
+        return  # the next reader reports the missing file
     if status.st_uid not in (os.getuid(), 0):
         raise StreamRLError(f"{path} belongs to another user: make keys of your own with `streamrl keys DIRECTORY`")
     if stat.S_IMODE(status.st_mode) & 0o077:

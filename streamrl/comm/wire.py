@@ -1,6 +1,7 @@
-"""Items to frames and back: the only place that decides what bytes on a stream mean.
+"""Encoding of items to frames and decoding of frames to items.
 
-A message is a list of frames::
+Both ends of a ``zmq_stream`` use it, in every process; ``OneFrameCodec`` encodes files of our own (journal,
+checkpoints). A message is a list of frames::
 
     [header] [body] [raw 0] [raw 1] ...
 
@@ -9,13 +10,12 @@ A message is a list of frames::
 ``raw i``   the bytes of one large array, sent without a copy
 
 An ``array.array`` below ``RAW_FRAME_BYTES`` is stored in the body: extension ``INLINE_ARRAY``, its type code and its
-elements. A larger one is extension ``RAW_ARRAY``, its type code and the index of its raw frame; raw frames are used in
-order, each exactly once, so a few bytes cannot ask for the same large frame again and again. Elements are in the byte
-order of the sender; the handshake refuses a peer with another one. ``bytes`` are part of the body (msgspec has
-no hook for them): one copy on each side.
+elements. A larger one is extension ``RAW_ARRAY``, its type code and the index of its raw frame. Raw frames are used in
+order, each exactly once, so that a small body cannot refer to the same large frame many times. Elements are in the byte
+order of the sender; the handshake refuses a peer with another order. ``bytes`` are part of the body (msgspec has no
+hook for them) and are copied once on each side.
 
-Decoding is total: whatever the bytes, the outcome is an item or ``WireError``; sizes are checked before anything is
-decoded."""
+Decoding any bytes gives an item or raises ``WireError``. Sizes are checked before anything is decoded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
 WIRE_VERSION = 1
-"""Version of all that is on a stream: header, handshake, records. Raise it when an old peer would misread a new one."""
+"""Version of everything on a stream: header, handshake, records. Raise it when an old peer would misread a new one."""
 
 MAGIC = b"SRLW"
 RAW_FRAME_BYTES = 64 * 1024
@@ -45,17 +45,19 @@ INLINE_ARRAY = 1
 RAW_ARRAY = 2
 
 ARRAY_ITEM_SIZES = {"b": 1, "B": 1, "h": 2, "H": 2, "i": 4, "I": 4, "q": 8, "Q": 8, "f": 4, "d": 8}
-"""Type codes allowed on the wire and the bytes of one element; ``l``, ``L`` and ``u`` differ between platforms."""
+"""Type codes allowed in messages, and the bytes of one element. ``l``, ``L`` and ``u`` differ between platforms."""
 
-_HEADER = struct.Struct("<4sHBBQ")  # fixed for ever: a peer of another version must be able to read it
+_HEADER = struct.Struct("<4sHBBQ")  # never changes: a peer of another version must be able to read the header
 HEADER_BYTES = _HEADER.size
 _RAW_INDEX = struct.Struct("<I")
 
 
 class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one message, checked before it is decoded. A body of empty lists grows about seventyfold when it is
-    decoded, raw frames do not: ``body_growth`` is how many bytes of memory a byte of it may become, beyond
-    ``decoded_size.SPARE_BYTES`` (0: not checked, for what this process wrote itself)."""
+    """Limits of one message, checked before it is decoded.
+
+    ``body_growth``: bytes of memory that one byte of the body may become, beyond ``decoded_size.SPARE_BYTES`` (0: no
+    limit, for bytes that this process wrote itself). A body of empty lists grows about seventyfold; raw frames do not
+    grow."""
 
     message_bytes: int = 256 * 1024 * 1024
     frame_bytes: int = 256 * 1024 * 1024
@@ -73,7 +75,7 @@ class Header(NamedTuple):
 
 
 def pack_header(kind: int, sequence: int = 0, version: int = WIRE_VERSION) -> bytes:
-    """The 16 bytes in front of a message."""
+    """The header frame of a message."""
     return _HEADER.pack(MAGIC, version, kind, 0, sequence)
 
 
@@ -88,7 +90,8 @@ def parse_header(frame: Buffer) -> Header:
 
 
 def check_sizes(sizes: Sequence[int], limits: WireLimits) -> int:
-    """Total bytes of a message from the sizes of its frames (header included). Raises ``WireError`` over a limit."""
+    """Total bytes of a message whose frames, header included, have these ``sizes``. Raises ``WireError`` over a
+    limit."""
     if len(sizes) > limits.frames:
         raise WireError(f"a message of {len(sizes)} frames is over the limit of {limits.frames} frames")
     largest = max(sizes, default=0)
@@ -103,7 +106,7 @@ def check_sizes(sizes: Sequence[int], limits: WireLimits) -> int:
 
 
 def item_type_name(item_type: Any) -> str:
-    """Name of an item type in a handshake: class names, those of a union sorted and joined."""
+    """Name of an item type in a handshake: its class name; for a union all names, sorted and joined."""
     return " | ".join(sorted(_member_name(member) for member in _union_members(item_type)))
 
 
@@ -114,19 +117,23 @@ def _union_members(item_type: Any) -> tuple[Any, ...]:
 
 
 def _member_name(member: Any) -> str:
-    return member.__name__ if isinstance(member, type) and not typing.get_args(member) else str(member)
+    return member.__name__ if _is_plain_class(member) else str(member)
+
+
+def _is_plain_class(member: Any) -> bool:
+    return isinstance(member, type) and not typing.get_args(member)
 
 
 def _record_types(item_type: Any) -> tuple[type, ...] | None:
-    """The classes an item may have, or None where the type is not made of plain classes."""
+    """Classes that an item may have; None where the type does not consist of plain classes."""
     members = _union_members(item_type)
-    if all(isinstance(member, type) and not typing.get_args(member) for member in members):
+    if all(_is_plain_class(member) for member in members):
         return cast("tuple[type, ...]", members)
     return None
 
 
 class WireCodec(Generic[T]):
-    """Encodes and decodes items of one type. Not for two threads at once."""
+    """Encoder and decoder of items of one type. Not for two threads at once."""
 
     def __init__(
         self, item_type: Any, limits: WireLimits | None = None, raw_frame_bytes: int = RAW_FRAME_BYTES
@@ -142,8 +149,9 @@ class WireCodec(Generic[T]):
         self._incoming_used = 0
 
     def encode(self, item: T) -> list[Buffer]:
-        """Body and raw frames of an item (without header). The raw frames share memory with the item's arrays. Raises
-        ``WireError`` where the item is of another type, holds something msgpack cannot, or is over a limit."""
+        """Body and raw frames of an item, without header. The raw frames share memory with the item's arrays. Raises
+        ``WireError`` where the item is of another type, holds a value that msgpack cannot encode, or is over a
+        limit."""
         if self._item_types is not None and not isinstance(item, self._item_types):
             raise WireError(f"an item of type {type(item).__name__} on a stream of {self.item_type_name}")
         self._outgoing = []
@@ -158,7 +166,7 @@ class WireCodec(Generic[T]):
         return frames
 
     def decode(self, frames: Sequence[Buffer]) -> T:
-        """The item of body and raw frames (without header). Raises ``WireError``, and nothing else, on bad bytes."""
+        """The item in a body and raw frames, without header. Raises ``WireError``, and nothing else, on bad bytes."""
         check_sizes([_HEADER.size, *(len(frame) for frame in frames)], self.limits)
         if not frames:
             raise WireError(f"a message without a body on a stream of {self.item_type_name}")
@@ -187,14 +195,14 @@ class WireCodec(Generic[T]):
         if value.typecode not in ARRAY_ITEM_SIZES:
             raise TypeError(f"arrays of type {value.typecode!r} do not travel, only {''.join(ARRAY_ITEM_SIZES)}")
         code = value.typecode.encode()
-        # Header and body are two frames already; past the limit an array stays in the body.
+        # Header and body are the other two frames. At the limit of frames an array stays in the body.
         if value.itemsize * len(value) < self._raw_frame_bytes or len(self._outgoing) + 2 >= self.limits.frames:
             return msgspec.msgpack.Ext(INLINE_ARRAY, code + value.tobytes())
         self._outgoing.append(memoryview(value).cast("B"))
         return msgspec.msgpack.Ext(RAW_ARRAY, code + _RAW_INDEX.pack(len(self._outgoing) - 1))
 
     def _decode_array(self, kind: int, content: memoryview) -> array[Any]:
-        code = chr(content[0]) if len(content) else ""
+        code = bytes(content[:1]).decode("latin-1")
         if code not in ARRAY_ITEM_SIZES:
             raise ValueError(f"array type {code!r} is not one of {''.join(ARRAY_ITEM_SIZES)}")
         if kind == INLINE_ARRAY:
@@ -220,7 +228,8 @@ _UNLIMITED = 1 << 40
 
 
 class OneFrameCodec(Generic[T]):
-    """Items to bytes and back in one piece, arrays in it: files of our own, of any size, since nobody sends them."""
+    """Encoder and decoder of items as single bytes objects, arrays included, for files that this run wrote itself.
+    Sizes have no limit, since no other process sends them."""
 
     def __init__(self, item_type: Any) -> None:
         limits = WireLimits(message_bytes=_UNLIMITED, frame_bytes=_UNLIMITED, body_bytes=_UNLIMITED, body_growth=0)
@@ -232,5 +241,5 @@ class OneFrameCodec(Generic[T]):
         return bytes(body)
 
     def decode(self, body: Buffer) -> T:
-        """The inverse. Raises ``WireError``, and nothing else, on bad bytes."""
+        """The item in ``body``. Raises ``WireError``, and nothing else, on bad bytes."""
         return self._codec.decode([body])

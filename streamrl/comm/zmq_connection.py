@@ -1,8 +1,8 @@
-"""The shell around ``stream_protocol``: moves messages between one ZeroMQ socket and one end of a stream.
+"""Moves messages between one ZeroMQ socket and one end of a stream, a state machine of ``stream_protocol``.
 
-All socket calls are here, none of them waits, and all happen in the event loop's thread. ``service`` is called after
-every own action and whenever libzmq's file descriptor wakes a watch: that descriptor is edge-triggered, so each
-call must take everything there is."""
+``zmq_stream`` makes one connection for each stream, in any process. All its socket calls are here; none of them waits,
+and all happen in the thread of the event loop. ``service`` runs after every action of the stream and whenever libzmq's
+file descriptor becomes readable. This descriptor is edge-triggered, so each call must receive all waiting messages."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ UNBIND_SECONDS = 1.0
 
 
 class StreamConnection:
-    """One socket of one end of a stream. ``end`` is set by its owner before ``open``. Raises ``StreamRLError`` where an
-    endpoint is none, or is a tcp address and there is no ``guard``."""
+    """One socket of one end of a stream. Its owner sets ``end`` before ``open``. Raises ``StreamRLError`` for an
+    invalid endpoint, or for a tcp address without a ``guard``."""
 
     end: StreamEnd
 
@@ -75,7 +75,7 @@ class StreamConnection:
         self.service()
 
     def close(self) -> None:
-        """Free the address and close the socket; bytes still to be sent have ``LINGER_MS``. Idempotent."""
+        """Free the address and close the socket. Unsent bytes have ``LINGER_MS`` to leave. Idempotent."""
         if self._socket is None:
             return
         self._detach()
@@ -90,7 +90,7 @@ class StreamConnection:
         self.wake()
 
     async def run(self) -> None:
-        """Move messages until ``stop``. Shielded: an owner that is being cancelled still takes leave of its peer."""
+        """Move messages until ``stop``. Shielded, so that an owner that is cancelled can still tell its peer."""
         with self._running:
             async with anyio.create_task_group() as tasks:
                 if self._monitor is not None:
@@ -110,22 +110,22 @@ class StreamConnection:
             self.service()
 
     async def _watch_gate(self, guard: KeyGuard, fd: int) -> None:
-        """Raise ``StreamRLError`` when no peer can be authenticated any more."""
+        """Raise ``StreamRLError`` when the gate has ended, so that no peer can be authenticated any more."""
         await anyio.wait_readable(fd)
         guard.check()
 
     async def changed(self) -> None:
-        """Wait until something has happened to the stream."""
+        """Wait until the stream has changed."""
         await self._changed.wait()
 
     def wake(self) -> None:
-        """Let every waiter look again."""
+        """Wake every waiter of ``changed``."""
         self._changed.notify()
 
     # ---- messages --------------------------------------------------------------------------------
 
     def transmit(self, peer: bytes, frames: Sequence[Buffer]) -> None:
-        """Hand one message to libzmq. A peer that is gone is noticed by ``service``."""
+        """Hand one message to libzmq. ``service`` reports a peer that is gone."""
         if self._socket is None:
             return
         message = [peer, *frames] if self._binds else frames
@@ -134,25 +134,26 @@ class StreamConnection:
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            if self.end.peer is not None and peer == self.end.peer.peer:
+            if self.end.peer is not None and peer == self.end.peer.routing_id:
                 self._unreachable = True
 
     def service(self) -> None:
-        """Take in everything that has arrived and let the protocol answer."""
+        """Receive all waiting messages and let the protocol answer them."""
         if self._socket is None:
             return
         self._read_monitor()
         departed = self._connection_is_lost()
         received = self._receive_all(accept_unknown_peers=not departed)
-        # Only now: what the peer said before it went (its last items, or why it broke the stream) comes first.
+        # Not before the messages: the last items of a peer, or its reason for breaking the stream, come first.
         if self._connection_is_lost() and not self._departure_sent:
             self._departure_sent = True
             self.end.on_disconnected()
             received = True
-        # Detaching ends the connection too: a listener owns its sessions. So not before the peer has heard everything.
-        if self.end.finished and self._attached and (self.end.disconnected if self._binds else self._departure_sent):
+        # Detaching a listener also ends its connections, so the peer must have received everything first.
+        peer_is_done = self.end.disconnected if self._binds else self._departure_sent
+        if self.end.finished and self._attached and peer_is_done:
             self._detach()
-            self.service()  # giving an address back consumes wake-ups of libzmq, so look once more
+            self.service()  # detaching consumes wake-ups of libzmq, so there may be more messages
         if received:
             self.wake()
 
@@ -162,23 +163,27 @@ class StreamConnection:
         while zmq_sockets.has_message(self._socket):
             message = self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
             received = True
-            peer = bytes(message.pop(0).buffer) if self._binds else b""
-            known = self.end.peer is not None and self.end.peer.peer == peer
-            if known:
-                self.end.on_message(MessageOrigin(peer, None), [frame.buffer for frame in message])
+            routing_id = b""
+            if self._binds:
+                routing_id = bytes(message.pop(0).buffer)
+            is_peer = self.end.peer is not None and self.end.peer.routing_id == routing_id
+            if is_peer:
+                self.end.on_message(MessageOrigin(routing_id, None), [frame.buffer for frame in message])
             elif accept_unknown_peers:
                 try:
                     connection = self._connection_of(message)
                 except zmq.ZMQError:  # a peer of ZMTP 1.0 or 2.0, or random bytes that parse as such: no metadata
                     self.end.unknown_peers += 1
                     continue
-                self.end.on_message(MessageOrigin(peer, connection), [frame.buffer for frame in message])
+                self.end.on_message(MessageOrigin(routing_id, connection), [frame.buffer for frame in message])
         return received
 
     def _connection_of(self, message: Sequence[zmq.Frame]) -> int | None:
-        """Number of the connection a message came by: its file descriptor, as of now."""
-        monitor = self._read_monitor()  # so that an earlier connection on the same descriptor is not taken for this one
-        return monitor.connection_on(int(message[0].get(zmq.SRCFD))) if message else None
+        """Number of the open connection by which ``message`` came; None where it has closed."""
+        monitor = self._read_monitor()  # up to date: the kernel may have reused the descriptor of a closed connection
+        if not message:
+            return None
+        return monitor.connection_on(int(message[0].get(zmq.SRCFD)))
 
     def _read_monitor(self) -> zmq_sockets.ConnectionMonitor:
         assert self._monitor is not None, "open() was not called"
@@ -197,8 +202,8 @@ class StreamConnection:
     # ---- address ---------------------------------------------------------------------------------
 
     def _detach(self) -> None:
-        """Give the address back: a binding end stops listening, so that its successor can bind at once; a connecting
-        end stops reconnecting."""
+        """Give up the address. A binding end stops listening, so that its successor can bind at once; a connecting end
+        stops reconnecting."""
         if not self._attached or self._socket is None:
             return
         self._attached = False

@@ -1,5 +1,7 @@
-"""The one place where ZeroMQ sockets are bound and connected, and where those of streams are made and watched. Over tcp
-``guarded_sockets`` decides who may connect."""
+"""Binding, connecting and monitoring of ZeroMQ sockets, and the sockets of streams.
+
+``zmq_connection`` and ``guarded_sockets`` call it in every process; over tcp ``guarded_sockets`` decides which peers
+may connect. Weight servers and commands use single functions about addresses."""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from streamrl.base.errors import StreamRLError
 from streamrl.comm.socket_options import make_socket
 
 IPC_PATH_BYTES = 107
-"""A unix socket address holds 108 bytes with the closing zero."""
+"""Longest path of a unix socket: an address has 108 bytes with the closing zero."""
 
 LINGER_MS = 500
-"""How long bytes may still leave after a socket was closed. The close handshake has normally emptied it before."""
+"""Time that unsent bytes have after the socket of a stream was closed. After a close handshake there are none."""
 
 _TRANSPORTS = ("ipc", "tcp")
 _MONITORED = (
@@ -30,7 +32,7 @@ _MONITORED = (
 
 
 def transport_of(endpoint: str) -> str:
-    """``ipc`` or ``tcp``. Raises ``StreamRLError`` where an endpoint cannot be one, with the remedy."""
+    """Transport of ``endpoint``: ``ipc`` or ``tcp``. Raises ``StreamRLError``, with the remedy, for an invalid one."""
     transport, separator, address = endpoint.partition("://")
     if not separator or transport not in _TRANSPORTS or not address:
         raise StreamRLError(f"endpoint {endpoint!r} is not one of ipc://PATH, tcp://HOST:PORT")
@@ -51,14 +53,14 @@ def transport_of(endpoint: str) -> str:
 class StreamContext(zmq.Context["zmq.Socket[bytes]"]):
     """The context of streams that stay on this host."""
 
-    _instance = None  # of its own: vllm, in the same process, uses zmq.Context.instance() as well
+    _instance = None  # not shared with zmq.Context.instance(), which vllm uses in the same process
 
 
 def create_socket(
     context: zmq.Context[Any], kind: int, endpoint: str, *, max_frame_bytes: int, receive_high_water_mark: int
 ) -> zmq.Socket[bytes]:
-    """A socket of a stream. Frames above ``max_frame_bytes`` cut the connection. Nothing is queued without credit, so
-    there is no bound on sending; the one on receiving is against a peer that ignores credit."""
+    """Make the socket of a stream. A frame above ``max_frame_bytes`` ends the connection. Sending has no high-water
+    mark, since a sender queues nothing without credit; the mark for receiving limits a peer that ignores credit."""
     transport_of(endpoint)
     return make_socket(
         context,
@@ -72,7 +74,7 @@ def create_socket(
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """Bind and return the endpoint with its real port. ``KeyGuard`` decides who may connect. Raises
+    """Bind and return the endpoint with its real port. ``KeyGuard`` decides which peers may connect. Raises
     ``StreamRLError`` naming the endpoint and the remedy."""
     if transport_of(endpoint) == "ipc" and has_ipc_listener(endpoint):
         raise StreamRLError(f"cannot bind {endpoint}: {_bind_remedy(errno.EADDRINUSE)}")
@@ -117,9 +119,9 @@ def _bind_remedy(number: int | None) -> str:
 
 
 def has_ipc_listener(endpoint: str) -> bool:
-    """Return whether a process listens at an ipc ``endpoint``; False where nothing is, or the socket of a process that
-    ended. Raises ``StreamRLError`` where the path is anything but a socket: libzmq would unlink it before binding, as
-    it unlinks the socket of another process."""
+    """Return whether a process listens at an ipc ``endpoint``; False for no file, or for the socket of a process that
+    has ended. Raises ``StreamRLError`` where the path is anything but a socket: libzmq would unlink it before binding,
+    as it unlinks the socket of another process."""
     address = endpoint.removeprefix("ipc://")
     if address.startswith("@"):
         address = "\0" + address[1:]
@@ -137,7 +139,7 @@ def has_ipc_listener(endpoint: str) -> bool:
 
 
 def ipc_path_identity(endpoint: str) -> tuple[int, int] | None:
-    """Device and inode of a bound ipc path, by which ``remove_ipc_path`` knows its own file again."""
+    """Device and inode of a bound ipc path, by which ``remove_ipc_path`` recognizes the socket file."""
     if not endpoint.startswith("ipc://") or endpoint.startswith("ipc://@"):
         return None
     try:
@@ -148,37 +150,37 @@ def ipc_path_identity(endpoint: str) -> tuple[int, int] | None:
 
 
 def remove_ipc_path(endpoint: str, identity: tuple[int, int] | None) -> None:
-    """Remove the socket file of a closed listener (libzmq leaves it), unless somebody else has bound there since."""
+    """Remove the socket file that libzmq leaves of a closed listener, unless another process has bound there since."""
     if identity is not None and ipc_path_identity(endpoint) == identity:
         os.unlink(endpoint.removeprefix("ipc://"))
 
 
 class ConnectionMonitor:
-    """Reads the connection events of one socket.
+    """Reader of the connection events of one socket.
 
-    A connection is known by its file descriptor; the kernel reuses those, so each gets a number of its own
-    when it opens. ``listening`` turns False when the bound address is free again."""
+    libzmq names a connection by its file descriptor, which the kernel reuses; so the monitor numbers connections as
+    they open. ``listening`` turns False when the bound address is free again."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._events: zmq.Socket[bytes] = socket.get_monitor_socket(_MONITORED)
         self._open: dict[int, int] = {}
-        self._opened = 0
+        self._last_number = 0
         self._handshakes = 0
         self.listening = True
 
     @property
     def fd(self) -> int:
-        """Becomes readable when there may be events; then call ``read``."""
+        """File descriptor that becomes readable when there may be events; then call ``read``."""
         return self._events.fileno()
 
     def read(self) -> None:
-        """Take in all events that have happened so far."""
+        """Read all events so far."""
         for event, value in self._pending():
             match event:
                 case zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED:
-                    self._opened += 1
-                    self._open[value] = self._opened
+                    self._last_number += 1
+                    self._open[value] = self._last_number
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._handshakes += 1
                 case zmq.EVENT_DISCONNECTED:
@@ -189,24 +191,25 @@ class ConnectionMonitor:
                     continue
 
     def take_handshakes(self) -> int:
-        """Return how many connections became usable since the last call."""
+        """Return the number of connections that became usable since the last call."""
         count = self._handshakes
         self._handshakes = 0
         return count
 
     def connection_on(self, fd: int | None) -> int | None:
-        """Number of the open connection on this file descriptor, None when it is closed."""
+        """Number of the open connection on this file descriptor; None where there is none."""
         return None if fd is None else self._open.get(fd)
 
     def is_open(self, connection: int) -> bool:
-        """Return whether this connection still stands."""
+        """Return whether this connection is still open."""
         return connection in self._open.values()
 
     def wait_until_unbound(self, seconds: float) -> bool:
-        """Block until the listener is closed: a millisecond, and without it the address could not be bound again."""
+        """Block until the listener is closed, which takes about a millisecond, so that the address can be bound again.
+        Returns whether it is closed."""
         deadline = time.monotonic() + seconds
-        while self.listening and (left := deadline - time.monotonic()) > 0:
-            self._events.poll(int(left * 1000) + 1)
+        while self.listening and (remaining_s := deadline - time.monotonic()) > 0:
+            self._events.poll(int(remaining_s * 1000) + 1)
             self.read()
         return not self.listening
 

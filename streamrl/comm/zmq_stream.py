@@ -1,17 +1,18 @@
-"""Streams over ZeroMQ: one sender, one receiver, ``ipc`` or ``tcp``; either side may bind.
+"""Streams between processes over ZeroMQ: one sender, one receiver, ``ipc`` or ``tcp``; either side may bind. Every
+process of a run talks to the others by them.
 
 ::
 
     async with zmq_sender(EngineOrder, "ipc:///run/x/orders", bind=True, window=64, name="orders") as orders:
         await orders.send(Generate(...))
 
-Entering binds, or starts connecting, and returns at once; the first ``send`` or ``receive`` waits for the peer, for as
-long as it takes (the supervisor watches the peer's process). The binding side is a ROUTER, the other a DEALER;
-``stream_protocol`` decides what they say. A task of the context manager moves messages between socket and memory,
-so a cancelled ``send`` or ``receive`` never touches a socket and loses nothing. Leaving normally ends the stream,
-leaving with an exception breaks it and tells the peer why. A peer that dies breaks it at once.
+Entering binds, or starts connecting, and returns at once. The first ``send`` or ``receive`` waits for the peer without
+a time limit (the supervisor watches the peer's process). The binding side is a ROUTER, the other side a DEALER;
+``stream_protocol`` has their messages. A task of the context manager moves messages between socket and memory, so a
+cancelled ``send`` or ``receive`` never touches a socket and loses nothing. Leaving normally ends the stream; leaving
+with an exception breaks it and sends the reason to the peer. The death of the peer breaks the stream at once.
 
-Once it is left, the address is free: a new context manager can bind it."""
+After leaving, the address is free: a new context manager can bind it."""
 
 from __future__ import annotations
 
@@ -39,13 +40,16 @@ CLOSE_SECONDS = 5.0
 WINDOW = 256
 
 PARTING_SECONDS = 0.5
-"""How long an end that breaks or is ended waits for the peer to know. A courtesy: it sees the connection close."""
+"""Longest wait of an end that breaks, or was ended, for the peer to receive the message. A peer that does not receive
+it still notices that the connection closes."""
 
 
 class StreamOptions(TypedDict, total=False):
-    """``window``: items that may be sent and not yet taken (the smaller of both ends counts). ``name``: for messages.
-    ``close_seconds``: how long a closing sender waits until the receiver has everything. ``guard``: who may connect, or
-    whose address it is; a tcp stream needs one."""
+    """Options of a stream.
+
+    ``window``: items that may be sent and not yet taken; the smaller window of both ends counts. ``name``: name of the
+    stream in messages. ``limits``: sizes of messages. ``close_seconds``: longest wait of a closing sender until the
+    receiver has everything. ``guard``: check of the peer's keys; a tcp stream needs one."""
 
     window: int
     name: str
@@ -55,7 +59,7 @@ class StreamOptions(TypedDict, total=False):
 
 
 class _ZmqStream(ABC, Generic[T]):
-    """Common part of sender and receiver: the context manager, waiting for changes, parting."""
+    """Common part of sender and receiver: the context manager, waiting for changes, closing."""
 
     def __init__(self, item_type: Any, endpoint: str, role: StreamRole, bind: bool, options: StreamOptions) -> None:
         self.name = options.get("name") or endpoint
@@ -89,8 +93,8 @@ class _ZmqStream(ABC, Generic[T]):
 
     @property
     def unknown_peers(self) -> int:
-        """Messages dropped because no handshake with this stream's peer preceded them, or because the sender did not
-        speak ZMTP 3."""
+        """Messages ignored because another process than the peer sent them, or because their sender did not speak ZMTP
+        3."""
         return self._connection.end.unknown_peers
 
     async def __aenter__(self) -> Self:
@@ -113,7 +117,7 @@ class _ZmqStream(ABC, Generic[T]):
             self._closed = True
             self._connection.stop()
             try:
-                # Not told of ``error``: the group would wrap it, and the first error is what the user must see.
+                # Without ``error``: the task group would wrap it, and the user must see the first error itself.
                 await self._tasks.__aexit__(None, None, None)
             finally:
                 self._connection.close()
@@ -141,8 +145,8 @@ class _ZmqStream(ABC, Generic[T]):
             while not self._connection.end.disconnected:
                 await self._connection.changed()
 
-    def _describe(self, what: str) -> str:
-        return f"stream {self.name!r} ({self._role} at {self._connection.endpoint}): {what}"
+    def _describe(self, problem: str) -> str:
+        return f"stream {self.name!r} ({self._role} at {self._connection.endpoint}): {problem}"
 
     def _raise_if_unusable(self) -> None:
         if self._closed:
@@ -161,15 +165,15 @@ class ZmqSendStream(_ZmqStream[T]):
         self._closing: anyio.Event | None = None
 
     async def send(self, item: T) -> None:
-        """Send one item, waiting for credit. Cancelled, it has not sent. Raises ``WireError`` where the item itself
-        cannot travel (the stream goes on), ``StreamClosed`` and ``StreamBroken``."""
+        """Wait for credit and send one item. A cancelled call has sent nothing. Raises ``WireError`` for an item that
+        cannot be encoded or is too large (the stream goes on), ``StreamClosed`` and ``StreamBroken``."""
         frames = self._codec.encode(item)
         size = sum(len(frame) for frame in frames)
         await self._gate.take(self._has_credit)
         hello = self._end.peer_hello
         if hello is not None and HEADER_BYTES + size > hello.message_bytes:
-            most = hello.message_bytes - HEADER_BYTES
-            raise WireError(self._describe(f"an item of {size} bytes, the receiver takes at most {most}"))
+            limit = hello.message_bytes - HEADER_BYTES
+            raise WireError(self._describe(f"an item of {size} bytes, the receiver takes at most {limit}"))
         self._end.send_item(frames)
         self._connection.service()
 
@@ -180,9 +184,9 @@ class ZmqSendStream(_ZmqStream[T]):
     async def aclose(self) -> None:
         """End the stream and wait until the receiver has everything, at most ``close_seconds``.
 
-        Raises ``StreamBroken`` where that could not be known. A stream that had broken before is only closed:
-        ``send`` is what tells of that. A second closer waits as long: leaving ``async with`` must not
-        take the connection from a closer that waits for the receiver's answer."""
+        Raises ``StreamBroken`` where the receiver did not acknowledge the end. A stream that had broken before is
+        closed without an error, since ``send`` raises one. A second caller waits for the first, so that leaving
+        ``async with`` does not close the connection while a caller waits for the receiver's answer."""
         if self._closed:
             if self._closing is not None:
                 await self._closing.wait()
@@ -197,7 +201,7 @@ class ZmqSendStream(_ZmqStream[T]):
     async def _end_stream(self) -> None:
         self._connection.wake()
         with anyio.move_on_after(self._close_seconds):
-            # An end before the peer came is still an end: it is sent when the peer comes.
+            # END waits for a peer that has accepted this end.
             while self._end.phase is Phase.WAITING or (self._end.phase is Phase.OPEN and not self._end.has_credit):
                 await self._connection.changed()
         self._end.end()
@@ -207,7 +211,7 @@ class ZmqSendStream(_ZmqStream[T]):
         await self._part(self._close_seconds)
         if not self._end.finished:
             self._end.fail(f"the end was not acknowledged within {self._close_seconds} s")
-            lost = self._end.sent - self._end.taken
+            lost = self._end.sent_items - self._end.taken_items
             raise StreamBroken(self._describe(f"{self._end.reason}; {lost} items may be lost"))
 
 
@@ -220,8 +224,8 @@ class ZmqReceiveStream(_ZmqStream[T], ReceiveStream[T]):
         self._connection.end = self._end
 
     async def receive(self) -> T:
-        """The next item. Cancelled, it has taken none. Items that arrived before an end or a break come first. Raises
-        ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``."""
+        """Wait for the next item and return it. A cancelled call has taken none. Items that arrived before an end or a
+        break come first. Raises ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``."""
         await self._gate.take(self._has_item)
         frames = self._end.items[0]
         try:
@@ -244,7 +248,7 @@ class ZmqReceiveStream(_ZmqStream[T], ReceiveStream[T]):
         return False
 
     async def aclose(self) -> None:
-        """Stop receiving: the sender gets ``StreamBroken``, unless it had ended the stream."""
+        """Stop receiving. The sender gets ``StreamBroken`` unless it has already ended the stream."""
         if self._closed:
             return
         if self._end.phase is Phase.ENDED:
@@ -256,10 +260,10 @@ class ZmqReceiveStream(_ZmqStream[T], ReceiveStream[T]):
 
 
 zmq_sender = ZmqSendStream[Any]
-"""The sending end of a stream, to be entered with ``async with``. ``item_type`` may be a union of records.
+"""The sending end of a stream, for ``async with``. ``item_type`` may be a union of records.
 
-Raises ``StreamRLError`` where the endpoint is none; entering does where it cannot be bound, or where other hosts could
-reach it without keys."""
+Raises ``StreamRLError`` for an invalid endpoint. Entering raises it for an endpoint that cannot be bound, or that other
+hosts could reach without keys."""
 
 zmq_receiver = ZmqReceiveStream[Any]
 """The receiving end of a stream. Arguments as for ``zmq_sender``."""

@@ -1,4 +1,7 @@
-"""Actions that control orders. The async shell carries them out in the order given; each says all that it needs."""
+"""Actions that control orders.
+
+``Control.handle`` returns them, and its shell carries them out in this order: ``run.controller`` in the controller
+process, ``simulate.simulation`` in virtual time. Each action has all data that its execution needs."""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from streamrl.base.types import DropReason, Record, TrajectoryId
 
 
 class Action(Record, frozen=True, tag=True):
-    """Base of everything that control orders."""
+    """Base of all actions."""
 
 
 class DrawPrompts(Action, frozen=True):
@@ -18,9 +21,9 @@ class DrawPrompts(Action, frozen=True):
 class LaunchGroup(Action, frozen=True):
     """Sample ``len(ids)`` trajectories of one prompt.
 
-    ``policy_version``: the one that will sample them. ``seed_base``: the seeds are derived from it and the sample
-    number, so that a prompt whose launch is replayed draws the same completions again. ``sampling``: parameters that
-    differ from the recipe's."""
+    ``policy_version``: version that will sample them; ``seed_base``: number from which, with the sample number, seeds
+    are derived, so that a prompt whose launch is replayed draws the same completions again; ``sampling``: parameters
+    that differ from the recipe's."""
 
     group_id: int
     ids: tuple[TrajectoryId, ...]
@@ -31,8 +34,8 @@ class LaunchGroup(Action, frozen=True):
 
 
 class Drop(Action, frozen=True):
-    """Control dropped these trajectories: forget what they have. ``abort``: some may run or be scored still; stop
-    them, wherever they are."""
+    """Forget these trajectories, which control has dropped. ``abort``: some may still be running or waiting for their
+    reward and must be stopped."""
 
     ids: tuple[TrajectoryId, ...]
     reason: DropReason
@@ -46,19 +49,19 @@ class PauseTrajectories(Action, frozen=True):
 
 
 class ResumeTrajectories(Action, frozen=True):
-    """Resume paused trajectories, from their tokens, under the live version. Other ids are ignored."""
+    """Resume paused trajectories from their tokens under the live version. Ids that are not paused are ignored."""
 
     ids: tuple[TrajectoryId, ...]
 
 
 class PauseEngines(Action, frozen=True):
-    """Pause all engines until ``policy_version`` is live, so that everything launched meanwhile is sampled by it."""
+    """Pause all engines until ``policy_version`` is live, so that it samples everything that is launched meanwhile."""
 
     policy_version: int
 
 
 class Decision(Action, frozen=True):
-    """Decision of control and its reason, for people: logged and shown. ``figures``: what it rests on."""
+    """Decision of control and its reason, logged and shown to the user. ``figures``: numbers behind the decision."""
 
     subject: str
     reason: str
@@ -66,8 +69,8 @@ class Decision(Action, frozen=True):
 
 
 class TrainGroupNow(Action, frozen=True):
-    """Hand a ready group to training, as part of batch ``batch_id``. It may be trained on at once. ``temperature``:
-    that sampled it, where it is not the recipe's."""
+    """Hand a ready group to training as part of batch ``batch_id``. The trainer may start with it at once.
+    ``temperature``: sampling temperature of the group, where it differs from the recipe's."""
 
     batch_id: int
     group_id: int
@@ -77,9 +80,14 @@ class TrainGroupNow(Action, frozen=True):
 
 
 class StepOptimizer(Action, frozen=True):
-    """Close the batch: the trainer steps and holds ``policy_version`` afterwards. ``batches``: that are closed at once,
-    as a long round may; ``engines_idle``: nothing is sampled until then; ``last``: nor after it. ``steps``: of the run,
-    with which the schedule ends; ``learning_rate``: where it is not the recipe's."""
+    """Close the batch: the trainer steps and holds ``policy_version`` afterwards.
+
+    ``groups``, ``samples``, ``trained_tokens``: content of the batch;
+    ``batches``: number of regular batches in it, more than 1 only for a long round;
+    ``engines_idle``: whether no trajectory is sampled until the step is done;
+    ``last``: whether this is the last step of the run;
+    ``steps``: optimizer steps of the run, at which the schedule ends;
+    ``learning_rate``: rate that differs from the recipe's."""
 
     batch_id: int
     policy_version: int
@@ -95,8 +103,8 @@ class StepOptimizer(Action, frozen=True):
 
 
 class PublishWeights(Action, frozen=True):
-    """Make ``policy_version`` live on every engine (one transaction); the answer is ``WeightsLive``. ``last``: nothing
-    will be sampled by it for training."""
+    """Make ``policy_version`` live on every engine in one transaction; the answer is ``WeightsLive``. ``last``: whether
+    this version samples nothing for training any more."""
 
     policy_version: int
     last: bool = False
@@ -110,7 +118,7 @@ class Evaluate(Action, frozen=True):
 
 
 class CancelEvaluation(Action, frozen=True):
-    """End the evaluation that runs, without a figure; ``EvaluationDone`` still answers."""
+    """End the running evaluation without a figure; the answer is still ``EvaluationDone``."""
 
     policy_version: int
 
@@ -122,8 +130,8 @@ class WriteCheckpoint(Action, frozen=True):
 
 
 class End(Action, frozen=True):
-    """The last action. ``reason``: everything is done and nothing is in flight; ``error``: the data went wrong beyond
-    what the recipe allows."""
+    """End the run; this is the last action. ``reason``: message for the user; ``error``: whether the run failed.
+    Without an error nothing is in flight."""
 
     reason: str
     error: bool = False

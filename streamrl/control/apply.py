@@ -1,9 +1,20 @@
-"""Changes of the state by an event: ``apply(state, event, rules, out)``. Afterwards ``decide`` orders what follows from
-it."""
+"""Changes of the state by an event: ``apply(state, event, rules, out)``.
+
+``Control.handle`` calls ``apply`` first for every event, in the controller, in the simulator and where a journal is
+replayed; ``decide`` then orders what follows. ``decide``, ``launch`` and ``steering`` use the other public functions.
+
+Numbers of a group (``buffers.rollout_buffer.Group``):
+
+``size``    trajectories that were launched. A group that races launches more than it keeps.
+``keep``    trajectories of the group that a batch takes, at most ``size``. Once ``keep`` members have a reward, the
+            race within the group is over: members without a reward are dropped (``DropReason.LOST_RACE``).
+``open``    members without a reward yet. A group with none is *ready* and may join a batch.
+``weight``  share of the group in a batch: ``keep``, or 1 where batches count prompts. A failed member does not change
+            the weight (``ControlSettings.weight_of``).
+slot        right of one trajectory to be in flight. A group holds ``size`` slots from its launch until it is dropped,
+            or until the version that trained it is live (``buffers.slots``)."""
 
 from __future__ import annotations
-
-from operator import itemgetter
 
 from streamrl.base.types import DropReason, FinishReason, TrajectoryId
 from streamrl.buffers.rollout_buffer import Group, Member, PromptRef
@@ -21,41 +32,44 @@ Actions = list[ControlAction]
 
 
 def apply(state: RunState, event: ControlEvent, rules: Rules, out: Actions) -> bool:
-    """Change ``state`` by ``event``; actions that follow from it at once are appended to ``out``. Returns whether
-    anything may have to be decided: not for an answer that comes twice."""
+    """Change ``state`` by ``event`` and append actions that follow at once to ``out``. Returns whether ``decide`` may
+    have something to order."""
     if isinstance(event, on.Answer) and not state.pending.awaits(event):
-        return False
+        return False  # an answer that came twice
     match event:
         case on.TrajectoryScored():
-            return _scored(state, event, rules, out)
+            return _score_trajectory(state, event, rules, out)
         case on.TrajectoryFailed():
-            return _failed(state, event, rules, out)
+            return _fail_trajectory(state, event, rules, out)
         case on.PromptsDrawn():
-            _drawn(state, event)
+            _add_prompts(state, event)
         case on.RunBegan():
-            _began(state, event, rules.settings, out)
+            _begin_run(state, event, rules.settings, out)
         case on.BatchTrained():
-            _trained(state, event, rules, out)
+            _finish_step(state, event, rules, out)
         case on.WeightsLive():
-            _live(state, event, rules.settings, out)
+            _finish_push(state, event, rules.settings, out)
         case on.EvaluationDone():
             state.pending.evaluation = None
         case on.CheckpointDone():
             state.pending.checkpoint = None
         case on.StopRequested():
-            _stop(state, event, out)
+            _request_stop(state, event, out)
         case on.RunContinued():
-            _continue(state, event)
-        case on.EnginesMeasured() | on.RoundTimed() | on.RoundsAdvised():
+            _continue_run(state, event)
+        case on.EnginesMeasured():
             rules.policy.observe(event)
-            return isinstance(event, on.EnginesMeasured) and event.environment > 0  # others may be launched
+            return event.environment > 0  # trajectories in environments leave engine slots free for launches
+        case on.RoundTimed() | on.RoundsAdvised():
+            rules.policy.observe(event)
+            return False
     return True
 
 
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def _began(state: RunState, event: on.RunBegan, settings: ControlSettings, out: Actions) -> None:
+def _begin_run(state: RunState, event: on.RunBegan, settings: ControlSettings, out: Actions) -> None:
     version = event.policy_version
     if state.live_version >= 0:
         raise ValueError(
@@ -64,18 +78,19 @@ def _began(state: RunState, event: on.RunBegan, settings: ControlSettings, out: 
         )
     state.trainer_version = state.live_version = version
     state.steps = event.steps or state.steps
-    # A resumed run goes on counting where the checkpoint was written.
+    # A resumed run continues the numbers of batches and groups from its checkpoint.
     state.batch = Batch(batch_id=version, target=settings.batch_weight)
     state.next_group_id = max(state.next_group_id, version * settings.batch_groups)
     if version >= state.steps:
         reason = f"nothing to train: the weights are of step {version} already; raise run.steps to go on"
-        end(state, do.End(reason=reason), out)
+        end_run(state, do.End(reason=reason), out)
     elif settings.evaluate_at_start:
         order_evaluation(state, version, 0, out)
 
 
-def _continue(state: RunState, event: on.RunContinued) -> None:
-    """Continue after a drain, or after an error that ended the run: not after its last step, nor its last prompt."""
+def _continue_run(state: RunState, event: on.RunContinued) -> None:
+    """Continue after a drain or after an error that ended the run. A run that made its last step, or has no prompts
+    left, stays ended."""
     state.steps = event.steps or state.steps
     if state.trainer_version < state.steps and (state.draining or not state.starved):
         state.stop_reason = None
@@ -85,15 +100,17 @@ def _continue(state: RunState, event: on.RunContinued) -> None:
         state.recent_failures.clear()
 
 
-def _stop(state: RunState, event: on.StopRequested, out: Actions) -> None:
-    if not state.draining:
-        state.stop_reason = event.reason
-        if state.pending.evaluation is not None:  # the run ends once EvaluationDone says that nothing is left of it
-            out.append(do.CancelEvaluation(policy_version=state.pending.evaluation.policy_version))
+def _request_stop(state: RunState, event: on.StopRequested, out: Actions) -> None:
+    if state.draining:
+        return
+    state.stop_reason = event.reason
+    evaluation = state.pending.evaluation
+    if evaluation is not None:  # the run ends after its ``EvaluationDone``
+        out.append(do.CancelEvaluation(policy_version=evaluation.policy_version))
 
 
-def end(state: RunState, action: do.End, out: Actions) -> None:
-    """The run is over; the first reason counts."""
+def end_run(state: RunState, action: do.End, out: Actions) -> None:
+    """End the run by ``action``, unless an earlier one has ended it."""
     if state.pending.end is None:
         state.pending.end = action
         out.append(action)
@@ -102,19 +119,20 @@ def end(state: RunState, action: do.End, out: Actions) -> None:
 # ---- prompts and trajectories --------------------------------------------------------------------
 
 
-def _drawn(state: RunState, event: on.PromptsDrawn) -> None:
+def _add_prompts(state: RunState, event: on.PromptsDrawn) -> None:
     state.pending.draw = 0
     pool = state.prompts
     pool.drawn += len(event.prompt_ids)
     pool.exhausted = event.exhausted
-    tokens = event.prompt_tokens or (0,) * len(event.prompt_ids)
-    pool.waiting += [PromptRef(prompt_id=p, tokens=n) for p, n in zip(event.prompt_ids, tokens, strict=True)]
+    lengths = event.prompt_tokens or (0,) * len(event.prompt_ids)
+    for prompt_id, tokens in zip(event.prompt_ids, lengths, strict=True):
+        pool.waiting.append(PromptRef(prompt_id=prompt_id, tokens=tokens))
 
 
-def _scored(state: RunState, event: on.TrajectoryScored, rules: Rules, out: Actions) -> bool:
+def _score_trajectory(state: RunState, event: on.TrajectoryScored, rules: Rules, out: Actions) -> bool:
     member = state.buffer.member(event.id)
     if member is not None and member.scored:
-        return False  # it came twice, as it may where a controller was killed: the first one counts
+        return False  # the event came twice, as after the kill of a controller: the first one counts
     group = state.buffer.score(
         event.id,
         reward=event.reward,
@@ -124,70 +142,79 @@ def _scored(state: RunState, event: on.TrajectoryScored, rules: Rules, out: Acti
         separate=event.separate_rewards,
         seconds=event.seconds,
     )
-    if group is None:  # it was dropped while its result was on the way
+    if group is None:  # the trajectory was dropped before its result arrived
         state.buffer.wasted_tokens += event.tokens
         out.append(do.Drop(ids=(event.id,), reason=DropReason.CANCELLED))
         return False
-    _note_failure(state, rules.settings, failed=False)
-    surplus: tuple[TrajectoryId, ...] = ()
-    if group.open and len(group.members) - group.open >= group.keep:
-        surplus = group.open_ids
-        for trajectory in surplus:
-            state.buffer.drop_member(trajectory, DropReason.LOST_RACE)
-        out.append(do.Drop(ids=surplus, reason=DropReason.LOST_RACE, abort=True))
-    return _group_changed(state, group, rules, out, cut=surplus)
+    _note_outcome(state, rules.settings, failed=False)
+    lost_race = _end_race(state, group, out)
+    return _check_group(state, group, rules, out, lost_race=lost_race)
 
 
-def _failed(state: RunState, event: on.TrajectoryFailed, rules: Rules, out: Actions) -> bool:
+def _end_race(state: RunState, group: Group, out: Actions) -> tuple[TrajectoryId, ...]:
+    """Drop the open members of ``group`` once as many as it keeps have a reward. Returns their ids."""
+    if not group.open or len(group.members) - group.open < group.keep:
+        return ()
+    open_ids = group.open_ids
+    for trajectory in open_ids:
+        state.buffer.drop_member(trajectory, DropReason.LOST_RACE)
+    out.append(do.Drop(ids=open_ids, reason=DropReason.LOST_RACE, abort=True))
+    return open_ids
+
+
+def _fail_trajectory(state: RunState, event: on.TrajectoryFailed, rules: Rules, out: Actions) -> bool:
     member = state.buffer.member(event.id)
     if member is not None and member.scored:
         return False
     group = state.buffer.drop_member(event.id, event.reason, tokens=event.tokens)
     if group is None:
         return False
-    if not group.members:  # until then it takes the place of a whole group in a batch, and keeps its slots
+    if not group.members:  # with one member left a group still has its full weight and all its slots
         state.slots.release(group.size)
-    _note_failure(state, rules.settings, failed=True)
+    _note_outcome(state, rules.settings, failed=True)
     if event.policy == FailurePolicy.DROP_GROUP and group.members:
         drop_group(state, group, DropReason.REWARD_FAILED, out)
         changed = True
     else:
-        changed = _group_changed(state, group, rules, out)
-    if why := _too_many_failures(state, event, rules.settings):  # after all else: a resume goes on from here
-        end(state, do.End(reason=why, error=True), out)
+        changed = _check_group(state, group, rules, out)
+    # Last, so that a resumed run continues from a state with the effects of this event.
+    error = _too_many_failures(state, event, rules.settings)
+    if error:
+        end_run(state, do.End(reason=error, error=True), out)
     return changed
 
 
-def _note_failure(state: RunState, settings: ControlSettings, *, failed: bool) -> None:
+def _note_outcome(state: RunState, settings: ControlSettings, *, failed: bool) -> None:
     state.recent_failures.append(failed)
     del state.recent_failures[: -settings.failure_window]
 
 
 def _too_many_failures(state: RunState, event: on.TrajectoryFailed, settings: ControlSettings) -> str:
+    """Message of the error that ends the run after ``event``; empty where it may go on."""
     if event.policy == FailurePolicy.STOP:
         return f"a reward failed, and the recipe says stop: {event.message}"
-    failed = sum(state.recent_failures)
-    seen = len(state.recent_failures)
-    if failed <= settings.max_failed_share * settings.failure_window:
-        return ""  # of the whole window, also while it fills: more of them cannot be mended by what comes
+    failures = sum(state.recent_failures)
+    # The limit is a share of the full window, also while the window fills: no later success can undo a failure in it.
+    if failures <= settings.max_failed_share * settings.failure_window:
+        return ""
     return (
-        f"{failed} of the last {seen} trajectories failed, more than the share of "
+        f"{failures} of the last {len(state.recent_failures)} trajectories failed, more than the share of "
         f"{settings.max_failed_share:g} that reward_limits.max_failed_share allows; "
         f"the last one ({event.reason}): {event.message or 'no message'}"
     )
 
 
-def _group_changed(
-    state: RunState, group: Group, rules: Rules, out: Actions, *, cut: tuple[TrajectoryId, ...] = ()
+def _check_group(
+    state: RunState, group: Group, rules: Rules, out: Actions, *, lost_race: tuple[TrajectoryId, ...] = ()
 ) -> bool:
-    """A member ended, and a race ``cut`` others: drop a group too small for the baseline, or without signal under
-    dynamic sampling."""
+    """Check ``group`` after one of its members ended. Drops a ready group that is too small for the baseline, or that
+    has no signal under dynamic sampling. ``lost_race``: members that the end of its race dropped."""
     if not group.members:
         state.dropped_in_a_row += 1
         return True
     if not group.ready:
         return False
-    _observe_complete(state, group, cut, rules)
+    _observe_complete(state, group, lost_race, rules)
     settings = rules.settings
     if settings.compares_siblings and group.keep > 1 and len(group.members) == 1:
         drop_group(state, group, DropReason.REWARD_FAILED, out)
@@ -205,50 +232,58 @@ def drop_group(state: RunState, group: Group, reason: DropReason, out: Actions) 
     out.append(do.Drop(ids=group.ids, reason=reason, abort=group.open > 0))
 
 
-# ---- lengths: reported before any filter, or groups that all fail or all succeed would be missing ----
+# ---- lengths for the policies --------------------------------------------------------------------
+# Observed before a group may be dropped: without groups that all fail or all succeed the lengths would be biased.
 
 
-def _observe_complete(state: RunState, group: Group, cut: tuple[TrajectoryId, ...], rules: Rules) -> None:
-    rules.policy.observe(_observed(group))
-    # To the group sizing a group is the first members of those that were launched: any are a fair sample of its size.
-    launched = sorted([*group.members.items(), *((trajectory.sample, None) for trajectory in cut)], key=itemgetter(0))
-    judged = [member for _, member in launched[: group.keep]]
+def _observe_complete(state: RunState, group: Group, lost_race: tuple[TrajectoryId, ...], rules: Rules) -> None:
+    rules.policy.observe(_observation(group))
+    # The group sizing sees the first ``keep`` of all launched members by sample number, also those that lost the race:
+    # a fair sample of a group of this size.
+    launched: dict[int, Member | None] = dict.fromkeys(trajectory.sample for trajectory in lost_race)
+    launched.update(group.members)
+    members = [launched[sample] for sample in sorted(launched)[: group.keep]]
     unit = rules.settings.group_sizing.straggler
     state.lengths.append(
         GroupLengths(
-            lengths=tuple(0 if m is None else _length(m, unit) for m in judged),
-            truncated=tuple(m is not None and m.finish_reason is FinishReason.LENGTH for m in judged),
+            lengths=tuple(0 if member is None else _length(member, unit) for member in members),
+            truncated=tuple(member is not None and _is_truncated(member) for member in members),
         )
     )
 
 
 def _length(member: Member, unit: Straggler) -> int:
-    return max(1, member.tokens if unit is Straggler.TOKENS else round(1000 * member.seconds))
+    length = member.tokens if unit is Straggler.TOKENS else round(1000 * member.seconds)
+    return max(1, length)
+
+
+def _is_truncated(member: Member) -> bool:
+    return member.finish_reason is FinishReason.LENGTH
 
 
 def observe_deferred(group: Group, longest: int, rules: Rules) -> None:
-    """``group`` was stopped; ``longest``: the longest completion of its round by then."""
-    rules.policy.observe(_observed(group, cut=True, cut_at=longest))
+    """Report a group that its round deferred to the policy. ``longest``: longest completion of the round so far."""
+    rules.policy.observe(_observation(group, deferred=True, round_longest=longest))
 
 
-def _observed(group: Group, *, cut: bool = False, cut_at: int = 0) -> GroupObserved:
-    scored = [m for m in group.members.values() if m.scored]
+def _observation(group: Group, *, deferred: bool = False, round_longest: int = 0) -> GroupObserved:
+    scored = [member for member in group.members.values() if member.scored]
     return GroupObserved(
         prompt_id=group.prompt.prompt_id,
         round_kind=group.round_kind,
         size=group.keep,
-        lengths=tuple(m.tokens for m in scored),
-        truncated=sum(m.finish_reason is FinishReason.LENGTH for m in scored),
+        lengths=tuple(member.tokens for member in scored),
+        truncated=sum(_is_truncated(member) for member in scored),
         prompt_tokens=group.prompt.tokens,
-        cut=cut,
-        cut_at=cut_at,
+        deferred=deferred,
+        round_longest=round_longest,
     )
 
 
 # ---- versions ------------------------------------------------------------------------------------
 
 
-def _trained(state: RunState, event: on.BatchTrained, rules: Rules, out: Actions) -> None:
+def _finish_step(state: RunState, event: on.BatchTrained, rules: Rules, out: Actions) -> None:
     step = state.pending.step
     state.pending.step = None
     assert step is not None
@@ -257,38 +292,42 @@ def _trained(state: RunState, event: on.BatchTrained, rules: Rules, out: Actions
     state.batch = state.next_batch or batch_after(state, rules.settings)
     state.next_batch = None
     state.dropped_in_a_row = 0
-    before = rules.sizer.size
+    last_size = rules.sizer.size
     decision = rules.sizer.observe(state.lengths, step.batches)
     state.lengths = []
     state.sizing_figures = decision.figures
-    if decision.size != before or decision.notify:
+    if decision.size != last_size or decision.notify:
         out.append(do.Decision(subject="group_size", reason=decision.reason, figures=decision.figures))
 
 
 def batch_after(state: RunState, settings: ControlSettings) -> Batch:
-    """An empty batch that follows the one that takes groups now."""
+    """Make an empty batch that follows the current one."""
     return Batch(batch_id=state.batch.batch_id + 1, target=settings.batch_weight)
 
 
-def _live(state: RunState, event: on.WeightsLive, settings: ControlSettings, out: Actions) -> None:
+def _finish_push(state: RunState, event: on.WeightsLive, settings: ControlSettings, out: Actions) -> None:
     version = event.policy_version
     state.pending.push = None
     state.pending.paused_for = None
     state.live_version = version
     state.slots.version_live(version)
-    last = version == state.steps  # then what falls due at the end is ordered there
-    if settings.evaluate_every and version % settings.evaluate_every == 0 and not (last and settings.evaluate_at_end):
-        if asked := "evaluate" in state.steering.wanted:  # here: there may be no time for it between two regular ones
+    is_last = version == state.steps  # ``wind_down`` orders the last evaluation and checkpoint
+    evaluation_due = settings.evaluate_every and version % settings.evaluate_every == 0
+    if evaluation_due and not (is_last and settings.evaluate_at_end):
+        limit = settings.evaluate_limit
+        # A requested evaluation of all prompts takes the place of the regular one: there may be no time between two.
+        if "evaluate" in state.steering.wanted:
             state.steering.wanted.remove("evaluate")
-        order_evaluation(state, version, 0 if asked else settings.evaluate_limit, out)
-    if settings.checkpoint_every and version % settings.checkpoint_every == 0 and not last:
+            limit = 0
+        order_evaluation(state, version, limit, out)
+    if settings.checkpoint_every and version % settings.checkpoint_every == 0 and not is_last:
         order_checkpoint(state, version, out)
 
 
 def order_evaluation(state: RunState, version: int, limit: int, out: Actions) -> None:
-    """Order an evaluation of ``version`` on the first ``limit`` held-out prompts (0: all); not in a drain, and not a
-    second time. It falls due with a version that goes live and begins at once: the batch is trained meanwhile, only the
-    push waits. So there is never a second one."""
+    """Order an evaluation of ``version`` on the first ``limit`` held-out prompts (0: all), except in a drain, or where
+    the same evaluation was ordered already. It begins as soon as its version is live. The next batch is trained
+    meanwhile, but its push waits for the evaluation, so that two evaluations never run at once."""
     if state.draining or state.evaluated == (version, limit):
         return
     state.evaluated = (version, limit)
@@ -297,7 +336,7 @@ def order_evaluation(state: RunState, version: int, limit: int, out: Actions) ->
 
 
 def order_checkpoint(state: RunState, version: int, out: Actions) -> None:
-    """Order a checkpoint of ``version``, unless it was written already."""
+    """Order a checkpoint of ``version``, unless one was ordered already."""
     if state.saved_version != version:
         state.pending.checkpoint = state.saved_version = version
         out.append(do.WriteCheckpoint(policy_version=version))

@@ -1,7 +1,8 @@
-"""The invariants of a run, as far as one state shows them: ``violations``. That nothing is trained twice, or that
-versions never go back, takes a history: the tests' walks and the fault campaign have one.
+"""Invariants of the state of a run, and ``violations``, which checks them all.
 
-The walks ask after every event, simulated runs at every live version, ``streamrl show`` of the replayed journal."""
+The walks of the tests call it after every event, simulated runs at every live version, and ``streamrl show`` for the
+state that a journal replays. Invariants over time (nothing is trained twice, versions never go back) need a history,
+which the walks and the fault campaign keep themselves."""
 
 from __future__ import annotations
 
@@ -16,21 +17,24 @@ from streamrl.control.round_policy import Rules
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
 
 Claims = Iterator[tuple[bool, str]]
-"""(holds, the message where it does not) of each claim."""
+"""Claims of one invariant: (whether the claim holds, the message where it does not)."""
 
 
 def violations(state: RunState, rules: Rules) -> list[str]:
-    """A sentence for each thing that must hold of ``state`` after every event and does not. It begins with the name of
-    the invariant (``INVARIANTS``) and a colon. Costs time in proportion to what is in flight."""
+    """Messages for all claims that do not hold for ``state``, each with the name of its invariant (``INVARIANTS``) and
+    a colon in front. All claims hold after every event. Takes time in proportion to the trajectories in flight."""
     return [
-        f"{name}: {wrong}" for name, claim in INVARIANTS.items() for holds, wrong in claim(state, rules) if not holds
+        f"{name}: {message}"
+        for name, claims in INVARIANTS.items()
+        for holds, message in claims(state, rules)
+        if not holds
     ]
 
 
 def _accounting(state: RunState, rules: Rules) -> Claims:
-    said = state.accounting()
-    ends = said.trained, sum(said.dropped.values()), said.in_flight
-    yield said.issued == sum(ends), f"{said.issued} were issued, and {ends} trained, dropped and in flight"
+    counts = state.accounting()
+    ends = counts.trained, sum(counts.dropped.values()), counts.in_flight
+    yield counts.issued == sum(ends), f"{counts.issued} were issued, and {ends} trained, dropped and in flight"
 
 
 def _groups(state: RunState, rules: Rules) -> Claims:
@@ -38,11 +42,11 @@ def _groups(state: RunState, rules: Rules) -> Claims:
     both = buffer.untrained.keys() & buffer.batched.keys()
     yield not both, f"groups {both} are in a batch and wait for one"
     for group in buffer.batched.values():
-        open_ = f"group {group.group_id} is in a batch, and {group.open} of its members have no reward"
-        yield not group.open and not group.paused, open_
+        message = f"group {group.group_id} is in a batch, and {group.open} of its members have no reward"
+        yield not group.open and not group.paused, message
     for group in buffer.groups():
-        for holds, wrong in _group(group, state, rules):
-            yield holds, f"group {group.group_id} {wrong}"
+        for holds, message in _group(group, state, rules):
+            yield holds, f"group {group.group_id} {message}"
 
 
 def _group(group: Group, state: RunState, rules: Rules) -> Claims:
@@ -51,14 +55,14 @@ def _group(group: Group, state: RunState, rules: Rules) -> Claims:
     scored = sum(member.scored for member in members.values())
     yield bool(members), "has ended and is kept"
     yield group.open == len(members) - scored, f"counts {group.open} members without a reward, {scored} have one"
-    whole = 1 <= group.keep <= group.size and set(members) <= set(range(group.size))
-    yield whole, f"keeps {group.keep} of {group.size} trajectories and has the members {sorted(members)}"
+    fits = 1 <= group.keep <= group.size and set(members) <= set(range(group.size))
+    yield fits, f"keeps {group.keep} of {group.size} trajectories and has the members {sorted(members)}"
     yield scored <= group.keep, f"has {scored} rewards, and a batch takes {group.keep}"
     weight = rules.settings.weight_of(group.keep)
     yield group.weight == weight, f"weighs {group.weight} in place of {weight}"
     yield group.group_id < state.next_group_id, f"has a number that will be given again, after {state.next_group_id}"
-    live = version <= state.live_version or version == state.pending.paused_for
-    yield live, f"is sampled by version {version}, and engines serve {state.live_version}"
+    version_fits = version <= state.live_version or version == state.pending.paused_for
+    yield version_fits, f"is sampled by version {version}, and engines serve {state.live_version}"
 
 
 def _indexes(state: RunState, rules: Rules) -> Claims:
@@ -80,32 +84,29 @@ def _batch(state: RunState, rules: Rules) -> Claims:
     batch = state.batch
     following = state.next_batch
     groups = list(state.buffer.batched.values())
-    inside = list(state.buffer.batched)
-    yield batch.groups == inside, f"batch {batch.batch_id} has the groups {batch.groups}, and the buffer {inside}"
-    said = batch.filled, batch.samples, batch.tokens
-    found = sum(g.weight for g in groups), sum(len(g.members) for g in groups), sum(g.tokens for g in groups)
-    yield said == found, f"batch {batch.batch_id} says {said} of weight, samples and tokens, its groups {found}"
+    group_ids = list(state.buffer.batched)
+    yield batch.groups == group_ids, f"batch {batch.batch_id} has the groups {batch.groups}, and the buffer {group_ids}"
+    counts = batch.filled, batch.samples, batch.tokens
+    sums = sum(g.weight for g in groups), sum(len(g.members) for g in groups), sum(g.tokens for g in groups)
+    yield counts == sums, f"batch {batch.batch_id} says {counts} of weight, samples and tokens, its groups {sums}"
     had_room = not groups or batch.filled - groups[-1].weight < batch.target
     yield had_room, f"the last group of batch {batch.batch_id} joined when it was full"
-    full = not state.batch_closed or batch.missing <= 0 or state.prompts.exhausted
-    yield (
-        full,
-        f"batch {batch.batch_id} is closed, with {batch.missing} of {batch.target} missing, and there are prompts",
-    )
-    alone = following is None or (state.batch_closed and not following.groups)
-    yield alone, f"another batch is open beside batch {batch.batch_id}"
+    may_be_closed = batch.missing <= 0 or state.prompts.exhausted
+    message = f"batch {batch.batch_id} is closed, with {batch.missing} of {batch.target} missing, and there are prompts"
+    yield may_be_closed or not state.batch_closed, message
+    may_follow = following is None or (state.batch_closed and not following.groups)
+    yield may_follow, f"another batch is open beside batch {batch.batch_id}"
 
 
 def _staleness(state: RunState, rules: Rules) -> Claims:
-    most = rules.settings.max_staleness
+    limit = rules.settings.max_staleness
     buffer = state.buffer
     trainer = state.trainer_version
     for groups, trained_at in ((buffer.batched, trainer), (buffer.untrained, trainer + int(state.batch_closed))):
         for group in groups.values():
-            old = (
-                f"group {group.group_id} has a token of version {group.oldest_version}, {trained_at} trains it at best"
-            )
-            yield staleness(trained_at, group.oldest_version) <= most, old
+            oldest = group.oldest_version
+            message = f"group {group.group_id} has a token of version {oldest}, {trained_at} trains it at best"
+            yield staleness(trained_at, oldest) <= limit, message
     waits = rules.settings.when_stale is StalePolicy.WAIT and rules.settings.rounds is not RoundKind.CUSTOM
     stale = buffer.dropped.get(DropReason.STALE, 0)
     yield not (stale and waits), f"{stale} trajectories were dropped as stale, and when_stale is wait"
@@ -115,11 +116,11 @@ def _slots(state: RunState, rules: Rules) -> Claims:
     slots = state.slots
     live = state.live_version
     trainer = state.trainer_version
-    used = sum(group.size for group in state.buffer.groups()) + sum(slots.consumed.values())
-    yield slots.in_use == used, f"{slots.in_use} are in use, and groups and versions that are not live have {used}"
+    total = sum(group.size for group in state.buffer.groups()) + sum(slots.consumed.values())
+    yield slots.in_use == total, f"{slots.in_use} are in use, and groups and versions that are not live have {total}"
     yield slots.in_use <= rules.slots, f"{slots.in_use} are in use, and there are {rules.slots}"
-    awaited = all(live < version <= trainer for version in slots.consumed)
-    yield awaited, f"versions {list(slots.consumed)} keep some: {live} is live, {trainer} trained"
+    not_live_yet = all(live < version <= trainer for version in slots.consumed)
+    yield not_live_yet, f"versions {list(slots.consumed)} keep some: {live} is live, {trainer} trained"
 
 
 def _versions(state: RunState, rules: Rules) -> Claims:
@@ -139,29 +140,30 @@ def _orders(state: RunState, rules: Rules) -> Claims:
     trainer = state.trainer_version
     live = state.live_version
     step = pending.step
-    made = trainer + int(state.batch_closed)
+    version_in_making = trainer + int(state.batch_closed)
     if step is not None:
-        ordered = step.batch_id, step.policy_version, step.groups, step.samples, step.trained_tokens
-        fits = ordered == (batch.batch_id, trainer + 1, len(batch.groups), batch.samples, batch.tokens)
+        order = step.batch_id, step.policy_version, step.groups, step.samples, step.trained_tokens
+        fits = order == (batch.batch_id, trainer + 1, len(batch.groups), batch.samples, batch.tokens)
         yield fits, f"{step} is not of batch {batch.batch_id} and trainer version {trainer}"
         yield pending.checkpoint is None and live == trainer, f"version {trainer} is left before it is live and saved"
-    push = pending.push is None or live < pending.push == trainer
-    yield push, f"version {pending.push} is pushed: {live} is live, {trainer} trained"
-    kept = pending.evaluation is None or (pending.evaluation.policy_version == live and pending.push is None)
-    yield kept, f"weights change under {pending.evaluation}"
-    saved = pending.checkpoint is None or pending.checkpoint == state.saved_version == trainer
-    yield saved, f"version {pending.checkpoint} is saved, and the trainer holds {trainer}"
-    paused = pending.paused_for is None or live < pending.paused_for == made
-    yield paused, f"engines are paused for version {pending.paused_for}, and {made} is made"
+    push_fits = pending.push is None or live < pending.push == trainer
+    yield push_fits, f"version {pending.push} is pushed: {live} is live, {trainer} trained"
+    evaluation = pending.evaluation
+    weights_stay = evaluation is None or (evaluation.policy_version == live and pending.push is None)
+    yield weights_stay, f"weights change under {evaluation}"
+    checkpoint_fits = pending.checkpoint is None or pending.checkpoint == state.saved_version == trainer
+    yield checkpoint_fits, f"version {pending.checkpoint} is saved, and the trainer holds {trainer}"
+    pause_fits = pending.paused_for is None or live < pending.paused_for == version_in_making
+    yield pause_fits, f"engines are paused for version {pending.paused_for}, and {version_in_making} is made"
 
 
 def _drain(state: RunState, rules: Rules) -> Claims:
     buffer = state.buffer
     end = state.pending.end
     if end is not None and end.error:
-        return  # it was not wound down
-    left = bool(buffer.untrained or (buffer.batched and not state.batch_closed))
-    yield not (left and state.ending and state.live_version >= 0), f"the run ends, with {buffer.accounting()}"
+        return  # an error ends a run without ``wind_down``
+    leftovers = bool(buffer.untrained or (buffer.batched and not state.batch_closed))
+    yield not (leftovers and state.ending and state.live_version >= 0), f"the run ends, with {buffer.accounting()}"
     under_way = buffer or state.busy or state.batch_closed or state.live_version < state.trainer_version
     yield end is None or not under_way, f"the run has ended ({end and end.reason}), and something is under way"
 

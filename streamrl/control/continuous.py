@@ -1,5 +1,5 @@
-"""Continuous rollout without rounds: every slot is kept busy, weights change in flight, staleness is bounded by slots
-and deadlines (ADR 2)."""
+"""Continuous rollout without rounds (``rollout.rounds = "continuous"``): all slots stay busy, weights change while
+trajectories are sampled, and slots and deadlines bound the staleness (ADR 2). ``round_policies`` makes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from streamrl.recipe.scheduling import StalePolicy
 
 
 class ContinuousRounds(StatelessRounds):
-    """Staleness of ``rollout.max_staleness`` at most."""
+    """Round policy of continuous rollout, with a staleness of at most ``rollout.max_staleness``."""
 
     on_policy = False
     drop_reason = DropReason.STALE
@@ -22,14 +22,14 @@ class ContinuousRounds(StatelessRounds):
         self._slots = (settings.max_staleness + 1) * settings.batch_trajectories
 
     def launch(self, view: RoundView) -> Launch | None:
-        # What is launched beyond the last batch would be thrown away.
+        # Groups beyond the last batch of the run would never be trained.
         batch = view.batch_trajectories
         unfilled = view.missing - view.untrained_trajectories
         needed = unfilled + (view.steps_left - 1) * batch
-        # What is launched now must be trained by ``live_version + max_staleness``, after all that is under way.
+        # Groups launched now must be trained by ``live_version + max_staleness``, after all groups under way.
         room = unfilled + (view.live_version + self._max_staleness - view.trainer_version) * batch
         groups = min(room // view.group_size, math.ceil(needed / view.group_size))
-        # A queue is there when the run was forked from one of other rounds: what waits longest goes first.
+        # A run that was forked from one with other rounds has a queue, whose prompts have waited longest.
         groups, source = view.queue_first(groups)
         return Launch(groups=groups, source=source, size=view.group_size, round_kind="continuous")
 

@@ -1,14 +1,15 @@
-"""Decisions after an event: ``decide(state, rules, out)``. In this order: drop what became stale, hand ready groups to
-training, settle a full batch and close it, publish, launch, end. An event costs time in proportion to the group that it
-is about, and to nothing else that is in flight."""
+"""Decisions after an event: ``decide(state, rules, out)``, which ``Control.handle`` calls after ``apply``.
+
+In this order: drop stale groups, hand ready groups to training, settle a full batch and close it, publish, launch, end.
+The time for an event grows with the size of its group, and with nothing else that is in flight."""
 
 from __future__ import annotations
 
 from streamrl.base.types import DropReason, TrajectoryId
-from streamrl.buffers.rollout_buffer import oldest_first
+from streamrl.buffers.rollout_buffer import Group, oldest_first
 from streamrl.buffers.slots import last_version
 from streamrl.control import actions as do
-from streamrl.control.apply import Actions, drop_group, end, observe_deferred, order_checkpoint, order_evaluation
+from streamrl.control.apply import Actions, drop_group, end_run, observe_deferred, order_checkpoint, order_evaluation
 from streamrl.control.launch import launch, view
 from streamrl.control.model import Batch, RunState, next_attempt, requeue_interrupted
 from streamrl.control.pending import train_order
@@ -16,11 +17,11 @@ from streamrl.control.round_policy import Candidate, Remainder, Rules
 from streamrl.recipe.scheduling import StalePolicy
 
 MAX_DROPPED_BATCHES = 20
-"""So many batches' worth of groups dropped without one optimizer step end the run."""
+"""A run ends with an error once it drops the groups of this many batches without one optimizer step."""
 
 
 def decide(state: RunState, rules: Rules, out: Actions) -> None:
-    """Append to ``out`` what is to be done now, in order, and record it in ``state``."""
+    """Append the actions that are due now to ``out``, in order, and record them in ``state``."""
     if state.live_version < 0:
         return
     if state.ending:
@@ -36,16 +37,16 @@ def decide(state: RunState, rules: Rules, out: Actions) -> None:
         state.starved = True
         wind_down(state, rules, out)
         return
-    why = _dropped_too_many(state, rules) or _deadlock(state, rules)
-    if why:
-        end(state, do.End(reason=why, error=True), out)
+    error = _dropped_too_many(state, rules) or _deadlock(state, rules)
+    if error:
+        end_run(state, do.End(reason=error, error=True), out)
 
 
 def drop_stale(state: RunState, rules: Rules, out: Actions) -> None:
-    """End groups whose oldest token no batch may train any more, whatever the policy promised."""
-    # The open batch is trained by trainer_version; once it is closed the next chance is one version later.
-    now = state.trainer_version + int(state.batch_closed)
-    for group in state.buffer.stale_groups(now - rules.settings.max_staleness):
+    """Drop groups whose oldest token no batch may train any more."""
+    # ``trainer_version`` trains the open batch, and the version after it the next batch.
+    next_to_train = state.trainer_version + int(state.batch_closed)
+    for group in state.buffer.stale_groups(next_to_train - rules.settings.max_staleness):
         drop_group(state, group, DropReason.STALE, out)
         if rules.settings.when_stale is StalePolicy.REGENERATE:
             state.prompts.waiting.insert(0, next_attempt(group, None))
@@ -53,49 +54,50 @@ def drop_stale(state: RunState, rules: Rules, out: Actions) -> None:
 
 def fill(state: RunState, rules: Rules, out: Actions) -> None:
     """Hand ready groups to training while the batch takes more."""
+    # Where sizes vary, a group that was refused may fit once others have joined.
     while _fill_once(state, rules, out):
-        pass  # of mixed sizes one may be refused that fits once others have joined
+        pass
 
 
 def _fill_once(state: RunState, rules: Rules, out: Actions) -> bool:
-    """Return whether a group joined."""
+    """Offer every ready group to the batch once. Returns whether a group joined."""
     batch = state.batch
     buffer = state.buffer
     if state.batch_closed or batch.missing <= 0 or not buffer.ready:
         return False
     joined = False
-    seen = view(state, rules)
+    round_view = view(state, rules)
     for group in sorted((buffer.untrained[group_id] for group_id in buffer.ready), key=oldest_first):
         if batch.missing <= 0:
             break
         candidate = Candidate(
             group_id=group.group_id,
-            trajectories=seen.trajectories_of(group.keep),
+            trajectories=round_view.trajectories_of(group.keep),
             tokens=group.tokens,
             deadline=last_version(group.oldest_version, rules.settings.max_staleness),
         )
-        if not rules.policy.may_join(seen, candidate):
+        if not rules.policy.may_join(round_view, candidate):
             continue
         buffer.batch(group)
         batch.take(group)
         joined = True
-        seen = view(state, rules)
+        round_view = view(state, rules)
         out.append(train_order(batch, group))
         if rules.policy.cut_tokens and batch.tokens >= rules.policy.cut_tokens:
-            batch.target = batch.filled
+            batch.target = batch.filled  # enough tokens: the batch is full before it has its trajectories
     return joined
 
 
 def close(state: RunState, rules: Rules, out: Actions) -> None:
-    """Settle a full batch, and let the trainer step once it may."""
+    """Settle a full batch, and order the optimizer step once the trainer may take it."""
     batch = state.batch
-    # An exhausted source ends with one smaller batch rather than losing what was sampled.
+    # Once the source is exhausted, the last groups are trained as one smaller batch.
     nothing_comes = state.prompts.empty and not state.pending.draw and not state.buffer.untrained
     if state.batch_closed or not batch.groups or (batch.missing > 0 and not nothing_comes):
         return
     _settle(state, rules, out)
-    # Engines take one version at a time: the next step waits until the last one is live.
-    # A checkpoint is of the version that the trainer holds; it could not step while it writes anyway.
+    # The step waits until the last version is live, since engines take one version at a time, and until a checkpoint is
+    # written, since the checkpoint has the trainer's current weights.
     if state.live_version < state.trainer_version or state.pending.checkpoint is not None:
         return
     nothing_runs = all(group.paused for group in state.buffer.untrained.values())
@@ -117,30 +119,36 @@ def close(state: RunState, rules: Rules, out: Actions) -> None:
 
 
 def _settle(state: RunState, rules: Rules, out: Actions) -> None:
-    """The batch is full: defer, pause or keep the groups that are not in it, as the policy says."""
+    """Defer, pause or keep the groups that are not in the full batch, as the policy's ``remainder`` says."""
     if len(state.buffer.untrained) == len(state.buffer.paused):
         return
     remainder = rules.policy.remainder(view(state, rules))
-    others = [g for g in state.buffer.untrained.values() if not g.paused]
+    running_groups = [group for group in state.buffer.untrained.values() if not group.paused]
     if remainder is Remainder.PAUSE:
-        stopped: list[TrajectoryId] = []
-        for group in others:
-            if group.open:
-                stopped.extend(group.open_ids)
-                state.buffer.pause(group)
-        if stopped:
-            out.append(do.PauseTrajectories(ids=tuple(stopped)))
+        _pause(state, running_groups, out)
     elif remainder is Remainder.REQUEUE:
-        longest = max((g.longest for g in state.buffer.groups()), default=0)
-        for group in others:
+        longest = max((group.longest for group in state.buffer.groups()), default=0)
+        for group in running_groups:
             observe_deferred(group, longest, rules)
             drop_group(state, group, rules.policy.drop_reason, out)
             state.prompts.queue.append(next_attempt(group, group.seed_base if rules.policy.replays else None))
             state.prompts.unsorted = True
 
 
+def _pause(state: RunState, groups: list[Group], out: Actions) -> None:
+    """Pause the open members of ``groups``."""
+    open_ids: list[TrajectoryId] = []
+    for group in groups:
+        if group.open:
+            open_ids.extend(group.open_ids)
+            state.buffer.pause(group)
+    if open_ids:
+        out.append(do.PauseTrajectories(ids=tuple(open_ids)))
+
+
 def publish(state: RunState, out: Actions) -> None:
-    """Make the trainer's version live. Weights never change under an evaluation: its figure belongs to one version."""
+    """Order the push of the trainer's version. The push waits for a running evaluation, whose figure belongs to one
+    version."""
     pending = state.pending
     if pending.push is None and pending.evaluation is None and state.live_version < state.trainer_version:
         pending.push = state.trainer_version
@@ -148,12 +156,15 @@ def publish(state: RunState, out: Actions) -> None:
 
 
 def wind_down(state: RunState, rules: Rules, out: Actions) -> None:
-    """End without training anything new: let a closed batch finish and go live, drop the rest, evaluate, save, end."""
-    reason = DropReason.DRAINED if state.stop_reason is not None or state.starved else DropReason.CANCELLED
-    open_batch = () if state.batch_closed else tuple(state.buffer.batched.values())
-    for group in sorted((*open_batch, *state.buffer.untrained.values()), key=lambda g: g.group_id):
+    """End the run without training a further batch: let a closed batch finish and go live, drop all other groups,
+    evaluate, save, end."""
+    reason = DropReason.DRAINED if state.draining or state.starved else DropReason.CANCELLED
+    groups = list(state.buffer.untrained.values())
+    if not state.batch_closed:
+        groups += state.buffer.batched.values()
+    for group in sorted(groups, key=lambda group: group.group_id):
         drop_group(state, group, reason, out)
-        requeue_interrupted(state, group)  # for a run that goes on from the last checkpoint
+        requeue_interrupted(state, group)  # for a run that continues from the last checkpoint
     if not state.batch_closed:
         state.batch = Batch(batch_id=state.batch.batch_id, target=rules.settings.batch_weight)
     publish(state, out)
@@ -164,16 +175,16 @@ def wind_down(state: RunState, rules: Rules, out: Actions) -> None:
     if rules.settings.checkpoint_at_end:
         order_checkpoint(state, state.live_version, out)
     if not state.busy:
-        end(state, do.End(reason=_reason(state)), out)
+        end_run(state, do.End(reason=_end_reason(state)), out)
 
 
-def _reason(state: RunState) -> str:
+def _end_reason(state: RunState) -> str:
     if state.stop_reason is not None:
         return state.stop_reason
     return "prompts exhausted" if state.starved else "finished"
 
 
-# ---- ends that nobody asked for -------------------------------------------------------------------
+# ---- ends that no user requested ------------------------------------------------------------------
 
 
 def _starved(state: RunState) -> bool:
@@ -196,23 +207,18 @@ def _dropped_too_many(state: RunState, rules: Rules) -> str:
 
 
 def _deadlock(state: RunState, rules: Rules) -> str:
-    """Return why no event can come; empty when one may. Paused groups count as under way: some may be scored now."""
+    """Message of the error where no event can follow; empty where one may. Paused groups count as under way, since some
+    of their members may still be scored."""
     buffer = state.buffer
     pending = state.pending
     under_way = buffer.paused or len(buffer.untrained) > len(buffer.ready)
-    if (
-        under_way
-        or state.batch_closed
-        or pending.push is not None
-        or pending.draw
-        or state.busy
-        or state.steering.paused
-    ):
+    awaits_answer = state.batch_closed or pending.push is not None or pending.draw or state.busy
+    if under_way or awaits_answer or state.steering.paused:
         return ""
-    seen = view(state, rules)
+    round_view = view(state, rules)
     return (
         f"the rounds ({rules.settings.policy or rules.settings.rounds}) wait for nothing: no trajectory runs, "
-        f"{seen.missing} of {seen.target} places of the batch are free, {len(buffer.ready)} groups are ready, "
-        f"{seen.queued} prompts queue and {seen.free_slots} slots are free; "
+        f"{round_view.missing} of {round_view.target} places of the batch are free, {len(buffer.ready)} groups are "
+        f"ready, {round_view.queued} prompts queue and {round_view.free_slots} slots are free; "
         "correct what launch, may_join or slots answer"
     )

@@ -1,5 +1,7 @@
-"""Events that control is given. They carry identities and sizes, never tokens: a log stays small and replays
-anywhere."""
+"""Events that control takes: ``Control.handle`` receives them one at a time.
+
+``run.controller`` makes them in the controller process and journals them, ``simulate.simulation`` makes them in virtual
+time. They carry identities and sizes, never tokens, so that a journal stays small and replays anywhere."""
 
 from __future__ import annotations
 
@@ -9,20 +11,20 @@ from streamrl.base.types import DropReason, FinishReason, Record, TrajectoryId
 
 
 class Event(Record, frozen=True, tag=True):
-    """Base of everything that happens to control."""
+    """Base of all events."""
 
 
 class RunBegan(Event, frozen=True):
-    """Engines and trainer hold ``policy_version``, and it is live. Above 0: the run goes on from a checkpoint.
-    ``steps``: that it is to make (0: as its settings say)."""
+    """The run begins: engines and trainer hold ``policy_version``, and it is live. A version above 0 is that of a
+    checkpoint. ``steps``: optimizer steps that the run makes in all (0: the number in its settings)."""
 
     policy_version: int = 0
     steps: int = 0
 
 
 class PromptsDrawn(Event, frozen=True):
-    """The answer to ``DrawPrompts``. Fewer than asked for means that the source is exhausted. ``prompt_tokens``: length
-    of each prompt, or empty."""
+    """Answer to ``DrawPrompts``. An exhausted source gives fewer prompts than ordered. ``prompt_tokens``: length of
+    each prompt, or empty where lengths are not known."""
 
     prompt_ids: tuple[str, ...]
     exhausted: bool = False
@@ -30,9 +32,12 @@ class PromptsDrawn(Event, frozen=True):
 
 
 class TrajectoryScored(Event, frozen=True):
-    """A trajectory was sampled and its reward is a value that the user's function returned. ``reward_version``: of the
-    set of functions that did it; ``separate_rewards``: by name, those that are compared with their siblings' alone,
-    where any are; ``seconds``: of engine and reward, from launch to score."""
+    """A trajectory was sampled and the user's functions returned its reward.
+
+    ``oldest_version``, ``newest_version``: policy versions that sampled its tokens;
+    ``reward_version``: version of the set of reward functions;
+    ``separate_rewards``: rewards by name, where each is compared with the same reward of the siblings alone;
+    ``seconds``: time from launch to score, in engine and reward."""
 
     id: TrajectoryId
     reward: float
@@ -46,8 +51,8 @@ class TrajectoryScored(Event, frozen=True):
 
 
 class TrajectoryFailed(Event, frozen=True):
-    """A trajectory ends without a reward (``reward_failed``, ``engine_failed`` or ``cancelled``). ``policy``: what the
-    recipe wants then; empty: that the sample is dropped."""
+    """A trajectory ended without a reward (``reward_failed``, ``engine_failed`` or ``cancelled``). ``policy``:
+    ``FailurePolicy`` of the recipe; empty: only the sample is dropped."""
 
     id: TrajectoryId
     reason: DropReason
@@ -72,8 +77,8 @@ class EnginesMeasured(Event, frozen=True):
 
 
 class RoundTimed(Event, frozen=True):
-    """Wall time of the step that made ``policy_version``, in seconds: until its batch was full; from there until it was
-    trained; the push."""
+    """Wall time of the step that made ``policy_version``. ``rollout_s``: seconds until its batch was full;
+    ``training_s``: seconds from the full batch to the end of the optimizer step; ``push_s``: seconds of the push."""
 
     policy_version: int
     rollout_s: float
@@ -82,8 +87,9 @@ class RoundTimed(Event, frozen=True):
 
 
 class RoundsAdvised(Event, frozen=True):
-    """Prediction of an adviser beside the run: trained tokens a second of each kind of round that it compared, by name.
-    ``seconds``: of a step, by name and by what metrics call the round; ``figures``: what the prediction rests on."""
+    """Prediction of the adviser, which runs beside the run. ``goodput``: trained tokens a second by the name of a
+    candidate; ``seconds``: seconds of a step by candidate and kind of round (its name in metrics); ``figures``: numbers
+    behind the prediction."""
 
     goodput: dict[str, float]
     seconds: dict[str, dict[str, float]] = {}
@@ -91,7 +97,7 @@ class RoundsAdvised(Event, frozen=True):
 
 
 class BatchTrained(Event, frozen=True):
-    """The trainer stepped: it now holds ``policy_version``."""
+    """The trainer has stepped and holds ``policy_version``."""
 
     batch_id: int
     policy_version: int
@@ -104,7 +110,8 @@ class WeightsLive(Event, frozen=True):
 
 
 class EvaluationDone(Event, frozen=True):
-    """Held-out prompts were scored under ``policy_version``, or their evaluation was cancelled and nothing is left."""
+    """Held-out prompts were scored under ``policy_version``, or their evaluation was cancelled and none of them
+    runs."""
 
     policy_version: int
 
@@ -116,28 +123,29 @@ class CheckpointDone(Event, frozen=True):
 
 
 class StopRequested(Event, frozen=True):
-    """Drain: train nothing new, keep what is trained, end."""
+    """The run shall drain: train no further batch, save, and end."""
 
     reason: str
 
 
 class RunContinued(Event, frozen=True):
-    """Somebody asked a run that had ended, or was ending, to go on: a drain that was asked for before is over.
-    ``steps``: that it is to make in all from now on (0: as before)."""
+    """A user continues a run that had ended or was ending, which revokes an earlier drain. ``steps``: optimizer steps
+    that the run makes in all from now on (0: as before)."""
 
     steps: int = 0
 
 
 class Steered(Event, frozen=True):
-    """Somebody asked for something: ``pause`` (nothing is launched until ``continue``), or an evaluation or a
-    checkpoint of the live version, as soon as the state allows it."""
+    """Order of a user: ``pause`` (no launches until ``continue``), or an evaluation or checkpoint of the live version
+    as soon as the state allows it."""
 
     order: Literal["pause", "continue", "evaluate", "checkpoint"]
 
 
 class SettingsChanged(Event, frozen=True):
-    """Somebody changed ``values`` of the recipe, by key (``control.steering``). They hold from the batch of ``step`` on
-    (0: the next one that opens). ``recipe_steps``: ``run.steps`` of the recipe, where that changes."""
+    """A user changed ``values`` of the recipe, by key (``control.steering``). They hold from the batch of ``step`` on
+    (0: the next batch that opens). ``recipe_steps``: ``run.steps`` of the recipe, where the change concerns this
+    key."""
 
     values: dict[str, Any]
     step: int = 0
@@ -146,8 +154,8 @@ class SettingsChanged(Event, frozen=True):
 
 Outcome = TrajectoryScored | TrajectoryFailed
 Answer = PromptsDrawn | CheckpointDone | EvaluationDone | BatchTrained | WeightsLive
-"""Answers to an order, each of which control waits for (``Pending.awaits``), in the order in which a deterministic run
-takes them."""
+"""Answers to orders, which control waits for (``Pending.awaits``), in the order in which a deterministic run takes
+them."""
 Measurement = EnginesMeasured | RoundTimed | RoundsAdvised
 
 ControlEvent = RunBegan | RunContinued | Steered | SettingsChanged | Outcome | Answer | Measurement | StopRequested

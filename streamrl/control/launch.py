@@ -1,7 +1,8 @@
-"""The launch phase of a decision: asks the round policy what to launch, and makes groups of prompts.
+"""The launch phase of ``decide``: asks the round policy for launches, and makes groups of prompts.
 
-With ``rollout.advanced.presubmit`` the next round opens while the step still runs: its requests wait in the paused
-engines, and the weights that are trained now sample them."""
+``decide`` calls ``launch`` last, and ``view`` wherever it asks the policy. With ``rollout.advanced.presubmit`` the next
+round opens while the optimizer step still runs: its requests wait in the paused engines for the version that the step
+makes. This file calls such launches *ahead*."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from streamrl.control.round_policy import Launch, RoundView, Rules, Source
 
 
 def view(state: RunState, rules: Rules) -> RoundView:
-    """Make the policy's view. In advance of a version: as if it were live already."""
+    """Make the facts for the policy. For launches ahead, as if the version in the making were live already."""
     settings = rules.settings
     buffer = state.buffer
     ahead = _launches_ahead(state, rules)
     batch = _launch_batch(state, rules)
     paused = len(buffer.paused)
-    # One size a round: a refill of another size would not fill the batch exactly.
+    # A round has one size: a group of another size, launched for a dropped one, would not fill the batch exactly.
     size = batch.group_size or rules.sizer.size
     unit = _trajectories_of_a_unit(size, rules)
     due = tuple((last_version(version, settings.max_staleness), unit * weight) for version, weight in buffer.versions())
@@ -52,45 +53,47 @@ def view(state: RunState, rules: Rules) -> RoundView:
 
 
 def launch(state: RunState, rules: Rules, out: Actions) -> None:
-    """Ask the policy until it has nothing more to launch, or prompts must be drawn first."""
+    """Ask the policy for launches until it has no more, or prompts must be drawn first."""
     while not state.pending.draw and not state.finished:
-        seen = view(state, rules)
-        plan = rules.policy.launch(seen)
+        round_view = view(state, rules)
+        plan = rules.policy.launch(round_view)
         if plan is None or plan.groups <= 0:
             return
         if plan.because is not None:
             out.append(plan.because)
         if plan.source is Source.COHORT:
-            went = _load_cohort(state, plan, seen.group_size, out)
+            ask_again = _load_cohort(state, plan, round_view.group_size, out)
         elif plan.source is Source.PAUSED:
-            went = _resume(state, plan, rules, seen.group_size, out)
+            ask_again = _resume(state, plan, rules, round_view.group_size, out)
         else:
-            went = _launch_groups(state, plan, rules, seen.group_size, out)
-        if not went:
+            ask_again = _launch_groups(state, plan, rules, round_view.group_size, out)
+        if not ask_again:
             return
 
 
 def _load_cohort(state: RunState, plan: Launch, size: int, out: Actions) -> bool:
-    """Queue the prompts of a cohort, once they are drawn: ``plan.copies`` of each, for groups of ``size``."""
+    """Queue the prompts of a cohort once they are drawn: ``plan.copies`` of each, for groups of ``size``. Returns
+    whether the queue has prompts, so that the policy can launch them."""
     pool = state.prompts
     if len(pool.waiting) < plan.groups and not pool.exhausted:
         _draw(state, plan.groups - len(pool.waiting), out)
         return False
-    chosen = pool.waiting[: plan.groups]
+    cohort = pool.waiting[: plan.groups]
     pool.waiting = pool.waiting[plan.groups :]
-    for ref in chosen:
+    for ref in cohort:
         pool.queue += [msgspec.structs.replace(ref, group_size=size)] * plan.copies
     pool.unsorted = True
     return bool(pool.queue)
 
 
 def _resume(state: RunState, plan: Launch, rules: Rules, size: int, out: Actions) -> bool:
-    chosen = state.buffer.paused_groups()[: plan.groups]
-    if not chosen:
+    """Resume paused groups. Returns whether there were any."""
+    groups = state.buffer.paused_groups()[: plan.groups]
+    if not groups:
         return False
     _open_round(state, plan, rules, size, out)
     ids: list[TrajectoryId] = []
-    for group in chosen:
+    for group in groups:
         state.buffer.resume(group)
         ids.extend(group.open_ids)
     out.append(do.ResumeTrajectories(ids=tuple(ids)))
@@ -98,34 +101,40 @@ def _resume(state: RunState, plan: Launch, rules: Rules, size: int, out: Actions
 
 
 def _launch_groups(state: RunState, plan: Launch, rules: Rules, size: int, out: Actions) -> bool:
-    """Return whether all groups of ``plan`` were launched that slots allow; where prompts lack, they are drawn
-    first."""
+    """Launch groups of ``plan`` as far as slots and prompts allow; order a draw where fresh prompts lack. Returns
+    whether the policy may be asked again: after all groups of the plan, or after any groups from the queue."""
     if not 0 <= plan.keep <= plan.size or plan.size < 1:
         raise ValueError(
             f"the rounds launch groups of {plan.size} trajectories of which {plan.keep} are kept: "
             "answer a size of 1 or more, and keep as many or fewer"
         )
-    wanted = min(plan.groups, (rules.slots - state.slots.in_use) // plan.size)
+    limit = min(plan.groups, (rules.slots - state.slots.in_use) // plan.size)
     launched = 0
-    while launched < wanted and (ref := _take(state, plan, rules)) is not None:
+    while launched < limit:
+        ref = _take_prompt(state, plan, rules)
+        if ref is None:
+            break
         _open_round(state, plan, rules, size, out)
         _launch_group(state, plan, ref, rules, out)
         launched += 1
-    if launched < wanted and plan.source is Source.FRESH and not state.prompts.exhausted:
-        _draw(state, wanted - launched, out)
-    return 0 < launched == plan.groups or (launched > 0 and plan.source is Source.QUEUE)
+    if launched < limit and plan.source is Source.FRESH and not state.prompts.exhausted:
+        _draw(state, limit - launched, out)
+    if not launched:
+        return False
+    return launched == plan.groups or plan.source is Source.QUEUE
 
 
-def _take(state: RunState, plan: Launch, rules: Rules) -> PromptRef | None:
+def _take_prompt(state: RunState, plan: Launch, rules: Rules) -> PromptRef | None:
+    """Take the next prompt for ``plan`` out of the pool; None where there is none."""
     pool = state.prompts
     if plan.source is Source.FRESH:
         return pool.waiting.pop(0) if pool.waiting else None
     if pool.unsorted:
         pool.queue = list(rules.policy.sorted_queue(pool.queue))
         pool.unsorted = False
-    for place, ref in enumerate(pool.queue):
+    for index, ref in enumerate(pool.queue):
         if plan.queued_at in (0, ref.group_size):
-            return pool.queue.pop(place)
+            return pool.queue.pop(index)
     return None
 
 
@@ -153,7 +162,8 @@ def _launch_group(state: RunState, plan: Launch, ref: PromptRef, rules: Rules, o
 
 
 def _open_round(state: RunState, plan: Launch, rules: Rules, size: int, out: Actions) -> None:
-    """The first launch of a round names it, and says what fills its batch and how large its groups are."""
+    """Set kind, target and group size of the batch at the first launch of its round. A launch ahead also opens the next
+    batch and pauses the engines."""
     batch = _launch_batch(state, rules)
     if _launches_ahead(state, rules):
         state.next_batch = batch
@@ -167,7 +177,8 @@ def _open_round(state: RunState, plan: Launch, rules: Rules, size: int, out: Act
 
 
 def _trajectories_of_a_unit(size: int, rules: Rules) -> int:
-    """Trajectories that a policy sees for each unit of weight, in a round of groups of ``size``."""
+    """Trajectories of one unit of weight, in a round of groups of ``size``: policies see trajectories, control counts
+    weight."""
     return size // rules.settings.weight_of(size)
 
 
@@ -177,18 +188,16 @@ def _draw(state: RunState, count: int, out: Actions) -> None:
 
 
 def _launch_batch(state: RunState, rules: Rules) -> Batch:
-    """The batch that what is launched now is for."""
+    """Batch that groups launched now may join."""
     if not _launches_ahead(state, rules):
         return state.batch
     return state.next_batch or batch_after(state, rules.settings)
 
 
 def _launches_ahead(state: RunState, rules: Rules) -> int:
-    """1 where what is launched now waits in the engines for the version that is being made, else 0."""
-    return int(
-        rules.settings.presubmit
-        and rules.policy.on_policy
-        and state.batch_closed
-        and state.pending.evaluation is None
-        and all(version > state.trainer_version for version in state.buffer.by_version)
-    )
+    """1 where launches wait in the paused engines for the version in the making, else 0."""
+    presubmits = rules.settings.presubmit and rules.policy.on_policy
+    if not presubmits or not state.batch_closed or state.pending.evaluation is not None:
+        return 0
+    # Groups of an older version still need the engines, which a launch ahead pauses.
+    return int(all(version > state.trainer_version for version in state.buffer.by_version))

@@ -1,5 +1,7 @@
-"""The core of control: ``handle(event) -> actions``, which is ``apply`` and then ``decide``. The same core runs the
-real pipeline and the simulator, and the journal of a run rebuilds it."""
+"""The entry of control: ``Control.handle(event) -> actions``, which calls ``apply`` and then ``decide``.
+
+The same object runs in the controller process of a real run and in the simulator; a controller that takes over rebuilds
+it from the journal."""
 
 from __future__ import annotations
 
@@ -17,16 +19,17 @@ from streamrl.control.round_policy import GroupSizer, RoundPolicy, Rules
 from streamrl.control.settings import ControlSettings
 
 Steer = Callable[[RunState, Rules, ControlEvent, list[ControlAction]], Rules]
-"""Carries out what people ask for, between an event and the decisions after it; returns the rules from there on."""
+"""Function that carries out orders of users, between an event and the decisions after it. Returns the rules that hold
+from there on."""
 
 
 def unsteered(state: RunState, rules: Rules, event: ControlEvent, out: list[ControlAction]) -> Rules:
-    """The rules as they are."""
+    """Return ``rules``: a run without orders of users."""
     return rules
 
 
 class Control:
-    """Everything that decides: the state of the run and the policies that it asks. One instance a run."""
+    """The state of the run and its rules, which decide together. One instance a run."""
 
     def __init__(
         self,
@@ -36,8 +39,8 @@ class Control:
         snapshot: Snapshot | None = None,
         steer: Steer = unsteered,
     ) -> None:
-        """Raises ``StreamRLError`` for a snapshot of another schema, ``ValueError`` where more slots were in use than
-        there are by ``settings``."""
+        """Start a run, or continue from ``snapshot``. Raises ``StreamRLError`` for a snapshot of another schema,
+        ``ValueError`` where it uses more slots than ``settings`` have."""
         self.rules = Rules(settings, policy, sizer)
         self._steer = steer
         self.state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_weight))
@@ -58,7 +61,7 @@ class Control:
         return self.rules.settings
 
     def handle(self, event: ControlEvent) -> list[ControlAction]:
-        """Take one event, decide, and return what is to be done, in order."""
+        """Take one event and return the actions that follow from it, in order."""
         out: list[ControlAction] = []
         self._take(event, out)
         return out
@@ -73,33 +76,34 @@ class Control:
             decide(state, self.rules, out)
 
     def unanswered_orders(self) -> list[ControlAction]:
-        """List what was ordered and not answered (``pending``), for a shell with nothing in flight."""
+        """Orders without an answer (``pending``), for a shell with nothing in flight."""
         return unanswered_orders(self.state)
 
     def snapshot(self) -> Snapshot:
-        """All of control, to be encoded before the next event."""
+        """Complete state of control. Encode it before the next event, which changes it."""
         return Snapshot(
             schema=SNAPSHOT_SCHEMA,
             state=self.state,
-            policy=msgspec.to_builtins(self.rules.policy.snapshot()),  # copies: a policy may change what it gave
+            # A copy, since the policy may change its objects later.
+            policy=msgspec.to_builtins(self.rules.policy.snapshot()),
             sizer=msgspec.to_builtins(self.rules.sizer.snapshot()),
         )
 
 
 def fork(snapshot: Snapshot, settings: ControlSettings) -> Snapshot:
-    """Make the initial snapshot of another run that begins from a checkpoint with this one: what was under way is
-    sampled again, what was deferred still waits, what policies learnt stays."""
+    """Make the first snapshot of another run, which begins from a checkpoint with ``snapshot``. Prompts of unfinished
+    groups are sampled again, deferred prompts stay in the queue, and policies keep what they have learnt."""
     snapshot.check()
-    before = snapshot.state
+    origin = snapshot.state
     state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_weight))
-    state.next_group_id = before.next_group_id
-    state.prompts.drawn = before.prompts.drawn
-    for group in before.buffer.groups():
+    state.next_group_id = origin.next_group_id
+    state.prompts.drawn = origin.prompts.drawn
+    for group in origin.buffer.groups():
         requeue_interrupted(state, group)
-    state.prompts.waiting += before.prompts.waiting
+    state.prompts.waiting += origin.prompts.waiting
     sizes = settings.group_sizes
     state.prompts.queue = [
         ref if ref.group_size in sizes else msgspec.structs.replace(ref, group_size=sizes[0])
-        for ref in (*state.prompts.queue, *before.prompts.queue)
+        for ref in (*state.prompts.queue, *origin.prompts.queue)
     ]
     return msgspec.structs.replace(snapshot, state=state, order=None)

@@ -1,7 +1,8 @@
-"""The state of a run as control sees it: one tree of structs, which encodes as it is. That encoding is the snapshot.
+"""The state of a run in control: one tree of structs, whose encoding is the snapshot.
 
-``RunState`` is changed by ``apply`` (what happened) and ``decide`` (what was ordered) only. It remembers what it
-ordered until that is answered (``Pending``), so that a controller that takes over knows what to order again."""
+Only ``apply`` (events), ``decide`` with ``launch`` (orders) and ``steering`` (orders of users) change ``RunState``.
+``Pending`` has the orders without an answer, so that a controller that takes over knows which to give again. The state
+lives in the controller, in the simulator, and in commands that replay a journal."""
 
 from __future__ import annotations
 
@@ -20,10 +21,13 @@ SNAPSHOT_SCHEMA = 4
 
 
 class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The batch that takes groups now. ``target``: weight that fills it (``ControlSettings.batch_weight``);
-    ``groups``: those in it, in the order in which they joined; ``filled``: their weight (a group whose members failed
-    counts as a whole one). ``round_kind``, ``group_size``: of its round; empty and 0 before the round's first launch.
-    """
+    """A batch that takes groups.
+
+    ``target``: weight that fills it (``ControlSettings.batch_weight``);
+    ``round_kind``, ``group_size``: properties of its round, empty and 0 before the first launch;
+    ``groups``: ids of its groups, in the order in which they joined;
+    ``filled``: weight of its groups (a group with failed members has its full weight);
+    ``samples``, ``tokens``: number and sampled tokens of its trajectories."""
 
     batch_id: int
     target: int
@@ -36,11 +40,11 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def missing(self) -> int:
-        """Weight that it still takes: 0 or less when it is full."""
+        """Weight that the batch still takes: 0 or less when it is full."""
         return self.target - self.filled
 
     def take(self, group: Group) -> None:
-        """``group`` joins."""
+        """Add ``group``."""
         self.groups.append(group.group_id)
         self.filled += group.weight
         self.samples += len(group.members)
@@ -48,9 +52,14 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Pending(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Orders that have not been answered. ``draw``: prompts asked of the source; ``step``: the batch is closed and the
-    trainer steps; ``push``, ``checkpoint``: the version that is pushed or written; ``paused_for``: the version that
-    engines are paused for; ``end``: the last action, which nothing answers. What is sampled is in the buffer."""
+    """Orders without an answer yet, except launches, which the buffer has.
+
+    ``draw``: prompts ordered from the source;
+    ``step``: order to the trainer, which closes the batch;
+    ``push``, ``checkpoint``: version that is pushed or written;
+    ``evaluation``: order of the running evaluation;
+    ``paused_for``: version that the paused engines wait for;
+    ``end``: last action, which has no answer."""
 
     draw: int = 0
     step: StepOptimizer | None = None
@@ -62,28 +71,38 @@ class Pending(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def awaited(self) -> dict[type[on.Answer], tuple[int, ...]]:
-        """Kinds of answers that are awaited, in the order of ``Answer``, with the fields that tell the right one."""
+        """Types of the answers that control waits for, in the order of ``Answer``, each with the values of its fields.
+        ``PromptsDrawn`` may have any values."""
         step = self.step
         evaluation = self.evaluation
-        asked: dict[type[on.Answer], tuple[int, ...] | None] = {
-            on.PromptsDrawn: () if self.draw else None,
-            on.CheckpointDone: None if self.checkpoint is None else (self.checkpoint,),
-            on.EvaluationDone: None if evaluation is None else (evaluation.policy_version,),
-            on.BatchTrained: None if step is None else (step.batch_id, step.policy_version),
-            on.WeightsLive: None if self.push is None else (self.push,),
-        }
-        return {kind: fields for kind, fields in asked.items() if fields is not None}
+        awaited: dict[type[on.Answer], tuple[int, ...]] = {}
+        if self.draw:
+            awaited[on.PromptsDrawn] = ()
+        if self.checkpoint is not None:
+            awaited[on.CheckpointDone] = (self.checkpoint,)
+        if evaluation is not None:
+            awaited[on.EvaluationDone] = (evaluation.policy_version,)
+        if step is not None:
+            awaited[on.BatchTrained] = (step.batch_id, step.policy_version)
+        if self.push is not None:
+            awaited[on.WeightsLive] = (self.push,)
+        return awaited
 
     def awaits(self, answer: on.Answer) -> bool:
-        """True when exactly this answer is awaited, and not one that was taken before."""
-        fields = () if isinstance(answer, on.PromptsDrawn) else msgspec.structs.astuple(answer)
-        return self.awaited.get(type(answer)) == fields
+        """Return whether control waits for exactly this answer; False for one that it has taken before."""
+        if isinstance(answer, on.PromptsDrawn):
+            return bool(self.draw)
+        return self.awaited.get(type(answer)) == msgspec.structs.astuple(answer)
 
 
 class PromptPool(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Prompts that may be launched. ``waiting``: drawn from the source and not launched yet; ``queue``: deferred in a
-    race, cut, or of a cohort; ``unsorted``: the queue changed since the policy sorted it; ``drawn``: prompts that the
-    source gave so far; ``exhausted``: it has no more."""
+    """Prompts that may be launched.
+
+    ``waiting``: prompts drawn from the source and not launched yet;
+    ``queue``: prompts that were deferred by a race, stopped at the end of a round, or loaded with a cohort;
+    ``unsorted``: whether the queue has changed since the policy sorted it;
+    ``drawn``: number of prompts that the source has given so far;
+    ``exhausted``: whether the source has no more."""
 
     waiting: list[PromptRef] = []
     queue: list[PromptRef] = []
@@ -98,17 +117,24 @@ class PromptPool(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class GroupLengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths of the members of one complete group, by sample number, and which reached the cap: sampled tokens, or
-    milliseconds from launch to score. 0: a race cut it, since as many as a batch takes had ended."""
+    """Lengths of the members of one complete group, by sample number.
+
+    ``lengths``: sampled tokens, or milliseconds from launch to score; 0 for a member that the race of its group
+    dropped; ``truncated``: whether the member reached the cap."""
 
     lengths: tuple[int, ...]
     truncated: tuple[bool, ...]
 
 
 class Steering(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Orders of people to a running run. ``wanted``: an evaluation or a checkpoint that was not ordered yet; ``asked``:
-    changes of settings that wait for their step; ``changed``: values in force, by key, after so many ``changes``;
-    ``recipe_steps``: what the recipe said when ``run.steps`` was changed."""
+    """Orders of users to a running run.
+
+    ``paused``: whether launches are paused;
+    ``wanted``: evaluation and checkpoint that a user requested and control has not ordered yet;
+    ``asked``: changes of settings that wait for their step;
+    ``changed``: changed values in force, by key;
+    ``changes``: number of changes so far;
+    ``recipe_steps``: ``run.steps`` of the recipe when a user changed this key."""
 
     paused: bool = False
     wanted: list[str] = []
@@ -119,15 +145,21 @@ class Steering(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RunState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Everything control knows, but for what policies learn.
+    """Everything that control knows, except what policies learn.
 
-    ``steps``: optimizer steps to make in all. ``batch``: takes groups, or is closed (``pending.step``); ``next_batch``:
-    the one after it, whose round was opened before the step was done. ``trainer_version``, ``live_version``: what the
-    trainer holds and every engine serves (-1: none yet). ``evaluated``: version and limit of the last evaluation that
-    was ordered; ``saved_version``: of the last checkpoint. ``lengths``: groups that ended since the last step, for the
-    group sizing, and ``sizing_figures`` what it said then. ``recent_failures``: of the newest trajectories, which
-    failed; ``dropped_in_a_row``: groups since the last step. ``stop_reason``: of a drain that was asked for;
-    ``starved``: there are no prompts left."""
+    ``steps``: optimizer steps of the run in all;
+    ``batch``: batch that takes groups, or is closed (``pending.step``);
+    ``next_batch``: batch after it, where its round was opened before the step was done;
+    ``trainer_version``: version of the trainer's weights;
+    ``live_version``: version that every engine serves (-1: none yet);
+    ``evaluated``: version and limit of the last evaluation that was ordered;
+    ``saved_version``: version of the last checkpoint that was ordered;
+    ``lengths``: groups that ended since the last step, for the group sizing;
+    ``sizing_figures``: figures of the last decision of the group sizing;
+    ``recent_failures``: whether each of the newest trajectories failed;
+    ``dropped_in_a_row``: groups dropped since the last step;
+    ``stop_reason``: reason of a requested drain;
+    ``starved``: whether no prompts are left."""
 
     steps: int
     batch: Batch
@@ -151,12 +183,12 @@ class RunState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def batch_closed(self) -> bool:
-        """The trainer was ordered to step on ``batch``."""
+        """Return whether the trainer was ordered to step on ``batch``."""
         return self.pending.step is not None
 
     @property
     def draining(self) -> bool:
-        """The run was asked to end: nothing new is trained or evaluated."""
+        """Return whether a stop was requested: no further batch is trained or evaluated."""
         return self.stop_reason is not None
 
     @property
@@ -171,29 +203,30 @@ class RunState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def evaluating(self) -> int | None:
-        """The version that is evaluated."""
-        return self.pending.evaluation.policy_version if self.pending.evaluation is not None else None
+        """Version that the running evaluation scores; None without an evaluation."""
+        return None if self.pending.evaluation is None else self.pending.evaluation.policy_version
 
     @property
     def busy(self) -> bool:
-        """Return whether an evaluation or a checkpoint is not done."""
+        """Return whether an evaluation or a checkpoint is under way."""
         return self.pending.evaluation is not None or self.pending.checkpoint is not None
 
     @property
     def round_kind(self) -> str:
-        """Kind of the round that the open batch belongs to, or of the groups that fill it; empty before both."""
+        """Kind of the round of the open batch, or before its first launch of the groups in it; empty where there are
+        none."""
         if self.batch.round_kind or not self.batch.groups:
             return self.batch.round_kind
         return self.buffer.batched[self.batch.groups[0]].round_kind
 
     def accounting(self) -> Accounting:
-        """Trajectory counts, of which ``control.check`` says that they balance."""
+        """Counts of trajectories; ``control.check`` verifies that they balance."""
         return self.buffer.accounting()
 
 
 class Snapshot(Record, frozen=True):
-    """All of control. ``policy``, ``sizer``, ``order``: what the round policy, the group sizing and, in a deterministic
-    run, the order of arrivals give as their own state."""
+    """Complete state of control. ``policy``: state of the round policy; ``sizer``: state of the group sizer; ``order``:
+    order of arrivals, in a deterministic run."""
 
     schema: int
     state: RunState
@@ -210,27 +243,27 @@ class Snapshot(Record, frozen=True):
             )
 
     def prompt_ids(self) -> set[str]:
-        """Prompts that a run which goes on from here may launch."""
+        """Prompts that a run which continues from this snapshot may launch."""
         return prompts_needed(self.state)
 
 
 def prompts_needed(state: RunState) -> set[str]:
-    """Prompts that may be launched, again too, and those of groups that have not ended."""
+    """Ids of prompts that may still be launched, and of prompts of unfinished groups."""
     pool = state.prompts
-    needed = {ref.prompt_id for ref in (*pool.waiting, *pool.queue)}
-    needed.update(group.prompt.prompt_id for group in state.buffer.groups())
-    return needed
+    prompt_ids = {ref.prompt_id for ref in (*pool.waiting, *pool.queue)}
+    prompt_ids.update(group.prompt.prompt_id for group in state.buffer.groups())
+    return prompt_ids
 
 
 def next_attempt(group: Group, seed_base: int | None) -> PromptRef:
-    """The prompt of ``group``, to be sampled again from its start."""
+    """Prompt of ``group`` for another attempt from its start."""
     return msgspec.structs.replace(
         group.prompt, attempt=group.prompt.attempt + 1, seed_base=seed_base, group_size=group.keep
     )
 
 
 def requeue_interrupted(state: RunState, group: Group) -> None:
-    """``group`` ends with the run that launched it; its prompt is sampled when the run goes on: from the queue where
-    it came from there (one deferred, whose long round is still due, and one of a cohort)."""
+    """Put the prompt of ``group``, which ends before it is trained, back into the pool. A prompt that came from the
+    queue (deferred, or of a cohort) returns to the queue."""
     target = state.prompts.queue if group.queued else state.prompts.waiting
     target.append(next_attempt(group, group.prompt.seed_base))

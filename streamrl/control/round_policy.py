@@ -1,6 +1,9 @@
-"""The two policies that control asks, what they see and what they answer: ``RoundPolicy`` forms rounds, ``GroupSizer``
-chooses how large groups are. A policy is a small object in a file of its own, which comes in by constructor. It never
-touches groups, streams or time, and what it learns it gives in ``snapshot``.
+"""Protocols of the two policies of control, with their inputs and results: ``RoundPolicy`` forms rounds, ``GroupSizer``
+chooses the group size.
+
+A policy is a small object in a file of its own (``policies``, or a file of the user), which ``Control`` gets by its
+constructor. It never touches groups, streams or time; ``snapshot`` returns what it has learnt. It runs wherever control
+runs: in the controller and in the simulator.
 
 Control asks a round policy after every event:
 
@@ -27,9 +30,9 @@ from streamrl.recipe.scheduling import StalePolicy
 
 
 class Source(StrEnum):
-    """Source of the groups of a launch. ``fresh``: prompts from the source. ``queue``: prompts that wait in the queue,
-    because they were deferred in a race, were cut, or are of a loaded cohort. ``paused``: groups that were stopped and
-    continue from their tokens. ``cohort``: nothing is launched; so many prompts are drawn into the queue."""
+    """Source of the groups of a launch. ``fresh``: prompts from the source of prompts. ``queue``: prompts that wait in
+    the queue, since a race deferred them, the end of a round stopped them, or a cohort was loaded. ``paused``: groups
+    that were paused and continue from their tokens. ``cohort``: no groups; prompts are drawn into the queue."""
 
     FRESH = "fresh"
     QUEUE = "queue"
@@ -38,9 +41,9 @@ class Source(StrEnum):
 
 
 class Remainder(StrEnum):
-    """Handling of groups that are not in a full batch. ``keep``: nothing, a later batch takes them. ``requeue``: they
-    end and their prompts join the queue. ``pause``: they stop, keep their tokens and are resumed under the next
-    version."""
+    """Handling of groups that are not in a full batch. ``keep``: groups go on, and a later batch takes them.
+    ``requeue``: groups are dropped, and their prompts join the queue. ``pause``: groups stop, keep their tokens and are
+    resumed under the next version."""
 
     KEEP = "keep"
     REQUEUE = "requeue"
@@ -48,13 +51,17 @@ class Remainder(StrEnum):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """``groups`` of ``size`` trajectories each, of which the first ``keep`` (0: all) that are rewarded are kept.
+    """A launch of ``groups`` groups of ``size`` trajectories each.
 
-    ``round_kind``: what this round is called in metrics (``synchronous``, ``short``, ``long``, ``sorted``, ...).
-    ``group_size``: of the round that opens with this launch, where it is not the one that the view gives (0);
-    ``target``: trajectories that close its batch (0: those of the recipe). ``queued_at``: take only prompts from the
-    queue that were deferred at this group size (0: any). ``copies``: how often each prompt of a cohort enters the
-    queue. ``because``: why this and not another kind of round (None: nothing was decided)."""
+    ``source``: source of the groups;
+    ``size``: trajectories launched for each group;
+    ``round_kind``: name of the round in metrics (``synchronous``, ``short``, ``long``, ``sorted``, ...);
+    ``keep``: trajectories of a group that a batch takes, the first that are rewarded (0: all);
+    ``group_size``: group size of the round that this launch opens (0: the size in the view);
+    ``target``: trajectories that close the batch of this round (0: those of the recipe);
+    ``queued_at``: group size at which prompts taken from the queue were deferred (0: any);
+    ``copies``: times that each prompt of a cohort enters the queue;
+    ``because``: decision for this kind of round (None: there was no choice)."""
 
     groups: int
     source: Source
@@ -69,16 +76,27 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoundView(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that a policy may use. Counts are groups unless they say otherwise.
+    """Facts that a policy may use. Counts are groups unless their description says otherwise.
 
-    ``batch_trajectories``: what one optimizer step consumes; ``group_size``: of the open round, or chosen for the next
-    one by the group sizing; ``keeps_prompts``: a batch is so many groups, so that here each of them counts as
-    ``group_size`` trajectories, whatever its own size. ``target``: trajectories that close the open batch; ``missing``:
-    trajectories that it still takes; ``joined``: groups in it. ``round_kind``: of the round that the open batch belongs
-    to, empty before its first launch. ``untrained``: groups that run or are ready, ``untrained_trajectories``: what
-    batches would take of those and of paused ones; ``paused``: groups that were stopped. ``queue``: prompts that wait
-    in the queue, next one first; ``exhausted``: the source has no more. ``due``: trajectories of untrained groups by
-    the last trainer version that may train them, ascending."""
+    ``trainer_version``, ``live_version``: versions of the trainer and of the engines;
+    ``batch_trajectories``: trajectories that one optimizer step consumes;
+    ``group_size``: group size of the open round, or of the next one as the group sizing has chosen it;
+    ``target``: trajectories that close the open batch;
+    ``missing``: trajectories that the batch still takes;
+    ``joined``: groups in the batch;
+    ``batch_closed``: whether the trainer steps on the batch;
+    ``round_kind``: kind of the round of the open batch, empty before its first launch;
+    ``untrained``: groups that run or are ready;
+    ``untrained_trajectories``: trajectories that batches would take of untrained and paused groups;
+    ``paused``: paused groups;
+    ``queue``: prompts that wait in the queue, the next one first;
+    ``exhausted``: whether the source has no more prompts;
+    ``free_slots``: trajectories that may be launched now;
+    ``steps_left``: optimizer steps still to make;
+    ``when_stale``: rule for groups that become too old;
+    ``due``: trajectories of untrained groups by the last trainer version that may train them, ascending;
+    ``keeps_prompts``: whether a batch is a number of groups, so that each group counts as ``group_size`` trajectories
+      here, whatever its own size."""
 
     trainer_version: int
     live_version: int
@@ -101,7 +119,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     keeps_prompts: bool = False
 
     def trajectories_of(self, size: int) -> int:
-        """Count the trajectories of the batch that a group of ``size`` fills."""
+        """Number of trajectories of the batch that a group of ``size`` fills."""
         return self.group_size if self.keeps_prompts else size
 
     @property
@@ -111,13 +129,12 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def at_barrier(self) -> bool:
-        """The open batch may take what is launched now, and the version that will train it is live."""
+        """Return whether the open batch may take groups launched now, and the version that will train them is live."""
         open_batch = not self.batch_closed and self.missing > 0 and self.steps_left > 0
         return open_batch and self.live_version == self.trainer_version
 
     def leaves_time_for_others(self, candidate: Candidate) -> bool:
-        """Return whether every other untrained group can still be trained by its deadline once ``candidate`` has
-        joined."""
+        """Return whether every other untrained group can still meet its deadline once ``candidate`` has joined."""
         return may_take(
             candidate.trajectories,
             candidate.deadline,
@@ -128,12 +145,15 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def queue_first(self, groups: int) -> tuple[int, Source]:
-        """Take so many groups from the queue where prompts wait there, and otherwise from the source."""
-        return (min(groups, self.queued), Source.QUEUE) if self.queue else (groups, Source.FRESH)
+        """Number and source of up to ``groups`` groups: from the queue where prompts wait there, else fresh ones."""
+        if self.queue:
+            return min(groups, self.queued), Source.QUEUE
+        return groups, Source.FRESH
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A ready group that asks to join. ``deadline``: the last trainer version that may train it."""
+    """A ready group that may join the open batch. ``trajectories``: trajectories of the batch that it fills;
+    ``tokens``: sampled tokens; ``deadline``: last trainer version that may train it."""
 
     group_id: int
     trajectories: int
@@ -142,11 +162,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupObserved(msgspec.Struct, frozen=True, kw_only=True):
-    """A group whose members all ended, or ``size`` of them were kept; reported before any filter drops it.
+    """A complete group, or one that its round deferred; reported before any filter drops the group.
 
-    ``lengths``: sampled tokens of each rewarded member, by sample number. ``truncated``: members that reached the cap.
-    ``prompt_tokens``: 0 when unknown. ``cut``: it was deferred, so that ``lengths`` are those of the members that had
-    ended, and the others are longer than ``cut_at``, the longest length that any group of the round had by then."""
+    ``size``: members that a batch takes;
+    ``lengths``: sampled tokens of each rewarded member, by sample number;
+    ``truncated``: members that reached the cap;
+    ``prompt_tokens``: length of the prompt, 0 when unknown;
+    ``deferred``: whether the round deferred the group;
+    ``round_longest``: longest completion of any group of the round when the group was deferred; its members without a
+      length are longer."""
 
     prompt_id: str
     round_kind: str
@@ -154,42 +178,43 @@ class GroupObserved(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[int, ...]
     truncated: int
     prompt_tokens: int
-    cut: bool = False
-    cut_at: int = 0
+    deferred: bool = False
+    round_longest: int = 0
 
 
 Observation = GroupObserved | Measurement
 
 
 class RoundPolicy(Protocol):
-    """Rules by which rounds are formed. Made once a run with its ``ControlSettings``.
+    """Rules by which rounds are formed. A run makes its policy once, from its ``ControlSettings``.
 
-    ``on_policy``: every token is trained by the version that sampled it; only such rounds are submitted in advance.
-    ``replays``: a prompt that was requeued draws the same completions again. ``cut_tokens``: sampled tokens that fill a
-    batch before it has its trajectories (0: never)."""
+    ``on_policy``: whether every token is trained by the version that sampled it; only such rounds are submitted in
+    advance. ``replays``: whether a requeued prompt draws the same completions again. ``cut_tokens``: sampled tokens
+    that fill a batch before it has its trajectories (0: no such limit)."""
 
     on_policy: bool
 
     def launch(self, view: RoundView) -> Launch | None:
-        """Asked whenever something changed, again after each launch. None: nothing now."""
+        """Return the next launch, or None for no launch now. Called after every change, and again after each launch."""
         ...
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
-        """Asked for each ready group, oldest first, while the open batch takes more."""
+        """Return whether ``candidate`` may join the open batch. Called for each ready group, oldest first, while the
+        batch takes more."""
         ...
 
     def remainder(self, view: RoundView) -> Remainder:
-        """Asked when the batch is full."""
+        """Return the handling of the groups that are not in the batch. Called when the batch is full."""
         ...
 
     @property
     def drop_reason(self) -> DropReason:
-        """Reason for which groups are dropped when ``remainder`` answers ``requeue``. Any reason but ``lost_race`` and
+        """Reason for which groups are dropped when ``remainder`` returns ``requeue``. Any reason but ``lost_race`` and
         ``cut`` counts towards the dropped groups in a row that end a run."""
         ...
 
     def slots(self) -> int:
-        """Trajectories that may be in flight at once, at most."""
+        """Largest number of trajectories that may be in flight at once."""
         ...
 
     @property
@@ -199,33 +224,34 @@ class RoundPolicy(Protocol):
     def cut_tokens(self) -> int: ...
 
     def sorted_queue(self, queue: Sequence[PromptRef]) -> Sequence[PromptRef]:
-        """The order in which the queue is served. Asked when prompts joined it, before one is taken."""
+        """Return the queue in the order in which its prompts are launched. Called once prompts have joined the queue,
+        before one is taken."""
         ...
 
-    def observe(self, seen: Observation) -> None:
-        """Learn from what happened; for policies that adapt."""
+    def observe(self, observation: Observation) -> None:
+        """Learn from ``observation``, in policies that adapt."""
         ...
 
     def snapshot(self) -> dict[str, object]:
-        """State that a resumed run needs of this policy: values that msgspec encodes."""
+        """State of this policy that a resumed run needs, as values that msgspec encodes."""
         ...
 
     def restore(self, state: dict[str, object]) -> None:
-        """The inverse, on a new policy."""
+        """Take over the ``state`` of a snapshot, in a new policy."""
         ...
 
 
 class StatelessRounds:
-    """Defaults for a policy without state: nothing special, nothing learnt."""
+    """Defaults for a policy that learns nothing and has no state."""
 
     replays = False
     cut_tokens = 0
 
     def sorted_queue(self, queue: Sequence[PromptRef]) -> Sequence[PromptRef]:
-        """Return the queue as it is."""
+        """Return the queue unchanged."""
         return queue
 
-    def observe(self, seen: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         """Learn nothing."""
 
     def snapshot(self) -> dict[str, object]:
@@ -237,8 +263,8 @@ class StatelessRounds:
 
 
 class SizingDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of the next round's groups, why, and figures for metrics (``sizing/...``). ``notify``: the user reads
-    the reason also where the size stays."""
+    """Group size of the next round. ``figures``: values of metrics (``sizing/...``); ``notify``: whether the user reads
+    the reason even where the size stays."""
 
     size: int
     reason: str
@@ -247,7 +273,8 @@ class SizingDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupSizer(Protocol):
-    """Rule of the group size: asked for ``size`` once a round, given what ended once a step. Reward is not an input."""
+    """Rule of the group size. Control reads ``size`` once a round, and reports the complete groups once a step. Rewards
+    are no input."""
 
     @property
     def size(self) -> int:
@@ -255,7 +282,8 @@ class GroupSizer(Protocol):
         ...
 
     def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
-        """All complete groups of one step, before any filter. At most once a step. ``batches``: that it trained."""
+        """Learn from all complete groups of one step, before any filter, and decide on the size. Called at most once a
+        step. ``batches``: number of batches that the step trained."""
         ...
 
     def snapshot(self) -> dict[str, object]:
@@ -263,7 +291,7 @@ class GroupSizer(Protocol):
         ...
 
     def restore(self, state: dict[str, object]) -> None:
-        """The inverse, on a new sizer."""
+        """Take over the ``state`` of a snapshot, in a new sizer."""
         ...
 
 
@@ -284,11 +312,11 @@ class FixedSize:
         return {}
 
     def restore(self, state: dict[str, object]) -> None:
-        """Do nothing: the size is the recipe's."""
+        """Do nothing: the recipe has the size."""
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """Rules that decide beside the state: the recipe's settings, the two policies, and the number of slots."""
+    """Rules for all decisions of control: the settings of the recipe, the two policies, and the number of slots."""
 
     settings: ControlSettings
     policy: RoundPolicy
@@ -296,7 +324,9 @@ class Rules(msgspec.Struct, frozen=True):
 
     @property
     def slots(self) -> int:
-        """Trajectories that may be in flight. Groups that are submitted in advance take slots beside the batch that is
-        being trained."""
-        ahead = self.settings.presubmit and self.policy.on_policy
-        return self.policy.slots() * (2 if ahead else 1)
+        """Trajectories that may be in flight. A round that is submitted in advance needs as many slots as the batch
+        that is being trained."""
+        slots = self.policy.slots()
+        if self.settings.presubmit and self.policy.on_policy:
+            return 2 * slots
+        return slots

@@ -1,4 +1,5 @@
-"""Settings of control, from the recipe. Written into the event log, so that a log replays without the recipe."""
+"""Settings of control, made from the recipe: by the controller, by the simulator for each candidate, and by commands
+that replay a journal."""
 
 from __future__ import annotations
 
@@ -9,10 +10,16 @@ from streamrl.recipe.sections import Recipe
 
 
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields mean what they mean in the recipe; ``batch_groups`` is ``rollout.prompts_per_batch``. ``policy``: the
-    class of rounds = "custom". ``seed``: of the random group sizes. ``deterministic``: what is decided does not depend
-    on who answers first (``control.policies.deterministic``). ``compares_siblings``: a sample alone in its group has no
-    advantage. ``learning_rate``, ``sampling``: what was changed of them since the start."""
+    """Settings of control. Fields have the meaning of the recipe's keys of the same name, except these:
+
+    ``batch_groups``: ``rollout.prompts_per_batch``;
+    ``policy``: class of ``rounds = "custom"``;
+    ``failure_window``, ``max_failed_share``: limits of failed trajectories (``reward_limits``);
+    ``seed``: seed of random group sizes;
+    ``evaluate_every``, ``evaluate_limit``: steps between evaluations, and prompts of each;
+    ``deterministic``: whether decisions do not depend on the order of answers (``control.policies.deterministic``);
+    ``compares_siblings``: whether a sample alone in its group has no advantage;
+    ``learning_rate``, ``sampling``: values changed by a user since the start."""
 
     steps: int
     batch_groups: int
@@ -42,28 +49,29 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reads_environment(self) -> bool:
-        """Return whether the rounds read how many trajectories are in their environments: it depends on the clock."""
+        """Return whether the rounds use the number of trajectories that are in their environments, which depends on the
+        clock."""
         bounded = self.rounds is RoundKind.LENGTH_SORTED and self.length_sorted.oversubscription > 0
         return bounded and not self.deterministic
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:
-        """(groups, their size) of a batch, for each size that groups may have."""
+        """(number of groups, group size) of a batch, for each size that groups may have."""
         return self.group_sizing.batches(self.batch_groups, self.group_size)
 
     @property
     def batch_trajectories(self) -> int:
-        """Trajectories that one optimizer step consumes; where batches keep their prompts, with the largest groups."""
+        """Trajectories that one optimizer step consumes; where batches count prompts, with the largest groups."""
         return largest_batch(self.batches)
 
     @property
     def batch_weight(self) -> int:
-        """Weight that fills a batch: its trajectories, or its groups where batches keep their prompts."""
+        """Weight that fills a batch: its trajectories, or its groups where batches count prompts."""
         return self.batch_groups if self.group_sizing.keeps_prompts else self.batch_trajectories
 
     def weight_of(self, size: int) -> int:
-        """Weight in a batch of a group that keeps ``size`` trajectories: so many, or 1 where batches keep their
-        prompts. Control counts batches in this unit; policies see trajectories (``launch.view``)."""
+        """Weight of a group that keeps ``size`` trajectories: ``size``, or 1 where batches count prompts. Control
+        counts batches in this unit; policies see trajectories (``launch.view``)."""
         return 1 if self.group_sizing.keeps_prompts else size
 
     @property

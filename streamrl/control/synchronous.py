@@ -1,4 +1,5 @@
-"""One batch of groups under the live weights, wait for all of them, step, push, repeat. The baseline."""
+"""Synchronous rounds (``rollout.rounds = "synchronous"``), the baseline: launch one batch of groups under the live
+weights, wait for all of them, step, push, repeat. ``round_policies`` and ``auto`` make the policy."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from streamrl.control.settings import ControlSettings
 
 
 class SynchronousRounds(StatelessRounds):
-    """Strictly on-policy. A dropped group is refilled inside of the round."""
+    """Round policy of synchronous rounds, strictly on-policy. The same round replaces a dropped group."""
 
     on_policy = True
     drop_reason = DropReason.CUT
@@ -20,11 +21,12 @@ class SynchronousRounds(StatelessRounds):
     def launch(self, view: RoundView) -> Launch | None:
         if not view.at_barrier:
             return None
-        # A queue is there when another policy ran before (``auto``): what waits longest goes first. Where sizes vary
-        # the round has its size: at another one it would weigh more or less than the prompts that it raced with.
-        head = view.queue[0].group_size if view.queue else 0
-        of_one_size = len(self._sizes) > 1 and head in self._sizes and not view.exhausted
-        size = head if of_one_size and not view.round_kind else view.group_size
+        # Another policy may have left a queue (``auto``), whose prompts go first. Where sizes vary, the round takes the
+        # group size of the first prompt in it: at another size the prompt would count for more or less than the prompts
+        # that it raced with.
+        head_size = view.queue[0].group_size if view.queue else 0
+        of_one_size = len(self._sizes) > 1 and head_size in self._sizes and not view.exhausted
+        size = head_size if of_one_size and not view.round_kind else view.group_size
         queued_at = size if of_one_size else 0
         waiting = sum(queued_at in (0, ref.group_size) for ref in view.queue)
         missing = view.missing // view.trajectories_of(size) - view.untrained

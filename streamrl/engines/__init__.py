@@ -1,2 +1,1 @@
-"""Engines that sample: the ``Engine`` protocol, hosts in processes of their own and the controller's end of them, the
-pool that routes requests."""
+"""Inference engines: vLLM's, simulated ones, engines in processes of their own, and the pool that routes requests."""

@@ -1,4 +1,7 @@
-"""Serves one engine over two streams: the whole of an engine host's work. A host ends with its controller."""
+"""The main coroutine of an engine process: it serves one engine to the controller over two streams.
+
+``launch.roles.run_engine`` calls ``serve_engine`` when the process starts. The process ends with its controller; the
+controller's end of the streams is ``remote_engine``."""
 
 from __future__ import annotations
 
@@ -30,12 +33,14 @@ async def serve_engine(
     streams: AbstractAsyncContextManager[tuple[Orders, Events]],
     routed: Routed = lambda announced: announced,
 ) -> None:
-    """Start ``engine``, then open the ``streams`` to the controller (its orders, and the answers to it: vLLM may fork,
-    and no socket may be open then). Carry out orders until they end, stop the engine, end the answers. ``routed``: what
-    is announced to the workers in place of an announcement.
+    """Start ``engine``, carry out the controller's orders until they end, then stop the engine and end the events.
 
-    Raises ``EngineError`` when the engine died, whose cause is the last event of the stream, and ``StreamBroken`` when
-    the controller did: alone, not in groups."""
+    ``streams``: streams of orders and events, which are opened after the start: vLLM may fork while it starts, and no
+    socket may be open then
+    ``routed``: function that replaces an announcement of weights before the engine gets it
+
+    Raises ``EngineError`` when the engine died, after its cause was sent as the last event, and ``StreamBroken`` when
+    the controller died. No error is in an exception group."""
     try:
         ready = msgspec.structs.replace(await engine.start(), pid=os.getpid())
         async with streams as (orders, events):
@@ -46,7 +51,7 @@ async def serve_engine(
                     await _send_last(events, str(error))
                 raise
             with anyio.CancelScope(shield=True):
-                await engine.aclose()  # what waits for the end of the stream waits for that
+                await engine.aclose()  # before the events end: the controller waits for both by waiting for their end
                 await events.aclose()
     finally:
         with anyio.CancelScope(shield=True):
@@ -57,7 +62,7 @@ async def _send_last(events: Events, reason: str) -> None:
     try:
         await events.send(messages.OrderFailed(order_id=ENGINE_FAILURE, reason=reason))
     except (StreamBroken, StreamClosed):
-        return  # the controller is gone; the error itself is raised
+        return  # the controller is gone; ``serve_engine`` raises the error itself
 
 
 async def _serve(
@@ -65,12 +70,12 @@ async def _serve(
 ) -> None:
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(engine.watch)  # it may die before the controller is there
+            group.start_soon(engine.watch)  # the engine may die before the controller has connected
             await send_hello(events, orders, ready)
             group.start_soon(_report_load, engine, events)
             async for order in orders:
-                # Tasks start in this order and reach the engine before they wait, so a pause follows the requests
-                # that were sent before it.
+                # Tasks start in the order of the orders and call the engine before they first wait. So a pause reaches
+                # the engine after the requests that were sent before it.
                 if isinstance(order, messages.Generate):
                     group.start_soon(_generate, engine, order, events)
                 elif isinstance(order, messages.Abort):
@@ -103,7 +108,7 @@ async def _generate(engine: WatchedEngine, request: messages.Generate, events: E
 
 
 async def _call(engine: WatchedEngine, order: messages.EngineCall, events: Events) -> None:
-    """Call a method of the whole engine."""
+    """Call the method that ``order`` names, and answer with its result."""
     began = time.monotonic()
     try:
         returned = await getattr(engine, order.method)(**order.arguments)
@@ -111,10 +116,10 @@ async def _call(engine: WatchedEngine, order: messages.EngineCall, events: Event
         await events.send(messages.OrderFailed(order_id=order.order_id, reason=str(error)))
         return
     seconds = time.monotonic() - began
-    done = messages.OrderDone(order_id=order.order_id, seconds=seconds)
+    answer = messages.OrderDone(order_id=order.order_id, seconds=seconds)
     if order.method == "checksums":
-        done = msgspec.structs.replace(done, checksums=returned)
-    elif returned is not None:  # of a stage or a commit
-        done = msgspec.structs.replace(returned, order_id=order.order_id, seconds=seconds)
-    await events.send(done)
+        answer = msgspec.structs.replace(answer, checksums=returned)
+    elif returned is not None:  # the ``OrderDone`` of a stage or a commit
+        answer = msgspec.structs.replace(returned, order_id=order.order_id, seconds=seconds)
+    await events.send(answer)
     await events.send(engine.load())

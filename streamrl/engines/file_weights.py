@@ -1,5 +1,8 @@
-"""A plain weight push, the engine's side: whole versions, each read from the file that was announced
-(``learning.state.file_publisher``)."""
+"""The engine's side of a plain weight push: each announced version is one file with all weights, which
+``learning.state.file_publisher`` has written.
+
+A simulated engine holds ``FileWeights``; a plain vLLM engine loads versions with ``FilePush``. Both are parts of a
+composition in one process (``examples/sort/one_process.py``); vLLM's workers read the file, too."""
 
 from __future__ import annotations
 
@@ -17,16 +20,17 @@ from streamrl.base.messages import OrderDone, WeightAnnouncement
 
 
 def read_version(announcement: WeightAnnouncement) -> bytes:
-    """The file's content. Blocking. Raises ``WeightError`` where it is missing or not what was announced."""
+    """Return the content of the announced file. Blocking. Raises ``WeightError`` when the file is missing, or its hash
+    is not the announced one."""
     [source] = announcement.sources
     path = Path(source.endpoint)
     try:
         content = path.read_bytes()
     except OSError as error:
         raise WeightError(f"version {announcement.policy_version} cannot be read: {error}") from error
-    found = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
-    if found != announcement.state_hash:
-        raise WeightError(f"{path.name} has hash {found:x}; announced was {announcement.state_hash:x}")
+    file_hash = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
+    if file_hash != announcement.state_hash:
+        raise WeightError(f"{path.name} has hash {file_hash:x}; announced was {announcement.state_hash:x}")
     return content
 
 
@@ -38,7 +42,7 @@ class FileWeights:
         self._staged: tuple[int, int, dict[str, bytes]] | None = None
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
-        """Read and check the file. Raises ``WeightError`` where it is missing or not what was announced."""
+        """Read and check the announced file. Raises ``WeightError`` as ``read_version`` does."""
         started = time.perf_counter()
         content = await anyio.to_thread.run_sync(read_version, announcement)
         tensors = {name: bytes(tensor["data"]) for name, tensor in await anyio.to_thread.run_sync(deserialize, content)}
@@ -46,7 +50,7 @@ class FileWeights:
         return OrderDone(order_id=0, seconds=time.perf_counter() - started, payload_bytes=len(content))
 
     def commit(self, policy_version: int) -> OrderDone:
-        """Hold the staged version. Raises ``WeightError`` where another one, or none, is staged."""
+        """Hold the staged version. Raises ``WeightError`` when ``policy_version`` is not staged."""
         if self._staged is None or self._staged[0] != policy_version:
             raise WeightError(f"version {policy_version} is not staged")
         _, state_hash, self._tensors = self._staged
@@ -54,7 +58,7 @@ class FileWeights:
         return OrderDone(order_id=0, seconds=0.0, state_hash=state_hash)
 
     def checksums(self) -> dict[str, str]:
-        """Digest of every tensor, by name."""
+        """Return the digest of every tensor, by name."""
         return {name: blake2b(data, digest_size=8).hexdigest() for name, data in self._tensors.items()}
 
     def close(self) -> None:
@@ -63,21 +67,21 @@ class FileWeights:
 
 
 class FilePush:
-    """Loads versions into every worker of an ``AsyncLLM``. See ``vllm.engine.WeightsInto``."""
+    """Loads versions into every worker of an ``AsyncLLM``. Implements ``plain_vllm.engine.WeightsInto``."""
 
     def __init__(self) -> None:
         self._staged: WeightAnnouncement | None = None
 
     async def stage(self, llm: Any, announcement: WeightAnnouncement) -> OrderDone:
-        """Read and check the file. Raises ``WeightError`` where it is missing or not what was announced."""
+        """Read and check the announced file. Raises ``WeightError`` as ``read_version`` does."""
         started = time.perf_counter()
         content = await anyio.to_thread.run_sync(read_version, announcement)
         self._staged = announcement
         return OrderDone(order_id=0, seconds=time.perf_counter() - started, payload_bytes=len(content))
 
     async def commit(self, llm: Any, policy_version: int) -> OrderDone:
-        """Load the staged version. Raises ``WeightError`` where another one, or none, is staged; after any other error
-        nobody knows what the engine holds."""
+        """Load the staged version. Raises ``WeightError`` when ``policy_version`` is not staged; after any other error
+        the weights of the engine are undefined."""
         started = time.perf_counter()
         staged = self._staged
         if staged is None or staged.policy_version != policy_version:

@@ -1,4 +1,6 @@
-"""Hits of later turns in the prefix caches of the engines, and the causes of the misses. Pure, and without a clock."""
+"""Hits of later turns in the prefix caches of the engines, and the causes of the misses. Pure, and without a clock.
+
+The engine pool (controller) calls this with every answer of an engine; the run report takes the metrics once a step."""
 
 from __future__ import annotations
 
@@ -10,15 +12,20 @@ from msgspec import structs
 
 from streamrl.base.messages import Generate
 from streamrl.base.types import CachedPrefix, Completion, TokenArray
-from streamrl.engines.resumption import whole_of, without_kept
+from streamrl.engines.resumption import completion_id_of, without_unverified_tokens
 from streamrl.engines.routing import REMEMBERED_TRAJECTORIES, forget_oldest
 
 _NO_ENGINE = ""
 
 
 class _Context(NamedTuple):
-    """A prompt and its completion: ``length`` token ids, of which ``engine`` has computed all but the last one.
-    ``digest``: of the ids; ``pauses``: of the engine before it; ``version``: the newest that sampled in it."""
+    """A prompt with its completion. The engine has computed all tokens but the last one.
+
+    ``length``: number of token ids
+    ``digest``: hash of the token ids
+    ``engine``: name of the engine, empty once it is stopped
+    ``pauses``: number of pauses of the engine before this request
+    ``version``: newest policy version that sampled a token of the completion"""
 
     length: int
     digest: int
@@ -28,48 +35,56 @@ class _Context(NamedTuple):
 
 
 class PrefixHits:
-    """Counts the prompt tokens of later turns, and those of them that were cached. A turn goes on from an earlier
-    request of its trajectory, of which the engine can have all whole blocks but that of the last token."""
+    """Counts the prompt tokens of later turns, and how many of them were cached. The prompt of a later turn begins with
+    an earlier prompt and completion of its trajectory. An engine can have cached all full KV blocks of this beginning,
+    without the last token."""
 
     def __init__(self) -> None:
         self._contexts: dict[str, list[_Context]] = {}
         self._tokens: Counter[str] = Counter()
 
-    def answered(
+    def note_answer(
         self, request: Generate, engine: str, completion: Completion, paused: Collection[str] = ()
     ) -> Completion:
-        """Count ``request``, which ``engine`` has answered. Returns the completion without what was cached: nothing
-        that is kept or compared depends on that. ``paused``: engines that were, for new weights, when it was sent."""
-        if (cached := completion.cached) is None:
+        """Count the answer of ``engine`` to ``request``. Returns the completion without the count of cached tokens:
+        nothing that is stored or compared depends on it. ``paused``: names of the engines that were paused for new
+        weights when the request was sent."""
+        cached = completion.cached
+        if cached is None:
             return completion
-        whole = whole_of(request.request_id)
-        asked = without_kept(request).token_ids
-        contexts = self._contexts.pop(whole, [])
-        before = None if request.prefix_length else _goes_on_from(contexts, asked)
-        if before is not None:
-            self._count(len(asked), before, cached, _cause(before, engine, completion, paused))
+        completion_id = completion_id_of(request.request_id)
+        prompt = without_unverified_tokens(request).token_ids
+        contexts = self._contexts.pop(completion_id, [])
+        if not request.prefix_length:  # a resumed part is not a turn of its own
+            beginning = _newest_beginning(contexts, prompt)
+            if beginning is not None:
+                self._count(len(prompt), beginning, cached, _cause_of_misses(beginning, engine, completion, paused))
         if completion.token_ids:
-            context = asked + completion.token_ids
+            token_ids = prompt + completion.token_ids
+            length = len(token_ids)
             version = completion.version_spans[-1].policy_version
-            contexts.append(_Context(len(context), _digest(context, len(context)), engine, cached.pauses, version))
-        self._contexts[whole] = contexts
+            contexts.append(_Context(length, _digest(token_ids, length), engine, cached.pauses, version))
+        self._contexts[completion_id] = contexts
         forget_oldest(self._contexts, REMEMBERED_TRAJECTORIES)
         return structs.replace(completion, cached=None)
 
-    def ended(self, trajectory: str) -> None:
+    def forget_trajectory(self, completion_id: str) -> None:
         """Forget the requests of a trajectory that has ended."""
-        self._contexts.pop(trajectory, None)
+        self._contexts.pop(completion_id, None)
 
-    def lost(self, engine: str) -> None:
-        """Note that ``engine`` is stopped: one in its place is another engine."""
+    def forget_engine(self, stopped: str) -> None:
+        """Note that an engine is stopped. The engine in its place has the same name and an empty cache."""
         for contexts in self._contexts.values():
-            contexts[:] = [one._replace(engine=_NO_ENGINE) if one.engine == engine else one for one in contexts]
+            for index, context in enumerate(contexts):
+                if context.engine == stopped:
+                    contexts[index] = context._replace(engine=_NO_ENGINE)
 
     def take(self) -> dict[str, float]:
-        """Metrics of the turns that were answered since the last call; nothing where there was no later turn."""
+        """Return the metrics of the turns since the last call; empty without a later turn."""
         tokens = self._tokens
         self._tokens = Counter()
-        if not (prompt := tokens["prompt"]):
+        prompt = tokens["prompt"]
+        if not prompt:
             return {}
         metrics = {
             "engines/prefix_hit_ratio": tokens["cached"] / prompt,
@@ -78,30 +93,36 @@ class PrefixHits:
             "engines/prefix_miss_engine_ratio": tokens["engine"] / prompt,
             "engines/prefix_miss_evicted_ratio": tokens["evicted"] / prompt,
         }
-        if possible := tokens["possible"] - tokens["pause"]:
+        possible = tokens["possible"] - tokens["pause"]
+        if possible:
             metrics["engines/prefix_hit_of_possible_ratio"] = tokens["hit"] / possible
         return metrics
 
-    def _count(self, prompt: int, before: _Context, cached: CachedPrefix, cause: str) -> None:
-        possible = (before.length - 1) // cached.block_tokens * cached.block_tokens
+    def _count(self, prompt: int, beginning: _Context, cached: CachedPrefix, cause: str) -> None:
+        possible = (beginning.length - 1) // cached.block_tokens * cached.block_tokens
         hit = min(cached.tokens, possible)
-        counted = {"prompt": prompt, "cached": cached.tokens, "new": prompt - max(possible, cached.tokens)}
-        self._tokens.update(counted | {"possible": possible, "hit": hit, cause: possible - hit})
+        self._tokens["prompt"] += prompt
+        self._tokens["cached"] += cached.tokens
+        self._tokens["new"] += prompt - max(possible, cached.tokens)
+        self._tokens["possible"] += possible
+        self._tokens["hit"] += hit
+        self._tokens[cause] += possible - hit
 
 
-def _cause(before: _Context, engine: str, completion: Completion, paused: Collection[str]) -> str:
-    """Return why ``engine`` misses what there was before. Where new weights came in between, or were coming, the engine
-    of before has nothing of it either."""
-    pushed = any(span.policy_version > before.version for span in completion.version_spans[:1])
-    if before.engine in paused or pushed:
+def _cause_of_misses(beginning: _Context, engine: str, completion: Completion, paused: Collection[str]) -> str:
+    """Return the reason for the misses of ``engine``. Where new weights came since ``beginning``, or are coming, its
+    engine has dropped the blocks, too: then the reason is the pause, whichever engine answered."""
+    pushed = any(span.policy_version > beginning.version for span in completion.version_spans[:1])
+    if beginning.engine in paused or pushed:
         return "pause"
-    if engine != before.engine:
+    if engine != beginning.engine:
         return "engine"
-    return "evicted" if completion.cached is None or completion.cached.pauses == before.pauses else "pause"
+    paused_between = completion.cached is not None and completion.cached.pauses != beginning.pauses
+    return "pause" if paused_between else "evicted"
 
 
-def _goes_on_from(contexts: list[_Context], token_ids: TokenArray) -> _Context | None:
-    """Return the newest of ``contexts`` that ``token_ids`` begins with."""
+def _newest_beginning(contexts: list[_Context], token_ids: TokenArray) -> _Context | None:
+    """Return the newest of ``contexts`` that ``token_ids`` begins with; None without one."""
     for context in reversed(contexts):
         if context.length <= len(token_ids) and context.digest == _digest(token_ids, context.length):
             return context

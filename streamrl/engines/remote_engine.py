@@ -1,4 +1,7 @@
-"""An engine host in another process, seen as an ``Engine``: one stream of orders, one of events."""
+"""The controller's ``Engine`` for an engine process: it sends orders on one stream and receives events on another.
+
+``elastic.hosts`` makes one for each engine process and attaches it to the engine pool. The other end of the streams is
+``engine_host``."""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ from streamrl.base.types import Completion
 from streamrl.comm.stream import ReceiveStream, SendStream, exchange_hello
 
 ENGINE_FAILURE = 0
-"""``OrderFailed`` with this order id says that the engine itself failed, and why: its last message."""
+"""Order id of the last message of a failed engine, an ``OrderFailed`` with the reason of the failure."""
 
 CANCEL_SECONDS = 1.0
 
 
 class RemoteEngine:
-    """The controller's end. ``run`` must run beside it; when it ends every pending call raises ``EngineError``."""
+    """One engine process. ``run`` must run as a task beside the calls; when it ends, pending calls raise
+    ``EngineError``."""
 
     def __init__(
         self, name: str, orders: SendStream[messages.EngineOrder], events: ReceiveStream[messages.EngineEvent]
@@ -35,41 +39,41 @@ class RemoteEngine:
         self._pending_orders: dict[int, tuple[asyncio.Future[messages.OrderDone], type[EngineError | WeightError]]] = {}
         self._ready = anyio.Event()
         self.readiness: messages.EngineReady | None = None
-        """What its host said when it was ready."""
+        """First message of the engine process, when it was ready."""
         self._load = messages.EngineLoad()
         self.failure = ""
-        """Why it serves no more; empty while it does."""
+        """Reason why the engine serves no more; empty while it serves."""
         self._closing = False
         self._paused = False
         self._answered = 0
         self.events_received = 0
-        """How many events came from the host."""
+        """Number of events from the engine process."""
         self.failed = anyio.Event()
-        """Set when it serves no more: see ``failure``."""
+        """Set when the engine serves no more: see ``failure``."""
         self.lost_requests = 0
-        """Requests that were open when it failed."""
+        """Number of requests that were open when the engine failed."""
 
     @property
     def pid(self) -> int:
-        """Process id of its host; 0: not known (yet)."""
+        """Id of the engine process; 0 before it is ready."""
         return self.readiness.pid if self.readiness else 0
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Counters that grow whenever a request makes progress: tokens, decode steps, answers."""
+        """Counters, some of which grow whenever a request makes progress: tokens, decode steps, answers."""
         return self._load.generated_tokens, self._load.decode_steps, self._answered
 
     @property
     def has_open_requests(self) -> bool:
-        """Return whether requests are open and it is not paused."""
+        """Return whether requests are open and the engine is not paused."""
         return bool(self._requests) and not self._paused
 
     async def run(self) -> None:
-        """Receive until ``aclose``. Raises ``EngineError`` naming the engine when it died."""
+        """Receive events until ``aclose``. Raises ``EngineError`` naming the engine when it died."""
         try:
-            await exchange_hello(self._take, self._orders)
+            await exchange_hello(self._receive_event, self._orders)
             while not self.failure:
-                await self._take()
+                await self._receive_event()
         except (StreamBroken, StreamClosed) as error:
             self.give_up(f"its host is gone: {error}")
         except BaseException:
@@ -79,7 +83,7 @@ class RemoteEngine:
             raise EngineError(self.failure)
 
     async def start(self) -> messages.EngineReady:
-        """Wait for the host's ``EngineReady``."""
+        """Wait for the ``EngineReady`` of the engine process."""
         await self._ready.wait()
         if self.failure or self.readiness is None:
             raise EngineError(self.failure or f"{self.name}: not ready")
@@ -104,13 +108,13 @@ class RemoteEngine:
             _retrieve_exception(future)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ask for requests to stop. Those of a host that died have come back."""
+        """Ask for requests to stop. The requests of a failed engine have ended already."""
         if not self.failure:
             with suppress(EngineError):
                 await self._send(messages.Abort(request_ids=tuple(request_ids)))
 
     async def pause(self, mode: messages.PauseMode, *, clear_cache: bool) -> None:
-        """Stop sampling; returns when the engine said that it did."""
+        """Stop sampling; returns when the engine has confirmed it."""
         self._paused = True
         await self._call(EngineError, "pause", mode=mode, clear_cache=clear_cache)
 
@@ -135,20 +139,20 @@ class RemoteEngine:
         return (await self._call(EngineError, "checksums")).checksums
 
     def load(self) -> messages.EngineLoad:
-        """Load that the host reported last, a fraction of a second ago."""
+        """Load that the engine process reported last, a fraction of a second ago."""
         return self._load
 
     async def aclose(self) -> None:
-        """End the orders; the host then stops its engine and ends, if it has not died before. Idempotent."""
+        """End the orders. The engine process then stops its engine and ends, if it has not died before. Idempotent."""
         self._closing = True
-        with suppress(StreamBroken):  # whose the process is sees how it ended
+        with suppress(StreamBroken):  # the supervisor sees the exit code of the process
             await self._orders.aclose()
         self.give_up("closed")
 
     async def _call(
         self, error: type[EngineError | WeightError], method: messages.EngineMethod, **arguments: Any
     ) -> messages.OrderDone:
-        """Have the host call ``method``. Raises ``error`` for a call that it could not carry out."""
+        """Have the engine process call ``method``. Raises ``error`` for a call that failed there."""
         self._require_alive()
         order_id = next(self._order_ids)
         future: asyncio.Future[messages.OrderDone] = asyncio.get_running_loop().create_future()
@@ -167,7 +171,7 @@ class RemoteEngine:
             self.give_up(f"its host is gone: {error}")
             self._require_alive()
 
-    async def _take(self) -> None:
+    async def _receive_event(self) -> None:
         try:
             event = await self._events.receive()
         except StreamEnded:
@@ -177,8 +181,7 @@ class RemoteEngine:
                 self._accept(event)
 
     def _accept(self, event: messages.EngineEvent) -> None:
-        """Take an event. An answer that is not awaited, because it was given before, or its request came back in
-        another way, is dropped."""
+        """Handle an event. An answer to a request or order that has ended already is dropped."""
         self.events_received += 1
         if isinstance(event, messages.Generated):
             self._answered += 1
@@ -189,7 +192,10 @@ class RemoteEngine:
             self.give_up(event.reason)
         elif isinstance(event, messages.OrderDone | messages.OrderFailed):
             future, error = self._pending_orders.get(event.order_id, (None, EngineError))
-            _settle(future, event if isinstance(event, messages.OrderDone) else error(f"{self.name}: {event.reason}"))
+            if isinstance(event, messages.OrderDone):
+                _settle(future, event)
+            else:
+                _settle(future, error(f"{self.name}: {event.reason}"))
         elif isinstance(event, messages.EngineLoad):
             self._load = event
         elif self.readiness is None:
@@ -199,11 +205,12 @@ class RemoteEngine:
             self.give_up("its host said hello twice")
 
     def give_up(self, reason: str) -> None:
-        """Take it for dead: every pending call raises ``EngineError``, and what it still says is not listened to."""
+        """Declare the engine dead: every pending call raises ``EngineError``, and later events are dropped."""
         if not self.failure:
             self.lost_requests = len(self._requests)
             self.failure = reason if reason.startswith(f"{self.name}:") else f"{self.name}: {reason}"
-        pending: list[asyncio.Future[Any]] = [*self._requests.values(), *(o for o, _ in self._pending_orders.values())]
+        pending: list[asyncio.Future[Any]] = list(self._requests.values())
+        pending += [future for future, _ in self._pending_orders.values()]
         for future in pending:
             _settle(future, EngineError(self.failure))
         self._ready.set()
@@ -215,7 +222,8 @@ class RemoteEngine:
 
 
 def _retrieve_exception(future: asyncio.Future[Any]) -> None:
-    """Retrieve the exception of a future that nobody awaits any more: the engine may have died before it was asked."""
+    """Retrieve the exception of a future that is not awaited any more, so that asyncio does not log it: the engine may
+    have died before the order was sent."""
     if future.done() and not future.cancelled():
         future.exception()
 

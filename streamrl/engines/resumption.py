@@ -1,16 +1,19 @@
-"""Completions that are sampled on: after a cut, or under new weights. By token ids, never by text; pure.
+"""Continuation of completions: after an abort, on another engine, or under new weights. Pure functions of token ids.
 
-**Deferred prompts verified** (``tail_batching.deferred_prompts = "verify"``). A completion is a function of its weights
-and of its noise: at position t the engine takes the token with the largest ``log p(v | tokens before t) + G(t, v)``,
-where the Gumbel noise G depends on the request's seed, on t and on v alone. That is a draw from p, whatever the seed. A
-deferred completion that is *replayed* is this function once more, of the new weights and the same noise. *Verifying*
-computes the same value for less: one prefill gives the new p at all positions of the tokens that were kept, the new
-choices follow from p and G, and up to the first position where they differ the replay would have sampled just these.
-From there the engine samples on with the random numbers of that position. So the verified completion equals the
-replayed one token by token, and is as strictly on-policy as any other. Speculative acceptance, min(1, p_new / p_old),
-would need the residual distribution of weights that are gone; without it, or with new noise at the rejected position,
-it is biased. Stopping early is always right: the engine then samples itself what the rest of the kept tokens would
-have said."""
+The coroutines of trajectories (``stages.episodes``, controller) build the next request of a completion here and join
+its parts. Engines (engine processes) compute their answers with the same functions.
+
+**Verified deferred prompts** (``tail_batching.deferred_prompts = "verify"``). A completion is a function of the weights
+and of the noise: at position t the engine takes the token with the largest ``log p(v | tokens before t) + G(t, v)``,
+where the Gumbel noise G depends on the request's seed, on t and on v alone. The chosen token is a draw from p, whatever
+the seed. A *replay* of a deferred completion evaluates this function again, with the new weights and the same noise.
+*Verification* computes the same completion for less: one prefill gives the new p at all positions of the unverified
+tokens, and the new choices follow from p and G. Before the first position where a choice differs, the replay would have
+sampled the unverified tokens. From this position on the engine samples with the random numbers of the position. So the
+verified completion equals the replayed one token by token, and is as strictly on-policy as any other. Speculative
+acceptance, min(1, p_new / p_old), would need the residual distribution of the old weights, which no longer exist;
+without the residual distribution, or with new noise at the rejected position, acceptance is biased. An engine may stop
+the verification at any position: it then samples the remaining tokens itself, and gets the same ones."""
 
 from __future__ import annotations
 
@@ -32,43 +35,46 @@ from streamrl.base.types import (
 )
 
 FEWEST_KEPT = 32
-"""Tokens: shorter completions are sampled again sooner than they are verified (two requests instead of one)."""
+"""Shortest completion, in tokens, that is kept for verification. A shorter one is sampled again sooner than it is
+verified, since verification takes two requests instead of one."""
 
 ROUNDS_KEPT = 8
-"""Deferred prompts are kept for so many times the most trajectories that were ever open at once; older ones are
-replayed."""
+"""Number of completions that are kept for verification, as a multiple of the largest number of open trajectories. Older
+completions are dropped, and their prompts are replayed."""
 
 
 def resumed_request(request: Generate, partial: Completion, *, seed: int, request_id: str | None = None) -> Generate:
-    """``request`` with what ``partial`` sampled appended to its tokens.
+    """Return ``request`` with the tokens of ``partial`` appended to its own.
 
-    ``max_tokens`` stays the limit of the whole completion; ``prefix_length`` says how much of it is used.
-    ``seed`` must be new: a generator that starts again with the old seed repeats the random numbers of the first
-    tokens."""
-    if partial.token_ids and request.kept:  # what of them holds is in ``partial``
-        request = msgspec.structs.replace(request, token_ids=request.token_ids[: -request.kept], kept=0)
+    ``max_tokens`` stays the limit of the full completion; ``prefix_length`` is the used part of this limit. ``seed``
+    must be new: a generator that starts again with the old seed repeats the random numbers of the first tokens."""
+    if partial.token_ids:  # these include the unverified tokens that the current weights choose, too
+        request = without_unverified_tokens(request)
+    routed_tokens = request.routed_tokens
+    if routed_tokens is not None:
+        routed_tokens = max([routed_tokens, *(part.stop for part in partial.routed)])
     return msgspec.structs.replace(
         request,
         request_id=request.request_id if request_id is None else request_id,
         token_ids=request.token_ids + partial.token_ids,
         prefix_length=request.prefix_length + len(partial.token_ids),
         seed=seed,
-        routed=None if request.routed is None else max([request.routed, *(one.stop for one in partial.routed)]),
+        routed_tokens=routed_tokens,
     )
 
 
 def empty_completion(reason: FinishReason) -> Completion:
-    """A completion without a token."""
+    """Return a completion without tokens."""
     return Completion(token_ids=token_array(), behavior_logprobs=float_array(), finish_reason=reason, version_spans=())
 
 
-def part_id(whole: str, part: int) -> str:
-    """Request id of one part of a completion; part 0 is the first attempt at it."""
-    return f"{whole}/{part}"
+def part_id(completion_id: str, part: int) -> str:
+    """Return the request id of one part of a completion; part 0 is the first attempt."""
+    return f"{completion_id}/{part}"
 
 
-def whole_of(request_id: str) -> str:
-    """Common id of all parts of one completion: the inverse of ``part_id``."""
+def completion_id_of(request_id: str) -> str:
+    """Return the common id of all parts of one completion: the inverse of ``part_id``."""
     return request_id.rpartition("/")[0] or request_id
 
 
@@ -78,14 +84,15 @@ def remaining_tokens(request: Generate) -> int:
 
 
 def join_completions(first: Completion, second: Completion) -> Completion:
-    """Join two parts of a completion: tokens, logprobs and version spans in order; finished as ``second`` is."""
+    """Join two parts of a completion: tokens, logprobs and version spans in order, with the finish reason of
+    ``second``. Adjacent spans of the same version become one span."""
     offset = len(first.token_ids)
     spans = list(first.version_spans)
     for span in second.version_spans:
-        moved = VersionSpan(start=span.start + offset, end=span.end + offset, policy_version=span.policy_version)
-        if spans and spans[-1].policy_version == moved.policy_version and spans[-1].end == moved.start:
-            moved = VersionSpan(start=spans.pop().start, end=moved.end, policy_version=moved.policy_version)
-        spans.append(moved)
+        start = span.start + offset
+        if spans and spans[-1].policy_version == span.policy_version and spans[-1].end == start:
+            start = spans.pop().start
+        spans.append(VersionSpan(start=start, end=span.end + offset, policy_version=span.policy_version))
     return Completion(
         token_ids=first.token_ids + second.token_ids,
         behavior_logprobs=first.behavior_logprobs + second.behavior_logprobs,
@@ -95,35 +102,43 @@ def join_completions(first: Completion, second: Completion) -> Completion:
     )
 
 
-def accepted_prefix(kept: Sequence[int], chosen: Sequence[int]) -> int:
-    """Count the tokens of ``kept`` that the new weights choose too, from the start. ``chosen[t]``: their choice at t
-    with the random numbers of t, given the kept tokens before it; a part that is missing at its end counts as not
-    chosen."""
-    for place, (old, new) in enumerate(zip(kept, chosen, strict=False)):
-        if old != new:
-            return place
-    return min(len(kept), len(chosen))
+def accepted_prefix(unverified: Sequence[int], choices: Sequence[int]) -> int:
+    """Count the tokens at the start of ``unverified`` that the new weights choose, too. ``choices[t]`` is the choice of
+    the new weights at t, given the unverified tokens before t and the random numbers of t. Positions without a choice,
+    at the end, do not count."""
+    for position, (token, choice) in enumerate(zip(unverified, choices, strict=False)):
+        if token != choice:
+            return position
+    return min(len(unverified), len(choices))
 
 
-def with_kept(request: Generate, kept: TokenArray) -> Generate:
-    """``request`` with tokens of an earlier completion of it, by other weights and with the same seed."""
-    return msgspec.structs.replace(request, token_ids=request.token_ids + kept, kept=len(kept))
+def with_unverified_tokens(request: Generate, tokens: TokenArray) -> Generate:
+    """Return ``request`` with ``tokens`` of an earlier completion, which older weights sampled with the same seed."""
+    return msgspec.structs.replace(request, token_ids=request.token_ids + tokens, unverified_tokens=len(tokens))
 
 
-def without_kept(request: Generate) -> Generate:
-    """The request that is answered the same, and takes longer."""
-    if not request.kept:
+def without_unverified_tokens(request: Generate) -> Generate:
+    """Return ``request`` without its unverified tokens. The completion is the same, and takes longer."""
+    if not request.unverified_tokens:
         return request
-    return msgspec.structs.replace(request, token_ids=request.token_ids[: -request.kept], kept=0)
+    return msgspec.structs.replace(
+        request, token_ids=request.token_ids[: -request.unverified_tokens], unverified_tokens=0
+    )
 
 
 def accepted_part(
-    kept: TokenArray, logprobs: Sequence[float], count: int, policy_version: int, routed: tuple[RoutedTokens, ...] = ()
+    tokens: TokenArray,
+    logprobs: Sequence[float],
+    count: int,
+    policy_version: int,
+    routed: tuple[RoutedTokens, ...] = (),
 ) -> Completion:
-    """The first ``count`` tokens of ``kept`` as what ``policy_version`` has sampled so far."""
-    spans = (VersionSpan(start=0, end=count, policy_version=policy_version),) if count else ()
+    """Return the first ``count`` of ``tokens`` as an aborted completion that ``policy_version`` has sampled so far."""
+    spans: tuple[VersionSpan, ...] = ()
+    if count:
+        spans = (VersionSpan(start=0, end=count, policy_version=policy_version),)
     return Completion(
-        token_ids=kept[:count],
+        token_ids=tokens[:count],
         behavior_logprobs=float_array(logprobs[:count]),
         finish_reason=FinishReason.ABORT,
         version_spans=spans,
@@ -132,45 +147,46 @@ def accepted_part(
 
 
 class CancelledCompletions:
-    """Tokens of trajectories that were cancelled, by the seed that they were sampled with, in bounded memory. What
-    ended is held for as long as its round may still lose it. A completion that is missing here is replayed from its
-    start: the result is the same."""
+    """Tokens of cancelled trajectories, by the seed that they were sampled with, in bounded memory. Tokens of a
+    complete trajectory are held while its group may still be cancelled. A completion that is missing here is replayed
+    from its start: the result is the same."""
 
     def __init__(self) -> None:
-        self._ended: OrderedDict[TrajectoryId, tuple[int, TokenArray]] = OrderedDict()
-        self._lost: OrderedDict[int, TokenArray] = OrderedDict()
-        self._most = 0
+        self._complete: OrderedDict[TrajectoryId, tuple[int, TokenArray]] = OrderedDict()
+        self._cancelled: OrderedDict[int, TokenArray] = OrderedDict()
+        self._most_open = 0
 
     def __len__(self) -> int:
-        """Number of kept partial completions."""
-        return len(self._lost)
+        """Number of cancelled completions."""
+        return len(self._cancelled)
 
-    def open(self, trajectories: int) -> None:
+    def note_open(self, trajectories: int) -> None:
         """Note the number of open trajectories."""
-        self._most = max(self._most, trajectories)
+        self._most_open = max(self._most_open, trajectories)
 
-    def ended(self, trajectory: TrajectoryId, seed: int, tokens: TokenArray) -> None:
-        """Note a complete trajectory, which may still lose with its group. ``tokens`` without the one that ended it."""
-        self._ended[trajectory] = (seed, tokens)
-        while len(self._ended) > self._most:
-            self._ended.popitem(last=False)
+    def add_complete(self, trajectory: TrajectoryId, seed: int, tokens: TokenArray) -> None:
+        """Hold a complete trajectory, whose group may still be cancelled. ``tokens``: token ids without the end
+        token."""
+        self._complete[trajectory] = (seed, tokens)
+        while len(self._complete) > self._most_open:
+            self._complete.popitem(last=False)
 
-    def cancelled(self, trajectories: Iterable[TrajectoryId]) -> None:
-        """Keep the tokens of those that were complete and now lose."""
+    def cancel_complete(self, trajectories: Iterable[TrajectoryId]) -> None:
+        """Keep the tokens of those ``trajectories`` that were complete, since their groups were cancelled."""
         for trajectory in trajectories:
-            found = self._ended.pop(trajectory, None)
-            if found is not None:
-                self.lost(*found)
+            seed_and_tokens = self._complete.pop(trajectory, None)
+            if seed_and_tokens is not None:
+                self.add_cancelled(*seed_and_tokens)
 
-    def lost(self, seed: int, tokens: TokenArray) -> None:
+    def add_cancelled(self, seed: int, tokens: TokenArray) -> None:
         """Keep the ``tokens`` of a cancelled trajectory."""
         if len(tokens) < FEWEST_KEPT:
             return
-        self._lost[seed] = tokens
-        self._lost.move_to_end(seed)
-        while len(self._lost) > ROUNDS_KEPT * self._most:
-            self._lost.popitem(last=False)
+        self._cancelled[seed] = tokens
+        self._cancelled.move_to_end(seed)
+        while len(self._cancelled) > ROUNDS_KEPT * self._most_open:
+            self._cancelled.popitem(last=False)
 
     def take(self, seed: int) -> TokenArray | None:
-        """Return what was sampled with ``seed`` before, and forget it."""
-        return self._lost.pop(seed, None)
+        """Return the tokens that were sampled with ``seed`` before, and forget them."""
+        return self._cancelled.pop(seed, None)

@@ -1,4 +1,7 @@
-"""Cost of a decode step: one model for the simulated engine, the simulator and the choice of sets."""
+"""Time of one decode step as a function of the running requests and their context.
+
+The simulated engine (an engine process), the choice of the set of engines (``elastic.sets``, controller) and
+``streamrl simulate`` (the command's own process) share this model."""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import msgspec
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of one decode step: ``base_s + per_running_s b + per_root_running_s sqrt(b) +
-    per_context_token_s K`` for ``b`` running requests that have ``K`` tokens of context together."""
+    per_context_token_s K`` for ``b`` running requests with ``K`` tokens of context in total."""
 
     base_s: float
     per_running_s: float
@@ -18,5 +21,5 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def step_s(self, running: float, context: float = 0.0) -> float:
         """Return the seconds of a step of ``running`` requests with ``context`` tokens."""
-        curved = self.per_root_running_s * math.sqrt(running) if self.per_root_running_s else 0.0
-        return self.base_s + self.per_running_s * running + curved + self.per_context_token_s * context
+        root_s = self.per_root_running_s * math.sqrt(running) if self.per_root_running_s else 0.0
+        return self.base_s + self.per_running_s * running + root_s + self.per_context_token_s * context

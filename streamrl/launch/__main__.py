@@ -1,4 +1,5 @@
-"""``python -m streamrl.launch <role> --index i --run-directory DIR``: one process of a run."""
+"""The main program of each process of a run: ``python -m streamrl.launch <role> --index i --run-directory DIR``. The
+supervisor starts it, or an agent of a cluster's host."""
 
 from __future__ import annotations
 
@@ -6,15 +7,18 @@ from streamrl.base.run_process import die_with_parent
 
 
 def main() -> None:
-    """Tie this process to its parent before anything heavy is imported, then do the role's work."""
+    """Tie this process to its parent before anything heavy is imported, then do the work of its role."""
     die_with_parent()
     from streamrl.launch.roles import role_main
     from streamrl.processes.child import leave, load_context, parse_arguments, run_role
 
     plan, directory, sockets, resumes = parse_arguments()
-    leave(
-        plan, directory, lambda: run_role(load_context(plan, directory, sockets, resumes=resumes), role_main(plan.role))
-    )
+
+    def work() -> None:
+        context = load_context(plan, directory, sockets, resumes=resumes)
+        run_role(context, role_main(plan.role))
+
+    leave(plan, directory, work)
 
 
 if __name__ == "__main__":

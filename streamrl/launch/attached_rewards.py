@@ -1,4 +1,5 @@
-"""Rewards of a running run: those of the recipe, until they are changed."""
+"""Rewards of a running run, in the controller's process: the recipe's rewards, until a user attaches, replaces or
+detaches one. ``reward_workers`` makes ``AttachedRewards`` and serves its requests."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from streamrl.rewards.rewards_snapshot import RewardsSnapshot, rewards_file
 from streamrl.stages.reward import RewardStage
 
 Note = Callable[[int, tuple[str, ...], str], None]
-"""Called for a change before the first sample is scored by it: the version, the names, what was asked for."""
+"""Callback for a change, before a sample is scored with it: the version, the names of the rewards, the request."""
 
 Check = Callable[[Recipe, Reward], Awaitable[None]]
-"""Looks at a function before any worker hears of it, as at start. Raises ``RecipeError``."""
+"""Checks a function as at the start of a run, before a worker loads it. Raises ``RecipeError``."""
 
 
 class AttachedRewards:
-    """Carries out changes, one after the other. A change that cannot be made leaves everything as it was."""
+    """Carries out changes of rewards, one after the other. A change that fails changes nothing."""
 
     def __init__(
         self,
@@ -42,15 +43,15 @@ class AttachedRewards:
 
     @property
     def snapshot(self) -> RewardsSnapshot:
-        """Snapshot from which a resumed run scores as this one does now."""
+        """The rewards, versions and limits with which this run scores now: a resumed run goes on with them."""
         return structs.replace(self._snapshot, slowest_s=self._stage.limits.slowest_s)
 
     def file(self) -> Mapping[str, bytes]:
-        """The same, as a checkpoint keeps it."""
+        """The files of ``snapshot`` in a checkpoint, by name."""
         return rewards_file(self.snapshot)
 
     async def run(self, requests: ReceiveStream[reward_messages.RewardRequest], note: Note) -> None:
-        """Serve until ``requests`` ends or breaks: then the caller is gone, and the run continues."""
+        """Serve ``requests`` until the stream ends or breaks: the run goes on without it."""
         try:
             async for request in requests:
                 if isinstance(request, reward_messages.ListRewards):
@@ -83,25 +84,26 @@ class AttachedRewards:
             check_recipe(recipe, "rewards")
             if not isinstance(change, reward_messages.DetachReward):
                 await self._check(recipe, change.reward)
-            self._version += 1  # also where it fails: some worker may have heard of it
-            after = self._after(change, rewards)
-            await self._stage.load(self._version, rewards, lambda: self._now(after, change, note))
+            self._version += 1  # also where loading fails: some worker may have loaded it
+            snapshot = self._changed_snapshot(change, rewards)
+            await self._stage.load(self._version, rewards, lambda: self._on_loaded(snapshot, change, note))
         except RecipeError as error:
             return self._answer(change, tuple(error.problems))
         return self._answer(change)
 
-    def _after(self, change: reward_messages.RewardChange, rewards: tuple[Reward, ...]) -> RewardsSnapshot:
+    def _changed_snapshot(self, change: reward_messages.RewardChange, rewards: tuple[Reward, ...]) -> RewardsSnapshot:
+        """The snapshot after ``change``, with ``rewards``."""
         since = {reward.label: self._snapshot.since.get(reward.label, self._version) for reward in rewards}
-        if not isinstance(
-            change, reward_messages.DetachReward
-        ):  # one that replaces another starts without limits, also under the same name
+        # A reward that replaces another starts without learnt limits, also under the same name.
+        if not isinstance(change, reward_messages.DetachReward):
             since[change.reward.label] = self._version
         return structs.replace(self._snapshot, reward_version=self._version, rewards=rewards, since=since)
 
-    def _now(self, after: RewardsSnapshot, change: reward_messages.RewardChange, note: Note) -> None:
-        self._snapshot = after
-        self._stage.limits.attached(after.since)
-        note(after.reward_version, tuple(reward.label for reward in after.rewards), described(change))
+    def _on_loaded(self, snapshot: RewardsSnapshot, change: reward_messages.RewardChange, note: Note) -> None:
+        """Make ``snapshot`` the present one: all workers have loaded its rewards."""
+        self._snapshot = snapshot
+        self._stage.limits.attached(snapshot.since)
+        note(snapshot.reward_version, tuple(reward.label for reward in snapshot.rewards), described(change))
 
     def _answer(
         self, change: reward_messages.RewardChange, problems: tuple[str, ...] = ()
@@ -115,7 +117,7 @@ class AttachedRewards:
 
 
 def changed(rewards: tuple[Reward, ...], change: reward_messages.RewardChange) -> tuple[Reward, ...]:
-    """``rewards`` after ``change``. Raises ``RecipeError`` where there is no reward of that name."""
+    """Return ``rewards`` after ``change``. Raises ``RecipeError`` where no reward has the name in ``change``."""
     if isinstance(change, reward_messages.AttachReward):
         return (*rewards, change.reward)
     names = [reward.label for reward in rewards]

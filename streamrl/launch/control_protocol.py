@@ -1,9 +1,10 @@
-"""Messages on the control socket of a run: one request a connection, one answer. Pure.
+"""Messages on the control socket of a run (``control_socket``): one request and one answer a connection. Pure.
 
-A request is an operation and, where the operation changes something, the run's key. An operation is a message: to add
-one, add it to ``ControlOperation``, its answer to ``ControlAnswer``, and, where it only looks, to ``READ_ONLY``: all
-others need the key. Both directions are a length of four bytes (big-endian) and so many bytes of msgpack, over a unix
-socket in a directory that only this user may enter. Nothing is decoded that is longer than allowed."""
+A request is an operation and, where the operation changes the run, the run's key. To add an operation, add its message
+to ``ControlOperation``, its answer to ``ControlAnswer``, and, where it only reads, to ``READ_ONLY``: all other
+operations need the key. A message in either direction is a length of four bytes (big-endian) and so many bytes of
+msgpack, over a unix socket in a directory that only this user may enter. Longer messages than allowed are not
+decoded."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from streamrl.rewards.reward_messages import (
 )
 
 LARGEST_REQUEST = 64 << 10
-"""Bytes. Bodies of empty lists grow about seventyfold when they are decoded: four MiB then."""
+"""Bytes. A body of empty lists grows about seventyfold when it is decoded, to four MiB."""
 
 LARGEST_ANSWER = 1 << 20
 
@@ -47,26 +48,26 @@ class DrainRun(Message, frozen=True):
 
 
 class Draining(Message, frozen=True):
-    """The answer: it was asked for, and takes as long as a step and a checkpoint."""
+    """Answer to ``DrainRun``: the run drains, which takes as long as a step and a checkpoint."""
 
 
 ParentMessage = RunEvent | SupervisorOrder | RewardReply | SteeringReply
-"""What the controller sends to its parent on the ``steps`` stream."""
+"""Messages of the controller to its parent on the ``steps`` stream."""
 
 ControlOperation = ListRewards | AttachReward | ReplaceReward | DetachReward | DrainRun | SteeringRequest
 READ_ONLY = (ListRewards, ReadStatus)
-"""Operations for everyone who may open the socket: this user. No other works without the key."""
+"""Operations without a key, for every process of this user. All other operations need the key."""
 
 
 class ControlRequest(Record, frozen=True):
-    """``key``: content of the run's key file, empty where the operation only looks."""
+    """A request. ``key``: content of the run's key file, empty where the operation only reads."""
 
     operation: ControlOperation
     key: str = ""
 
 
 class ControlRefused(Message, frozen=True):
-    """Refusal: nothing was done; a line for each reason."""
+    """Refusal of an operation, which was not carried out. ``problems``: reasons, one a line."""
 
     problems: tuple[str, ...]
 
@@ -78,7 +79,7 @@ LENGTH_BYTES = _LENGTH.size
 
 
 def is_allowed(request: ControlRequest, key: str) -> bool:
-    """Return whether ``request.key`` permits the operation. Takes as long for every wrong key."""
+    """Return whether ``request.key`` permits the operation. The comparison takes the same time for every wrong key."""
     if isinstance(request.operation, READ_ONLY):
         return True
     return hmac.compare_digest(request.key.encode(), key.encode())
@@ -102,7 +103,7 @@ def described(operation: ControlOperation) -> str:
 
 
 def length_of(prefix: bytes, largest: int) -> int:
-    """Bytes that follow the four. Raises ``WireError`` for more than ``largest``."""
+    """Number of bytes that follow the four bytes of ``prefix``. Raises ``WireError`` for more than ``largest``."""
     (length,) = _LENGTH.unpack(prefix)
     if not 0 < length <= largest:
         raise WireError(f"a message of {length} bytes on the control socket: 1 to {largest} are allowed")
@@ -122,12 +123,12 @@ def encode(message: ControlRequest | ControlAnswer) -> bytes:
 
 
 def decode_request(body: bytes) -> ControlRequest:
-    """Raises ``WireError``, and nothing else, on bad bytes."""
+    """Decode a request. Raises ``WireError``, and no other error, on bad bytes."""
     return WireCodec[ControlRequest](ControlRequest, _limits(LARGEST_REQUEST)).decode([body])
 
 
 def decode_answer(body: bytes) -> ControlAnswer:
-    """Raises ``WireError``, and nothing else, on bad bytes."""
+    """Decode an answer. Raises ``WireError``, and no other error, on bad bytes."""
     return WireCodec[ControlAnswer](ControlAnswer, _limits(LARGEST_ANSWER)).decode([body])
 
 

@@ -1,4 +1,5 @@
-"""Observers of a run, in the order in which the controller calls them."""
+"""The observers of a run, in the order in which the controller calls them. ``run_controller`` makes them, in the
+controller's process."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from streamrl.learning.canary import canary_bounds
 from streamrl.observe.follow.file_sizes import most_bytes
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.missing_samples import MissingSamples
-from streamrl.observe.report.run_report import RunReport
+from streamrl.observe.report.run_report import FigureSources, RunReport
 from streamrl.observe.report.trace_events import TraceEvents
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace
 from streamrl.observe.top.live_figures import LiveFigures, Publish
@@ -47,8 +48,8 @@ def run_observers(
     emit: Emit,
     publish: Publish,
 ) -> tuple[RunReport, list[Observer]]:
-    """Return the report, and all observers: elastic engines, the audit of weights, the report, missing samples, the
-    resumption where the run goes on, and those of ``users``."""
+    """Return the report, and all observers: elastic engines, the audit of weights, the report, the trace, missing
+    samples, live figures, the resumption of a resumed run, and ``users``."""
     recovered = record.recovered
     resumption = Resumption(recovered, processes.trainer, watch.waits) if recovered is not None else None
     elastic = _elastic_engines(recipe, processes, record, emit)
@@ -63,17 +64,20 @@ def run_observers(
     trace = TrajectoryTrace(
         run_directory / "trace.jsonl", header, goes_on=resumption is not None, most_bytes=size("trace")
     )
+    sources = FigureSources(
+        rollout=episodes.statistics,
+        load=pool.load,
+        serving=lambda: len(pool.serving),
+        rewards_in_flight=processes.reward.in_flight,
+        loop_lag=watch.take_loop_lag,
+        more_metrics=lambda: elastic.figures | drafts.take() | pool.prefix_hits.take() | observer_figures(users),
+    )
     report = RunReport(
         emit,
         record.control,
         record.store,
-        episodes.statistics,
+        sources,
         capacity(recipe, processes),
-        load=processes.pool.load,
-        serving=lambda: len(processes.pool.serving),
-        rewards_in_flight=processes.reward.in_flight,
-        loop_lag=watch.take_loop_lag,
-        figures=lambda: elastic.figures | drafts.take() | pool.prefix_hits.take() | observer_figures(users),
         alarms=Alarms(alarm_rules(mismatch, canary)),
         evaluations=evaluations,
         resumption=resumption,
@@ -82,18 +86,20 @@ def run_observers(
         length_limit=recipe.most_tokens,
     )
     record.journal.elapsed = report.elapsed
-    events.open(trace, report, (state := record.control.state).live_version, paused=state.steering.paused)
+    state = record.control.state
+    events.open(trace, report, state.live_version, paused=state.steering.paused)
     pool.on_routed = events.routed
-    return report, [
+    observers: list[Observer] = [
         elastic,
         WeightAudit(processes.pool.serving_engines, audits, interval),
         report,
         events,
         MissingSamples(record.control, emit, train_truncated=recipe.objective_settings.train_truncated),
         LiveFigures(publish, lambda: record.control.state, report.waits, pool, budget=recipe.most_tokens),
-        *([resumption] if resumption else []),
-        *users,
     ]
+    if resumption is not None:
+        observers.append(resumption)
+    return report, [*observers, *users]
 
 
 def _trace_header(recipe: Recipe, run_id: str, processes: Processes) -> TraceHeader:
@@ -118,9 +124,9 @@ def _trace_header(recipe: Recipe, run_id: str, processes: Processes) -> TraceHea
 
 
 def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun, emit: Emit) -> ElasticEngines:
-    async def decided(decision: Decision, step: int, shown: bool) -> None:
+    async def decided(decision: Decision, step: int, is_shown: bool) -> None:
         record.journal.decided(decision)
-        if shown:
+        if is_shown:
             subject = decision.subject
             figures = decision.figures
             await emit(RunDecided(step=step, subject=subject, reason=decision.reason, figures=figures))
@@ -133,6 +139,7 @@ def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun
         record.store,
         decided=decided,
         freeing=None if recipe.engines.release is ReleaseKind.NEVER else Freeing(recipe.most_tokens),
-        block_tokens=cpu_block_tokens(recipe),  # vLLM's are smaller on a GPU: there these are the more careful figure
+        # vLLM's blocks are smaller on a GPU: this figure is then the more careful one.
+        block_tokens=cpu_block_tokens(recipe),
         share_cores=processes.trainer.engines_freed,
     )

@@ -1,7 +1,8 @@
-"""The way in from Python: ``async with Pipeline(recipe) as pipeline: async for step in pipeline: ...``
+"""The Python interface of a run: ``async with Pipeline(recipe) as pipeline: async for step in pipeline: ...``
 
-``Pipeline`` is the parent's side of a run: it checks the recipe, makes the run directory, starts and watches
-the processes, and hands on what the controller says. It needs neither torch nor vllm."""
+``streamrl train`` and ``resume`` use it in the process of the command, user programs in their own process: this process
+is the parent of a run. ``Pipeline`` checks the recipe, makes the run directory, starts and watches the processes, and
+yields the events of the controller. It needs neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -70,9 +71,9 @@ PROGRESS_BACKLOG = 1000
 """Events that a slow reader may leave unread before progress is dropped; steps never are."""
 
 GRACE_S = 1.0
-"""How long processes have to end by themselves when a run is over. One that is cut short has waited long enough."""
+"""How long processes have to end by themselves when a run is over. A run that is killed does not wait."""
 STACKS_S = 0.2
-"""How long processes have to write their stacks to their logs before a run that failed ends them."""
+"""How long processes have to write their stacks to their logs before they are ended after a failure."""
 LAST_EVENTS_S = 2.0
 """How long the last events of a controller that has ended well may take to be read."""
 
@@ -81,12 +82,12 @@ class Pipeline:
     """One run of a recipe: the path of a file, a ``Recipe``, or its sections, in one mapping or by keyword, in which a
     reward, a policy or a source of prompts may be a function, also of a notebook's cell.
 
-    ``sinks`` are given every event of the run, in this process. ``observers``, classes or their names, are called in
-    the controller's process, beside those of ``run.advanced.observers``. Both have threads of their own
-    (docs/extending.md).
+    ``sinks``: sinks that get every event of the run, in this process. ``observers``: classes of observers or their
+    names, called in the controller's process, in addition to ``run.advanced.observers``. Both run in their own threads
+    (docs/extending.md). ``drain_s``: longest time for draining when the body is left early.
 
-    Raises ``RecipeError`` on entering when something is wrong with the recipe, ``ProcessDied`` from the iteration when
-    a process ends that should not have. Leaving early drains the run; leaving with an exception kills it."""
+    Raises ``RecipeError`` on entering when the recipe is wrong, ``ProcessDied`` from the iteration when a process ends
+    that should not have. Leaving early drains the run; leaving with an exception kills it."""
 
     def __init__(
         self,
@@ -99,29 +100,32 @@ class Pipeline:
     ) -> None:
         if recipe is not None and sections:
             raise RecipeError(f"a recipe and sections beside it ({', '.join(sections)}): give one of them")
-        self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(sections if recipe is None else recipe)
+        if isinstance(recipe, Recipe):
+            self.recipe = recipe
+        else:
+            self.recipe = load_recipe(sections if recipe is None else recipe)
         cells = Path(self.recipe.run.directory) / CELLS
         if observers:
-            named = [one if isinstance(one, str) else name_of_code(one, cells) for one in observers]
-            names = tuple(resolve_function(name, Path.cwd()) for name in named)
-            run = structs.replace(self.recipe.run, observers=(*self.recipe.run.observers, *names))
+            names = [observer if isinstance(observer, str) else name_of_code(observer, cells) for observer in observers]
+            resolved_names = tuple(resolve_function(name, Path.cwd()) for name in names)
+            run = structs.replace(self.recipe.run, observers=(*self.recipe.run.observers, *resolved_names))
             self.recipe = structs.replace(self.recipe, run=run)
         self.run_directory = Path()
         self._sinks = tuple(sinks)
         self._sink_calls: list[UserCalls] = []
         self._resumes = False
         self._despite_changes = False
-        self._changed_now: Set[str] = frozenset()
+        self._overridden_settings: Set[str] = frozenset()
         self._lock: IO[bytes] | None = None
         self._drain_s = drain_s
         self._failure: ProcessDied | None = None
-        self._ended = anyio.Event()
-        self._heard = anyio.Event()
+        self._run_over = anyio.Event()
+        self._all_events_received = anyio.Event()
         self._rewards = RewardAttachments(partial(name_of_code, directory=cells))
         self._steering = SteeringRequests()
-        self._open = AsyncExitStack()
-        self._conversation = anyio.CancelScope()
-        self._bound = anyio.Event()
+        self._resources = AsyncExitStack()
+        self._steps_scope = anyio.CancelScope()  # of the stream from the present controller
+        self._steps_bound = anyio.Event()
 
     @classmethod
     def of_run(
@@ -133,15 +137,15 @@ class Pipeline:
         sinks: Sequence[Sink] = (),
         drain_s: float = 60.0,
     ) -> Self:
-        """The run in ``run_directory``, to go on where its journal ends, however it ended. ``overrides``: such as
-        ``run.steps=200``, which is kept as the run's from now on. Raises ``RecipeError``, here and on entering: where
-        it runs, or was begun with other data, another model, other code or other settings (unless
-        ``despite_changes``; ``run.steps`` may be overridden)."""
+        """The run in ``run_directory``, which goes on where its journal ends, whatever ended it. ``overrides``: changed
+        settings, such as ``run.steps=200``, which the run keeps. ``despite_changes``: go on also with other data,
+        another model, other code or other settings than at the start. Raises ``RecipeError``, here and on entering,
+        where the run is running, or its inputs have changed (``run.steps`` may be overridden)."""
         pipeline = cls(recipe_of_run(run_directory, overrides), sinks=sinks, drain_s=drain_s)
         pipeline.run_directory = run_directory.resolve()
         pipeline._resumes = True
         pipeline._despite_changes = despite_changes
-        pipeline._changed_now = {override.partition("=")[0].strip() for override in overrides}
+        pipeline._overridden_settings = {override.partition("=")[0].strip() for override in overrides}
         return pipeline
 
     def __repr__(self) -> str:
@@ -152,14 +156,14 @@ class Pipeline:
             await self._open_directory()
             return await self._start()
         except BaseException as error:
-            self._let_go()
+            self._release()
             for leaf in failures(error):
-                if isinstance(leaf, OSError) and leaf.filename is None:  # of a write
+                if isinstance(leaf, OSError) and leaf.filename is None:  # an error of a write has no file name
                     leaf.filename = str(self.run_directory if self._resumes else self.recipe.run.directory)
             raise
 
     async def _open_directory(self) -> None:
-        """Check the recipe, and make the directory of the run or take hold of it."""
+        """Check the recipe, and make and lock the directory of the run; for a resumed run lock it and clean up."""
         to_thread = anyio.to_thread.run_sync
         self.recipe = await to_thread(with_hub_folders, self.recipe)
         if self._resumes:
@@ -170,21 +174,24 @@ class Pipeline:
             for change in await to_thread(self._changes):
                 log.warning("%s", change)
             await to_thread(preflight, *await to_thread(recipe_of_resumed_run, self.recipe, self.run_directory))
-            if self._changed_now:
+            if self._overridden_settings:
                 await to_thread(write_changed_recipe, self.run_directory, self.recipe)
             return
         self.recipe, _ = await to_thread(with_steps_of_epochs, self.recipe)
-        self.recipe, kept = await to_thread(with_checkpoint_rewards, self.recipe)
-        await to_thread(preflight, self.recipe, kept)
+        self.recipe, rewards = await to_thread(with_checkpoint_rewards, self.recipe)
+        await to_thread(preflight, self.recipe, rewards)
         await hosts_of(self.recipe)
-        self.run_directory = await to_thread(_make_run_directory, self.recipe, kept)
+        self.run_directory = await to_thread(_make_run_directory, self.recipe, rewards)
         self._lock = lock_run(self.run_directory)
 
     def _changes(self) -> list[str]:
-        changes = refuse_changes(self.run_directory, self.recipe, force=self._despite_changes, chosen=self._changed_now)
+        """Notices of what has changed since the start of the run. Raises ``RecipeError`` unless changes are allowed."""
+        changes = refuse_changes(
+            self.run_directory, self.recipe, force=self._despite_changes, overridden=self._overridden_settings
+        )
         return [*changes, *horizon_notices(recipe_of_run(self.run_directory), self.recipe)]
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._rewards.close()
         self._steering.close()
         if self._lock is not None:
@@ -195,10 +202,17 @@ class Pipeline:
         self._sender, self._receiver = anyio.create_memory_object_stream[RunEvent](math.inf)
         topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
         async with AsyncExitStack() as entered:
-            opened = open_launcher(self.recipe, self.run_directory, sockets, write_changed_recipe)
-            launcher = await entered.enter_async_context(opened)
-            make = partial(Supervisor, topology, self.run_directory, sockets, launcher=launcher)
-            self._supervisor = make(resumes=self._resumes, metrics=self.recipe.metrics)
+            launcher = await entered.enter_async_context(
+                open_launcher(self.recipe, self.run_directory, sockets, write_changed_recipe)
+            )
+            self._supervisor = Supervisor(
+                topology,
+                self.run_directory,
+                sockets,
+                launcher=launcher,
+                resumes=self._resumes,
+                metrics=self.recipe.metrics,
+            )
             self._supervisor.before_resume.append(self._await_controller)
             self._orders = EngineOrders(self._supervisor)
             launcher.on_join = self._orders.start_retired
@@ -215,26 +229,26 @@ class Pipeline:
             self._tasks.start_soon(self._receive, topology.endpoint("controller", "steps"))
             self._tasks.start_soon(self._rewards.run, rewards_endpoint(topology))
             self._tasks.start_soon(self._steering.run, steering_endpoint(topology))
-            self._open = entered.pop_all()
+            self._resources = entered.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None and not self._ended.is_set():
+            if kind is None and not self._run_over.is_set():
                 self.drain()
                 with anyio.move_on_after(self._drain_s):
-                    await self._ended.wait()
+                    await self._run_over.wait()
             await self._supervisor.kill(GRACE_S if kind is None else 0.0)
             with anyio.CancelScope(shield=True):
                 for failure in await anyio.to_thread.run_sync(remove_half_written, self.run_directory):
                     log.warning("%s", failure)
             self._tasks.cancel_scope.cancel()
             self._rewards.close()
-            await self._open.__aexit__(None, None, None)
+            await self._resources.__aexit__(None, None, None)
         finally:
-            self._let_go()
+            self._release()
 
     @property
     def rewards(self) -> RewardAttachments:
@@ -243,25 +257,25 @@ class Pipeline:
 
     @property
     def sink_errors(self) -> int:
-        """Calls of ``sinks`` that raised, and those that were not made because a sink was too far behind."""
+        """Number of calls of ``sinks`` that raised, or were dropped because a sink was too far behind."""
         return sum(calls.errors + calls.dropped for calls in self._sink_calls)
 
     def drain(self) -> None:
-        """Ask the run to finish what is closed, save, and end. The iteration goes on until it did."""
+        """Ask the run to finish the open step, save, and end. The iteration goes on until the run has ended."""
         self._supervisor.request_drain()
 
     async def events(self) -> AsyncIterator[RunEvent]:
-        """Everything the run says, from ``RunStarted`` to ``RunFinished``. Raises ``ProcessDied``."""
+        """All events of the run, from ``RunStarted`` to ``RunFinished``. Raises ``ProcessDied``."""
         async for event in self._receiver:
             yield event
             if isinstance(event, RunFinished):
                 break
-        await self._ended.wait()
+        await self._run_over.wait()
         if self._failure is not None:
             raise self._failure
 
     async def __aiter__(self) -> AsyncIterator[StepFinished]:
-        """One item for each optimizer step whose version is live."""
+        """One event for each optimizer step whose version is live."""
         async for event in self.events():
             if isinstance(event, StepFinished):
                 yield event
@@ -274,18 +288,18 @@ class Pipeline:
     async def _watch(self) -> None:
         try:
             await self._supervisor.watch()
-            with anyio.move_on_after(LAST_EVENTS_S):  # of a controller that has ended, they may not be read yet
-                await self._heard.wait()
+            with anyio.move_on_after(LAST_EVENTS_S):  # the last events of the controller may not be read yet
+                await self._all_events_received.wait()
         except ProcessDied as died:
             await self._note_failure(died)
         finally:
-            self._ended.set()
+            self._run_over.set()
             self._rewards.close()
             self._steering.close()
             self._sender.close()
 
     async def _note_failure(self, died: ProcessDied) -> None:
-        """End what is left, and put what tells why into one file."""
+        """End all processes, and write the crash bundle."""
         if ask_for_stacks(os.getpid()):
             await anyio.sleep(STACKS_S)
         await self._supervisor.kill()
@@ -294,30 +308,34 @@ class Pipeline:
 
     async def _receive(self, endpoint: str) -> None:
         """Receive the events of the controller and of its successors."""
-        while not self._heard.is_set():
-            with anyio.CancelScope() as self._conversation:
+        while not self._all_events_received.is_set():
+            with anyio.CancelScope() as self._steps_scope:
                 async with zmq_receiver(ParentMessage, endpoint, bind=True, name="controller.steps") as steps:
-                    self._bound.set()
+                    self._steps_bound.set()
                     await self._listen(steps)
-            if not self._conversation.cancelled_caught:
-                self._heard.set()
+            if not self._steps_scope.cancelled_caught:
+                self._all_events_received.set()
 
     async def _await_controller(self) -> None:
-        """Listen to the next controller, and no more to the one that died, before the run is resumed."""
-        self._bound = anyio.Event()
-        self._conversation.cancel()
+        """Close the stream from the controller that died, and bind it for the next one, before the run is resumed."""
+        self._steps_bound = anyio.Event()
+        self._steps_scope.cancel()
         self._rewards.controller_replaced()
         self._steering.controller_replaced()
-        await self._bound.wait()
+        await self._steps_bound.wait()
 
     async def _listen(self, steps: ReceiveStream[ParentMessage]) -> None:
+        """Pass each message of one controller to its receiver: engine orders, replies, sinks and the iteration."""
         try:
             async for event in steps:
                 if isinstance(event, StopEngine | StartEngine | KillEngine):
                     self._tasks.start_soon(self._orders.handle, event)
                     continue
-                if isinstance(event, RewardReply | SteeringReply):
-                    (self._rewards if isinstance(event, RewardReply) else self._steering).answered(event)
+                if isinstance(event, RewardReply):
+                    self._rewards.answered(event)
+                    continue
+                if isinstance(event, SteeringReply):
+                    self._steering.answered(event)
                     continue
                 if isinstance(event, RunFinished):
                     self._supervisor.run_finished()
@@ -329,23 +347,25 @@ class Pipeline:
         except anyio.ClosedResourceError:
             return
         except StreamBroken:
-            # The controller is gone, and the supervisor says why, or starts another one.
+            # The controller is gone: the supervisor reports its death or starts a successor.
             await anyio.sleep_forever()
 
 
 async def carry_out(
     rewards: RewardAttachments, drain: Callable[[], None], operation: RewardRequest | DrainRun
 ) -> ControlAnswer:
-    """Carry out an operation of the control socket. Raises ``StreamRLError`` (``RecipeError`` where what is asked for
-    is wrong): then nothing was done."""
+    """Carry out an operation of the control socket. Raises ``StreamRLError`` (``RecipeError`` for a wrong request):
+    then nothing was changed."""
     if isinstance(operation, DrainRun):
         drain()
         return Draining()
-    return await rewards.attached() if isinstance(operation, ListRewards) else await rewards.change(operation)
+    if isinstance(operation, ListRewards):
+        return await rewards.attached()
+    return await rewards.change(operation)
 
 
 def recipe_of_run(run_directory: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a run that can go on, with ``overrides``. Raises ``RecipeError``."""
+    """Load the recipe of a run that can be resumed, with ``overrides``. Raises ``RecipeError``."""
     path = run_directory / "recipe.toml"
     recipe = load_recipe(path, overrides) if path.is_file() else None
     if recipe is None or recipe.run.journal is JournalKind.NONE:
@@ -355,31 +375,35 @@ def recipe_of_run(run_directory: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _crash_note(run_directory: Path, failure: str) -> str:
-    """Write the crash bundle. Returns the line for the user; a failure to write it hides no other."""
+    """Write the crash bundle. Returns a line for the user, also where the bundle cannot be written."""
     try:
-        kept = read_rewards_file(run_directory)
-        bundle = write_crash_bundle(run_directory, failure, rewards=kept.rewards if kept else ())
-    except (OSError, StreamRLError) as error:  # unread rewards may have secrets: better no bundle than one with them
+        rewards = read_rewards_file(run_directory)
+        if rewards is None:
+            bundle = write_crash_bundle(run_directory, failure)
+        else:
+            bundle = write_crash_bundle(run_directory, failure, rewards=rewards.rewards)
+    except (OSError, StreamRLError) as error:  # no bundle where rewards cannot be read: they may have secrets
         return f"no crash bundle could be written: {error}"
     return f"crash bundle: {bundle} (streamrl show {bundle})"
 
 
-def _make_run_directory(recipe: Recipe, kept: RewardsSnapshot | None) -> Path:
-    """``<directory>/<name>-<time>``, with the resolved recipe and what a resumed run ``kept`` of its rewards; and the
-    link ``latest`` beside it. Durable when it returns: a journal without a recipe cannot be gone on with."""
+def _make_run_directory(recipe: Recipe, rewards: RewardsSnapshot | None) -> Path:
+    """Make ``<directory>/<name>-<time>`` with the resolved recipe, and the link ``latest`` to it. ``rewards``: rewards
+    of the checkpoint from which the run begins. Durable when it returns: without a recipe no journal can be resumed."""
     parent = Path(recipe.run.directory).absolute()
     make_directory(parent)
     directory = _unused_directory(parent / f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     write_inputs(directory, recipe)
-    for name, content in (rewards_file(kept) if kept else {}).items():
-        write_durable(directory / name, content)
-    write_durable(directory / "recipe.toml", dump_recipe(recipe).encode())  # last: with a recipe it can be resumed
+    if rewards is not None:
+        for name, content in rewards_file(rewards).items():
+            write_durable(directory / name, content)
+    write_durable(directory / "recipe.toml", dump_recipe(recipe).encode())  # last: then the run can be resumed
     write_link(parent / "latest", directory.name)
     return directory
 
 
 def _unused_directory(stem: Path) -> Path:
-    """Make ``stem``, or one with a number where another run began in the same second, this moment perhaps."""
+    """Make the directory ``stem``, with a number where another run began in the same second, perhaps at this moment."""
     for number in itertools.count(1):
         directory = stem.with_name(stem.name if number == 1 else f"{stem.name}-{number}")
         with suppress(FileExistsError):

@@ -1,4 +1,5 @@
-"""Connections of the controller to the other processes of a run: engines, trainer ranks, reward workers, judge."""
+"""Connections of the controller to the other processes of a run: engines, trainer ranks, reward workers, environment
+workers, judge. ``run_controller`` makes them at the start, in the controller's process."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from streamrl.launch.steering.steering_messages import SteeringReply
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.environment import ENVIRONMENT_REWARD
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.topology import TOPOLOGY_FILE, Role, Topology, prepared_sets
+from streamrl.recipe.topology import Role, Topology, prepared_sets
 from streamrl.rewards.judge.link import JudgeLink
 from streamrl.rewards.reward_messages import RewardReply
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
@@ -52,8 +53,9 @@ Emit = Callable[[RunEvent | RewardReply | SteeringReply], Awaitable[None]]
 
 
 class Processes(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes that are ready for a run. ``ready``: of the engines of the first set together, which needed
-    ``start_s`` seconds; ``rank``: of the first trainer rank; ``environment``: None: the run has none."""
+    """Connections to the processes of a run that are ready. ``ready``: summary of the engines of the first set, which
+    started within ``start_s`` seconds; ``rank``: hello of the first trainer rank; ``environment``: stage of the
+    environment workers, or None."""
 
     tokenizer: Tokenizer
     reward: RewardStage
@@ -68,14 +70,14 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True):
     environment: EnvironmentStage | None
 
     async def aclose(self) -> None:
-        """End the orders of all: a process ends when its orders end. Those of the ranks ended with the controller."""
+        """End the streams of orders: a process ends when its orders end. The controller has ended the ranks' orders."""
         await self.hosts.aclose()
         await self.pool.aclose()
         self.judge.retire()
 
 
 async def connect_ranks(recipe: Recipe, topology: Topology, streams: AsyncExitStack) -> TrainerRanks:
-    """Bind the streams to all trainer ranks, which are closed with ``streams``."""
+    """Bind the streams to all trainer ranks. ``streams``: exit stack that closes them."""
     return TrainerRanks(
         [await _connect_rank(recipe, topology, index, streams) for index in range(recipe.training.ranks)]
     )
@@ -93,13 +95,12 @@ async def connect_processes(
     waits: Waits,
     nursery: anyio.abc.TaskGroup,
 ) -> Processes:
-    """Wait until every process is ready, all at once: after the death of a controller nobody has work until then.
-    ``order``: gives orders to the supervisor. What serves them runs in ``nursery``. Raises ``StreamRLError`` for
-    processes that have different tokenizers."""
-    began = anyio.current_time()
+    """Wait, concurrently, until every process is ready. ``order``: sends an order to the supervisor; ``nursery``: task
+    group in which the connections are served. Raises ``StreamRLError`` for processes with different tokenizers."""
+    began_s = anyio.current_time()
 
     async def say_ready(names: Iterable[str]) -> None:
-        seconds = anyio.current_time() - began
+        seconds = anyio.current_time() - began_s
         await emit(StartProgress(process=", ".join(names), state="ready", seconds=seconds))
 
     async def ready_ranks() -> list[TrainerReady]:
@@ -115,7 +116,7 @@ async def connect_processes(
     with waits.waiting_for("the engines to start"):
         hosts, pool, ready = await _start_engines(recipe, topology, order, emit, nursery)
     await say_ready(prepared_sets(recipe)[0].engines)
-    start_s = anyio.current_time() - began
+    start_s = anyio.current_time() - began_s
     with waits.waiting_for("the trainer ranks to load"):
         hellos = await training.result()
     await judge.ready(pool.load, min(ready.max_num_seqs, recipe.batch_trajectories))
@@ -128,8 +129,6 @@ async def connect_processes(
     digests |= {f"trainer rank {hello.rank}": hello.tokenizer_digest for hello in hellos}
     refuse_different_tokenizers(recipe.model.path, digests)
     nursery.start_soon(trainer.run)
-    if recipe.transport.training_hosts:
-        await trainer.refuse_other_files(run_directory / TOPOLOGY_FILE)
     return Processes(
         tokenizer=tokenizer,
         reward=reward,
@@ -152,13 +151,15 @@ async def _start_engines(
     emit: Emit,
     nursery: anyio.abc.TaskGroup,
 ) -> tuple[EngineHosts, EnginePool, EngineReady]:
-    """Wait for the engines of the first set. On a CPU, where vLLM's sleep does nothing, engines of sets that are not in
-    use end."""
+    """Start and wait for the engines of the first set. Engines of other sets sleep, or end on a CPU, where vLLM's sleep
+    does nothing."""
     sleeps = bool(recipe.engines.sets and recipe.engines.sleep_level) and installed_device() != "cpu"
     sets = prepared_sets(recipe)
-    at = topology.endpoint
     guard = KeyGuard(KeyRole.ENGINE)
-    endpoints = {name: (at(name, "orders"), at(name, "completions")) for one in sets for name in one.engines}
+    endpoints = {}
+    for engine_set in sets:
+        for name in engine_set.engines:
+            endpoints[name] = (topology.endpoint(name, "orders"), topology.endpoint(name, "completions"))
     hosts = EngineHosts(endpoints, recipe.engines, order=order, emit=emit, guard=guard, sleeps=sleeps)
     await nursery.start(hosts.run)
     return hosts, *await hosts.start(sets[0].engines)
@@ -166,7 +167,7 @@ async def _start_engines(
 
 async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams: AsyncExitStack) -> RankStreams:
     name = f"trainer-{index}"
-    # All that may be in flight fits twice, each trajectory a group of its own: control never waits for a busy rank.
+    # The window holds twice the trajectories in flight, each in its own group: control never waits for a busy rank.
     window = 2 * recipe.max_in_flight + 64
     guard = KeyGuard(KeyRole.TRAINER)
     batches_at = topology.endpoint(name, "batches")
@@ -182,7 +183,7 @@ async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams:
 
 @asynccontextmanager
 async def _open_environment(topology: Topology, say_ready: SayReady, name: str) -> AsyncIterator[EnvironmentStreams]:
-    """Streams to an environment worker or to its successor, once it said that it is ready."""
+    """Open the streams to an environment worker or to its successor, and wait until the worker is ready."""
     orders_at = topology.endpoint(name, "orders")
     events_at = topology.endpoint(name, "events")
     async with (

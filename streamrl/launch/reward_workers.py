@@ -1,4 +1,6 @@
-"""The controller's side of reward workers: streams to them, what it must know of their functions, and changes."""
+"""The controller's side of reward workers: streams to the workers, inspection of the functions, and changes of rewards.
+
+``processes`` and ``run_controller`` call it in the controller's process."""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ FIRST_PROMPTS = 16
 
 @asynccontextmanager
 async def open_worker(topology: Topology, index: int) -> AsyncIterator[WorkerStreams]:
-    """Streams to reward worker ``index`` or to its successor, once it said that it is ready."""
+    """Open the streams to reward worker ``index`` or to its successor, and wait until the worker is ready."""
     name = f"reward-{index}"
     orders_at = topology.endpoint(name, "orders")
     async with (
@@ -47,15 +49,17 @@ async def open_worker(topology: Topology, index: int) -> AsyncIterator[WorkerStr
 async def open_reward_stage(
     recipe: Recipe, topology: Topology, run_directory: Path, emit: Callable[[RewardReply | RunWarning], Awaitable[None]]
 ) -> tuple[RewardStage, AttachedRewards]:
-    """The stage, and the functions that score: as the recipe says, or as the run that is resumed had them."""
+    """Make the reward stage, with the rewards of the recipe or of the resumed run."""
     snapshot = await anyio.to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
     inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, snapshot.rewards)
     version = snapshot.reward_version
     rewards = snapshot.rewards
     settings = RewardSettings(
-        functions="+".join(r.label for r in snapshot.rewards),
-        per_group=any(i.signature is not None and i.signature.per_group for i in inspections),
-        timeout_s=max(r.timeout_s for r in snapshot.rewards),
+        functions="+".join(reward.label for reward in rewards),
+        per_group=any(
+            inspection.signature is not None and inspection.signature.per_group for inspection in inspections
+        ),
+        timeout_s=max(reward.timeout_s for reward in rewards),
         concurrency=recipe.reward_limits.concurrency,
         # Workers begin with the rewards of the recipe, which are version 0.
         attached=LoadRewardSet(reward_version=version, rewards=rewards) if version else None,
@@ -70,10 +74,10 @@ async def open_reward_stage(
 
 
 async def change_rewards(topology: Topology, attached: AttachedRewards, run_directory: Path, note: Note) -> None:
-    """Carry out what is asked for from outside. The rewards of the resumed run are noted first. ``run_directory`` says
-    what scores, for a controller that restarts."""
+    """Carry out requests of users to change rewards. ``note`` is first called for the rewards of a resumed run. Each
+    change is written into ``run_directory``, for a successor of this controller."""
 
-    def noted(version: int, rewards: tuple[str, ...], change: str) -> None:
+    def write_and_note(version: int, rewards: tuple[str, ...], change: str) -> None:
         for name, content in attached.file().items():
             write_durable(run_directory / name, content)
         note(version, rewards, change)
@@ -82,11 +86,11 @@ async def change_rewards(topology: Topology, attached: AttachedRewards, run_dire
         note(version, tuple(reward.label for reward in attached.snapshot.rewards), "resume")
     endpoint = rewards_endpoint(topology)
     async with zmq_receiver(RewardRequest, endpoint, bind=False, name="controller.rewards") as requests:
-        await attached.run(requests, noted)
+        await attached.run(requests, write_and_note)
 
 
 async def check_reward(recipe: Recipe, reward: Reward) -> None:
-    """Import one function in a process of its own, and look whether the first prompts have its columns. Raises
+    """Import one function in a separate process, and check that the first prompts have its columns. Raises
     ``RecipeError``."""
     (inspection,) = await anyio.to_thread.run_sync(inspect_in_subprocess, [reward])
     problems = list(inspection.problems)
@@ -108,4 +112,4 @@ async def _missing_columns(spec: str, tokenizer: Tokenizer, columns: Mapping[str
         prompts = await source.draw(min(FIRST_PROMPTS, source.size or FIRST_PROMPTS))
     finally:
         await source.aclose()
-    return [missing for prompt in prompts for missing in missing_columns(prompt, columns)]
+    return [column for prompt in prompts for column in missing_columns(prompt, columns)]

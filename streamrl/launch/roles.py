@@ -1,4 +1,5 @@
-"""Entry points of the processes of a run, by role. Only what a role needs is imported when it begins."""
+"""Entry points of the processes of a run, by role. ``launch.__main__`` calls them in their process. Each imports only
+the modules of its role."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def role_main(role: Role) -> RoleMain:
 async def controller_streams(
     topology: Topology, name: str, orders: tuple[str, Any], events: tuple[str, Any]
 ) -> AsyncIterator[Streams]:
-    """Open the two streams of the process ``name`` to the controller: its orders, and what it says. Each is given as
-    (stream, type of its items)."""
+    """Open the two streams between process ``name`` and the controller. ``orders`` and ``events``: name of the stream
+    and type of its items."""
     orders_stream, order_type = orders
     events_stream, event_type = events
     guard = KeyGuard(KeyRole.CONTROLLER)
@@ -75,7 +76,7 @@ async def controller_streams(
 
 
 async def run_engine(context: ChildContext) -> None:
-    """Serve one engine, vLLM's or a simulated one, until the orders end."""
+    """Serve one engine of vLLM or a simulated engine until the orders end."""
     engine = engine_of(context.recipe, context.plan, context.socket_directory)
     name = context.plan.name
     streams = controller_streams(context.topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
@@ -83,24 +84,24 @@ async def run_engine(context: ChildContext) -> None:
     if not endpoint:
         await serve_engine(engine, streams)
     else:
-        from streamrl.weights.relay.relay import Relay  # a second of processor time, for numba
+        from streamrl.weights.relay.relay import Relay  # takes a second, for numba
 
         relay = Relay(endpoint, f"ipc://{context.socket_directory / name}.relay")
-        await serve_engine(engine, _beside(relay, streams), relay.through)
+        await serve_engine(engine, _with_relay(relay, streams), relay.through)
 
 
 @asynccontextmanager
-async def _beside(
+async def _with_relay(
     relay: AbstractContextManager[object], streams: AbstractAsyncContextManager[Streams]
 ) -> AsyncIterator[Streams]:
     """Open ``relay``, then ``streams``: no socket may be open before vLLM has forked."""
     with relay:
-        async with streams as opened:
-            yield opened
+        async with streams as open_streams:
+            yield open_streams
 
 
 def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine:
-    """The engine of ``plan`` in this process, not started yet."""
+    """Make the engine of ``plan`` in this process, without starting it."""
     options = engine_options(recipe, plan.index, sockets, gpu_memory_utilization=plan.gpu_memory_utilization)
     return _simulated(options, sockets) if recipe.engines.kind is EngineKind.SIMULATED else _vllm(options)
 
@@ -113,8 +114,8 @@ def _vllm(options: EngineOptions) -> WatchedEngine:
 
 
 def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
-    """Make a simulated engine, without importing vllm or torch. Engines of a run share the replica of the weights as
-    real ones do."""
+    """Make a simulated engine, without importing vllm or torch. Engines of a run share the replica of the weights, like
+    engines of vLLM."""
     from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
     from streamrl.engines.simulated.text import sentences_of
     from streamrl.pretrained.tokenizer import load_tokenizer
@@ -122,7 +123,7 @@ def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
     from streamrl.weights.vllm.simulated_engine import SimulatedWeights
 
     tokenizer = load_tokenizer(options.model_path)
-    chosen = SimulationOptions(
+    simulation_options = SimulationOptions(
         name=options.name,
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
@@ -131,7 +132,7 @@ def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
     )
     replica = shared_replica(os.environ.get(RUN_MARKER, ""), options.model_path, sockets)
     weights = SimulatedWeights(Path(options.model_path), replica)
-    return SimulatedEngine(chosen, text=sentences_of(tokenizer), weights=weights)
+    return SimulatedEngine(simulation_options, text=sentences_of(tokenizer), weights=weights)
 
 
 # ---- trainer, rewards, judge -----------------------------------------------------------------------
@@ -161,7 +162,7 @@ async def run_trainer(context: ChildContext) -> None:
         resume_from=str(newest or ""),
     )
     if context.plan.gpus:
-        options = msgspec.structs.replace(options, device="cuda")  # the only one that it sees
+        options = msgspec.structs.replace(options, device="cuda")  # the only GPU that this process sees
     trainer = TorchTrainer(options, start_publisher, tokenizer_digest)
     streams = controller_streams(context.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
     note_phase("loads the model")
@@ -199,7 +200,7 @@ async def run_environment(context: ChildContext) -> None:
 
 
 async def run_judge(context: ChildContext) -> None:
-    """Answer questions of rewards with the run's own judge until the controller says that no more will come."""
+    """Answer questions of rewards with the run's judge until the orders of the controller end."""
     from streamrl.rewards.judge.options import judge_options
 
     options = judge_options(context.recipe, context.socket_directory)

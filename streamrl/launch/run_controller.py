@@ -1,4 +1,4 @@
-"""The controller's process: what flows between it and the other processes, and who runs it.
+"""The work of the controller's process, and the streams between it and the other processes of a run.
 
 ::
 
@@ -6,24 +6,24 @@
                  ^  '--groups, then "close"--> TRAINING --weight push--> engines
                  '---------reports------------'
 
-===============  =======================  =========================================  ====================
-stream           from -> to               item                                       bounded by
-===============  =======================  =========================================  ====================
-engine orders    episodes -> engine host  ``EngineOrder``, answered by ``EngineEvent``  slots
-reward orders    reward -> reward worker  ``RewardOrder``, answered by ``RewardResult``  slots
-batches          control -> trainer rank  ``TrainGroup`` ..., then ``CloseBatch``       one batch in flight
-reports          trainer rank -> control  ``StepReport``                             one per step
-weights          trainer rank -> engine   an anchor or a delta, as a transaction     one in flight
-steps            control -> parent        ``ParentMessage``                          steps
-===============  =======================  =========================================  ====================
+=============  =======================  =============================================  ===================
+stream         from -> to               item                                           bounded by
+=============  =======================  =============================================  ===================
+engine orders  episodes -> engine       ``EngineOrder``, answered by ``EngineEvent``   slots
+reward orders  reward -> reward worker  ``RewardOrder``, answered by ``RewardResult``  slots
+batches        control -> trainer rank  ``TrainGroup`` ..., then ``CloseBatch``        one batch in flight
+reports        trainer rank -> control  ``StepReport``                                 one per step
+weights        trainer rank -> engine   an anchor or a delta, as a transaction         one in flight
+steps          control -> parent        ``ParentMessage``                              steps
+=============  =======================  =============================================  ===================
 
 A trajectory is one coroutine of the controller (``stages.episodes``), from its launch to its outcome. It has exactly
-one: a value, a recorded failure, or lost. Slots bound how many there are. Ranks, engines and reward workers end when
-their orders end.
+one outcome: a value, a recorded failure, or lost. Slots bound the number of trajectories. Ranks, engines and reward
+workers end when their orders end.
 
-A supervisor without torch is the parent of the controller, the engine hosts, the trainer ranks and the reward workers
-(``streamrl.launch.pipeline.Pipeline``). The controller's process runs ``run_controller``: it connects to the others,
-trains (``_train``: control with its observers, and the episodes that it launches), and ends them."""
+The parent of these processes is a supervisor without torch (``streamrl.launch.pipeline.Pipeline``). ``roles`` starts
+``run_controller`` in the controller's process. This function connects to the other processes, trains (``_train`` runs
+control with its observers, and the episodes that control launches), and ends the connections."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def run_controller(context: ChildContext) -> None:
 
         async def emit(event: RunEvent | RewardReply | SteeringReply) -> None:
             event = judge.measured(event)
-            if not isinstance(event, RewardsListed | SteeringReply):  # they concern only the process that asked
+            if not isinstance(event, RewardsListed | SteeringReply):  # only the process that asked needs them
                 event = reporter.record(event)
             await steps.send(event)
 
@@ -126,25 +126,25 @@ async def run_controller(context: ChildContext) -> None:
 async def _train(
     context: ChildContext, processes: Processes, watch: Watchdog, events: TraceEvents, emit: Emit, publish: Publish
 ) -> None:
-    """Control and the episodes that it launches, from the version that the trainer holds to the end of the run."""
+    """Run control and the episodes that it launches, from the present version of the trainer to the end of the run."""
     recipe = context.recipe
     topology = context.topology
     run_directory = context.run_directory
-    # The record: what control knows, here or from an earlier life of the run, and the journal that it is written into.
+    # The record: the state of control, new or from an earlier life of the run, and its journal.
     version = processes.rank.policy_version
     trainer = processes.trainer
     held_out = await read_held_out(recipe, processes.tokenizer, in_flight=processes.ready.max_num_seqs)
     record = await anyio.to_thread.run_sync(open_record, recipe, control_settings(recipe), run_directory, version)
     episodes = await open_episodes(recipe, processes, record.journal, held_out, emit)
     reward = processes.reward
-    # What the controller asks: for prompts, for a push of weights, for a checkpoint, for an evaluation.
+    # The services of the controller: prompts, pushes of weights, checkpoints, evaluations.
     prompts = training_prompts(recipe, processes.tokenizer, start=record.control.state.prompts.drawn)
     sync = await open_weight_sync(recipe, run_directory, processes, episodes, watch.waits)
     copies = await open_copies(recipe, run_directory, emit)
     keeper = _checkpoint_keeper(recipe, run_directory, processes, held_out, copies)
     await keeper.begin()
     evaluations = _evaluations(recipe, run_directory, processes, held_out, keeper, emit)
-    # Who is called with what happens.
+    # The observers of the controller.
     users = [await anyio.to_thread.run_sync(UserObserver, spec) for spec in recipe.run.observers]
     report, observers = run_observers(
         recipe, run_directory, processes, record, episodes, evaluations, users, watch, events, emit, publish
@@ -159,43 +159,43 @@ async def _train(
         save=lambda version, files: keeper.save(version, {**files, **processes.attached.file()}),
         observers=[*observers, steering],
         waits=watch.waits,
-        saved=copies.settled if copies else None,
+        wait_for_copies=copies.settled if copies else None,
     )
     load = processes.pool.load
     scoring = reward.in_flight
-    copied = copies.sent if copies else lambda: 0
+    copied = copies.sent_bytes if copies else lambda: 0
     watch.follow(controller.state, episodes.statistics, load, scoring, trainer.answers, copied, report.waits)
     try:
-        async with anyio.create_task_group() as beside:
-            _start_beside(beside, recipe, run_directory, controller)
-            beside.start_soon(record.run)
-            beside.start_soon(steering.serve, steering_endpoint(topology), controller.state, controller.notify)
-            beside.start_soon(sync.run)
+        async with anyio.create_task_group() as services:
+            _start_controls(services, recipe, run_directory, controller)
+            services.start_soon(record.run)
+            services.start_soon(steering.serve, steering_endpoint(topology), controller.state, controller.notify)
+            services.start_soon(sync.run)
             if copies:
-                beside.start_soon(copies.run)
+                services.start_soon(copies.run)
             note = partial(_note_rewards, record)
-            beside.start_soon(change_rewards, topology, processes.attached, run_directory, note)
+            services.start_soon(change_rewards, topology, processes.attached, run_directory, note)
             environment = processes.environment
             async with reward.running(), environment.running() if environment else nullcontext():
                 reason = await controller.run(episodes)
             await emit(RunFinished(reason=reason, step=controller.state.live_version))
-            beside.cancel_scope.cancel()
+            services.cancel_scope.cancel()
     finally:
         report.close()
         await record.aclose()
         await prompts.aclose()
-        await close_all([user.calls for user in users], "end")  # last: they may take their time
+        await close_all([user.calls for user in users], "end")  # last: code of users may be slow
 
 
 def _checkpoint_keeper(
     recipe: Recipe, run_directory: Path, processes: Processes, held_out: HeldOut, copies: CheckpointCopies | None
 ) -> CheckpointKeeper:
-    """The keeper of the trainer's checkpoints. It ranks them by the score of the first held-out set."""
+    """Make the keeper of the trainer's checkpoints, which ranks them by the score of the first held-out set."""
     return CheckpointKeeper(
         processes.trainer,
         run_directory / "checkpoints",
         recipe.checkpoint,
-        held=processes.rank.policy_version,
+        held_version=processes.rank.policy_version,
         limit=recipe.evaluation.regular[1],
         score=next(iter(held_out.sets), ""),
         changed=copies.want if copies else lambda _: None,
@@ -212,18 +212,18 @@ def _evaluations(
 
 
 def _note_rewards(record: JournalledRun, version: int, rewards: tuple[str, ...], change: str) -> None:
-    """Write into the journal that other functions score from now on."""
+    """Write a change of the rewards into the journal."""
     reason = f"{change}: version {version} is {', '.join(rewards)}"
     record.journal.decided(Decision(subject="rewards", reason=reason))
 
 
-def _start_beside(beside: anyio.abc.TaskGroup, recipe: Recipe, run_directory: Path, controller: Controller) -> None:
-    """Start what acts on ``controller`` from outside until the run ends."""
-    beside.start_soon(_stop_on_sigterm, controller)
+def _start_controls(services: anyio.abc.TaskGroup, recipe: Recipe, run_directory: Path, controller: Controller) -> None:
+    """Start the tasks that stop or advise ``controller`` until the run ends."""
+    services.start_soon(_stop_on_sigterm, controller)
     if recipe.rollout.rounds is RoundKind.AUTO:
         from streamrl.simulate.adviser import advise  # predicts kinds of rounds
 
-        beside.start_soon(advise, run_directory, recipe, lambda: controller.state.live_version, controller.notify)
+        services.start_soon(advise, run_directory, recipe, lambda: controller.state.live_version, controller.notify)
 
 
 async def _stop_on_sigterm(controller: Controller) -> None:

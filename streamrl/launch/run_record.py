@@ -1,4 +1,6 @@
-"""Journal of a run, or its absence, and the facts that it gives about earlier lives of the run."""
+"""The record of a run: the state of control and, where the recipe has one, the journal with the run's earlier lives.
+
+``run_controller`` opens it in the controller's process; ``pipeline`` calls ``refuse_lost_journal`` before a resume."""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ METRICS = "metrics.jsonl"
 
 
 class JournalledRun(RunRecord, frozen=True, kw_only=True):
-    """A run that writes ``file``; ``recovered``: what an earlier life of it left there."""
+    """The record of a run. ``file``: file of its journal, or None; ``recovered``: state from an earlier life, or
+    None."""
 
     journal: RunJournal
     file: JournalFile | None = None
@@ -38,15 +41,15 @@ class JournalledRun(RunRecord, frozen=True, kw_only=True):
             await self.file.run()
 
     async def aclose(self) -> None:
-        """Write what waits, and close the files. Raises ``JournalFailed``."""
+        """Write waiting records, and close the files. Raises ``JournalFailed``."""
         if self.file is not None:
             await self.file.close()
 
 
 def open_record(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> JournalledRun:
-    """Open the record of a new run, or of one that resumes; ranks hold ``start_version``. Blocking. Raises
-    ``StreamRLError`` where the journal is damaged, of another run, in use, or without what a run with checkpoints goes
-    on from."""
+    """Open the record of a new or resumed run. ``start_version``: version of the weights on the trainer ranks.
+    Blocking. Raises ``StreamRLError`` where the journal is damaged, in use, of another run, or missing in a run with
+    checkpoints."""
     file, recovered = _open_journal(recipe, settings, run_directory, start_version)
     store = TrajectoryStore() if recovered is None else recovered.store
     journal = RunJournal(file, store, recovered)
@@ -59,12 +62,13 @@ def open_record(recipe: Recipe, settings: ControlSettings, run_directory: Path, 
     control = make_control(settings, fork(point.control, settings) if point else None)
     if point is None:
         control.state.prompts.drawn = start_version * recipe.rollout.prompts_per_batch
-    store.add_prompts(point.prompts if point else ())
+    else:
+        store.add_prompts(point.prompts)
     return JournalledRun(control=control, store=store, journal=journal, file=file)
 
 
 def _open_journal(
-    recipe: Recipe, settings: ControlSettings, run_directory: Path, held: int
+    recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int
 ) -> tuple[JournalFile | None, RecoveredRun | None]:
     if recipe.run.journal is JournalKind.NONE:
         return None, None
@@ -75,8 +79,8 @@ def _open_journal(
         return make_control(settings, snapshot)
 
     try:
-        recovered = recovered_run(file.found, restore, held)
-        if recovered is None and _has_checkpoints(run_directory):  # after a power cut, where it is not flushed
+        recovered = recovered_run(file.initial_content, restore, start_version)
+        if recovered is None and _has_checkpoints(run_directory):  # a power cut may lose a journal without fsync
             raise JournalRefused(_without_journal(run_directory))
     except BaseException:
         file.release()
@@ -85,8 +89,8 @@ def _open_journal(
 
 
 def refuse_lost_journal(run_directory: Path) -> None:
-    """Raise ``RecipeError`` where a run that has begun has no journal any more. Ranks would begin from a checkpoint and
-    control would not, and the logs would be overwritten. Blocking: only then checkpoints are read."""
+    """Raise ``RecipeError`` where a run that has begun has no journal any more: ranks would begin from a checkpoint and
+    control from the start, and the logs would be overwritten. Blocking."""
     metrics = run_directory / METRICS
     began = (metrics.exists() and metrics.stat().st_size > 0) or _has_checkpoints(run_directory)
     if began and not any((run_directory / JOURNAL_DIRECTORY).glob("*.journal")):

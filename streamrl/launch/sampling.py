@@ -1,4 +1,6 @@
-"""Prompts of a run, what samples their completions, and the push of weights that they are sampled with."""
+"""Prompts of a run, the episodes that sample their completions, and the push of weights to the engines.
+
+``run_controller`` makes them at the start, in the controller's process."""
 
 from __future__ import annotations
 
@@ -32,23 +34,24 @@ def training_prompts(recipe: Recipe, tokenizer: Tokenizer, *, start: int) -> Ope
     source = recipe.prompts
     mix = recipe.tail_batching
     train = prompt_sources(recipe)["prompts.train"]
-    reader = None if recipe.environment.given else tokenizer  # an environment writes the prompts
-    opened = partial(open_prompts, train, reader, seed=recipe.run.seed, shuffle=source.shuffle)
-    return MixedPrompts(opened(), mix.domain_column, mix.domains, start) if mix.domains else opened(start=start)
+    reader = None if recipe.environment.configured else tokenizer  # an environment writes the prompts
+    open_source = partial(open_prompts, train, reader, seed=recipe.run.seed, shuffle=source.shuffle)
+    if mix.domains:
+        return MixedPrompts(open_source(), mix.domain_column, mix.domains, start)
+    return open_source(start=start)
 
 
 async def open_episodes(
     recipe: Recipe, processes: Processes, journal: Journal, held_out: HeldOut, emit: Emit
 ) -> Episodes:
-    """Return what samples, records and scores trajectories. In a deterministic run an engine that samples other bits in
-    a batch than alone gets one request at a time, and the run says so."""
-    alone = False
+    """Make the episodes, which sample, record and score trajectories. In a deterministic run an engine that samples
+    other bits in a batch than alone gets one request at a time, and a warning is emitted."""
+    one_at_a_time = False
     if recipe.run.deterministic and recipe.compares_logprobs:
-        probes = [prompt.token_ids for prompt in held_out.prompts[:PROBES] if prompt.token_ids] or [
-            token_array((1, 2, 3))
-        ]
-        alone = not await batch_invariant(processes.pool, probes, recipe.sampling)
-    if alone:
+        probes = [prompt.token_ids for prompt in held_out.prompts[:PROBES] if prompt.token_ids]
+        probes = probes or [token_array((1, 2, 3))]
+        one_at_a_time = not await batch_invariant(processes.pool, probes, recipe.sampling)
+    if one_at_a_time:
         message = "engines sample other bits in a batch than alone: run.deterministic gives them one request at a time"
         await emit(RunWarning(step=0, message=message))
     return Episodes(
@@ -58,21 +61,21 @@ async def open_episodes(
         journal,
         episode=one_completion if processes.environment is None else processes.environment.episode,
         verifies_deferred=recipe.tail_batching.verifies(deterministic=recipe.run.deterministic),
-        one_at_a_time=alone,
+        one_at_a_time=one_at_a_time,
         capacity=capacity(recipe, processes),
-        ended=processes.pool.ended,
+        on_end=processes.pool.forget_trajectory,
     )
 
 
 def capacity(recipe: Recipe, processes: Processes) -> int:
-    """Trajectories that shares of free slots count as full engines, whatever the rounds."""
+    """Number of trajectories at which shares of free slots count the engines as full, for every kind of rounds."""
     return min(processes.ready.max_num_seqs, recipe.batch_trajectories)
 
 
 async def open_weight_sync(
     recipe: Recipe, run_directory: Path, processes: Processes, episodes: Episodes, waits: Waits
 ) -> WeightSync:
-    """Return what makes versions live on the engines, also on those that start later."""
+    """Make the weight sync, which makes versions live on the engines, also on engines that start later."""
     sync = WeightSync(
         processes.pool.attached,
         processes.trainer.publish_anchor,
@@ -86,6 +89,12 @@ async def open_weight_sync(
     )
     processes.hosts.set_weight_sync(sync)
     attached = processes.pool.attached
-    paused = sync.paused_engines
-    processes.pool.paused = lambda: [name for name, engine in attached.items() if engine in paused] if paused else ()
+    paused_engines = sync.paused_engines
+
+    def paused_names() -> list[str]:
+        if not paused_engines:  # called for each request: no search while no engine is paused
+            return []
+        return [name for name, engine in attached.items() if engine in paused_engines]
+
+    processes.pool.paused = paused_names
     return sync

@@ -1,4 +1,6 @@
-"""Options of a trainer rank, as one frozen struct: no recipe is read inside ``learning``."""
+"""Options of a trainer rank, as one frozen struct: the modules of the rank read these options and never a recipe.
+
+``launch.roles`` makes them in each trainer process, ``prepare.measured_step`` in the process of a trial's step."""
 
 from __future__ import annotations
 
@@ -18,18 +20,21 @@ from streamrl.recipe.sections import Lora, Recipe, Training
 
 
 class TrainerOptions(Training, frozen=True, kw_only=True):
-    """One rank of the trainer: ``training`` of the recipe, and what else of the run it needs to know.
+    """Options of one trainer rank: section ``training`` of the recipe, and values of other sections that a rank needs.
 
-    ``rendezvous``: ``tcp://host:port`` or ``file:///path`` where the ranks meet; empty with one rank.
-    ``temperature`` to ``min_tokens`` are those of the engines: the policy that is differentiated is the one that
-    sampled. ``end_tokens``: ids that cannot be among the first ``min_tokens`` (empty where that is 0).
-    ``threads`` 0: every core; ``idle_threads``: while the engines of the host do nothing (0: as many);
-    ``freed_threads``: while one of them does nothing, two of them, ... (empty: always ``threads``).
-    ``streaming``: groups may be trained before their batch is closed.
-    ``shortest_first``: several updates on a batch take its groups in the order of their lengths.
-    ``parameters``: of the model, once it is loaded. ``steps``: of the run.
-    ``canary``: engines want to know what each version finds for the canary's tokens.
-    ``resume_from``: a directory that ``save_checkpoint`` wrote; empty: the weights of ``model_path``."""
+    ``temperature`` to ``min_tokens`` are the sampling parameters of the engines: the trainer differentiates the policy
+    that sampled. A number of threads that is 0 means every core.
+
+    ``steps``: number of optimizer steps of the run.
+    ``rendezvous``: address where the ranks meet, ``tcp://host:port`` or ``file:///path``; empty with one rank.
+    ``idle_threads``: threads while all engines of this host are idle; 0: ``threads``.
+    ``freed_threads``: threads while one engine of this host is idle, while two are, ...; empty: always ``threads``.
+    ``end_tokens``: ids that cannot be among the first ``min_tokens`` tokens; empty where ``min_tokens`` is 0.
+    ``streaming``: whether groups may be trained before their batch is closed.
+    ``shortest_first``: whether several updates on a batch take its groups in the order of their lengths.
+    ``parameters``: number of parameters of the model, once it is loaded.
+    ``canary``: whether the rank scores the probe tokens of ``canary`` in each batch.
+    ``resume_from``: directory that ``save_checkpoint`` wrote; empty: start from the weights of ``model_path``."""
 
     model_path: str
     run_id: str
@@ -58,14 +63,16 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     resume_from: str = ""
 
     def threads_while(self, freed: int) -> int:
-        """Torch's threads while ``freed`` engines of the host do nothing."""
-        return self.freed_threads[freed - 1] if 0 < freed <= len(self.freed_threads) else self.threads
+        """Return the number of torch's threads while ``freed`` engines of this host are idle."""
+        if 0 < freed <= len(self.freed_threads):
+            return self.freed_threads[freed - 1]
+        return self.threads
 
 
 def trainer_options(
     recipe: Recipe, rank: int, run_id: str, weights_endpoint: str, *, rendezvous: str = "", resume_from: str = ""
 ) -> TrainerOptions:
-    """Options of one rank. Without ``rendezvous`` several ranks meet at a file beside their ipc endpoints."""
+    """Make the options of one rank. Without ``rendezvous``, several ranks meet at a file beside their ipc endpoints."""
     training = recipe.training
     objective = recipe.objective_settings
     sampling = structs.asdict(recipe.sampling)
@@ -75,17 +82,20 @@ def trainer_options(
         directory = weights_endpoint.removeprefix("ipc://").rpartition("/")[0]
         rendezvous = f"file://{directory}/trainer.rendezvous"
 
-    threads = partial(trainer_threads, recipe, usable_cores(), engines_on_cpu=not torch.cuda.is_available())
-    decided = {
-        "threads": threads(),
+    threads_of_rank = partial(trainer_threads, recipe, usable_cores(), engines_on_cpu=not torch.cuda.is_available())
+    end_token_ids: tuple[int, ...] = ()
+    if recipe.sampling.min_tokens:
+        end_token_ids = end_tokens(recipe.model.path).ids
+    overrides = {
+        "threads": threads_of_rank(),
         "streaming": training.streaming
         and not recipe.run.deterministic
         and not why_not_streaming(objective, training.updates_per_batch, training.epochs_per_batch),
-        "end_tokens": end_tokens(recipe.model.path).ids if recipe.sampling.min_tokens else (),
+        "end_tokens": end_token_ids,
         "routing_replay": replays_routing(recipe),
     }
     return TrainerOptions(
-        **structs.asdict(training) | decided | sampling,
+        **structs.asdict(training) | overrides | sampling,
         model_path=recipe.model.path,
         run_id=run_id,
         seed=recipe.run.seed,
@@ -93,8 +103,8 @@ def trainer_options(
         weights_endpoint=weights_endpoint,
         rank=rank,
         rendezvous=rendezvous,
-        idle_threads=threads(engines_on_cpu=False),
-        freed_threads=tuple(threads(freed=freed) for freed in range(1, recipe.engines.count + 1)),
+        idle_threads=threads_of_rank(engines_on_cpu=False),
+        freed_threads=tuple(threads_of_rank(freed=freed) for freed in range(1, recipe.engines.count + 1)),
         objective=objective,
         credit=recipe.environment.credit,
         off_policy=recipe.off_policy,

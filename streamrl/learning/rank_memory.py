@@ -1,9 +1,9 @@
-"""Bytes that one trainer rank holds at its peak, predicted from sizes alone, and how its parameters are gathered.
+"""Predict the memory of one trainer rank at its peak, from sizes alone, and choose how parameters are gathered.
 
-Activations and logits depend on the rows: they are given. Two ways to gather parameters over several ranks:
-``batch``: whole parameters and gradients on every rank while a batch is open, one reduction at its close. ``layer``:
-each layer is gathered for its own forward and backward, and its gradient reduced in every row (FSDP2 as it is meant).
-"""
+``prepare`` calls it in the command's process, before a run; ``model.loading`` calls it in each trainer rank. There are
+two ways to gather parameters over several ranks. ``batch``: every rank has full parameters and gradients while a batch
+is open, and gradients are reduced once, at its close. ``layer``: each layer is gathered for its own forward and
+backward, and its gradient is reduced in every row, the usual way of FSDP2."""
 
 from __future__ import annotations
 
@@ -14,32 +14,39 @@ from streamrl.recipe.objective import ObjectiveSettings
 from streamrl.recipe.sections import ComputeDtype, Gathered, Lora, OptimizerKind, Training
 
 FORWARD_BYTES = 4  # a float32 value of the published bfloat16 bits
-REMAINDER_BYTES = 2  # the rest of the float32 master
-# of adapters, and of the weights below them as they are published
+REMAINDER_BYTES = 2  # the lower bits of the float32 master
+# A master of adapters, and a weight below adapters, as published.
 MASTER_BYTES = 4
 BASE_BYTES = 2
 GRADIENT_BYTES = 4
-SHADOW_BYTES = 2  # published bits beside the weights, on a device
+SHADOW_BYTES = 2  # a copy of the published bits, which a GPU holds besides the weights
 MOMENT_BYTES = {"adamw": 8, "adamw_offloaded": 8, "adamw_8bit": 2}
 ADAPTED_PROJECTIONS = 2  # peft adapts the query and the value projection where ``lora.targets`` is empty
 LINEAR_PROJECTIONS = 7  # of a layer: four of the attention, three of the gated network
 LOGIT_COPIES = 3  # logits, log-softmax and their gradient
 STEP_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements of the masters that a step reads, moves and writes at once: temporaries of 4 to 12 bytes an element exist
-for so many. A multiple of the block of 8-bit optimizers (256), and below 2**31, in which their CUDA kernel counts."""
-SCRATCH_BYTES = 8  # of each of them, kept between steps
+"""Elements of the masters that a step reads, moves and writes at once, with temporaries of 4 to 12 bytes an element.
+A multiple of the block of 8-bit optimizers (256), and below 2**31: their CUDA kernel counts in 32 bits."""
+SCRATCH_BYTES = 8  # for each element of a step, kept between steps
 GIB = 1 << 30
 
 
 class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Quantities that the memory of a rank depends on.
 
-    ``parameters``: of the model; ``outside``: those of them outside of the repeated layers (embeddings, head);
-    ``layer``: of a layer, in the mean. ``ranks`` hold one of the ``replicas``. ``trained`` 0: all of them;
-    else those of adapters, below which lie weights of ``adapted`` elements. ``moment_bytes``: of the optimizer, for a
-    trained parameter. ``masters_on_host``: masters and moments lie in host memory. ``sixteen_bit``: the forward
-    computes in bfloat16. ``on_device``: weights lie on a GPU. ``reference``: there is a reference model; ``critic``:
-    parameters of a value model of its own, which each rank has whole."""
+    ``parameters``: number of parameters of the model.
+    ``outside``: number of parameters outside of the repeated layers (embeddings, head).
+    ``layer``: mean number of parameters of a layer.
+    ``ranks``: number of ranks that hold one replica together.
+    ``replicas``: number of replicas.
+    ``trained``: number of parameters of the adapters; 0: all parameters are trained.
+    ``adapted``: number of elements of the weights below the adapters.
+    ``moment_bytes``: bytes of the optimizer's moments, for each trained parameter.
+    ``masters_on_host``: whether masters and moments lie in host memory.
+    ``sixteen_bit``: whether the forward computes in bfloat16.
+    ``on_device``: whether weights lie on a GPU.
+    ``reference``: whether there is a reference model.
+    ``critic``: number of parameters of a separate value model, of which each rank has a full copy; 0: none."""
 
     parameters: int
     outside: int
@@ -56,7 +63,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     critic: int = 0
 
     @property
-    def alone(self) -> bool:
+    def single_rank(self) -> bool:
         """Whether there is one trainer rank, which gathers no parameters and reduces no gradients."""
         return self.ranks * self.replicas == 1
 
@@ -71,15 +78,20 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
 def training_sizes(
     training: Training, lora: Lora, objective: ObjectiveSettings, facts: ModelFacts, *, on_device: bool = False
 ) -> TrainingSizes:
-    """Sizes that the memory of a trainer rank depends on, as far as the files of the model say."""
-    # Most plans split layers and a head of its own over tensor parallel ranks, and not the embedding.
+    """Return the sizes that the memory of a trainer rank depends on, estimated from the files of the model."""
+    # Most tensor parallel plans split the layers and an untied head over the ranks, and not the embedding.
     table = facts.vocabulary * facts.hidden
     tensor = training.tensor_parallel_size
     in_layers = (facts.parameters - facts.outside) // tensor
-    outside = facts.outside - (table - table // tensor if facts.outside >= 2 * table else 0)
-    whole = "all-linear" in lora.targets
-    projections = LINEAR_PROJECTIONS if whole else len(lora.targets) or ADAPTED_PROJECTIONS
-    adapted = in_layers if whole else min(in_layers, projections * facts.hidden**2 * facts.layers)
+    outside = facts.outside
+    if facts.outside >= 2 * table:
+        outside -= table - table // tensor
+    if "all-linear" in lora.targets:
+        projections = LINEAR_PROJECTIONS
+        adapted = in_layers
+    else:
+        projections = len(lora.targets) or ADAPTED_PROJECTIONS
+        adapted = min(in_layers, projections * facts.hidden**2 * facts.layers)
     return TrainingSizes(
         parameters=outside + in_layers,
         outside=outside,
@@ -87,20 +99,25 @@ def training_sizes(
         ranks=max(1, training.ranks // (tensor * training.replicas)),
         replicas=training.replicas,
         trained=2 * lora.rank * facts.hidden * projections * facts.layers,
-        adapted=adapted if lora.rank and not lora.served else 0,
+        adapted=adapted if lora.rank and not lora.syncs_adapter else 0,
         moment_bytes=MOMENT_BYTES[training.optimizer],
         masters_on_host=on_device and training.optimizer is OptimizerKind.ADAMW_OFFLOADED,
         sixteen_bit=training.compute_dtype is ComputeDtype.BFLOAT16
         or (on_device and training.compute_dtype is ComputeDtype.AUTO),
         on_device=on_device,
         reference=objective.has_reference,
-        critic=objective.has_value_model * facts.parameters,
+        critic=facts.parameters if objective.has_value_model else 0,
     )
 
 
 class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one rank at its peak. ``gathered``: whole parameters, and what gathers and reduces them, for a time;
-    ``backward``: activations, or the gradients that FSDP2 has added up over replicas where these are more."""
+    """Bytes of one rank at its peak, by purpose.
+
+    ``parameters``: the rank's shard of the weights that the forward runs on, and of the masters.
+    ``shadow``: a copy of the published bits.
+    ``casts``: parameters cast to bfloat16 for the forward.
+    ``gathered``: full parameters, and the buffers that gather and reduce them, for a time.
+    ``backward``: activations and logits, or FSDP2's sums of gradients over replicas where these are larger."""
 
     parameters: int
     gradients: int
@@ -114,13 +131,13 @@ class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """Sum of all of them."""
+        """Sum of all fields."""
         return sum(getattr(self, name) for name in self.__struct_fields__)
 
 
-def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered, beside: int = 0) -> RankBytes:
-    """The peak of one rank. ``beside``: bytes of activations and logits. ``gathered`` (not ``auto``) matters with
-    several ranks only."""
+def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered, activations: int = 0) -> RankBytes:
+    """Predict the peak of one rank. ``gathered`` (not ``auto``) matters with several ranks only. ``activations``: bytes
+    of activations and logits."""
     ranks = sizes.ranks
     compute = 2 if sizes.sixteen_bit else 4
     shard = -(-sizes.parameters // ranks)
@@ -131,65 +148,70 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered, beside: int = 0) ->
         stored += masters * MASTER_BYTES + adapted * BASE_BYTES
     elif not sizes.masters_on_host:
         stored += shard * REMAINDER_BYTES
-    alone = sizes.alone
-    by_batch = not sizes.alone and gathered is Gathered.BATCH
-    # FSDP2 keeps what replicas have added up of each layer until the backward ends.
+    by_batch = not sizes.single_rank and gathered is Gathered.BATCH
+    # FSDP2 keeps each layer's sum of gradients over replicas until the backward ends.
     summed = masters * GRADIENT_BYTES if sizes.replicas > 1 and not by_batch else 0
     return RankBytes(
         parameters=stored,
-        gradients=(masters + (0 if alone else adapted)) * GRADIENT_BYTES,
+        gradients=(masters + (0 if sizes.single_rank else adapted)) * GRADIENT_BYTES,
         optimizer=0 if sizes.masters_on_host else masters * sizes.moment_bytes + sizes.scratch,
         shadow=shard * SHADOW_BYTES if sizes.on_device else 0,
-        casts=sizes.parameters * 2 if alone and sizes.sixteen_bit else 0,
-        gathered=0 if alone else _gathered_bytes(sizes, compute, by_batch=by_batch),
-        backward=max(beside, summed),
+        casts=sizes.parameters * 2 if sizes.single_rank and sizes.sixteen_bit else 0,
+        gathered=0 if sizes.single_rank else _gathered_bytes(sizes, compute, by_batch=by_batch),
+        backward=max(activations, summed),
         reference=_reference_bytes(sizes, by_batch=by_batch),
         critic=sizes.critic * (MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES["adamw"]),
     )
 
 
 def activation_bytes(facts: ModelFacts, training: Training, tokens: int, logits: int, *, sixteen_bit: bool) -> int:
-    """Bytes that ``tokens`` of a row keep on their rank for the backward, and the ``logits`` that exist at once."""
+    """Bytes that ``tokens`` of a row take on a rank until the backward, and of ``logits`` that exist at one time."""
     whole_layers = 1 if training.activation_checkpointing else facts.layers
-    # Keys and values are kept twice, and once those of each other piece of the row.
+    # A rank keeps its own keys and values twice, and those of each other rank of its context group once.
     keys = facts.key_value_bytes // 8 // max(1, facts.layers) * 2 * (training.context_parallel_size + 1)
     split = (4 * facts.inner + 5 * facts.hidden + keys) // training.tensor_parallel_size
-    kept = tokens * ((split + 6 * facts.hidden) * whole_layers + facts.hidden * (facts.layers - whole_layers))
-    return (2 if sixteen_bit else 4) * kept + 4 * LOGIT_COPIES * logits
+    elements = tokens * ((split + 6 * facts.hidden) * whole_layers + facts.hidden * (facts.layers - whole_layers))
+    return (2 if sixteen_bit else 4) * elements + 4 * LOGIT_COPIES * logits
 
 
 def _gathered_bytes(sizes: TrainingSizes, compute: int, *, by_batch: bool) -> int:
-    """Whole parameters, their gradients, and the buffer from which a group of them is reduced."""
+    """Bytes of full parameters, of their gradients, and of the buffer from which a layer's gradients are reduced."""
     outside = sizes.outside * (compute + GRADIENT_BYTES)
     if by_batch:
-        whole = sizes.parameters * (compute + GRADIENT_BYTES)
-        return whole + max(sizes.outside, sizes.layer) * GRADIENT_BYTES
-    # While a layer is reduced the one before it is gathered; what lies outside of layers is reduced after them.
+        full_model = sizes.parameters * (compute + GRADIENT_BYTES)
+        return full_model + max(sizes.outside, sizes.layer) * GRADIENT_BYTES
+    # While a layer is reduced, the layer before it is gathered. Parameters outside of layers are reduced after them.
     return outside + max(sizes.layer * 2 * (compute + GRADIENT_BYTES), sizes.outside * GRADIENT_BYTES)
 
 
 def _reference_bytes(sizes: TrainingSizes, *, by_batch: bool) -> int:
     if not sizes.reference:
         return 0
-    whole = sizes.ranks == 1 or by_batch
-    return FORWARD_BYTES * (sizes.parameters if whole else -(-sizes.parameters // sizes.ranks))
+    if sizes.ranks == 1 or by_batch:
+        return FORWARD_BYTES * sizes.parameters
+    return FORWARD_BYTES * -(-sizes.parameters // sizes.ranks)
 
 
-def choose_gathered(wanted: Gathered, sizes: TrainingSizes, room: int, beside: int = 0) -> tuple[Gathered, str]:
-    """Choose how parameters are gathered where ``room`` bytes of a rank are free, with a sentence that says why.
-    ``beside``: bytes that activations and logits take."""
-    whole, by_layer = (bytes_per_rank(sizes, g, beside).total for g in (Gathered.BATCH, Gathered.LAYER))
-    if sizes.alone:
-        return Gathered.BATCH, f"parameters are not gathered: {whole / GIB:.2f} GiB"
-    if wanted is not Gathered.AUTO:
-        chosen = wanted
-        why = "as training.advanced.gathered says"
-    elif whole <= room:
-        chosen = Gathered.BATCH
-        why = f"which fits {room / GIB:.2f} GiB"
+def choose_gathered(
+    setting: Gathered, sizes: TrainingSizes, free_bytes: int, activations: int = 0
+) -> tuple[Gathered, str]:
+    """Choose how parameters are gathered where a rank has ``free_bytes``, with a sentence that gives the reason.
+
+    ``setting``: value of ``training.advanced.gathered``, which decides unless it is ``auto``.
+    ``activations``: bytes of activations and logits."""
+    by_batch = bytes_per_rank(sizes, Gathered.BATCH, activations).total
+    by_layer = bytes_per_rank(sizes, Gathered.LAYER, activations).total
+    if sizes.single_rank:
+        return Gathered.BATCH, f"parameters are not gathered: {by_batch / GIB:.2f} GiB"
+    if setting is not Gathered.AUTO:
+        choice = setting
+        reason = "as training.advanced.gathered says"
+    elif by_batch <= free_bytes:
+        choice = Gathered.BATCH
+        reason = f"which fits {free_bytes / GIB:.2f} GiB"
     else:
-        chosen = Gathered.LAYER
-        why = f"as {whole / GIB:.2f} GiB for whole batches do not fit {room / GIB:.2f} GiB"
-    times = {Gathered.BATCH: "once a batch", Gathered.LAYER: "layer by layer"}[chosen]
-    needed = whole if chosen is Gathered.BATCH else by_layer
-    return chosen, f"parameters are gathered {times}: {needed / GIB:.2f} GiB a rank, {why}"
+        choice = Gathered.LAYER
+        reason = f"as {by_batch / GIB:.2f} GiB for whole batches do not fit {free_bytes / GIB:.2f} GiB"
+    times = {Gathered.BATCH: "once a batch", Gathered.LAYER: "layer by layer"}[choice]
+    needed = by_batch if choice is Gathered.BATCH else by_layer
+    return choice, f"parameters are gathered {times}: {needed / GIB:.2f} GiB a rank, {reason}"

@@ -1,4 +1,7 @@
-"""Whether the trainer's routers take the experts that the engines chose (``training.advanced.routing_replay``)."""
+"""Decide whether the trainer's routers take the experts that the engines chose (``training.advanced.routing_replay``).
+
+The options of engines and of trainer ranks are made with it; ``prepare.preflight`` refuses a recipe that demands a
+replay that is not possible."""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.sections import STAGES, EngineKind, Recipe
 
 MOST_BYTES = 192 << 20
-"""Experts of a group, which goes to the trainer in one message of at most 256 MiB."""
+"""Largest size of the experts of a group, which goes to the trainer in one message of at most 256 MiB."""
 
 _PARALLEL = ("decode_context_parallel_size", STAGES)
 
 
 def replays_routing(recipe: Recipe) -> bool:
     """Return whether engines return the experts of each token, and the trainer takes them. False where the model's
-    configuration cannot be read: loading the model says why."""
+    configuration cannot be read: loading the model reports this problem."""
     if recipe.training.routing_replay is False:
         return False
     try:
@@ -29,22 +32,25 @@ def replays_routing(recipe: Recipe) -> bool:
 
 
 def why_not_replayed(recipe: Recipe, config: Mapping[str, Any]) -> str:
-    """Return why a run of ``recipe`` cannot replay the routing of its engines, and the remedy; empty: it can."""
+    """Return why a run of ``recipe`` cannot replay the routing of its engines, with the remedy; empty where it can."""
     sizes = experts_of(config)
-    away = 'set routing_replay = "auto" or false'
-    arguments = [recipe.engines.args, *(shape.args for shape in recipe.engines.sets)]
+    remedy = 'set routing_replay = "auto" or false'
+    engine_arguments = [recipe.engines.args, *(engine_set.args for engine_set in recipe.engines.sets)]
     if recipe.engines.kind is EngineKind.SIMULATED:
-        return f'engines.kind = "simulated" has no model that chooses experts: {away}'
+        return f'engines.kind = "simulated" has no model that chooses experts: {remedy}'
     if sizes is None:
-        return f"the model has no experts to choose from: {away}"
+        return f"the model has no experts to choose from: {remedy}"
     if recipe.run.deterministic:
-        return f"vLLM keeps experts with its prefix cache, which run.deterministic = true turns off: {away}"
+        return f"vLLM keeps experts with its prefix cache, which run.deterministic = true turns off: {remedy}"
     if recipe.training.compile:
-        return f"training.compile = true compiles the choice of the trainer's own routers: set it to false, or {away}"
+        return f"training.compile = true compiles the choice of the trainer's own routers: set it to false, or {remedy}"
     if recipe.training.context_parallel_size > 1:
-        return f"training.advanced.context_parallel_size cuts rows, and the experts of their tokens are not cut: {away}"
-    if name := next((one for one in _PARALLEL for given in arguments if given.get(one, 1) != 1), ""):
-        return f"engines.args.{name}: vLLM returns no experts then: remove it, or {away}"
+        return (
+            f"training.advanced.context_parallel_size cuts rows, and the experts of their tokens are not cut: {remedy}"
+        )
+    for name in _PARALLEL:
+        if any(arguments.get(name, 1) != 1 for arguments in engine_arguments):
+            return f"engines.args.{name}: vLLM returns no experts then: remove it, or {remedy}"
     sizing = recipe.group_sizing
     rollout = recipe.rollout
     group = max(size for _, size in sizing.batches(rollout.prompts_per_batch, rollout.group_size))
@@ -53,6 +59,6 @@ def why_not_replayed(recipe: Recipe, config: Mapping[str, Any]) -> str:
         return (
             f"the experts of {group} completions of {recipe.most_tokens} tokens take {math.ceil(needed / (1 << 20))} "
             f"MiB ({sizes.bytes_per_token} bytes a token), and a group may have {MOST_BYTES >> 20}: lower "
-            f"sampling.max_tokens or rollout.group_size, or {away}"
+            f"sampling.max_tokens or rollout.group_size, or {remedy}"
         )
     return ""

@@ -1,4 +1,6 @@
-"""Metrics of one optimizer step. Reduced over the ranks, so equal on each. Names: docs/metrics.md."""
+"""Metrics of one optimizer step, reduced over the ranks and so equal on each. Their names are in docs/metrics.md.
+
+``trainer`` and ``updates`` call it in each trainer rank, when a batch is closed."""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ log = logging.getLogger(__name__)
 
 
 def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device, copies: int) -> None:
-    """Raises ``StreamRLError`` when the ranks together did not get what control closed. ``copies``: ranks
-    that have the same rows. Collective."""
-    counts = [float(n) for n in (sums.groups, sums.samples, sums.trained_tokens)]
+    """Raise ``StreamRLError`` when all ranks together did not receive the totals of ``close``. ``copies``: number of
+    ranks that have the same rows. Collective."""
+    counts = [float(count) for count in (sums.groups, sums.samples, sums.trained_tokens)]
     received = tuple(int(count) for count in all_reduce(counts, device, copies=copies))
     if received != (close.groups, close.samples, close.trained_tokens):
         raise StreamRLError(
@@ -37,17 +39,19 @@ def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device, copie
 
 
 def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.device) -> dict[str, float]:
-    """Metrics of the batch over all ranks. Collective. Token means are over the computed tokens (groups without signal
-    are not computed); where there are none, they are absent."""
-    # The ranks of a context group count the same groups, and sum over tokens of their own.
+    """Metrics of the batch over all ranks. Collective. Token means are over the computed tokens: groups without signal
+    are not computed. A batch without computed tokens has no token means."""
+    # The ranks of a context group count the same groups, and each sums over its own tokens.
     counted = (sums.groups_without_signal, sums.loss_tokens, sums.samples)
     counts = [count / options.context_parallel_size for count in counted]
     values = all_reduce([*counts, *astuple(sums.tokens)], device, copies=options.tensor_parallel_size)
     without_signal, loss_tokens, samples = values[:3]
     total = TokenSums(*values[3:])
     [seconds] = all_reduce([sums.seconds], device, dist.ReduceOp.MAX)
-    mine = b"".join(differences_N.cpu().numpy().tobytes() for differences_N in sums.differences)
-    gathered = np.frombuffer(b"".join(all_gather_bytes(mine)[:: options.tensor_parallel_size]), dtype=np.float32)
+    rank_differences = b"".join(differences_N.cpu().numpy().tobytes() for differences_N in sums.differences)
+    # The ranks of a tensor parallel group have the same rows: one of each group is enough.
+    gathered = all_gather_bytes(rank_differences)[:: options.tensor_parallel_size]
+    all_differences_N = np.frombuffer(b"".join(gathered), dtype=np.float32)
     denominator = loss_denominator(
         options.objective.loss_normalization, samples=samples, trained_tokens=loss_tokens, max_tokens=options.max_tokens
     )
@@ -61,6 +65,9 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
     if total.on_policy_tokens:
         metrics["policy/mismatch_abs_mean"] = total.mismatch / total.on_policy_tokens
     if computed := total.computed_tokens:
+        effective_samples = 0.0
+        if total.importance_square:
+            effective_samples = total.importance**2 / (computed * total.importance_square)
         metrics |= {
             "policy/entropy": total.entropy / computed,
             "policy/clip_ratio": total.clipped / computed,
@@ -68,11 +75,9 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
             "policy/correction_mean": total.correction / computed,
             "policy/kl_rollout": total.kl / computed,
             "policy/is_weight_mean": total.importance / computed,
-            "policy/ess": total.importance**2 / (computed * total.importance_square)
-            if total.importance_square
-            else 0.0,
-            "policy/logprob_diff_abs_mean": float(gathered.mean(dtype=np.float64)),
-            "policy/logprob_diff_abs_p99": float(np.percentile(gathered, 99)),
+            "policy/ess": effective_samples,
+            "policy/logprob_diff_abs_mean": float(all_differences_N.mean(dtype=np.float64)),
+            "policy/logprob_diff_abs_p99": float(np.percentile(all_differences_N, 99)),
         }
         if options.objective.has_reference:
             metrics["policy/reference_kl"] = total.reference_kl / computed
@@ -82,17 +87,21 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
 
 
 def expert_metrics(policy: PackedPolicy, unreplayed: float, options: TrainerOptions) -> dict[str, float]:
-    """Load of the experts since the last call, over all ranks; empty for a model without experts. ``unreplayed``:
-    tokens of this rank. Collective. Warns once of a batch that has no token whose experts an engine returned."""
+    """Load of the experts since the last call, over all ranks; empty for a model without experts. Collective. Warns
+    once about a batch that has no token whose experts an engine returned. ``unreplayed``: number of tokens of this rank
+    whose experts no engine returned."""
     if policy.experts is None:
         return {}
-    mine = policy.experts.take_loads()
-    values = all_reduce([unreplayed, *mine.flatten().tolist()], mine.device, copies=options.tensor_parallel_size)
-    loads_LE = np.array(values[1:]).reshape(mine.shape)
-    loads_LE = loads_LE[loads_LE.sum(1) > 0]  # without layers that have none, or of a batch that trained nothing
-    metrics = {"experts/unreplayed_tokens": values[0]} if options.routing_replay is True else {}
-    if metrics and 0 < loads_LE.sum(initial=0) <= values[0] * policy.experts.top_k * len(loads_LE):
-        _warn_that_nothing_is_replayed()
+    rank_loads_LE = policy.experts.take_loads()
+    values = [unreplayed, *rank_loads_LE.flatten().tolist()]
+    all_unreplayed, *loads = all_reduce(values, rank_loads_LE.device, copies=options.tensor_parallel_size)
+    loads_LE = np.array(loads).reshape(rank_loads_LE.shape)
+    loads_LE = loads_LE[loads_LE.sum(1) > 0]  # without layers that have no experts or trained no token
+    metrics = {}
+    if options.routing_replay is True:
+        metrics["experts/unreplayed_tokens"] = all_unreplayed
+        if 0 < loads_LE.sum(initial=0) <= all_unreplayed * policy.experts.top_k * len(loads_LE):
+            _warn_that_nothing_is_replayed()
     if len(loads_LE):
         shares_LE = loads_LE / loads_LE.sum(1, keepdims=True)
         entropies_L = -(shares_LE * np.log(np.maximum(shares_LE, 1e-30))).sum(1)
@@ -110,14 +119,20 @@ def _warn_that_nothing_is_replayed() -> None:
 
 
 def update_lengths(
-    first: Sequence[PreparedSample], last: Sequence[PreparedSample], over_ranks: Callable[[list[float]], list[float]]
+    first: Sequence[PreparedSample],
+    last: Sequence[PreparedSample],
+    sum_over_ranks: Callable[[list[float]], list[float]],
 ) -> dict[str, float]:
-    """Mean trained tokens of a sample in the first and the last update on a batch. ``over_ranks``: sums. Collective."""
+    """Mean trained tokens of a sample in the first and the last update on a batch. Collective."""
     samples = [float(len(share)) for share in (first, last)]
     tokens = [float(sum(item.sample.trained_tokens for item in share)) for share in (first, last)]
-    *tokens, in_first, in_last = over_ranks(tokens + samples)
-    names = ("length/first_update", "length/last_update")
-    return {n: t / count for n, t, count in zip(names, tokens, (in_first, in_last), strict=True) if count}
+    first_tokens, last_tokens, first_samples, last_samples = sum_over_ranks(tokens + samples)
+    metrics = {}
+    if first_samples:
+        metrics["length/first_update"] = first_tokens / first_samples
+    if last_samples:
+        metrics["length/last_update"] = last_tokens / last_samples
+    return metrics
 
 
 def publishing_metrics(source: WeightSource, device: torch.device) -> dict[str, float]:

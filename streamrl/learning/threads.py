@@ -1,4 +1,7 @@
-"""Sharing of the cores of one CPU host. Spinning threads of a trainer cost its engine more than they bring."""
+"""Numbers of threads of engines, judge and trainer ranks that share the cores of one CPU host.
+
+The modules that make the options of these processes call it. The trainer does not get all cores while engines
+sample: its spinning threads would slow the engines down by more than they speed the trainer up."""
 
 from __future__ import annotations
 
@@ -7,23 +10,29 @@ from streamrl.recipe.sections import Engines, Recipe, Run
 
 
 def engine_threads(engines: Engines, run: Run, cores: int) -> int:
-    """OpenMP threads of one CPU engine: half of the host's ``cores`` for all engines that this run starts here. With
-    more than one, what it samples is not the same again."""
+    """OpenMP threads of one CPU engine: all engines that this run starts on the host share half of its ``cores``.
+
+    A deterministic run has one thread: with more, sampled tokens do not repeat."""
     return 1 if run.deterministic else max(cores // (2 * engines.count), 1)
 
 
 def judge_threads(judge: Judge, cores: int) -> int:
-    """OpenMP threads of the run's own judge on a CPU: ``judge.advanced.threads``, or a quarter of the host's (0: no
-    judge)."""
-    return (judge.threads or max(cores // 4, 1)) if judge.model else 0
+    """OpenMP threads of the run's own judge on a CPU: ``judge.advanced.threads``, or a quarter of the host's ``cores``.
+
+    0: the run has no judge of its own."""
+    if not judge.model:
+        return 0
+    return judge.threads or max(cores // 4, 1)
 
 
 def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: int = 0) -> int:
-    """Torch threads of one rank: ``training.advanced.threads``, or what engines and judge of this host leave, shared by
-    the ranks. ``freed``: so many of the engines do nothing until the next round. Without ``engines_on_cpu`` all cores
-    are theirs, as while nothing else computes."""
+    """Torch threads of one rank: ``training.advanced.threads``, or a share of the cores that engines and judge of this
+    host do not use. Without ``engines_on_cpu``, the ranks share all cores.
+
+    ``freed``: number of engines that are idle until the next round."""
     if recipe.training.threads or recipe.run.deterministic:
         return recipe.training.threads or 1
-    engines = recipe.engines.count - freed if recipe.starts_engines_here else 0
-    taken = engines * engine_threads(recipe.engines, recipe.run, cores) + judge_threads(recipe.judge, cores)
-    return max((cores - taken * engines_on_cpu) // recipe.training.ranks, 1)
+    engines = recipe.engines.count - freed if recipe.on_one_host else 0
+    if engines_on_cpu:
+        cores -= engines * engine_threads(recipe.engines, recipe.run, cores) + judge_threads(recipe.judge, cores)
+    return max(cores // recipe.training.ranks, 1)

@@ -1,13 +1,13 @@
-"""``TorchTrainer``: one rank. Groups in, optimizer steps and one published version out.
+"""``TorchTrainer``, a trainer rank: it trains on groups, takes optimizer steps and publishes a version for each batch.
 
-All methods are synchronous and called from one thread. A batch is open from its first group to ``close_batch``. While
-it is open, groups without signal are only counted; the others wait until a few rows of ``micro_batch_tokens`` are
-pending (or ``train_pending`` is called), then run forward and backward, adding up un-normalised gradients. The close
-divides once, which makes the gradient that of the whole batch. Where that cannot be exact
-(``why_not_streaming``), everything waits for the close.
+``stages.training`` calls it in each trainer process, by order of the controller; all methods are synchronous and called
+from one thread. A batch is open from its first group to ``close_batch``. While it is open, groups without signal are
+only counted. The other groups wait until a few rows of ``micro_batch_tokens`` are pending (or ``train_pending`` is
+called), then run forward and backward, adding up un-normalised gradients. The close divides the sum once, which makes
+it the gradient of the whole batch. Where this cannot be exact (``why_not_streaming``), all groups wait for the close.
 
-With ``streaming`` the rows depend on when groups arrive, so weights repeat to rounding only; without it all work
-is done at the close, in canonical order, and the same groups give the same bits."""
+With ``streaming`` the rows depend on when groups arrive, so weights repeat to rounding only. Without it all work is
+done at the close, in canonical order, and the same groups give the same bits."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.step_metrics import check_totals, policy_metrics, publishing_metrics
 from streamrl.learning.updates import Updates
 
-_MAY_PASS = (StreamBroken, OSError, torch.OutOfMemoryError)
-_LASTING = (FileNotFoundError, NotADirectoryError, PermissionError)
+_TRANSIENT_ERRORS = (StreamBroken, OSError, torch.OutOfMemoryError)
+_LASTING_OS_ERRORS = (FileNotFoundError, NotADirectoryError, PermissionError)
 STREAMED_ROWS = 2
-"""Rows that must be pending before they are trained while more groups are ready: sorted together they run faster."""
+"""Rows that must be pending before they are trained while more groups are ready: rows sorted together run faster."""
 
 StartPublisher = Callable[[TrainerOptions, Sequence[LocalShard], torch.device], Publisher]
-"""Starts to serve the shards of a rank, whose values lie on the device. Raises ``StreamRLError``."""
+"""Starts to serve the weights of a rank: its shards, whose values lie on the device. Raises ``StreamRLError``."""
 
 
 class TorchTrainer:
     """One trainer rank: masters in float32, forward on the published bfloat16 bits.
 
-    ``start_publisher``: starts to serve this rank's weights. ``tokenizer_digest``: of the model's directory, for the
-    controller to compare (None: nothing to compare)."""
+    ``start_publisher``: starts to serve this rank's weights.
+    ``tokenizer_digest``: computes the digest of the tokenizer in a model's directory, which the controller compares;
+    None: nothing to compare."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class TorchTrainer:
         self._tokenizer_digest = tokenizer_digest
         self._device = process_group.choose_device(options)
         self._published: Published | None = None
-        self._anchors_asked = False
+        self._anchor_was_requested = False
         self._threads = options.threads
 
     @property
@@ -73,17 +74,17 @@ class TorchTrainer:
 
     @property
     def idle_work(self) -> bool:
-        """Return whether a part row is worth training while no order waits. Small rows are slow: a quarter of one at
-        least."""
-        alone = self._options.streaming and not self._updates.by_layer
-        return alone and 4 * self._batch.waiting_tokens >= self._updates.row_tokens
+        """Whether a partial row is worth training while no order waits. Small rows are slow: it must be at least a
+        quarter full."""
+        trains_alone = self._options.streaming and not self._updates.by_layer
+        return trains_alone and 4 * self._batch.waiting_tokens >= self._updates.row_tokens
 
     # ---- life ------------------------------------------------------------------------------------
 
     @process_group.needs_peers("starting")
     def start(self) -> TrainerReady:
-        """Meet the other ranks, load the model, start to serve weights. Publishes nothing. Raises ``StreamRLError``:
-        ``ModelRefused`` where model, recipe and checkpoint do not fit each other."""
+        """Meet the other ranks, load the model, start to serve weights. Publishes nothing. Raises ``StreamRLError``;
+        its subclass ``ModelRefused`` where model, recipe and checkpoint do not fit each other."""
         options = self._options
         process_group.return_freed_memory()
         process_group.use_threads(options.threads)
@@ -91,7 +92,7 @@ class TorchTrainer:
         try:
             self._updates = Updates(options, self._device)
         except StreamRLError as error:
-            if any(isinstance(one, _MAY_PASS) and not isinstance(one, _LASTING) for one in _causes(error)):
+            if any(_is_transient(cause) for cause in _causes(error)):
                 raise
             raise ModelRefused(str(error)) from error
         weights = self._updates.weights
@@ -99,12 +100,15 @@ class TorchTrainer:
         self._open_batch()
         together = self._updates.by_layer and options.streaming
         data_ranks = options.ranks // options.tensor_parallel_size
+        tokenizer_digest = ""
+        if self._tokenizer_digest is not None:
+            tokenizer_digest = self._tokenizer_digest(options.model_path)
         return TrainerReady(
             rank=options.rank,
             ranks=options.ranks,
             policy_version=self.policy_version,
             parameters=weights.total_elements,
-            tokenizer_digest=self._tokenizer_digest(options.model_path) if self._tokenizer_digest else "",
+            tokenizer_digest=tokenizer_digest,
             trained_parameters=weights.adapter_elements,
             together_tokens=data_ranks * STREAMED_ROWS * self._updates.row_tokens if together else 0,
             ranks_per_group=options.ranks_per_group,
@@ -120,34 +124,34 @@ class TorchTrainer:
 
     def _open_batch(self) -> None:
         self._batch = OpenBatch(self._options)
-        self._probed: tuple[float, ...] = ()
+        self._canary_logprobs: tuple[float, ...] = ()
 
     def engines_freed(self, count: int) -> None:
-        """``count`` engines of the host do nothing until the next round: their cores are for training."""
+        """Use the cores of ``count`` engines of this host, which are idle until the next round."""
         self._threads = self._options.threads_while(count)
         process_group.use_threads(self._threads)
 
     # ---- a batch ---------------------------------------------------------------------------------
 
     def train_group(self, group: TrainingGroup) -> None:
-        """Take a group into the open batch; when streaming, train what is waiting once it fills a row."""
+        """Take a group into the open batch; when streaming, train the waiting groups once they fill enough rows."""
         options = self._options
         batch = self._batch
         batch.take(group)
         if self._updates.by_layer:
-            return  # ranks wait for TrainTogether
+            return  # all ranks train at the order TrainTogether
         self._probe()
         if options.streaming and batch.waiting_tokens >= STREAMED_ROWS * self._updates.row_tokens:
             self.train_pending()
 
     def _probe(self) -> None:
-        # While engines sample: doing it at the close of the batch would delay the engines.
-        if self._options.canary and not self._probed:
-            self._probed = probe_logprobs(self._updates.policy, self._options)
+        # Score the probe tokens while engines sample: at the close of the batch it would delay the engines.
+        if self._options.canary and not self._canary_logprobs:
+            self._canary_logprobs = probe_logprobs(self._updates.policy, self._options)
 
     @process_group.needs_peers("training what waited")
     def train_pending(self) -> None:
-        """Forward and backward of everything that waits. Nothing else changes: gradients stay un-normalised.
+        """Run forward and backward of all waiting groups. Gradients stay un-normalised, and nothing else changes.
         Collective where parameters are gathered by layer."""
         if self._updates.by_layer:
             self._probe()
@@ -165,17 +169,20 @@ class TorchTrainer:
                 f"but batch {batch.batch_id} is open at version {self.policy_version}"
             )
         check_totals(batch.sums, close, device, self._options.ranks_per_group)
-        process_group.use_threads((self._options.idle_threads if close.engines_idle else 0) or self._threads)
+        threads = self._threads
+        if close.engines_idle:
+            threads = self._options.idle_threads or threads
+        process_group.use_threads(threads)
         if self._updates.by_layer:
             self._probe()
-        stepped = self._updates.finish(batch, close)
-        metrics = policy_metrics(batch.sums, self._options, device) | stepped
+        step_metrics = self._updates.finish(batch, close)
+        metrics = policy_metrics(batch.sums, self._options, device) | step_metrics
         started = time.perf_counter()
         published = self._publish(close.policy_version)
         metrics["time/publish_s"] = time.perf_counter() - started
         metrics |= publishing_metrics(published.source, device)
         process_group.use_threads(self._threads)
-        probed = self._probed
+        canary_logprobs = self._canary_logprobs
         self._open_batch()
         self._updates.open_gradients()
         return StepReport(
@@ -183,7 +190,7 @@ class TorchTrainer:
             batch_id=close.batch_id,
             policy_version=close.policy_version,
             metrics=metrics,
-            probe_logprobs=probed,
+            probe_logprobs=canary_logprobs,
             **structs.asdict(published),
         )
 
@@ -194,20 +201,22 @@ class TorchTrainer:
         return self._published
 
     def publish_anchor(self, policy_version: int) -> AnchorPublished:
-        """Publish the current version complete; the first time as it is published, which may be a delta on the
-        checkpoint that engines load. Raises ``StreamRLError`` for another version."""
+        """Publish the complete weights of the current version. The first call returns the version as it is published
+        already, which may be a delta on the checkpoint that engines load. Raises ``StreamRLError`` for another
+        version."""
         if policy_version != self.policy_version:
             raise StreamRLError(
                 f"anchor of version {policy_version} was asked for; the trainer holds {self.policy_version}"
             )
-        again = self._anchors_asked
-        self._anchors_asked = True
-        whole = self._publisher.publish_anchor(policy_version) if again else None
-        published = whole or self._published or self._publish(policy_version)
+        anchor = None
+        if self._anchor_was_requested:
+            anchor = self._publisher.publish_anchor(policy_version)
+        self._anchor_was_requested = True
+        published = anchor or self._published or self._publish(policy_version)
         return AnchorPublished(rank=self._options.rank, policy_version=policy_version, **structs.asdict(published))
 
     def acknowledge(self, policy_version: int) -> None:
-        """Every engine holds this version: later deltas may be made against it."""
+        """Note that every engine holds this version: later deltas may be made against it."""
         self._publisher.acknowledge(policy_version)
 
     @process_group.needs_peers("saving a checkpoint")
@@ -221,6 +230,10 @@ class TorchTrainer:
             policy_version=self.policy_version,
             seconds=time.perf_counter() - started,
         )
+
+
+def _is_transient(error: BaseException) -> bool:
+    return isinstance(error, _TRANSIENT_ERRORS) and not isinstance(error, _LASTING_OS_ERRORS)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

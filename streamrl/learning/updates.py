@@ -1,4 +1,6 @@
-"""Groups in, optimizer steps out: the models of one rank, its masters, its optimizer."""
+"""The optimizer steps of one rank, with its models, its masters and its optimizer.
+
+``trainer.TorchTrainer`` makes one ``Updates`` in each trainer rank, and calls it for each batch."""
 
 from __future__ import annotations
 
@@ -46,8 +48,9 @@ from streamrl.recipe.sections import OptimizerKind
 
 
 class Updates:
-    """State and work of the optimizer steps of one rank. Collective to make. Raises ``StreamRLError``. ``by_layer``:
-    parameters are gathered layer by layer, so that every forward is a collective."""
+    """State and work of the optimizer steps of one rank. Its constructor is a collective, and raises ``StreamRLError``.
+
+    ``by_layer``: whether parameters are gathered layer by layer, so that every forward is a collective."""
 
     def __init__(self, options: TrainerOptions, device: torch.device) -> None:
         self.policy, self.reference, self.critic, self.by_layer = load_models(options, device)
@@ -56,10 +59,10 @@ class Updates:
         self._options = options
         self._device = device
         self.row_tokens = options.row_tokens(device.type, options.parameters)
-        self.optimizer = MasterOptimizer(options, self.weights.masters, self.weights.decayed)
+        self.optimizer = MasterOptimizer(options, self.weights.masters, self.weights.decayed_places)
         self.policy_version = 0
         self.skipped_steps = 0
-        # The batch before this one and so on: with the open one they are the cohort.
+        # Moments of the batches before the open one: with it they are the cohort.
         self.cohort: deque[Moments] = deque(maxlen=max(1, options.objective.cohort_batches) - 1)
         if options.resume_from:
             self._load(Path(options.resume_from))
@@ -79,49 +82,56 @@ class Updates:
         drop_unreduced_gradients(self.policy)
 
     def train_waiting(self, batch: OpenBatch) -> None:
-        """Forward and backward of everything that waits. Nothing else changes: gradients stay un-normalised.
+        """Run forward and backward of all waiting groups. Gradients stay un-normalised, and nothing else changes.
         Collective with ``by_layer``."""
         started = time.perf_counter()
         self._accumulate(self._prepare(batch.take_waiting(), proximal=False), batch)
         batch.sums.seconds += time.perf_counter() - started
 
     def finish(self, batch: OpenBatch, close: CloseBatch) -> dict[str, float]:
-        """Train what waits and step: in each of ``epochs_per_batch`` passes ``updates_per_batch`` times, each on its
-        share of the batch, all against the logprobs and the values before the first. Returns metrics. Collective.
+        """Train the waiting groups and take the optimizer steps of a batch. Returns metrics. Collective.
+
+        Each of ``epochs_per_batch`` passes takes ``updates_per_batch`` steps, each on its share of the batch. All steps
+        use the logprobs and the values from before the first one.
 
         Raises ``StreamRLError`` when the gradient is not finite."""
         updates = self._options.updates_per_batch
-        in_all = updates * self._options.epochs_per_batch
+        number_of_steps = updates * self._options.epochs_per_batch
         started = time.perf_counter()
         sums = batch.sums
-        prepared = self._prepare(batch.take_waiting(), proximal=in_all > 1)
+        prepared = self._prepare(batch.take_waiting(), proximal=number_of_steps > 1)
         sums.seconds += time.perf_counter() - started
-        # Every token of the batch weighs the same, in whichever update it is.
+        # Every token of the batch has the same weight in each of the updates.
         loss_tokens = sums.loss_tokens / updates
         samples = sums.samples / updates
-        shares = split_for_updates(prepared, self._options) if updates > 1 else [prepared]
-        lengths = update_lengths(shares[0], shares[-1], self._sum) if updates > 1 else {}
-        steps = []
+        shares = [prepared]
+        lengths: dict[str, float] = {}
+        if updates > 1:
+            shares = split_for_updates(prepared, self._options)
+            lengths = update_lengths(shares[0], shares[-1], self._sum)
+        metrics_of_steps = []
         optimizing = 0.0
         computed = 0.0
-        for update in range(in_all):
+        for update in range(number_of_steps):
             started = time.perf_counter()
             self._accumulate(shares[update % updates], batch)
             trained = time.perf_counter()
-            before = computed
+            computed_before = computed
             computed = sums.tokens.computed_tokens
-            steps.append(self._step(batch, close, loss_tokens, samples, computed - before))
-            if update < in_all - 1:
+            metrics_of_steps.append(self._step(batch, close, loss_tokens, samples, computed - computed_before))
+            if update < number_of_steps - 1:
                 self.open_gradients()
             sums.seconds += trained - started
             optimizing += time.perf_counter() - trained
         self.policy_version = close.policy_version
-        means = {name: sum(step[name] for step in steps) / in_all for name in steps[0]}
+        names = metrics_of_steps[0]
+        means = {name: sum(metrics[name] for metrics in metrics_of_steps) / number_of_steps for name in names}
         totals = {"time/optim_s": optimizing, "optim/skipped_steps_total": float(self.skipped_steps)}
         return means | lengths | totals | expert_metrics(self.policy, sums.tokens.unreplayed_tokens, self._options)
 
     def _prepare(self, groups: Sequence[TrainingGroup], *, proximal: bool) -> list[PreparedSample]:
-        """Samples of ``groups`` worth training, with their advantages. Collective for those of the whole batch."""
+        """Samples of ``groups`` that are worth training, with their advantages. Collective where advantages depend on
+        the whole batch."""
         options = self._options
         scores = score_samples(
             [sample for group in groups for sample in group.samples],
@@ -136,14 +146,14 @@ class Updates:
         prepared = [item for group in groups for item in prepare_group(group, scores, options)]
         if options.objective.estimator.whole_batch:
             moments = Moments(*self._sum(list(token_moments(prepared))))
-            seen = Moments(*map(sum, zip(moments, *self.cohort, strict=True)))
+            cohort_moments = Moments(*map(sum, zip(moments, *self.cohort, strict=True)))
             if options.objective.estimator.of_cohort:
                 self.cohort.append(moments)
-            prepared = whitened(prepared, seen)
+            prepared = whitened(prepared, cohort_moments)
         return [item for item in prepared if worth_training(item, options)]
 
     def _sum(self, values: list[float]) -> list[float]:
-        """Sums over the ranks, of which those with the same rows count once. Collective."""
+        """Sums of ``values`` over the ranks; ranks that have the same rows count once. Collective."""
         return process_group.all_reduce(values, self._device, copies=self._options.ranks_per_group)
 
     def _accumulate(self, samples: Sequence[PreparedSample], batch: OpenBatch) -> None:
@@ -156,16 +166,23 @@ class Updates:
             context=self.policy.context,
         )
         for row in rows:
-            critic, sums = (self.critic, batch.sums) if row.sample_ids else (None, BatchSums())
+            critic = self.critic
+            sums = batch.sums
+            if not row.sample_ids:
+                # A row without samples only takes part in collectives.
+                critic = None
+                sums = BatchSums()
             accumulate(self.policy, critic, row, self._options, sums, batch.batch_id or 0)
 
     def _step(
         self, batch: OpenBatch, close: CloseBatch, loss_tokens: float, samples: float, computed: float
     ) -> dict[str, float]:
-        """Reduce the gradients of all ranks, divide, clip, step. The counts are this rank's. Collective."""
+        """Reduce the gradients of all ranks, divide, clip, step. Returns metrics. Collective.
+
+        ``loss_tokens``, ``samples`` and ``computed``: counts of this rank."""
         options = self._options
         if options.ranks > 1 and not self.by_layer:
-            # One synced backward of an empty row reduces what every rank added up.
+            # One synced backward of an empty row reduces the gradients that every rank added up.
             set_gradient_sync(self.policy, True)
             accumulate(self.policy, None, empty_micro_batch(self._device), options, BatchSums(), 0)
         set_sharded(self.policy, True)
@@ -176,7 +193,7 @@ class Updates:
         gradient_L = self.weights.collect_gradient()
         # FSDP2 averages over the ranks that have different rows.
         mean_of_ranks = dist.get_world_size() // options.tensor_parallel_size
-        norm = global_norm(gradient_L, self.weights.counted) * mean_of_ranks / denominator
+        norm = global_norm(gradient_L, self.weights.counted_places) * mean_of_ranks / denominator
         value_norm = self.critic.reduce() / denominator if self.critic else 0.0
         if not math.isfinite(norm + value_norm):
             names = ", ".join(batch.sample_ids[:8])
@@ -219,18 +236,19 @@ class Updates:
             self.optimizer,
             state=checkpoint.TrainerState(
                 policy_version=self.policy_version,
-                cohort=tuple((m.number, m.total, m.square) for m in self.cohort),
+                cohort=tuple((moments.number, moments.total, moments.square) for moments in self.cohort),
                 skipped_steps=self.skipped_steps,
             ),
             model_path=Path(self._options.model_path),
             extra=self.critic.tensors() if self.critic else None,
             min_free_bytes=order.min_free_bytes,
-            beside=order.beside,
+            sidecar_digests=order.sidecar_digests,
         )
 
 
 def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeights:
-    """The weights that ``options`` train: all of them, or adapters. The policy must be sharded (if it is) and loaded.
+    """Make the weights that ``options`` train: all weights of the policy, or adapters. The policy must be loaded, and
+    sharded where it will be.
 
     Collective. Raises ``StreamRLError`` for targets of an adapter that the model does not have, and for adapters whose
     masters should be in host memory."""
@@ -241,11 +259,12 @@ def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeig
                 f'training.optimizer is "{options.optimizer}" with lora.rank {options.lora.rank}: masters and moments '
                 'of adapters are small and stay on the device; set it to "adamw"'
             )
-        # Only here: peft takes more than a second to import.
+        # Imported only where it is needed: peft takes more than a second to import.
         from streamrl.learning.state.lora import AdapterWeights
         from streamrl.learning.state.unmerged import UnmergedAdapters
 
-        return (UnmergedAdapters if options.lora.served else AdapterWeights)(options, policy)
+        adapter_weights = UnmergedAdapters if options.lora.syncs_adapter else AdapterWeights
+        return adapter_weights(options, policy)
     weights = FullWeights(policy.trained_parameters(), policy.pieces, masters_on_host=on_host)
     weights.reduce_over(policy.tensor_group, policy.partial_gradients)
     return weights

@@ -1,2 +1,2 @@
-"""Telemetry and sinks of a run, and below: metric definitions, reports of the controller, the terminal. Decides
-nothing."""
+"""Everything that shows a run: the sinks and the metrics socket, the measurements of the controller (``report``), the
+terminal, the dashboard, ``streamrl top`` and the trackers. No decision about a run is made in this package."""

@@ -1,4 +1,6 @@
-"""Sinks of a run's events: a file of JSON lines here, the metrics socket in ``telemetry``."""
+"""The sinks of the controller: ``Reporter`` hands each event to all sinks, ``JsonlSink`` writes ``metrics.jsonl``.
+``launch/run_controller.py`` makes both in the process of the controller. The metrics socket (``telemetry``) and the
+events of the trace (``report/trace_events.py``) are sinks as well."""
 
 from __future__ import annotations
 
@@ -16,24 +18,25 @@ from streamrl.base.run_events import EvaluationFinished, StepFinished
 from streamrl.contracts import Sink
 from streamrl.observe.telemetry import finite_or_none
 
-E = TypeVar("E", bound=Message)
+EventT = TypeVar("EventT", bound=Message)
 
 MOST_NAMES = 4096
+"""Metrics that one run may have."""
 LONGEST_NAME = 256
-"""Characters."""
+"""Characters of the name of a metric."""
 
 
 class Reporter:
-    """Hands each event to every sink, in order. ``constant_metrics``: those that do not change in a run."""
+    """Hands each event to every sink, in order. ``constant_metrics``: metrics that do not change in a run."""
 
     def __init__(self, sinks: Sequence[Sink], *, constant_metrics: Mapping[str, float] | None = None) -> None:
         self._sinks = tuple(sinks)
         self._constant_metrics = dict(constant_metrics or {})
         self._names: set[str] = set()
-        self._refused = 0
+        self._refused_values = 0
 
-    def record(self, event: E) -> E:
-        """Report something that happened. Returns the event as the sinks got it."""
+    def record(self, event: EventT) -> EventT:
+        """Hand ``event`` to every sink. Returns the event as the sinks got it, with its metrics bounded."""
         if isinstance(event, StepFinished):
             event = msgspec.structs.replace(event, metrics=self._bounded(event.metrics | self._constant_metrics))
         elif isinstance(event, EvaluationFinished):
@@ -43,27 +46,32 @@ class Reporter:
         return event
 
     def close(self) -> None:
-        """Close every sink. An error is raised after all were closed: a full disk must not keep the socket open."""
-        with ExitStack() as sinks:
+        """Close every sink. An error is raised after all sinks were closed: a full disk must not keep the socket
+        open."""
+        with ExitStack() as stack:
             for sink in reversed(self._sinks):
-                sinks.callback(sink.close)
+                stack.callback(sink.close)
 
     def _bounded(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Drop names beyond the number that a run may have: rewards name their parts, and may name each differently."""
-        kept: dict[str, float] = {}
+        """Drop names above ``MOST_NAMES``: a reward function names its parts, and may invent a name at each call."""
+        bounded: dict[str, float] = {}
         for name, value in metrics.items():
             if name not in self._names:
                 if len(self._names) >= MOST_NAMES or len(name) > LONGEST_NAME:
-                    self._refused += 1
+                    self._refused_values += 1
                     continue
                 self._names.add(name)
-            kept[name] = value
-        return kept | {"health/metrics_refused_total": float(self._refused)} if self._refused else kept
+            bounded[name] = value
+        if self._refused_values:
+            bounded["health/metrics_refused_total"] = float(self._refused_values)
+        return bounded
 
 
 class JsonlSink:
-    """``metrics.jsonl``: one flat object for each step and each evaluation; other events are in the journal, or go to
-    the socket alone. ``clock``: seconds since 1970; ``most_bytes``: as ``LineFile``."""
+    """Writes ``metrics.jsonl``: a flat object for each step and each evaluation. Other events are in the journal, or go
+    to the metrics socket alone.
+
+    ``clock``: seconds since 1970. ``most_bytes``: size at which the file is rotated, as in ``LineFile``."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, most_bytes: int = 0) -> None:
         self._lines = LineFile(path, most_bytes=most_bytes)

@@ -1,7 +1,9 @@
-"""The metrics socket: publish to all subscribers, never wait for one. The schema is in docs/metrics.md.
+"""The metrics socket: ``TelemetryPublisher`` in the process of the controller, ``TelemetrySubscriber`` in the processes
+of ``streamrl watch`` and ``streamrl top``. The schema is in docs/metrics.md.
 
-A thread owns the sockets, so that a subscriber that joins late gets the last message of every topic at once,
-also while the run publishes nothing. ``publish`` only puts the message into a bounded queue."""
+The publisher never waits for a subscriber: ``publish`` only puts a message into a bounded queue. A thread owns the
+socket, so that a subscriber that joins late gets the last message of every topic at once, also while the run publishes
+nothing."""
 
 from __future__ import annotations
 
@@ -30,12 +32,13 @@ log = logging.getLogger(__name__)
 TELEMETRY_SCHEMA = 1
 HIGH_WATER = 1000
 LARGEST_MESSAGE = 1 << 19
-"""Bytes. As JSON they become up to thirty times as many when they are decoded."""
+"""Bytes of a message that a subscriber decodes. Decoded JSON takes up to thirty times as many."""
 LARGEST_SUBSCRIPTION = 1 << 10
+"""Bytes of the frame with which a subscriber names a topic."""
 
 
 class Telemetry(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of the metrics socket; ``fields`` as docs/metrics.md lists them by topic."""
+    """One message of the metrics socket. ``fields``: fields of the topic, as docs/metrics.md lists them."""
 
     topic: str
     run_id: str
@@ -46,8 +49,8 @@ class Telemetry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TelemetryPublisher:
-    """Binds ``endpoint`` and publishes from its own thread; a sink, whose schema is docs/metrics.md. Raises
-    ``StreamRLError`` when it cannot bind."""
+    """A sink that binds ``endpoint`` and publishes from its own thread. Raises ``StreamRLError`` when it cannot
+    bind."""
 
     def __init__(self, endpoint: str, *, run_id: str, high_water: int = HIGH_WATER) -> None:
         self._run_id = run_id
@@ -66,7 +69,7 @@ class TelemetryPublisher:
             linger_ms=200,
             send_high_water_mark=high_water,
         )
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # a second subscriber to the same topic must be welcomed too
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # else only the first subscriber to a topic gets the replay
         try:
             self.endpoint = bind(self._socket, endpoint, KeyRole.OBSERVER)
         except StreamRLError as error:
@@ -81,21 +84,21 @@ class TelemetryPublisher:
 
     @property
     def dropped(self) -> int:
-        """Messages not taken into the queue, plus one each time that a subscriber ran over its limit: libzmq skips it
-        from then on without a word until it reads again, so this is a lower bound. A subscriber's own count is exact.
-        """
+        """A lower bound of the dropped messages: those that did not fit into the queue, plus one each time that a
+        subscriber exceeded its limit. libzmq then skips the subscriber silently until it reads again. The count of the
+        subscriber itself (``lost``) is exact."""
         return self._dropped_before_socket + self._dropped_at_socket
 
     def record(self, event: Message) -> None:
         """Publish an event of a run."""
         topic, fields = topic_and_fields(event)
-        if topic == "step":  # a lower bound of the messages that some subscriber did not get
+        if topic == "step":
             fields["metrics"]["health/telemetry_dropped_total"] = self.dropped
         self.publish(topic, fields)
 
     def publish(self, topic: str, fields: dict[str, Any]) -> None:
-        """Queue one message. Returns at once, always. Call from one thread. Raises ``StreamRLError`` where the socket
-        has keys and nobody decides any more who may connect."""
+        """Queue one message. Always returns at once. Call it from one thread only. Raises ``StreamRLError`` when the
+        socket has keys and the gate that checks the keys of subscribers has ended."""
         if self._closed:
             return
         if (gate := self._context.opened_gate) is not None:
@@ -109,7 +112,7 @@ class TelemetryPublisher:
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Send what is queued, within the linger, and end the thread. Idempotent."""
+        """Send the queued messages, within the linger, and end the thread. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -125,7 +128,7 @@ class TelemetryPublisher:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        with self._socket:  # an open one would hold ``close`` up for ever
+        with self._socket:  # ``close`` would wait for ever for a socket that is still open
             while not (self._closed and self._pending.empty()):
                 ready = dict(poller.poll())
                 if self._wake_fd in ready:
@@ -156,17 +159,17 @@ class TelemetryPublisher:
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            # Somebody is over the limit. The others must have the message all the same, and the loss is counted.
+            # A subscriber exceeded its limit. The other subscribers must get the message, and the loss is counted.
             self._dropped_at_socket += 1
             self._socket.setsockopt(zmq.XPUB_NODROP, 0)
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
 
 class TelemetrySubscriber:
-    """Reads a metrics socket, blocking. ``lost`` counts the messages that the publisher dropped for this reader."""
+    """Reads a metrics socket, blocking. ``lost``: number of messages that the publisher dropped for this reader."""
 
     def __init__(self, endpoint: str, *, topics: tuple[str, ...] = (), high_water: int = HIGH_WATER) -> None:
-        self._seen: dict[tuple[str, str], int] = {}
+        self._last_sequence: dict[tuple[str, str], int] = {}
         self.lost = 0
         self._context = GuardedContext()
         self._socket = make_socket(
@@ -193,11 +196,11 @@ class TelemetrySubscriber:
         self.close()
 
     def close(self) -> None:
-        """Leave. Idempotent."""
+        """Disconnect. Idempotent."""
         self._context.destroy(linger=0)
 
     def receive(self, timeout_s: float) -> Telemetry | None:
-        """The next message not seen before, or None when nothing new came in time. Raises ``WireError``."""
+        """Return the next message that is new, or None when none came in time. Raises ``WireError``."""
         deadline = time.monotonic() + timeout_s
         while True:
             remaining = deadline - time.monotonic()
@@ -209,17 +212,17 @@ class TelemetrySubscriber:
 
     def _is_new(self, message: Telemetry) -> bool:
         key = (message.run_id, message.topic)
-        last = self._seen.get(key, 0)
+        last = self._last_sequence.get(key, 0)
         if message.sequence <= last and message.replay:
             return False
-        if last and not message.replay:  # a lower number: the controller was started again
+        if last and not message.replay:  # a lower number than the last one: the controller was restarted
             self.lost += max(message.sequence - last - 1, 0)
-        self._seen[key] = message.sequence
+        self._last_sequence[key] = message.sequence
         return True
 
 
 def decode_telemetry(frames: list[bytes]) -> Telemetry:
-    """A message from its three frames. Raises ``WireError`` for anything else than schema 1."""
+    """Decode the three frames of a message. Raises ``WireError`` for anything else than schema 1."""
     if len(frames) != 3 or frames[1] != str(TELEMETRY_SCHEMA).encode():
         version = frames[1][:20] if len(frames) > 1 else b"none"
         raise WireError(
@@ -252,17 +255,20 @@ _KINDS: dict[str, Any] = {name: kind for kind, name in (*_TOPICS.items(), *_STAT
 
 
 def topic_and_fields(event: Message) -> tuple[str, dict[str, Any]]:
-    """Return the topic of an event and its fields: ``run`` for start and end, else that of its kind, or ``event``."""
+    """Return the topic of an event and its fields. The topic is ``run`` for the start and the end of a run, else the
+    topic of the event's class in ``_TOPICS``, else ``event``."""
     fields = msgspec.structs.asdict(event)
     if state := _STATES.get(type(event)):
         return "run", {"state": state} | fields
     if (topic := _TOPICS.get(type(event))) is None:
         return "event", {"event": type(event).__name__, "fields": fields}
-    return topic, fields | ({"metrics": finite_or_none(fields["metrics"])} if "metrics" in fields else {})
+    if "metrics" in fields:
+        fields["metrics"] = finite_or_none(fields["metrics"])
+    return topic, fields
 
 
 def finite_or_none(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no nan and no infinity: None stands for both."""
+    """Return ``metrics`` with None for nan and infinity, which JSON does not have."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in metrics.items()
@@ -270,19 +276,23 @@ def finite_or_none(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_run_event(message: Telemetry) -> run_events.RunEvent | None:
-    """The message as the run's own event, or None where there is no such event (free-form ones, unknown topics)."""
+    """Return the event that a message was made from, or None where it is not known (topic ``event``, unknown
+    topics)."""
     fields = dict(message.fields)
-    if "metrics" in fields:  # null stands for what JSON cannot say: not finite, so nothing to show
+    if "metrics" in fields:  # null: a value that is not finite, which nobody shows
         fields["metrics"] = {name: value for name, value in fields["metrics"].items() if value is not None}
-    kind = _KINDS.get(fields.pop("state", "") if message.topic == "run" else message.topic)
+    kind_name = message.topic
+    if kind_name == "run":
+        kind_name = fields.pop("state", "")
+    kind = _KINDS.get(kind_name)
     if kind is None:
         return None
     if kind is run_events.RunStarted:
-        # The directory is another host's or another user's: a watcher must not write there.
+        # The directory may be on another host or belong to another user: a watcher must not write to it.
         fields |= {"run_id": message.run_id, "directory": ""}
-    known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+    known_fields = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
     try:
-        event: run_events.RunEvent = msgspec.convert(known | {"type": kind.__struct_config__.tag}, kind)
+        event: run_events.RunEvent = msgspec.convert(known_fields | {"type": kind.__struct_config__.tag}, kind)
     except msgspec.ValidationError:
         return None
     return event

@@ -1,4 +1,5 @@
-"""The first prompt of a run as the model will see it, for the dry run."""
+"""The first prompt of a run as the model will see it. The dry run prints it in the process of the command, and compares
+its ids with those of transformers in the process of ``probe``."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _CHARACTERS = 400
 
 
 def first_prompt_lines(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
-    """The ends of the prompt as ids and as text, special tokens among it, and the tokens that end a completion."""
+    """Lines with both ends of the prompt, as ids and as text with its special tokens, and the tokens that end a
+    completion."""
     ids = prompt.token_ids
     text, last = (one_line(tokenizer.decode(part, skip_special=False)) for part in (ids, ids[-1:]))
     ends = [f"{end} ({one_line(tokenizer.decode(token_array([end]), False))})" for end in tokenizer.eos_token_ids]
@@ -24,14 +26,17 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
         f"text        {_abbreviated(text, _CHARACTERS, '')}",
         f"completion  ends with {', '.join(ends)}",
     ]
-    ended = ids[-1] in tokenizer.eos_token_ids
-    also = [f"the prompt itself ends with {last}, which ends a completion"] if ended else []
-    return [*lines, *(f"{'':<12}{line}" for line in (tokenizer.end_notice, *also) if line)]
+    ends_completion = ids[-1] in tokenizer.eos_token_ids
+    if tokenizer.end_notice:
+        lines.append(f"{'':<12}{tokenizer.end_notice}")
+    if ends_completion:
+        lines.append(f"{'':<12}the prompt itself ends with {last}, which ends a completion")
+    return lines
 
 
 def difference_from_transformers(model_path: str, row: Mapping[str, Any], ours: Sequence[int]) -> str:
-    """The first difference between ``ours``, the ids of a row, and those of transformers, which this imports; empty:
-    there is none, or the row has only ids."""
+    """The first difference between ``ours``, the ids of a row, and the ids of transformers, which this function
+    imports. Empty where they are equal, or the row has only ids."""
     from transformers import AutoTokenizer
 
     written = row.get("prompt") if row.get("messages") is None else row["messages"]
@@ -39,26 +44,33 @@ def difference_from_transformers(model_path: str, row: Mapping[str, Any], ours: 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         if chat is not None:
-            begun = chat[-1]["role"] == "assistant"
-            given = row.get("chat_template_kwargs") or {}
-            how = {"continue_final_message": begun, "add_generation_prompt": not begun, "return_dict": False}
-            ids = tokenizer.apply_chat_template(chat, tools=row.get("tools"), **how, **given)
+            unfinished = chat[-1]["role"] == "assistant"
+            template_arguments = row.get("chat_template_kwargs") or {}
+            how = {"continue_final_message": unfinished, "add_generation_prompt": not unfinished, "return_dict": False}
+            ids = tokenizer.apply_chat_template(chat, tools=row.get("tools"), **how, **template_arguments)
         else:
             ids = list(tokenizer(written)["input_ids"]) if isinstance(written, str) else ours
     except Exception as error:  # noqa: BLE001 - of the tokenizer's own class, which may raise anything
         return f"it cannot tokenise the prompt ({type(error).__name__}: {one_line(str(error)):.200})"
     pairs = zip(ids, ours, strict=False)
-    place = next((at for at, (theirs, mine) in enumerate(pairs) if theirs != mine), min(len(ids), len(ours)))
+    differences = (index for index, (their_id, our_id) in enumerate(pairs) if their_id != our_id)
+    place = next(differences, min(len(ids), len(ours)))
     if len(ids) == len(ours) == place:
         return ""
-    there, here = (
-        f"{part[place]} ({one_line(tokenizer.decode(part[place : place + 1]))})" if place < len(part) else "no token"
-        for part in (ids, list(ours))
-    )
-    return f"token {place + 1} of {len(ids)} is {there} there, and {here} of {len(ours)} here"
+
+    def token_at(tokens: list[int]) -> str:
+        if place >= len(tokens):
+            return "no token"
+        return f"{tokens[place]} ({one_line(tokenizer.decode(tokens[place : place + 1]))})"
+
+    their_token = token_at(ids)
+    our_token = token_at(list(ours))
+    return f"token {place + 1} of {len(ids)} is {their_token} there, and {our_token} of {len(ours)} here"
 
 
-def _abbreviated(whole: Any, count: int, between: str) -> str:
-    if len(whole) <= 2 * count:
-        return between.join(whole)
-    return f"{between.join(whole[:count])}{between or ' '}...{between or ' '}{between.join(whole[-count:])}"
+def _abbreviated(parts: Any, count: int, between: str) -> str:
+    """``parts`` joined; where there are many, only the first and last ``count``."""
+    if len(parts) <= 2 * count:
+        return between.join(parts)
+    gap = between or " "
+    return f"{between.join(parts[:count])}{gap}...{gap}{between.join(parts[-count:])}"

@@ -1,4 +1,5 @@
-"""Demand of a run on the GPUs of this host: the memory that its processes need, and their placement."""
+"""Demand of a run on the GPUs of this host: the memory that its processes need, and their placement. Called in the
+process of the command: by the checks before a run, by the start of the run, and by the dry run."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
-from streamrl.engines.vllm.gpus import Gpu, visible_gpus
+from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.engines.vllm.options import max_model_len, model_config
 from streamrl.prepare.memory import device_bytes
 from streamrl.prepare.placement import Demand, Placement, place
@@ -15,20 +16,17 @@ from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.sections import Recipe
 
 CONTEXT_BYTES = 1 << 30
-"""Of a process that is no engine, beside its tensors: CUDA's context, kernels, NCCL's buffers, the allocator's rest."""
+"""Memory of a process that is no engine, beside its tensors: CUDA's context, kernels, NCCL's buffers, fragmentation."""
 
 
-def gpu_placement(recipe: Recipe, *, by_hand: bool = False) -> Placement:
-    """GPUs of this host for the processes of ``recipe`` (see ``place``); of ``by_hand`` processes, hosts like this one
-    are taken to follow each other."""
+def gpu_placement(recipe: Recipe) -> Placement:
+    """GPUs of this host for the processes of ``recipe`` (see ``place``)."""
     gpus = visible_gpus()
-    hosts = recipe.engines.count * recipe.engines.tensor_parallel_size + recipe.training.ranks if by_hand else 1
-    everywhere = [Gpu(gpu.name, gpu.memory, host) for host in range(hosts) for gpu in gpus]
-    return place(recipe, everywhere, _demand(recipe) if gpus else Demand(), by_hand=by_hand)
+    return place(recipe, gpus, _demand(recipe) if gpus else Demand())
 
 
 def _demand(recipe: Recipe) -> Demand:
-    """Return the memory that models need; empty for a model that cannot be read, which ``preflight`` names."""
+    """Memory that the models need; 0 for a model that cannot be read, which ``preflight`` reports."""
     model = facts_of(recipe.model.path)
     context = recipe.engines.max_model_len
     with contextlib.suppress(RecipeError):
@@ -47,7 +45,7 @@ def _demand(recipe: Recipe) -> Demand:
 
 
 def _bytes(facts: ModelFacts, dtype: str, context: int = 0) -> int:
-    """Weights and the cache of one request."""
+    """Bytes of the weights and of the cache of one request."""
     return (facts.parameters + context * facts.key_value_bytes // 4) * (4 if dtype == "float32" else 2)
 
 

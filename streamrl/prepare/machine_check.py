@@ -43,7 +43,7 @@ class State(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at. ``remedy`` is empty only where the state is ok."""
+    """One part of the machine that was checked. ``remedy`` is empty only where the state is ok."""
 
     name: str
     state: State
@@ -52,7 +52,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TestedPair(msgspec.Struct, frozen=True):
-    """Versions that were run together. ``package``: the engine's distribution."""
+    """Versions that were tested together. ``package``: distribution of vLLM."""
 
     package: str
     vllm: str
@@ -86,19 +86,22 @@ def engine_package() -> tuple[str, str] | None:
 
 
 def check_machine(directory: Path = Path("runs")) -> list[Finding]:
-    """Every finding, in reading order. ``directory``: where runs would be written. Never raises for what it finds."""
+    """Every finding, in reading order. ``directory``: parent of the directories of runs. A fault of the machine is a
+    finding and raises nothing."""
     return [*(finding for check in _CHECKS for finding in check()), *_disk(directory)]
 
 
 def _finding(name: str, good: bool, detail: str, remedy: str, otherwise: State = State.FAIL) -> Finding:
-    return Finding(name=name, state=State.OK if good else otherwise, detail=detail, remedy="" if good else remedy)
+    if good:
+        return Finding(name=name, state=State.OK, detail=detail)
+    return Finding(name=name, state=otherwise, detail=detail, remedy=remedy)
 
 
 def _python() -> Iterable[Finding]:
     supported = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED_PYTHON)
-    here = f"{platform.python_version()} at {sys.executable}"
+    interpreter = f"{platform.python_version()} at {sys.executable}"
     remedy = f"make a virtual environment of Python {supported}"
-    yield _finding("python", sys.version_info[:2] in SUPPORTED_PYTHON, here, remedy)
+    yield _finding("python", sys.version_info[:2] in SUPPORTED_PYTHON, interpreter, remedy)
     remedy = "real engines need Linux (children that die with their parent); here only simulated runs work"
     yield _finding("system", sys.platform == "linux", f"{platform.system()} {platform.machine()}", remedy, State.WARN)
 
@@ -119,24 +122,22 @@ def _packages() -> Iterable[Finding]:
         versions = {name: installed_version(name) for name in ("torchvision", "torchaudio", "torchcodec")}
         build = torch.partition("+")[2]
         mismatched = [name for name, version in versions.items() if version and version.partition("+")[2] != build]
-        said = (
-            f"{', '.join(mismatched)} of another build than torch {torch}"
-            if mismatched
-            else "none that breaks transformers"
-        )
+        detail = "none that breaks transformers"
+        if mismatched:
+            detail = f"{', '.join(mismatched)} of another build than torch {torch}"
         remedy = f"run: pip uninstall -y {' '.join(mismatched)} (streamrl does not need them)"
-        yield _finding("torch companions", not mismatched, said, remedy)
+        yield _finding("torch companions", not mismatched, detail, remedy)
 
 
 def _version_pair(engine: tuple[str, str], torch: str, transformers: str) -> Finding:
-    found = TestedPair(engine[0], engine[1], torch.partition("+")[0], transformers)
+    installed = TestedPair(engine[0], engine[1], torch.partition("+")[0], transformers)
     tested = "; ".join(
         f"{t.package} {t.vllm} with torch {t.torch}, transformers {t.transformers}" for t in TESTED_VERSIONS
     )
     return _finding(
         "tested versions",
-        found in TESTED_VERSIONS,
-        f"{found.package} {found.vllm} with torch {found.torch}, transformers {found.transformers}",
+        installed in TESTED_VERSIONS,
+        f"{installed.package} {installed.vllm} with torch {installed.torch}, transformers {installed.transformers}",
         f"this set was not tested; tested: {tested}",
         State.WARN,
     )
@@ -174,14 +175,14 @@ def _cuda() -> Iterable[Finding]:
 
 
 def driver_problem(cuda: str) -> str:
-    """Return why the loaded NVIDIA driver cannot run CUDA ``cuda``; empty where it can, or where none is loaded."""
+    """The reason why the loaded NVIDIA driver cannot run CUDA ``cuda``; empty where it can, or no driver is loaded."""
     try:
-        found = re.search(r" (\d{3,})\.[\d.]+ ", DRIVER_VERSION.read_text())
+        version = re.search(r" (\d{3,})\.[\d.]+ ", DRIVER_VERSION.read_text())
     except OSError:
         return ""
-    if not found or int(found[1]) >= CUDA_13_DRIVER or int(cuda.partition(".")[0]) < 13:
+    if not version or int(version[1]) >= CUDA_13_DRIVER or int(cuda.partition(".")[0]) < 13:
         return ""
-    return f"CUDA {cuda} needs driver R{CUDA_13_DRIVER} or newer, and this host has {found[0].strip()}"
+    return f"CUDA {cuda} needs driver R{CUDA_13_DRIVER} or newer, and this host has {version[0].strip()}"
 
 
 def shared_memory() -> int | None:
@@ -190,16 +191,16 @@ def shared_memory() -> int | None:
 
 
 def available_memory() -> int:
-    """Bytes that new processes can have: free memory, or what the control group leaves where that is less."""
+    """Bytes that new processes can have: free memory, or the rest of the control group's limit where that is less."""
     available = int(psutil.virtual_memory().available)
     with contextlib.suppress(OSError, ValueError):
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            used_bytes = int(Path("/sys/fs/cgroup/memory.current").read_text())
             statistics = Path("/sys/fs/cgroup/memory.stat").read_text()
             cache = re.search(r"^inactive_file (\d+)$", statistics, re.MULTILINE)
-            used -= int(cache[1]) if cache else 0
-            available = min(available, int(limit) - used)
+            used_bytes -= int(cache[1]) if cache else 0
+            available = min(available, int(limit) - used_bytes)
     return max(0, available)
 
 
@@ -226,16 +227,16 @@ def _limits() -> Iterable[Finding]:
 def _endpoints() -> Iterable[Finding]:
     directory = tempfile.gettempdir()
     length = len(directory.encode()) + LONGEST_SOCKET_NAME
-    there = f"sockets go below {directory}: {length} of {LONGEST_SOCKET_PATH} bytes"
+    detail = f"sockets go below {directory}: {length} of {LONGEST_SOCKET_PATH} bytes"
     remedy = "set TMPDIR to a shorter directory, such as /tmp"
-    yield _finding("ipc path", length <= LONGEST_SOCKET_PATH, there, remedy)
+    yield _finding("ipc path", length <= LONGEST_SOCKET_PATH, detail, remedy)
     problem = port_problem("127.0.0.1", 0)
     remedy = "bring up the loopback interface: ip link set lo up"
     yield _finding("loopback", problem is None, problem or "a port of 127.0.0.1 can be bound", remedy)
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Return why ``port`` of ``host`` cannot be bound now; None where it is free. Port 0: any."""
+    """The reason why ``port`` of ``host`` cannot be bound now; None where it is free. Port 0 stands for any port."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -246,23 +247,26 @@ def port_problem(host: str, port: int) -> str | None:
         try:
             probe.bind(address)
         except OSError as error:
-            what = f"port {port} of {host}" if port else host
-            return f"{what} cannot be bound ({error.strerror})"
+            subject = f"port {port} of {host}" if port else host
+            return f"{subject} cannot be bound ({error.strerror})"
     return None
 
 
 def nearest_existing(path: Path) -> Path:
-    """``path``, or the nearest directory above it that is there."""
-    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists() or one.is_symlink())
+    """``path``, or the nearest directory above it that exists."""
+    candidates = (path.absolute(), *path.absolute().parents)
+    return next(candidate for candidate in candidates if candidate.exists() or candidate.is_symlink())
 
 
 def _disk(directory: Path) -> Iterable[Finding]:
     existing = nearest_existing(directory)
     free = shutil.disk_usage(existing).free
     writable = os.access(existing, os.W_OK | os.X_OK)
-    there = f"{existing} has {free / GIB:.1f} GiB free" + ("" if writable else " and cannot be written")
+    detail = f"{existing} has {free / GIB:.1f} GiB free"
+    if not writable:
+        detail += " and cannot be written"
     remedy = "set run.directory to a place that can be written and has at least 2 GiB for checkpoints"
-    yield _finding("disk", writable and free >= 2 * GIB, there, remedy, State.WARN if writable else State.FAIL)
+    yield _finding("disk", writable and free >= 2 * GIB, detail, remedy, State.WARN if writable else State.FAIL)
 
 
 _CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (_python, _packages, _cuda, _memory, _limits, _endpoints)

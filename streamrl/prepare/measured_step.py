@@ -1,5 +1,5 @@
-"""One optimizer step on completions of a trial, measured in a process of its own:
-``python -m streamrl.prepare.measured_step ... FILE``."""
+"""One optimizer step on completions of ``streamrl try``, measured in a process of its own:
+``python -m streamrl.prepare.measured_step ... FILE``. The process of the command calls ``measure_step``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of one rank on ``trajectories`` of ``tokens`` (prompts among them). ``seconds``: forward, backward,
-    optimizer and publishing; ``host_bytes`` and ``device_bytes``: the peak of the process. ``problem``: why nothing was
-    measured; empty: it was."""
+    """One step of one rank.
+
+    ``trajectories``, ``tokens``: number of trajectories, and of their tokens with prompts.
+    ``seconds``: time of forward, backward, optimizer and publishing.
+    ``host_bytes``, ``device_bytes``: peak memory of the process.
+    ``problem``: reason why nothing was measured; empty where the step was measured."""
 
     trajectories: int = 0
     tokens: int = 0
@@ -51,8 +54,8 @@ def measure_step(recipe: Recipe, groups: Sequence[Sequence[Trajectory]], timeout
             group_id=number,
             batch_id=0,
             samples=tuple(
-                to_training_sample(ScoredTrajectory(trajectory=one, reward=float(index % 2)))
-                for index, one in enumerate(group)
+                to_training_sample(ScoredTrajectory(trajectory=trajectory, reward=float(index % 2)))
+                for index, trajectory in enumerate(group)
             ),
         )
         for number, group in enumerate(groups)
@@ -60,10 +63,10 @@ def measure_step(recipe: Recipe, groups: Sequence[Sequence[Trajectory]], timeout
     with tempfile.TemporaryDirectory(prefix="streamrl-") as directory:
         path = Path(directory, "step")
         path.write_bytes(msgspec.msgpack.encode((recipe, batch), enc_hook=list))
-        ran = run_throwaway("streamrl.prepare.measured_step", [str(path)], timeout_s)
-    if not ran.written or ran.failure:
-        return MeasuredStep(problem=f"none within {timeout_s:g} s" if ran.late else ran.failure or "no answer")
-    return msgspec.msgpack.decode(ran.written, type=MeasuredStep)
+        child = run_throwaway("streamrl.prepare.measured_step", [str(path)], timeout_s)
+    if not child.written or child.failure:
+        return MeasuredStep(problem=f"none within {timeout_s:g} s" if child.late else child.failure or "no answer")
+    return msgspec.msgpack.decode(child.written, type=MeasuredStep)
 
 
 def _measured(recipe: Recipe, groups: Sequence[TrainingGroup], directory: Path) -> MeasuredStep:

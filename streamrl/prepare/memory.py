@@ -1,4 +1,5 @@
-"""Memory of the processes of a run, predicted from the sizes of its models. Pure."""
+"""Memory of the processes of a run, predicted from the sizes of its models. Pure: the checks before a run, the summary
+and the plan of GPUs call it in the process of the command."""
 
 from __future__ import annotations
 
@@ -31,40 +32,39 @@ def gib(size: float) -> str:
 
 
 def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: ModelFacts | None = None) -> dict[str, int]:
-    """Host memory in bytes by process name, of a CPU run with ``context`` tokens a request; within about 30 % on the
-    demo.
+    """Host memory in bytes by process name, for a CPU run with ``context`` tokens a request; within about 30 % on the
+    demo. ``judge``: sizes of the judge's model, where the run has a judge.
 
     The KV cache counts whole, because vLLM touches it whole on CPU: room for every running request, one GiB at most.
-    Of several sets of engines, of which one is awake, those of the largest count. ``judge``: the run's own, where it
-    has one."""
+    Where several sets of engines are prepared, only one is awake, and the largest set counts."""
     by_layer = recipe.training.gathered is Gathered.LAYER or recipe.training.ranks_per_group > 1
     gathered = Gathered.LAYER if by_layer else Gathered.BATCH
     # The publisher's baseline of the published bits, which on a CPU are a view of what the forward runs on.
     baseline = SHADOW_BYTES * facts.parameters // (recipe.training.ranks // recipe.training.replicas)
     trainer = TRAINER_BASE_BYTES + rank_bytes(recipe, facts, context, gathered).total + baseline
-    sets = [_engine_bytes(recipe, one, facts, context) for one in prepared_sets(recipe)]
+    sets = [_engine_bytes(recipe, engine_set, facts, context) for engine_set in prepared_sets(recipe)]
     largest = max(sets, key=lambda of_set: sum(of_set.values()))
     by_process = {"controller": CONTROLLER_BYTES}
     by_process |= {f"reward-{i}": REWARD_WORKER_BYTES for i in range(recipe.reward_limits.workers)}
     by_process |= largest
     by_process |= {f"trainer-{i}": trainer for i in range(recipe.training.ranks)}
     if judge is not None:
-        own = recipe.judge.max_model_len or JUDGE_CONTEXT
-        cache = min(recipe.judge.max_num_seqs * own * judge.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES)
+        judge_context = recipe.judge.max_model_len or JUDGE_CONTEXT
+        cache = min(recipe.judge.max_num_seqs * judge_context * judge.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES)
         by_process[JUDGE] = ENGINE_BASE_BYTES + JUDGE_BYTES_PER_PARAMETER * judge.parameters + cache
     return by_process
 
 
-def _engine_bytes(recipe: Recipe, one: PreparedSet, facts: ModelFacts, context: int) -> dict[str, int]:
-    """Bytes of each engine of a set; workers share weights and cache."""
+def _engine_bytes(recipe: Recipe, engine_set: PreparedSet, facts: ModelFacts, context: int) -> dict[str, int]:
+    """Bytes of each engine of a set, by name. Workers of an engine share weights and cache."""
     if recipe.engines.kind is EngineKind.SIMULATED:
         simulated = SIMULATED_ENGINE_BYTES + SIMULATED_BYTES_PER_PARAMETER * facts.parameters
-        return dict.fromkeys(one.engines, simulated)
-    workers = one.workers
-    cache = min(one.max_num_seqs * context * facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES * workers)
+        return dict.fromkeys(engine_set.engines, simulated)
+    workers = engine_set.workers
+    cache = min(engine_set.max_num_seqs * context * facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES * workers)
     engine = ENGINE_BASE_BYTES + ENGINE_BYTES_PER_PARAMETER * facts.parameters
     engine += max(cache, context * facts.key_value_bytes) + (workers - 1) * ENGINE_WORKER_BYTES
-    return dict.fromkeys(one.engines, engine)
+    return dict.fromkeys(engine_set.engines, engine)
 
 
 def rank_bytes(

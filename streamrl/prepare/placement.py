@@ -1,5 +1,5 @@
 """Placement of the processes of a run on GPUs, and whether each GPU has the memory for them. Pure: no device is
-queried."""
+queried. ``gpu_demand`` calls ``place`` in the process of the command, before the run starts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from streamrl.recipe.topology import JUDGE, PreparedSet, Topology, prepared_sets
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """GPU memory in bytes. ``engine``: the weights of one engine and the cache of one request. ``rank``: of one trainer
-    rank. ``rewards``: of the reward models in one reward worker; None: it has none on a GPU."""
+    """GPU memory in bytes.
+
+    ``engine``: weights of one engine and the cache of one request.
+    ``rank``: memory of one trainer rank.
+    ``rewards``: memory of the reward models in one reward worker; None where no reward model is on a GPU."""
 
     engine: int = 0
     rank: int = 0
@@ -23,8 +26,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """A process and its GPUs, all of one host. An engine takes ``share`` of each, any other process ``size`` bytes;
-    ``least``: bytes of each that an engine cannot do without."""
+    """A process and its GPUs, all of one host. An engine takes ``share`` of each GPU, any other process ``size`` bytes.
+    ``least``: bytes of each GPU without which an engine cannot run."""
 
     gpus: tuple[Gpu, ...]
     share: float = 0.0
@@ -37,8 +40,11 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, kw_only=True):
-    """``tenants``: processes that use GPUs, by name. ``problems``: why the run does not fit, each with its remedy.
-    ``engine_share``: what all engines of one set may take of a GPU."""
+    """Processes of a run on the GPUs of this host.
+
+    ``tenants``: processes that use GPUs, by name.
+    ``problems``: reasons why the run does not fit, each with its remedy.
+    ``engine_share``: share of a GPU that all engines of one set may take."""
 
     gpus: tuple[Gpu, ...] = ()
     engine_share: float = 1.0
@@ -50,10 +56,10 @@ class Placement(msgspec.Struct, kw_only=True):
         return {name: tenant for name, tenant in self.tenants.items() if gpu in tenant.gpus}
 
     def used(self, gpu: Gpu) -> int:
-        """Bytes of one GPU that are taken. Of prepared sets of engines one is awake."""
-        there = self.on(gpu).values()
-        return int(min(sum(one.share for one in there), self.engine_share) * gpu.memory) + sum(
-            one.size for one in there
+        """Bytes in use on one GPU. Only one of the prepared sets of engines is awake at a time."""
+        tenants = self.on(gpu).values()
+        return int(min(sum(tenant.share for tenant in tenants), self.engine_share) * gpu.memory) + sum(
+            tenant.size for tenant in tenants
         )
 
     def text(self, gpu: Gpu) -> str:
@@ -77,91 +83,94 @@ class Placement(msgspec.Struct, kw_only=True):
         return msgspec.structs.replace(topology, processes=tuple(processes))
 
 
-def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand, *, by_hand: bool = False) -> Placement:
-    """GPUs for the processes that this run starts; ``by_hand``: for all engines and ranks, wherever they are started,
-    host after host.
+def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand) -> Placement:
+    """GPUs for the processes that this run starts.
 
-    Engines come first, then ranks, the judge and reward models, each on GPUs of its own. Where there are not enough,
-    engines share GPUs evenly, and each other process takes the GPU that has most memory left."""
-    found = Placement(gpus=tuple(gpus), engine_share=recipe.engines.gpu_memory_utilization)
+    Engines come first, then ranks, the judge and reward models, each on GPUs of its own. Where GPUs are too few,
+    engines share them evenly, and each other process takes the GPU that has most memory left."""
+    placement = Placement(gpus=tuple(gpus), engine_share=recipe.engines.gpu_memory_utilization)
     if not gpus:
-        return found
-    if recipe.engines.kind is EngineKind.VLLM and (by_hand or recipe.starts_engines_here):
-        for one in prepared_sets(recipe):
-            _place_engines(found, one, demand.engine)
-    if recipe.training.device != "cpu" and (by_hand or recipe.starts_ranks_here):
-        _place_ranks(found, recipe, demand.rank)
-    if by_hand:
-        return found
+        return placement
+    if recipe.engines.kind is EngineKind.VLLM and recipe.on_one_host:
+        for prepared_set in prepared_sets(recipe):
+            _place_engines(placement, prepared_set, demand.engine)
+    if recipe.training.device != "cpu" and recipe.on_one_host:
+        _place_ranks(placement, recipe, demand.rank)
     if recipe.judge.model:
-        best = _best(found, gpus)
-        found.tenants[JUDGE] = Tenant(gpus=(best,), size=int(recipe.judge.gpu_memory_utilization * best.memory))
-    for index in range(recipe.reward_limits.workers if demand.rewards is not None else 0):
-        found.tenants[f"reward-{index}"] = Tenant(gpus=(_best(found, gpus),), size=demand.rewards or 0)
-    found.problems += _memory_problems(found)
-    return found
+        best = _best(placement, gpus)
+        placement.tenants[JUDGE] = Tenant(gpus=(best,), size=int(recipe.judge.gpu_memory_utilization * best.memory))
+    if demand.rewards is not None:
+        for index in range(recipe.reward_limits.workers):
+            placement.tenants[f"reward-{index}"] = Tenant(gpus=(_best(placement, gpus),), size=demand.rewards)
+    placement.problems += _memory_problems(placement)
+    return placement
 
 
-def _place_engines(found: Placement, one: PreparedSet, least: int) -> None:
-    """Groups of GPUs that follow each other on one host, for one engine each while there are enough."""
-    width = one.workers
-    groups = []
-    for host in dict.fromkeys(gpu.host for gpu in found.gpus):
-        there = [gpu for gpu in found.gpus if gpu.host == host]
-        groups += [tuple(there[at : at + width]) for at in range(0, len(there) - width + 1, width)]
-    if not groups or (width > 1 and one.count > len(groups)):
-        found.problems.append(
-            f"engines.tensor_parallel_size: engines {one.name} need {one.count} x {width} GPUs, and there are "
-            f"{len(found.gpus)}: lower count or tensor_parallel_size"
+def _place_engines(placement: Placement, prepared_set: PreparedSet, least: int) -> None:
+    """Place each engine on neighbouring GPUs: one engine a group of GPUs while there are enough groups."""
+    width = prepared_set.workers
+    gpus = placement.gpus
+    groups = [gpus[first : first + width] for first in range(0, len(gpus) - width + 1, width)]
+    if not groups or (width > 1 and prepared_set.count > len(groups)):
+        placement.problems.append(
+            f"engines.tensor_parallel_size: engines {prepared_set.name} need {prepared_set.count} x {width} GPUs, "
+            f"and there are {len(placement.gpus)}: lower count or tensor_parallel_size"
         )
         return
-    on_group = Counter(number % len(groups) for number in range(one.count))
-    for number, name in enumerate(one.engines):
+    on_group = Counter(number % len(groups) for number in range(prepared_set.count))
+    for number, name in enumerate(prepared_set.engines):
         group = number % len(groups)
-        share = found.engine_share / on_group[group]
-        found.tenants[name] = Tenant(gpus=groups[group], share=share, least=least // width)
+        share = placement.engine_share / on_group[group]
+        placement.tenants[name] = Tenant(gpus=groups[group], share=share, least=least // width)
 
 
-def _place_ranks(found: Placement, recipe: Recipe, size: int) -> None:
+def _place_ranks(placement: Placement, recipe: Recipe, size: int) -> None:
     """Place each rank on a GPU of its own: NCCL refuses two on one. ``training.device = "cuda:1"`` names the GPU of the
     only rank."""
     ranks = recipe.training.ranks
     device = recipe.training.device
-    left = list(found.gpus)
+    free_gpus = list(placement.gpus)
     if device.startswith("cuda:"):
-        left = [gpu for number, gpu in enumerate(left) if device == f"cuda:{number}"]
-    if ranks > len(left):
-        found.problems.append(
-            f'training.ranks: {ranks} need a GPU each, and device = "{device}" leaves {len(left)} of '
-            f'{len(found.gpus)}: lower it, or write "cuda"'
+        free_gpus = [gpu for number, gpu in enumerate(free_gpus) if device == f"cuda:{number}"]
+    if ranks > len(free_gpus):
+        placement.problems.append(
+            f'training.ranks: {ranks} need a GPU each, and device = "{device}" leaves {len(free_gpus)} of '
+            f'{len(placement.gpus)}: lower it, or write "cuda"'
         )
-    for rank in range(min(ranks, len(left))):
-        gpu = _best(found, left)
-        left.remove(gpu)
-        found.tenants[f"trainer-{rank}"] = Tenant(gpus=(gpu,), size=size)
+    for rank in range(min(ranks, len(free_gpus))):
+        gpu = _best(placement, free_gpus)
+        free_gpus.remove(gpu)
+        placement.tenants[f"trainer-{rank}"] = Tenant(gpus=(gpu,), size=size)
 
 
-def _best(found: Placement, among: Sequence[Gpu]) -> Gpu:
-    """The first GPU that nobody uses, else the one with most memory left."""
-    return min(among, key=lambda gpu: (bool(found.on(gpu)), found.used(gpu) - gpu.memory))
+def _best(placement: Placement, gpus: Sequence[Gpu]) -> Gpu:
+    """The first GPU that no process uses, else the GPU with most memory left."""
+    return min(gpus, key=lambda gpu: (bool(placement.on(gpu)), placement.used(gpu) - gpu.memory))
 
 
-def _memory_problems(found: Placement) -> Iterator[str]:
+def _memory_problems(placement: Placement) -> Iterator[str]:
     """One sentence at most: about the GPU that lacks most, else about the first engine whose share is too small."""
-    gpu = max(found.gpus, key=lambda gpu: (bool(gpu.memory), found.used(gpu) - gpu.memory))
-    engines = [tenant for tenant in found.on(gpu).values() if tenant.share]
-    if gpu.memory and (used := found.used(gpu)) > gpu.memory:
-        share = int(100 * (1 - sum(tenant.size for tenant in found.on(gpu).values()) / gpu.memory)) / 100
+    gpu = max(placement.gpus, key=lambda gpu: (bool(gpu.memory), placement.used(gpu) - gpu.memory))
+    engines = [tenant for tenant in placement.on(gpu).values() if tenant.share]
+    bytes_used = placement.used(gpu)
+    if gpu.memory and bytes_used > gpu.memory:
+        share = int(100 * (1 - sum(tenant.size for tenant in placement.on(gpu).values()) / gpu.memory)) / 100
         remedy = 'use more GPUs or fewer engines, a smaller model, lora.rank, or training.optimizer = "adamw_offloaded"'
-        if engines and all(one.share * share / found.engine_share * gpu.memory > one.least for one in engines):
+        if engines and all(
+            tenant.share * share / placement.engine_share * gpu.memory > tenant.least for tenant in engines
+        ):
             remedy = f"set engines.gpu_memory_utilization = {share:g} or less"
-        yield (f"memory: GPU {gpu.name} has {_gib(gpu.memory)} GiB, and {found.text(gpu)} need {_gib(used)}: {remedy}")
+        yield (
+            f"memory: GPU {gpu.name} has {_gib(gpu.memory)} GiB, and {placement.text(gpu)} need {_gib(bytes_used)}: "
+            f"{remedy}"
+        )
         return
-    for name, engine in found.tenants.items():
-        if 0 < (given := engine.bytes_on(engine.gpus[0])) < engine.least:
+    for name, engine in placement.tenants.items():
+        bytes_given = engine.bytes_on(engine.gpus[0])
+        if 0 < bytes_given < engine.least:
             yield (
-                f"memory: {name} may take {_gib(given)} GiB of GPU {engine.gpus[0].name}, and its weights and one "
-                f"request need {_gib(engine.least)}: raise engines.gpu_memory_utilization or tensor_parallel_size, "
+                f"memory: {name} may take {_gib(bytes_given)} GiB of GPU {engine.gpus[0].name}, and its weights and "
+                f"one request need {_gib(engine.least)}: raise engines.gpu_memory_utilization or tensor_parallel_size, "
                 "or lower count"
             )
             return

@@ -1,7 +1,8 @@
-"""Checks of everything that a recipe points at, before anything is started: model, data, rewards, ports, memory.
+"""Checks of everything that a recipe points at: model, data, rewards, ports, memory, disk.
 
-All problems come at once, as one ``RecipeError``. Nothing is left behind: user code is imported in a process of
-its own that ends here, and ports are bound only to be let go."""
+``train``, ``resume``, ``try`` and the dry run call ``preflight`` in the process of the command, before any process of
+the run is started. All problems come at once, as one ``RecipeError``. Nothing remains: user code is imported in a
+process of its own that ends here, and ports are bound only for the check."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from streamrl.base.atomic_files import hold_lock, write_durable, write_link
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
 from streamrl.comm.object_store import access_problem
-from streamrl.comm.transport_keys import transport_environment
+from streamrl.comm.transport_keys import transport_variables
 from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.engines.vllm.options import device_problems, installed_device, max_model_len, model_config
@@ -43,9 +44,9 @@ from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.pretrained.trainable_models import cut_problems, refuse_untrainable, split_problems, unknown_modules
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
 from streamrl.recipe.rules.rules import broken_rules
-from streamrl.recipe.sections import ClusterKind, EngineKind, LaunchedBy, OptimizerKind, Recipe, TransportKind
+from streamrl.recipe.sections import EngineKind, OptimizerKind, Recipe, TransportKind
 from streamrl.recipe.store_urls import is_url, url_problem
-from streamrl.recipe.topology import RENDEZVOUS, Role, plan_topology, prepared_sets
+from streamrl.recipe.topology import Role, plan_topology, prepared_sets
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
 from streamrl.rewards.calls.reward_set import combining_rewards
 from streamrl.rewards.judge.options import judge_problems
@@ -60,51 +61,54 @@ SeePrompt = Callable[[Tokenizer, Prompt], None]
 
 
 class CheckedModel(msgspec.Struct, frozen=True):
-    """A model directory that can be read. ``context``: tokens of the longest prompt and completion together."""
+    """A model directory that can be read. ``context``: number of tokens of the longest prompt with its completion."""
 
     facts: ModelFacts
     context: int
 
 
 def with_checkpoint_rewards(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | None]:
-    """``recipe`` with the rewards that the checkpoint keeps which it resumes from; None where it keeps none. Raises
-    ``RecipeError`` where it is unclear which ones are meant."""
+    """``recipe`` with the rewards of the checkpoint that it resumes from, and their snapshot; None where the checkpoint
+    has no rewards. Raises ``RecipeError`` where it is unclear which rewards are meant."""
     if not recipe.checkpoint.resume_from or is_url(recipe.checkpoint.resume_from):  # a dry run fetches none
         return recipe, None
     checkpoint = surviving(Path(recipe.checkpoint.resume_from))
     try:
-        kept = read_rewards_file(checkpoint)
+        snapshot = read_rewards_file(checkpoint)
     except StreamRLError as error:
         raise RecipeError(f"checkpoint.resume_from: {error}") from error
-    if kept is None:
+    if snapshot is None:
         return recipe, None
-    begins = resumed_rewards(recipe, kept, checkpoint)
-    return msgspec.structs.replace(recipe, rewards=begins.rewards), begins
+    resumed = resumed_rewards(recipe, snapshot, checkpoint)
+    return msgspec.structs.replace(recipe, rewards=resumed.rewards), resumed
 
 
 def recipe_of_resumed_run(recipe: Recipe, run_directory: Path) -> tuple[Recipe, RewardsSnapshot | None]:
-    """``recipe`` as the run in ``run_directory`` goes on with it: with the rewards that were attached, and, once it has
-    a checkpoint of its own, without the one that it began with. Raises ``StreamRLError`` for a file that cannot be
-    read."""
-    kept = read_rewards_file(run_directory)
-    if kept is not None:
-        recipe = msgspec.structs.replace(recipe, rewards=kept.rewards)
+    """``recipe`` for a resumed run, in ``run_directory``; it has the rewards that were attached to it, and without
+    ``checkpoint.resume_from`` once the run has a checkpoint of its own. Raises ``StreamRLError`` for a file that cannot
+    be read."""
+    snapshot = read_rewards_file(run_directory)
+    if snapshot is not None:
+        recipe = msgspec.structs.replace(recipe, rewards=snapshot.rewards)
     if any((run_directory / "checkpoints").glob("step-*")):
         recipe = msgspec.structs.replace(recipe, checkpoint=msgspec.structs.replace(recipe.checkpoint, resume_from=""))
-    return recipe, kept
+    return recipe, snapshot
 
 
-def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePrompt | None = None) -> None:
+def preflight(recipe: Recipe, snapshot: RewardsSnapshot | None = None, see: SeePrompt | None = None) -> None:
     """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking.
-    ``kept``: where its rewards come from, in a run that resumes another. ``see`` gets the prompt of the first row."""
+
+    ``snapshot``: rewards of the run or checkpoint that is resumed. ``see``: function that gets the first prompt."""
     problems = [f"{path}: {text}" for path, text in broken_rules(recipe)]
     model: CheckedModel | None = None
     try:
         model = check_model(recipe)
     except RecipeError as error:
         problems += error.problems
-    of_rewards = list(_rewards_and_prompts(recipe, model, see))
-    problems += of_rewards + ([_live_rewards(recipe, kept)] if of_rewards and kept and kept.changed_live else [])
+    reward_problems = list(_rewards_and_prompts(recipe, model, see))
+    problems += reward_problems
+    if reward_problems and snapshot and snapshot.changed_live:
+        problems.append(_live_rewards(recipe, snapshot))
     problems += _other_code(recipe)
     problems += _devices(recipe)
     problems += _installation(recipe)
@@ -115,7 +119,8 @@ def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePromp
         problems += device_problems(recipe, model_config(recipe.model.path), device=installed_device())
     if model is not None and recipe.training.routing_replay is True:
         reason = why_not_replayed(recipe, model_config(recipe.model.path))
-        problems += [f"training.advanced.routing_replay: {reason}"] if reason else []
+        if reason:
+            problems.append(f"training.advanced.routing_replay: {reason}")
     problems += judge_problems(recipe)
     problems += _unusable("run.directory", recipe.run.directory) or _run_directory(Path(recipe.run.directory))
     problems += _unusable("TMPDIR", tempfile.gettempdir())
@@ -136,17 +141,21 @@ def check_model(recipe: Recipe) -> CheckedModel:
         refuse_untrainable(directory)
         problems = split_problems(directory, recipe.training.tensor_parallel_size, recipe.training.expert_parallel_size)
         problems += cut_problems(directory, recipe.training.context_parallel_size)
-        unknown = unknown_modules(directory, recipe.lora.named_targets if recipe.lora.rank else ())
-        stored = {one.dtype for one in stored_tensors(directory).values()} - {"BF16"} if recipe.lora.served else set()
+        targets = recipe.lora.named_targets if recipe.lora.rank else None
+        unknown = unknown_modules(directory, targets or ())
+        other_dtypes: set[str] = set()
+        if recipe.lora.syncs_adapter:
+            other_dtypes = {tensor.dtype for tensor in stored_tensors(directory).values()} - {"BF16"}
     except ModelDirectoryError as error:
         raise RecipeError(f"model.path: {directory} {error}") from error
     if problems:
         raise RecipeError(*problems)
     if unknown:
         raise RecipeError(*(f'lora.targets: "{name}" {problem}' for name, problem in unknown.items()))
-    if stored:
+    if other_dtypes:
         raise RecipeError(
-            f'lora.sync: "adapter" leaves the base of the engines as it is stored, and {directory} has {min(stored)}: '
+            f'lora.sync: "adapter" leaves the base of the engines as it is stored, and {directory} has '
+            f"{min(other_dtypes)}: "
             'save the model in bfloat16, which is trained, or set "merged"'
         )
     return CheckedModel(facts, max_model_len(recipe, model_config(recipe.model.path)))
@@ -158,29 +167,36 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePro
     for index, inspection in enumerate(inspections):
         path = f"rewards.{index}.function" if index < len(recipe.rewards) else "reward_limits.combine"
         yield from (f"{path}: {problem}" for problem in inspection.problems)
-    columns = needed_columns([found.signature for found in inspections if found.signature is not None])
+    columns = needed_columns([inspection.signature for inspection in inspections if inspection.signature is not None])
     tokenizer: Tokenizer | None = None
     if Path(recipe.model.path).is_dir():
         try:
             tokenizer = load_tokenizer(recipe.model.path)
         except RecipeError as error:
             yield from (f"model.path: {problem}" for problem in error.problems)
-    if recipe.environment.given:
-        path = recipe.model.path if tokenizer else ""
-        problems, columns["environment"] = look_at_environment(recipe.environment, path, USER_CODE_TIMEOUT_S)
+    if recipe.environment.configured:
+        readable_model = recipe.model.path if tokenizer else None
+        problems, columns["environment"] = look_at_environment(
+            recipe.environment, readable_model or "", USER_CODE_TIMEOUT_S
+        )
         yield from problems
     if recipe.environment.agent and tokenizer and not tokenizer.chat_templates:
         yield "environment.agent: the model has no chat template, which requests of agents need: take one that has"
     longest = model.context - recipe.sampling.max_tokens if model else None
     for path, spec in prompt_sources(recipe).items():
-        show = partial(see, tokenizer) if see and tokenizer and path == "prompts.train" else None
-        reader = None if recipe.environment.given else tokenizer
-        problems = check_prompts(spec, reader, columns, longest, see=show) if tokenizer else missing_source(spec)
+        show = None
+        if see and tokenizer and path == "prompts.train":
+            show = partial(see, tokenizer)
+        if tokenizer:
+            reader = None if recipe.environment.configured else tokenizer
+            problems = check_prompts(spec, reader, columns, longest, see=show)
+        else:
+            problems = missing_source(spec)
         yield from (f"{path}: {problem}" for problem in problems)
 
 
 def _other_code(recipe: Recipe) -> Iterator[str]:
-    """The user's code that no sample is needed for."""
+    """Problems of user code that is checked without a sample: a round policy, observers."""
     spec = recipe.rollout.policy
     if ":" in spec:
         yield from (f"rollout.policy: {problem}" for problem in problems_of_object(spec, USER_CODE_TIMEOUT_S))
@@ -195,74 +211,74 @@ def _devices(recipe: Recipe) -> Iterator[str]:
     if placement.gpus:
         yield from _shared_memory(recipe)
         return
-    if recipe.starts_ranks_here and recipe.training.device.startswith("cuda"):
+    if recipe.on_one_host and recipe.training.device.startswith("cuda"):
         yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or start the ranks elsewhere'
     vllm = recipe.engines.kind is EngineKind.VLLM and engine_package() is not None
-    if vllm and recipe.starts_engines_here and installed_device() == "cuda":
+    if vllm and recipe.on_one_host and installed_device() == "cuda":
         yield "engines: vllm is a CUDA build and sees no GPU: nvidia-smi and CUDA_VISIBLE_DEVICES must show one"
 
 
 def _shared_memory(recipe: Recipe) -> Iterator[str]:
     """NCCL and vLLM's workers need more than a container has by default (64 MiB)."""
     free = shared_memory()
-    workers = max(one.workers for one in prepared_sets(recipe))
+    workers = max(engine_set.workers for engine_set in prepared_sets(recipe))
     if free is None or free >= GIB or max(workers, recipe.training.ranks) == 1:
         return
-    wanted = f"engines.tensor_parallel_size = {workers}" if workers > 1 else f"training.ranks = {recipe.training.ranks}"
+    setting = (
+        f"engines.tensor_parallel_size = {workers}" if workers > 1 else f"training.ranks = {recipe.training.ranks}"
+    )
     yield (
-        f"{wanted}: processes on several GPUs exchange data in /dev/shm, which has {free / GIB:.2f} GiB, "
+        f"{setting}: processes on several GPUs exchange data in /dev/shm, which has {free / GIB:.2f} GiB, "
         "and 1 GiB is needed: in a container use --shm-size=2g or --ipc=host"
     )
 
 
-def _live_rewards(recipe: Recipe, kept: RewardsSnapshot) -> str:
-    names = ", ".join(kept.changed_live)
-    forked = recipe.checkpoint.resume_from
-    subject = f"checkpoint.resume_from: {forked}" if forked else "rewards: the run"
-    remedy = ', or start with the rewards of the recipe by checkpoint.advanced.rewards = "recipe"' if forked else ""
-    return f"{subject} was scored with {names}, attached while the run went on: put their code back{remedy}"
+def _live_rewards(recipe: Recipe, snapshot: RewardsSnapshot) -> str:
+    names = ", ".join(snapshot.changed_live)
+    checkpoint = recipe.checkpoint.resume_from
+    subject = f"checkpoint.resume_from: {checkpoint}" if checkpoint else "rewards: the run"
+    remedy = "put their code back"
+    if checkpoint:
+        remedy += ', or start with the rewards of the recipe by checkpoint.advanced.rewards = "recipe"'
+    return f"{subject} was scored with {names}, attached while the run went on: {remedy}"
 
 
 def _installation(recipe: Recipe) -> Iterator[str]:
-    local_engines = recipe.starts_engines_here
-    local_training = recipe.starts_ranks_here
+    if not recipe.on_one_host:
+        return
     remedy = "run `make venv` (CPU) or `pip install 'streamrl[vllm]'` (CUDA); `streamrl check` tells more"
-    if local_engines and recipe.engines.kind is EngineKind.VLLM and engine_package() is None:
+    if recipe.engines.kind is EngineKind.VLLM and engine_package() is None:
         yield f"vllm is not installed, and this run would start {recipe.engines.count} engines: {remedy}"
     for package in ("torch", "transformers"):
-        if (local_engines or local_training) and installed_version(package) is None:
+        if installed_version(package) is None:
             yield f"{package} is not installed, and training needs it: {remedy}"
-    wanted = {
-        "peft": f"lora.rank = {recipe.lora.rank}" if recipe.lora.rank else "",
-        "bitsandbytes": 'training.optimizer = "adamw_8bit"'
-        if recipe.training.optimizer is OptimizerKind.ADAMW_8BIT
-        else "",
-    }
-    for package, setting in wanted.items():
-        if setting and local_training and installed_version(package) is None:
+    settings = {}
+    if recipe.lora.rank:
+        settings["peft"] = f"lora.rank = {recipe.lora.rank}"
+    if recipe.training.optimizer is OptimizerKind.ADAMW_8BIT:
+        settings["bitsandbytes"] = 'training.optimizer = "adamw_8bit"'
+    for package, setting in settings.items():
+        if installed_version(package) is None:
             yield f"{package} is not installed, and {setting} needs it: run `pip install {package}`"
 
 
 def _ports(recipe: Recipe) -> Iterator[str]:
-    """Ports that this run would bind and cannot; those that an external rank binds are not this machine's."""
-    topology = plan_topology(recipe, Path("/tmp"))
-    on_cluster = recipe.cluster.kind is not ClusterKind.LOCAL  # each host says which ports are free there
-    external = recipe.transport.training is LaunchedBy.EXTERNAL
-    theirs = {name for name in topology.endpoints if external and (name.endswith(".weights") or name == RENDEZVOUS)}
-    wanted = {name: endpoint for name, endpoint in topology.endpoints.items() if name not in theirs and not on_cluster}
-    by_tcp = recipe.transport.kind is TransportKind.TCP and not on_cluster
-    if by_tcp and (problem := port_problem(recipe.transport.host, 0)):
-        yield f"transport.host: {problem}: set it to an address of this machine"
-        return
-    used: dict[str, str] = {}
-    for name, endpoint in {**wanted, "metrics": recipe.metrics.endpoint}.items():
+    """Problems of ports that this run would bind."""
+    endpoints = {"metrics": recipe.metrics.endpoint}
+    if recipe.on_one_host:  # the agent of each host of a cluster finds free ports
+        endpoints = plan_topology(recipe, Path("/tmp")).endpoints | endpoints
+        if recipe.transport.kind is TransportKind.TCP and (problem := port_problem(recipe.transport.host, 0)):
+            yield f"transport.host: {problem}: set it to an address of this machine"
+            return
+    users: dict[str, str] = {}
+    for name, endpoint in endpoints.items():
         path = "metrics.endpoint" if name == "metrics" else "transport.port"
         if endpoint.startswith("tcp://"):
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
             problem = port_problem(host, int(port))
-            if endpoint in used:
-                problem = f"port {port} of {host} is already the one of {used[endpoint]}"
-            used[endpoint] = name
+            if endpoint in users:
+                problem = f"port {port} of {host} is already the one of {users[endpoint]}"
+            users[endpoint] = name
             if problem:
                 yield f"{path}: {problem} ({name}): end what uses it, or set {path} to another"
         elif name == "metrics" and endpoint:
@@ -270,14 +286,10 @@ def _ports(recipe: Recipe) -> Iterator[str]:
 
 
 def _keys(recipe: Recipe) -> Iterator[str]:
-    """Keys that the processes of this run would read; an external one has its own copy."""
-    transport = recipe.transport
-    roles = [Role.CONTROLLER]
-    roles += [Role.ENGINE] if transport.engines is LaunchedBy.LOCAL else []
-    roles += [Role.TRAINER] if transport.training is LaunchedBy.LOCAL else []
-    for role in roles:
+    """Problems of the keys that processes of this run would read."""
+    for role in (Role.CONTROLLER, Role.ENGINE, Role.TRAINER):
         try:
-            transport_environment(recipe, role)
+            transport_variables(recipe, role)
         except StreamRLError as error:
             yield f"transport.keys: {error}"
 
@@ -298,10 +310,9 @@ def _ipc_problem(path: str, socket_path: Path) -> Iterator[str]:
 def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
     if model is None or visible_gpus():
         return
-    here = {Role.ENGINE: recipe.starts_engines_here, Role.TRAINER: recipe.starts_ranks_here}
-    elsewhere = {one.name for one in plan_topology(recipe, Path("/tmp")).processes if not here.get(one.role, True)}
     estimate = estimate_memory(recipe, model.facts, model.context, facts_of(recipe.judge.model))
-    needed = sum(size for name, size in estimate.items() if name not in elsewhere)
+    on_cluster = () if recipe.on_one_host else ("engine-", "trainer-")
+    needed = sum(size for name, size in estimate.items() if not name.startswith(on_cluster))
     available = available_memory()
     if needed > available:
         yield (
@@ -311,9 +322,10 @@ def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
 
 
 def _free_space(recipe: Recipe) -> Iterator[str]:
-    """Every checkpoint would be refused; how large one is is known when it is written."""
+    """Disk space that must stay free beside each checkpoint: with less, every checkpoint would be refused. The size of
+    a checkpoint itself is known only when it is written."""
     checkpoint = recipe.checkpoint
-    if not (checkpoint.every or checkpoint.at_end) or recipe.transport.training is not LaunchedBy.LOCAL:
+    if not (checkpoint.every or checkpoint.at_end):
         return
     directory = nearest_existing(Path(recipe.run.directory))
     free_gib = shutil.disk_usage(directory).free / (1 << 30)
@@ -326,21 +338,23 @@ def _free_space(recipe: Recipe) -> Iterator[str]:
 
 
 def _unusable(name: str, path: str) -> list[str]:
-    """Return whether a path has no text that could stand in a file or a message of a run."""
+    """The problem of a path whose text cannot stand in a file or a message of a run."""
     try:
         str(Path(path).absolute()).encode()
     except UnicodeEncodeError:
         return [f"{name}: {os.fsencode(Path(path).absolute())!r} is not UTF-8: choose another directory"]
-    return [f"{name}: {path!r} has a NUL: remove it"] if "\0" in path else []
+    if "\0" in path:
+        return [f"{name}: {path!r} has a NUL: remove it"]
+    return []
 
 
 def _run_directory(directory: Path) -> Iterator[str]:
     existing = nearest_existing(directory)
     try:
-        with tempfile.TemporaryDirectory(dir=existing, prefix=".streamrl-preflight-") as tried:
-            hold_lock(Path(tried, "lock"), StreamRLError).close()
-            write_link(Path(tried, "link"), "lock")
-            write_durable(Path(tried, "lock"), b"")
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".streamrl-preflight-") as directory_name:
+            hold_lock(Path(directory_name, "lock"), StreamRLError).close()
+            write_link(Path(directory_name, "link"), "lock")
+            write_durable(Path(directory_name, "lock"), b"")
     except OSError as error:
         yield f"run.directory: nothing can be made in {existing} ({error.strerror}): set another directory"
     except StreamRLError as error:
@@ -348,25 +362,25 @@ def _run_directory(directory: Path) -> Iterator[str]:
 
 
 def _checkpoint(recipe: Recipe) -> Iterator[str]:
-    """A checkpoint to start from must be there, with all of its files; the ranks compare them with their digests when
-    they read them. Ranks that are started by hand may see another file system than this process."""
+    """Problems of the checkpoint to start from: it must exist with all of its files. Trainer ranks compare the files
+    with their digests when they read them."""
     resumed = recipe.checkpoint.resume_from
-    if resumed and recipe.transport.training is LaunchedBy.LOCAL:
+    if resumed:
         try:
             if is_url(resumed):
                 whole_copy(resumed, give_up_s=0)
             else:
                 saved = surviving(Path(resumed))
-                absent = [f"{name} is missing" for name in read_digests(saved) if not (saved / name).is_file()]
-                refuse_faults(saved, absent)
+                missing = [f"{name} is missing" for name in read_digests(saved) if not (saved / name).is_file()]
+                refuse_faults(saved, missing)
         except StreamRLError as error:
             yield f"checkpoint.resume_from: {error}"
 
 
 def _stores(recipe: Recipe) -> Iterator[str]:
-    """Places in object stores can be written, once each."""
+    """Problems of places in object stores, which must be writable."""
     places = {"checkpoint.advanced.copy_to": recipe.checkpoint.copy_to}
     places |= {"weights.advanced.transport": recipe.weights.transport}
     for key, url in places.items():
-        if url and not url_problem(url) and (problem := access_problem(url)):  # the rules have said the other
+        if url and not url_problem(url) and (problem := access_problem(url)):  # a bad URL is a broken rule
             yield f"{key}: {problem}"

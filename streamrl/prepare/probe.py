@@ -28,7 +28,7 @@ _LONGEST_ARGUMENT = 100_000
 """Bytes: Linux takes 128 KiB. A longer prompt is not compared."""
 
 
-class _Found(msgspec.Struct, frozen=True, kw_only=True):
+class _ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of the child process."""
 
     problems: tuple[str, ...] = ()
@@ -37,23 +37,29 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def problems_of_object(spec: str, timeout_s: float, *, kind: str = "object") -> Sequence[str]:
-    """Problems of the object ``module:name`` or ``file.py:name``: each names it, and why it cannot be loaded or is no
-    ``kind`` (``object``: any; ``observer``)."""
-    found, ran = _run_child(kind, spec, timeout_s)
-    if found is not None:
-        return found.problems
-    if ran.late:
+    """Problems of the object ``module:name`` or ``file.py:name``: reasons why it cannot be loaded or is no ``kind``
+    (``object``: any object; ``observer``: a class of observers)."""
+    result, child = _run_child(kind, spec, timeout_s)
+    if result is not None:
+        return result.problems
+    if child.late:
         return [f"{spec} not imported within {timeout_s:g} s: move slow work out of the module's top level"]
-    return [f"{spec} ended the process that imported it ({ran.failure or 'exit code 0'}): import it by hand"]
+    return [f"{spec} ended the process that imported it ({child.failure or 'exit code 0'}): import it by hand"]
 
 
-def look_at_environment(given: Environment, model: str, timeout_s: float) -> tuple[Sequence[str], tuple[str, ...]]:
-    """Return problems of what ``[environment]`` names, and the columns that it cannot do without. ``model``: its
-    directory (empty: none is known), which must write calls in a known way where there are tools."""
-    found, ran = _run_child("environment", msgspec.json.encode((given, model)).decode(), timeout_s)
-    if found is not None:
-        return found.problems, found.columns
-    how = f"not imported within {timeout_s:g} s" if ran.late else f"ended its process ({ran.failure or 'exit code 0'})"
+def look_at_environment(
+    environment: Environment, model: str, timeout_s: float
+) -> tuple[Sequence[str], tuple[str, ...]]:
+    """Problems of the code that ``[environment]`` names, and the columns of a row that it needs. ``model``: directory
+    of the model (empty: unknown); with tools, its chat template must write calls in a known format."""
+    result, child = _run_child("environment", msgspec.json.encode((environment, model)).decode(), timeout_s)
+    if result is not None:
+        return result.problems, result.columns
+    how = (
+        f"not imported within {timeout_s:g} s"
+        if child.late
+        else f"ended its process ({child.failure or 'exit code 0'})"
+    )
     return [f"environment: its code {how}: import it by hand"], ()
 
 
@@ -65,45 +71,52 @@ def problem_of_model(
     *,
     split: tuple[int, int] = (1, 1),
 ) -> tuple[str | None, str]:
-    """Return why no run can train the model of ``options`` (empty: one can; None: not found out), and how the ids of
-    ``prompt`` differ from those of transformers. ``split``: sizes of tensor and expert parallel ranks. Takes about ten
-    seconds, most of which imports vLLM."""
-    written = {name: prompt.columns[name] for name in _WRITTEN if name in prompt.columns} if prompt else {}
-    argument = msgspec.json.encode((options, targets, split, written, prompt.token_ids.tolist() if prompt else ()))
+    """The reason why no run can train the model of ``options`` (empty: it can be trained; None: unknown), and the
+    difference between the ids of ``prompt`` and those of transformers.
+
+    ``split``: sizes of tensor and expert parallel ranks. Takes about ten seconds, mostly for the import of vLLM."""
+    row = dict[str, Any]()
+    ids = list[int]()
+    if prompt:
+        row = {name: prompt.columns[name] for name in _WRITTEN if name in prompt.columns}
+        ids = prompt.token_ids.tolist()
+    argument = msgspec.json.encode((options, targets, split, row, ids))
     if len(argument) > _LONGEST_ARGUMENT:
         argument = msgspec.json.encode((options, targets, split, {}, ()))
-    found, _ = _run_child("model", argument.decode(), timeout_s)
-    return (None, "") if found is None else ("".join(found.problems), found.differs)
+    result, _ = _run_child("model", argument.decode(), timeout_s)
+    return (None, "") if result is None else ("".join(result.problems), result.differs)
 
 
-def _run_child(kind: str, argument: str, timeout_s: float) -> tuple[_Found | None, ThrowawayAnswer]:
-    ran = run_throwaway("streamrl.prepare.probe", [kind, argument], timeout_s)
-    found = msgspec.msgpack.decode(ran.written, type=_Found) if ran.written and not ran.failure else None
-    return found, ran
+def _run_child(kind: str, argument: str, timeout_s: float) -> tuple[_ProbeResult | None, ThrowawayAnswer]:
+    child = run_throwaway("streamrl.prepare.probe", [kind, argument], timeout_s)
+    result = msgspec.msgpack.decode(child.written, type=_ProbeResult) if child.written and not child.failure else None
+    return result, child
 
 
-def _look_at(load: Callable[[str], object], spec: str) -> _Found:
+def _look_at(load: Callable[[str], object], spec: str) -> _ProbeResult:
     try:
         load(spec)
     except RecipeError as error:
-        return _Found(problems=tuple(error.problems))
-    return _Found()
+        return _ProbeResult(problems=tuple(error.problems))
+    return _ProbeResult()
 
 
-def _look_at_environment(argument: str) -> _Found:
+def _look_at_environment(argument: str) -> _ProbeResult:
     from streamrl.run.environments.chat_tokens import ChatModel
     from streamrl.run.environments.forms import load_episode
 
     environment, model = msgspec.json.decode(argument, type=tuple[Environment, str])
     try:
         chat_model = ChatModel(load_tokenizer(model), environment) if model else None
-        return _Found(columns=load_episode(environment, chat_model)[1])
+        return _ProbeResult(columns=load_episode(environment, chat_model)[1])
     except RecipeError as error:
-        return _Found(problems=tuple(f"environment: {one}".replace(": environment.", ".", 1) for one in error.problems))
+        return _ProbeResult(
+            problems=tuple(f"environment: {problem}".replace(": environment.", ".", 1) for problem in error.problems)
+        )
 
 
-def _look_at_model(argument: str) -> _Found:
-    """Raises what says nothing about a real engine."""
+def _look_at_model(argument: str) -> _ProbeResult:
+    """Check the model in a probe of vLLM's loader. Errors that say nothing about a real engine are raised."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM warns of an engine that is none
     from streamrl.engines.vllm.load_plan_probe import probe_engine
     from streamrl.engines.vllm.options import EngineOptions
@@ -111,21 +124,29 @@ def _look_at_model(argument: str) -> _Found:
     from streamrl.learning.state.unmerged import adapter_shapes
     from streamrl.weights.pull.replica import TensorSpec
 
-    asked = msgspec.json.decode(
+    decoded = msgspec.json.decode(
         argument, type=tuple[EngineOptions, tuple[str, ...], tuple[int, int], dict[str, Any], list[int]]
     )
-    engine, targets, split, row, ids = asked
-    differs = difference_from_transformers(engine.model_path, row, ids) if row else ""
+    engine, targets, split, row, ids = decoded
+    differs = ""
+    if row:
+        differs = difference_from_transformers(engine.model_path, row, ids)
     try:
         shapes = published_shapes(engine.model_path, targets, split)
-        adapter = adapter_shapes(engine.adapter, engine.model_path) if engine.adapter.served else {}
-        probe_engine(engine, *({n: TensorSpec(n, "bfloat16", s) for n, s in one.items()} for one in (shapes, adapter)))
+        adapter = dict[str, tuple[int, ...]]()
+        if engine.adapter.syncs_adapter:
+            adapter = adapter_shapes(engine.adapter, engine.model_path)
+        specs = [
+            {name: TensorSpec(name, "bfloat16", shape) for name, shape in tensors.items()}
+            for tensors in (shapes, adapter)
+        ]
+        probe_engine(engine, *specs)
     except StreamRLError as error:
-        return _Found(problems=(str(error),), differs=differs)
-    return _Found(differs=differs)
+        return _ProbeResult(problems=(str(error),), differs=differs)
+    return _ProbeResult(differs=differs)
 
 
-_KINDS: dict[str, Callable[[str], _Found]] = {
+_KINDS: dict[str, Callable[[str], _ProbeResult]] = {
     "object": partial(_look_at, load_user_object),
     "observer": partial(_look_at, observer_class),
     "environment": _look_at_environment,

@@ -14,9 +14,11 @@ from streamrl.run.prompts.prompts import stored_rows
 
 
 def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return ``recipe`` with ``run.steps`` in place of ``training.epochs``, and where the steps come from, for people.
-    So many steps that every prompt is drawn so many times; groups that are dropped and filled again draw more. Prompts
-    that cannot be read are left to ``preflight``. Raises ``RecipeError`` for an iterator, which cannot be counted."""
+    """``recipe`` with ``run.steps`` in place of ``training.epochs``, and a line for people that says how they follow.
+
+    Every prompt is drawn ``training.epochs`` times in these steps; groups that are dropped and filled again draw more.
+    Prompts that cannot be read are reported by ``preflight``. Raises ``RecipeError`` for an iterator, which cannot be
+    counted."""
     epochs = recipe.training.epochs
     batch = recipe.rollout.prompts_per_batch
     if not epochs:

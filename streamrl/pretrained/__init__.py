@@ -1,1 +1,2 @@
-"""Hugging Face files, read without torch: the folder of a model, its sizes, its tokenizer and chat template."""
+"""Files of a Hugging Face model folder, read without torch: sizes, weight headers, tokenizer, chat template. The dry
+run and all processes of a run use them."""

@@ -1,4 +1,5 @@
-"""Chats as the author of a model wants them written: the templates of its folder, rendered as transformers does."""
+"""Chat templates of a model folder, rendered as transformers renders them. ``pretrained.tokenizer`` calls this for
+prompts of chats (controller) and for conversations (environment workers)."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatError(StreamRLError):
-    """Messages that cannot be rendered as a prompt; the message says why and what to do."""
+    """Messages cannot be rendered as a prompt, or a text cannot be tokenised; the message has the reason and the
+    remedy."""
 
 
 class ChatFormat(msgspec.Struct, frozen=True):
-    """The way in which a model wants a chat to be written. ``templates``: jinja sources by name, ``default`` and
-    perhaps ``tool_use``; empty: the model has none. ``named_tokens``: texts that templates may write, such as
-    ``bos_token``."""
+    """Chat templates of a model. ``directory``: folder of the model; ``templates``: jinja sources by name, ``default``
+    and perhaps ``tool_use`` (empty: the model has none); ``named_tokens``: texts of special tokens that a template may
+    use, by name, such as ``bos_token``."""
 
     directory: str
     templates: Mapping[str, str]
@@ -41,11 +43,15 @@ class ChatFormat(msgspec.Struct, frozen=True):
         tools: Sequence[Mapping[str, Any]] | None,
         arguments: Mapping[str, Any] | None,
     ) -> str:
-        """The text of ``messages`` up to where the assistant begins, or goes on where the last message is its own.
-        Raises ``ChatError``."""
-        shown, said = _tagged(messages)
-        text = self.write(shown, tools, arguments, generation_prompt=said is None)
-        return text if said is None else _before_tag(text, said)
+        """Return the text of ``messages``, after which the assistant's message begins, or goes on where the last
+        message is the assistant's.
+
+        ``tools``: JSON schemas; ``arguments``: further variables of the template. Raises ``ChatError``."""
+        tagged_messages, begin_of_message = _tagged(messages)
+        if begin_of_message is None:
+            return self.write(messages, tools, arguments, generation_prompt=True)
+        text = self.write(tagged_messages, tools, arguments, generation_prompt=False)
+        return _before_tag(text, begin_of_message)
 
     def write(
         self,
@@ -55,18 +61,19 @@ class ChatFormat(msgspec.Struct, frozen=True):
         *,
         generation_prompt: bool,
     ) -> str:
-        """The text of ``messages``; with ``generation_prompt`` the assistant's next message begins behind them. Raises
-        ``ChatError``."""
-        source = self.templates.get("tool_use") if tools is not None else None
-        source = source or self.templates.get("default")
+        """Return the text of ``messages``, with ``generation_prompt`` followed by the begin of the assistant's next
+        message. Raises ``ChatError``."""
+        source = self.templates.get("default")
+        if tools is not None:
+            source = self.templates.get("tool_use") or source
         if source is None:
             raise ChatError(
                 f"model directory {self.directory} has no chat template: put its chat_template.jinja there, or "
                 'give prompts as text in the column "prompt"'
             )
-        own = {"documents": None, "add_generation_prompt": generation_prompt, **self.named_tokens}
+        variables = {"documents": None, "add_generation_prompt": generation_prompt, **self.named_tokens}
         try:
-            return _compiled(source).render(own | dict(arguments or {}), messages=messages, tools=tools)
+            return _compiled(source).render(variables | dict(arguments or {}), messages=messages, tools=tools)
         except Exception as error:  # a template is a program of the model's author
             raise ChatError(
                 f"the model's chat template refuses the messages ({type(error).__name__}: {error})"
@@ -74,58 +81,70 @@ class ChatFormat(msgspec.Struct, frozen=True):
 
 
 def _tagged(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str | None]:
-    """``messages`` with a tag behind the text that the assistant has begun with, and that text; None: it has not."""
+    """Return ``messages`` with a tag after the text of the last message, and this text; None: the last message is not
+    the assistant's."""
     if not messages or messages[-1].get("role") != "assistant":
         return messages, None
     *earlier, last = deepcopy(list(messages))
-    parts = [last] if isinstance(last.get("content"), str) else last.get("content") or ()
-    name = "content" if parts == [last] else "text"
+    parts = last.get("content") or ()
+    name = "text"
+    if isinstance(last.get("content"), str):
+        parts = [last]
+        name = "content"
     part = next((part for part in reversed(parts) if isinstance(part, dict) and isinstance(part.get(name), str)), None)
     if part is None:
         raise ChatError(
             "the last message is the assistant's and has no text that it could go on with: end with a message of the "
             "user or of a tool, or with the text that the assistant begins with"
         )
-    said = part[name]
+    begin_of_message = part[name]
     part[name] += _TAG
-    return [*earlier, last], said
+    return [*earlier, last], begin_of_message
 
 
-def _before_tag(text: str, said: str) -> str:
+def _before_tag(text: str, begin_of_message: str) -> str:
+    """Return ``text`` up to the tag. Raises ``ChatError`` where the template left out a part of the last message."""
     place = text.rfind(_TAG.strip())
-    if place < 0 or said.strip() not in text:
+    if place < 0 or begin_of_message.strip() not in text:
         raise ChatError(
             "the last message is the assistant's, and the model's chat template does not show all of it, so that it "
             "cannot be continued: end with a message of the user, or give the prompt as text"
         )
-    # A template that strips a message strips the space behind the tag too.
-    return text[:place] if text.startswith(_TAG, place) else text[:place].rstrip()
+    if text.startswith(_TAG, place):
+        return text[:place]
+    return text[:place].rstrip()  # the template strips a message: it removed the space at the end of the tag
 
 
 def read_chat_format(directory: Path, config: Mapping[str, Any], named_tokens: Mapping[str, str]) -> ChatFormat:
-    """The templates in ``config`` (of ``tokenizer_config.json``), or, as in transformers, those of ``.jinja`` files in
-    place of them all. Raises what a broken ``config`` or file makes Python raise."""
+    """Read the chat templates of a model folder: the ``.jinja`` files, or else the templates in ``config``, as
+    transformers does.
+
+    ``config``: content of ``tokenizer_config.json``; ``named_tokens``: texts for ``ChatFormat.named_tokens``. Raises
+    the plain errors of Python for a broken ``config`` or file."""
     files = sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))
     templates = {file.stem: read_bounded(file).decode() for file in files}
     file = directory / "chat_template.jinja"
     if file.is_file():
         templates["default"] = read_bounded(file).decode()
-    found = config.get("chat_template")
-    if "default" not in templates and found is not None:
-        ours = {"default": found} if isinstance(found, str) else found
-        ours = ours if isinstance(ours, dict) else {entry["name"]: entry["template"] for entry in ours}
-        templates = ours | templates
+    configured = config.get("chat_template")
+    if "default" not in templates and configured is not None:
+        if isinstance(configured, str):
+            configured = {"default": configured}
+        elif not isinstance(configured, dict):
+            configured = {entry["name"]: entry["template"] for entry in configured}
+        templates = configured | templates
     return ChatFormat(str(directory), templates, named_tokens)
 
 
 @cache
 def _compiled(source: str) -> jinja2.Template:
-    """A template in the sandbox and with the extras of transformers. Raises jinja2's errors."""
+    """Compile a template in jinja2's sandbox, with the extensions of transformers. Raises jinja2's errors."""
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """``{% generation %}`` marks what an assistant wrote, for training on chats; a prompt only shows it."""
+        """The block ``{% generation %}``, which marks the assistant's text for training on chats. A prompt has its text
+        alone."""
 
         tags = {"generation"}
 

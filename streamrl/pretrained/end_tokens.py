@@ -1,8 +1,9 @@
-"""The tokens that end a completion, from every file of a model folder that names one, and the size of its embedding.
+"""Tokens that end a completion, from every file of a model folder that names one, and the size of the embedding. Called
+by ``pretrained.tokenizer``.
 
-transformers ends at what ``generation_config.json`` names, else ``config.json``; vLLM at what
-``generation_config.json`` and the tokenizer name. Here each file counts, so that a completion ends wherever one of the
-two would end it."""
+transformers ends a completion at the tokens of ``generation_config.json``, or else of ``config.json``; vLLM at those of
+``generation_config.json`` and of the tokenizer. Here all files count, so that a completion ends where either library
+would end it."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from streamrl.pretrained.special_tokens import read_json
 
 
 class EndTokens(msgspec.Struct, frozen=True):
-    """``ids``: tokens that end a completion. ``notice``: where the files disagree, in one sentence; empty: they do not.
-    ``embeddings``: tokens that the model has embeddings for (0: ``config.json`` does not say)."""
+    """End tokens of a model. ``ids``: tokens that end a completion; ``notice``: sentence about a disagreement of the
+    files (empty: they agree); ``embeddings``: number of tokens with an embedding (0: not in ``config.json``)."""
 
     ids: tuple[int, ...]
     notice: str
@@ -26,54 +27,58 @@ class EndTokens(msgspec.Struct, frozen=True):
 
 
 def read_end_tokens(directory: Path, content: Mapping[str, Any], eos_token: str) -> EndTokens:
-    """The end tokens of a model folder. ``content``: of its ``tokenizer.json``; ``eos_token``: the text that the
-    tokenizer's other files give it, '' for none.
+    """Read the end tokens of a model folder. ``content``: content of its ``tokenizer.json``; ``eos_token``: text of the
+    end token by the tokenizer's other files (empty: none).
 
-    An id that only ``config.json`` names ends nothing where it is an ordinary piece of text: it is a default of the
-    model's class then, of another vocabulary. Raises ``RecipeError`` where no token is left."""
+    An id that only ``config.json`` names is left out where it is an ordinary token: it is a default of the model's
+    class, for another vocabulary. Raises ``RecipeError`` where no token remains."""
     config = read_json(directory / "config.json")
     generation = read_json(directory / "generation_config.json")
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, dict) else [config]
     size = next((part["vocab_size"] for part in reversed(parts) if isinstance(part.get("vocab_size"), int)), 0)
     texts = {entry["id"]: entry["content"] for entry in content.get("added_tokens") or ()}
-    eos = _id_of(eos_token, content, texts)
     named = {
-        "generation_config.json": _ids(generation),
-        "config.json": [token for part in parts for token in _ids(part)],
-        "the tokenizer": [] if eos is None else [eos],
+        "generation_config.json": _configured_ids(generation),
+        "config.json": [token for part in parts for token in _configured_ids(part)],
+        "the tokenizer": _tokenizer_ids(eos_token, content, texts),
     }
-    whole = list(dict.fromkeys(token for tokens in named.values() for token in tokens))
-    others = {*named["generation_config.json"], *named["the tokenizer"]}
-    ends = [token for token in whole if token in others or not others or token in texts]
-    within = [token for token in ends if not size or 0 <= token < size]
-    said = "; ".join(f"{file}: {_shown(tokens, texts)}" for file, tokens in named.items() if tokens)
-    if not within:
-        beyond = f"none that the model has an embedding for ({size} embeddings; {said}): resize them"
+    all_named = list(dict.fromkeys(token for tokens in named.values() for token in tokens))
+    beside_config = {*named["generation_config.json"], *named["the tokenizer"]}
+    ends = [token for token in all_named if token in beside_config or not beside_config or token in texts]
+    embedded = [token for token in ends if not size or 0 <= token < size]
+    by_file = "; ".join(f"{file}: {_with_texts(tokens, texts)}" for file, tokens in named.items() if tokens)
+    if not embedded:
+        beyond = f"none that the model has an embedding for ({size} embeddings; {by_file}): resize them"
         missing = "no eos_token_id: add it to its generation_config.json or config.json"
         raise RecipeError(f"model directory {directory} names {beyond if ends else missing}")
     first = set(next(filter(None, named.values())))
-    agree = within == whole and all(first >= set(tokens) for tokens in named.values())
-    notice = f"files of the model disagree about what ends a completion ({said}): here {_shown(within, texts)} does"
-    return EndTokens(tuple(within), "" if agree else notice, size)
+    notice = ""
+    if embedded != all_named or not all(first >= set(tokens) for tokens in named.values()):
+        disagreement = f"files of the model disagree about what ends a completion ({by_file})"
+        notice = f"{disagreement}: here {_with_texts(embedded, texts)} does"
+    return EndTokens(tuple(embedded), notice, size)
 
 
-def _ids(config: Mapping[str, Any]) -> list[int]:
-    found = config.get("eos_token_id")
-    ids = found if isinstance(found, list) else [found]
+def _configured_ids(config: Mapping[str, Any]) -> list[int]:
+    """Ids in ``eos_token_id`` of a configuration, which is one id or a list."""
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
     return [token for token in ids if type(token) is int]
 
 
-def _id_of(token: str, content: Mapping[str, Any], texts: Mapping[int, str]) -> int | None:
-    """The id of a token by ``tokenizer.json``; None: it has none there."""
+def _tokenizer_ids(token: str, content: Mapping[str, Any], texts: Mapping[int, str]) -> list[int]:
+    """The id of ``token`` in ``tokenizer.json`` as a list; empty: it has no such token."""
     added = {text: token_id for token_id, text in texts.items()}
-    if not token or token in added:
-        return added.get(token)
+    if token in added:
+        return [added[token]]
     vocabulary = (content.get("model") or {}).get("vocab")
     if isinstance(vocabulary, list):  # Unigram: pieces with their scores, in the order of their ids
-        vocabulary = {entry[0]: place for place, entry in enumerate(vocabulary)}
-    return (vocabulary or {}).get(token)
+        vocabulary = {entry[0]: token_id for token_id, entry in enumerate(vocabulary)}
+    if not token or not vocabulary or token not in vocabulary:
+        return []
+    return [vocabulary[token]]
 
 
-def _shown(tokens: list[int], texts: Mapping[int, str]) -> str:
+def _with_texts(tokens: list[int], texts: Mapping[int, str]) -> str:
     return ", ".join(f"{token} ({texts[token]})" if token in texts else str(token) for token in tokens)

@@ -1,11 +1,12 @@
-"""Facts about the model in a Hugging Face directory, read without torch: sizes for the arithmetic before a start."""
+"""Sizes of the model in a Hugging Face folder, read without torch, for the arithmetic about memory and time: in the dry
+run (``prepare``), and in engine processes and trainer ranks while they load."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import msgspec
 from streamrl.pretrained.model_folder import read_bounded, unsafe_content
 from streamrl.pretrained.weight_files import LARGEST_SIZE, ModelDirectoryError, stored_tensors
 
-# By the name that most configurations use: other names of the same size, by transformers' attribute maps and vLLM.
+# Other names of a size by the name that most configurations use, after transformers' attribute maps and vLLM.
 _OTHER_NAMES = {
     "hidden_size": "n_embd d_model",
     "num_hidden_layers": "n_layer n_layers num_layers",
@@ -29,8 +30,15 @@ MERGED = "merge the adapter into its base model (peft: merge_and_unload) and sav
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a model. ``outside``: parameters outside of its layers. ``inner``: width of a layer's network,
-    of all experts that a token goes through. ``key_value_bytes``: KV cache of a token in float32, over all layers."""
+    """Sizes of a model.
+
+    ``parameters``: number of parameters;
+    ``outside``: number of parameters outside of the layers;
+    ``hidden``: width of the residual stream;
+    ``inner``: width of a layer's MLP, summed over the experts that a token goes through;
+    ``layers``: number of layers;
+    ``vocabulary``: number of tokens;
+    ``key_value_bytes``: bytes of a token's KV cache in float32, over all layers."""
 
     parameters: int
     outside: int
@@ -42,7 +50,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Experts(NamedTuple):
-    """Sizes of a mixture of experts: layers of the model, experts of one, and those that a token goes through."""
+    """Sizes of a mixture of experts. ``layers``: layers of the model; ``experts``: experts of a layer; ``top_k``:
+    experts that a token goes through in a layer."""
 
     layers: int
     experts: int
@@ -50,20 +59,27 @@ class Experts(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of the experts of one token."""
+        """Bytes of the expert numbers of one token, over all layers."""
         return self.layers * self.top_k * (1 if self.experts <= 256 else 2)
 
 
 def experts_of(config: Mapping[str, Any]) -> Experts | None:
-    """Sizes that a model's ``config.json`` names (``read_model_config``); None for a model without experts."""
-    experts, top_k = (
-        next((value for name in names if isinstance(value := config.get(name), int)), 0) for names in (_EXPERTS, _TOP_K)
-    )
-    return Experts(config.get("num_hidden_layers") or 0, experts, top_k) if experts > 1 and top_k else None
+    """Read the sizes of the experts from ``config`` (``read_model_config``); None for a model without experts."""
+    experts = _first_number(config, _EXPERTS)
+    top_k = _first_number(config, _TOP_K)
+    if experts <= 1 or not top_k:
+        return None
+    return Experts(config.get("num_hidden_layers") or 0, experts, top_k)
+
+
+def _first_number(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The first integer among the values of ``names``; 0: there is none."""
+    values = (config.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int)), 0)
 
 
 def read_model_facts(directory: Path) -> ModelFacts:
-    """Sizes from ``config.json`` and the headers of ``*.safetensors``. Raises ``ModelDirectoryError``."""
+    """Read the sizes from ``config.json`` and the headers of ``*.safetensors``. Raises ``ModelDirectoryError``."""
     if not directory.is_dir():
         raise ModelDirectoryError(
             "is not a directory: give a Hugging Face model directory, or a model of the Hub by its name (owner/name)"
@@ -72,7 +88,8 @@ def read_model_facts(directory: Path) -> ModelFacts:
         raise ModelDirectoryError(unsafe)
     config = read_model_config(directory)
     sizes = {name: math.prod(tensor.shape) for name, tensor in stored_tensors(directory).items()}
-    if not (parameters := sum(sizes.values())):
+    parameters = sum(sizes.values())
+    if not parameters:
         raise ModelDirectoryError("has safetensors files without a single parameter")
     hidden = _size(config, "hidden_size")
     heads = max(1, _size(config, "num_attention_heads"))
@@ -80,7 +97,8 @@ def read_model_facts(directory: Path) -> ModelFacts:
     key_value_heads = _size(config, "num_key_value_heads") or heads
     layers = _size(config, "num_hidden_layers")
     experts = experts_of(config)
-    inner = (_size(config, "moe_intermediate_size") if experts else 0) or _size(config, "intermediate_size")
+    expert_inner = _size(config, "moe_intermediate_size") if experts else 0
+    inner = expert_inner or _size(config, "intermediate_size")
     return ModelFacts(
         parameters=parameters,
         outside=sum(size for name, size in sizes.items() if not LAYER.match(name)),
@@ -93,17 +111,18 @@ def read_model_facts(directory: Path) -> ModelFacts:
 
 
 def _size(config: dict[str, Any], key: str) -> int:
-    """A size that the configuration names, the largest where it names one for each layer; 0 where it does not."""
+    """A size of the configuration, the largest of a list with a size for each layer; 0: it is not set. Raises
+    ``ModelDirectoryError``."""
     value = config.get(key) or 0
     values = value if isinstance(value, list) else [value]
-    if not all(isinstance(one, int) and 0 <= one <= LARGEST_SIZE for one in values):
+    if not all(isinstance(size, int) and 0 <= size <= LARGEST_SIZE for size in values):
         raise ModelDirectoryError(f"has a config.json with {key} = {value!r:.40}: it must be an integer")
     return int(max(values))
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """``config.json``, with the fields of its text model on top, and every size under the name that most models give
-    it. Raises ``ModelDirectoryError`` where the file is missing or no JSON object."""
+    """Read ``config.json``. The fields of its ``text_config`` replace those of the same name, and every size gets the
+    name that most models use. Raises ``ModelDirectoryError`` where the file is missing or no JSON object."""
     path = directory / "config.json"
     try:
         config = json.loads(read_bounded(path).decode())
@@ -116,9 +135,10 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         raise ModelDirectoryError(f"has a config.json that cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ModelDirectoryError("has a config.json that is not a JSON object")
-    text = config.get("text_config")
-    config |= text if isinstance(text, dict) else {}
-    for name, others in _OTHER_NAMES.items():
-        known = [config[key] for key in (name, *others.split()) if config.get(key) is not None]
-        config[name] = next(iter(known), None)
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        config |= text_config
+    for name, other_names in _OTHER_NAMES.items():
+        sizes = [config[key] for key in (name, *other_names.split()) if config.get(key) is not None]
+        config[name] = next(iter(sizes), None)
     return config

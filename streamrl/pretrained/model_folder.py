@@ -1,6 +1,6 @@
-"""Check of a model folder: its author must not get code to run here. Read without torch. Weights come as safetensors,
-which are numbers only; a pickle runs code when it is loaded, and a module of the folder when its configuration names
-it. Nothing here reads either, but other code that is given the folder might."""
+"""Check that a model folder runs no code of its author, in the dry run and in each process that loads a model. Read
+without torch. Safetensors files have numbers only; a pickle runs code when it is loaded, and a module of the folder
+runs when its configuration names it. streamrl loads neither, but transformers and vLLM might."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from streamrl.base.errors import UNDECODABLE
 CODE = frozenset({".py", ".pyc", ".pyd", ".so"})
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill"})
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines")
-"""Keys of a configuration that ask for code of the folder."""
+"""Keys of a configuration that make transformers load code of the folder."""
 
 LARGEST_CONFIGURATION = 64 << 20
 MOST_FILES = 10_000
 
 
 def unsafe_content(directory: Path) -> str:
-    """Return which file in ``directory`` is refused, and the remedy; empty: none. A folder that is not there holds
-    nothing."""
+    """Return the first refused file in ``directory``, with the reason and the remedy; empty: no file is refused, or the
+    folder does not exist."""
     for path in _files(directory, own_folder(directory)):
         if isinstance(path, str):
             return path
         if path.suffix.lower() in CODE:
             return f"holds code ({path.name}), which this program never runs: copy the folder without it"
-        # Other programs put all of a commit into the cache: what loads a model there reads its safetensors alone.
+        # The Hugging Face cache may have all files of a commit; a model there is loaded from its safetensors alone.
         if path.suffix.lower() in PICKLES and own_folder(directory) == directory.resolve():
             return (
                 f"holds a pickle ({path.name}), which runs code when it is loaded: copy the folder without it, or save "
@@ -41,24 +41,25 @@ def unsafe_content(directory: Path) -> str:
     return ""
 
 
-def read_bounded(path: Path, most: int = LARGEST_CONFIGURATION) -> bytes:
-    """The content of a file that is no weights. Raises ``ValueError`` where it is larger than any is, and
-    ``OSError``."""
-    if (size := path.stat().st_size) > most:
-        raise ValueError(f"{path.name} has {size} bytes, and at most {most} are read")
+def read_bounded(path: Path, most_bytes: int = LARGEST_CONFIGURATION) -> bytes:
+    """Read a file that is no weight file. Raises ``ValueError`` for more than ``most_bytes`` bytes, and ``OSError``."""
+    size = path.stat().st_size
+    if size > most_bytes:
+        raise ValueError(f"{path.name} has {size} bytes, and at most {most_bytes} are read")
     return path.read_bytes()
 
 
 def own_folder(directory: Path) -> Path:
-    """The folder that links of a model may lead into: its own, or that of the model in the Hugging Face cache, where
-    ``snapshots/<commit>`` links to ``blobs``."""
+    """Return the folder into which links of a model may lead: its own, or the model's folder in the Hugging Face cache,
+    where ``snapshots/<commit>`` links to ``blobs``."""
     real = directory.resolve()
     in_cache = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
     return real.parent.parent if in_cache else real
 
 
-def _files(directory: Path, own: Path) -> Iterator[Path | str]:
-    """Files below ``directory``, or a complaint."""
+def _files(directory: Path, allowed: Path) -> Iterator[Path | str]:
+    """Yield the files below ``directory``, or a text about a refused one. ``allowed``: folder into which links may
+    lead."""
     count = 0
     for parent, folders, names in os.walk(directory):  # follows no links
         for name in [*folders, *names]:
@@ -67,14 +68,15 @@ def _files(directory: Path, own: Path) -> Iterator[Path | str]:
             if count > MOST_FILES:
                 yield f"has more than {MOST_FILES} files: give the directory of one model"
                 return
-            if path.is_symlink() and not path.resolve().is_relative_to(own):
+            if path.is_symlink() and not path.resolve().is_relative_to(allowed):
                 yield f"has a link that leads out of it ({path.name} to {path.resolve()}): copy the file instead"
             elif name in names:
                 yield path
 
 
 def _asks_for_code(path: Path) -> str:
-    """The key in a configuration file that asks for code; empty: none, or it is none that can be read."""
+    """Return the key of a configuration file that makes transformers load code; empty: there is none, or the file
+    cannot be read."""
     try:
         content: dict[str, Any] = msgspec.json.decode(read_bounded(path), type=dict[str, Any])
     except (OSError, *UNDECODABLE):

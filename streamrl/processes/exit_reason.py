@@ -1,4 +1,6 @@
-"""Reasons of processes' ends, and the first cause among several deaths. Pure, but for reading the ends of logs."""
+"""Reasons of the ends of processes, and the first cause among several deaths. Pure, but for reading the ends of logs.
+
+A process classifies its own error (``child``); the supervisor's process sorts and describes deaths."""
 
 from __future__ import annotations
 
@@ -18,18 +20,19 @@ from streamrl.processes.exit_files import ExitKind, ExitReason
 from streamrl.recipe.topology import Role
 
 DISK_FULL_EXIT_CODE = 74
-"""No room on the disk, where no reason can be left either. EX_IOERR of sysexits.h."""
+"""Exit code for a full disk, on which no exit file can be written. EX_IOERR of sysexits.h."""
 TERMINATED_CODE = 128 + signal.SIGTERM
 _LONGEST_MESSAGE = 2000
 _LASTING = (ModelRefused, RecipeError, EpochLost)
+# Errors that a successor of the controller may not meet. Any other error (wrong input, a damaged journal, a bug) lasts.
 _MAY_PASS = (StreamBroken, EngineError, OSError, MemoryError)
-# Whatever else a controller fails with, wrong input, a damaged journal, a bug of ours, its successor would meet again.
-# Never a way in which a process answers the death of another one.
+# No process ends by these signals because another process has died.
 _NEVER_A_CONSEQUENCE = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that ended. ``exit_code`` is negative for a signal; None: unknown (not a child of the supervisor)."""
+    """The end of a process. ``exit_code``: exit code, negative for a signal; None where it is unknown;
+    ``detected_s``: monotonic time at which the end was noticed."""
 
     name: str
     exit_code: int | None
@@ -38,14 +41,15 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[int, float]:
-        """Sort key: the first cause is the smallest. Fatal signals, then own failures by time, then consequences. Of
-        consequences the controller's comes first: it names the part that failed; the others name the controller."""
-        when = self.reason.monotonic_s if self.reason else self.detected_s
+        """Sort key: the first cause is the smallest. Fatal signals come first, then own failures by time, then
+        consequences. The controller's comes first among consequences: its message names the process that failed, the
+        messages of other processes name the controller."""
+        time_s = self.reason.monotonic_s if self.reason else self.detected_s
         if self.exit_code is not None and -self.exit_code in _NEVER_A_CONSEQUENCE:
-            return 0, when
+            return 0, time_s
         if self.reason and self.reason.kind is ExitKind.CONSEQUENCE:
-            return 2 if self.name == Role.CONTROLLER.value else 3, when
-        return 1, when
+            return 2 if self.name == Role.CONTROLLER.value else 3, time_s
+        return 1, time_s
 
     @property
     def is_fatal(self) -> bool:
@@ -56,34 +60,34 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_consequence(self) -> bool:
-        """Some other process must have ended before it."""
+        """Return whether another process must have ended before this one."""
         return self.order[0] >= 2
 
     def describe(self) -> str:
         """One line, e.g. ``engine-0 was killed by SIGKILL``."""
         if self.exit_code is None:
-            how = f"{self.name} is gone"
+            text = f"{self.name} is gone"
         elif self.exit_code < 0:
-            how = f"{self.name} was killed by {signal_name(-self.exit_code)}"
+            text = f"{self.name} was killed by {signal_name(-self.exit_code)}"
         else:
-            how = f"{self.name} ended with exit code {self.exit_code}"
+            text = f"{self.name} ended with exit code {self.exit_code}"
             if self.exit_code == DISK_FULL_EXIT_CODE:
-                how += " because the disk is full (free space, then resume the run: what it acknowledged is kept)"
+                text += " because the disk is full (free space, then resume the run: what it acknowledged is kept)"
             if self.exit_code == REWARD_RESTART_EXIT_CODE:
-                how += " (it asked to be replaced, and no restarts are left)"
-        return f"{how}: {self.reason.message}" if self.reason else how
+                text += " (it asked to be replaced, and no restarts are left)"
+        return f"{text}: {self.reason.message}" if self.reason else text
 
 
 def first_cause(deaths: Iterable[Death]) -> Death:
-    """The death that the others followed from. ``deaths`` is not empty."""
+    """The death that caused the others. ``deaths`` is not empty."""
     return min(deaths, key=lambda death: death.order)
 
 
 def reason_of(role: Role, error: BaseException) -> ExitReason:
-    """Classify the exception that ended a process of ``role``; groups are reduced to the leaf that tells most."""
-    found = list(failures(error)) or [error]
-    causes = [leaf for leaf in found if not _is_consequence(role, leaf)]
-    reported = causes[0] if causes else found[0]
+    """Classify the exception that ended a process of ``role``; a group is reduced to its first cause."""
+    leaf_errors = list(failures(error)) or [error]
+    causes = [leaf for leaf in leaf_errors if not _is_consequence(role, leaf)]
+    reported = causes[0] if causes else leaf_errors[0]
     kind = ExitKind.CAUSE if causes else ExitKind.CONSEQUENCE
     lasts = not isinstance(reported, _MAY_PASS) if role is Role.CONTROLLER else isinstance(reported, _LASTING)
     if causes and lasts and role not in (Role.REWARD, Role.ENVIRONMENT):
@@ -93,7 +97,7 @@ def reason_of(role: Role, error: BaseException) -> ExitReason:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Exit code for the exception that ended a process: that of a ``SystemExit``, of a full disk, or 1."""
+    """Exit code for the exception that ended a process: the code of a ``SystemExit``, of a full disk, or 1."""
     for leaf in failures(error):
         cause: BaseException | None = leaf
         while cause is not None:
@@ -110,23 +114,24 @@ def last_lines(path: Path, *, start: int = 0, lines: int = 20) -> list[str]:
     try:
         with path.open("rb") as log:
             end = log.seek(0, 2)
-            log.seek(max(start if start <= end else 0, end - 16_384))  # it may have been emptied since
+            first_byte = start if start <= end else 0  # the log may have been emptied since
+            log.seek(max(first_byte, end - 16_384))
             return log.read().decode(errors="replace").splitlines()[-lines:]
     except FileNotFoundError:
         return []
 
 
 def notice_of(deaths: Sequence[Death], logs: Mapping[str, tuple[Path, int]], log_directory: Path) -> str:
-    """Describe deaths for people: the first cause, what followed from it, and the last that it logged. ``logs``: the
-    log of each process, and the byte at which that process began to write."""
+    """Describe deaths for people: the first cause, its consequences, and the last lines of its log. ``logs``: log of
+    each process, and the byte at which this process began to write."""
     first = first_cause(deaths)
-    others = sorted({death.name for death in deaths if death.name != first.name})
+    later_names = sorted({death.name for death in deaths if death.name != first.name})
     text = [first.describe()]
-    if others:
-        text.append(f"(after it: {', '.join(others)})")
+    if later_names:
+        text.append(f"(after it: {', '.join(later_names)})")
     if first.name in logs:
         path, start = logs[first.name]
-        if _says_all(first):
+        if _is_message_enough(first):
             text.append(f"its log is {path}")
         else:
             tail = last_lines(path, start=start)
@@ -137,18 +142,18 @@ def notice_of(deaths: Sequence[Death], logs: Mapping[str, tuple[Path, int]], log
     return "\n".join(text)
 
 
-def _says_all(death: Death) -> bool:
-    """Return whether it ended by an error whose message is for people: a traceback below that would only hide it."""
+def _is_message_enough(death: Death) -> bool:
+    """Return whether a process ended by an error whose message is for people: a traceback would only hide it."""
     if death.reason is None or not death.is_fatal:
         return False
     return isinstance(getattr(errors, death.reason.message.partition(":")[0], None), type)
 
 
 def failures(error: BaseException) -> Iterator[BaseException]:
-    """The error itself, or all in a group, but for those of being cancelled."""
+    """The error itself, or all errors of a group, without cancellations."""
     return (leaf for leaf in leaves(error) if not isinstance(leaf, asyncio.CancelledError))
 
 
 def _is_consequence(role: Role, error: BaseException) -> bool:
-    # In an engine host an EngineError is about its own vLLM; in the controller it is about a host that ended.
+    # In an engine process an EngineError concerns its own vLLM; in the controller it concerns a process that ended.
     return isinstance(error, StreamBroken) or (role is Role.CONTROLLER and isinstance(error, EngineError))

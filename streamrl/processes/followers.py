@@ -1,4 +1,6 @@
-"""The followers of a run (``observe/trackers``), which the run can do without: started, started again, given up."""
+"""The followers of a run: one process for each tracker of ``metrics.report_to`` (``observe/trackers``).
+
+The supervisor starts, polls and ends them. A run does not need them: one that ends too often is not started again."""
 
 from __future__ import annotations
 
@@ -21,12 +23,13 @@ log = logging.getLogger(__name__)
 
 RESTARTS = 8
 FINISH_S = 30.0
-"""For what a run wrote last: from its end to that of its followers."""
+"""How long followers may take after the end of a run to send its last lines."""
 _POLL_S = 0.05
 
 
 class _Follower:
-    """One process at a time. ``due_s``: when (monotonic) it is started again; None: not at all."""
+    """One tracker, in one process at a time. ``due_s``: monotonic time of the next start; 0 before the first start;
+    None where no start is planned."""
 
     def __init__(self, spec: str, run_directory: Path) -> None:
         self.name = spec.partition("?")[0]
@@ -37,8 +40,13 @@ class _Follower:
         self.process: subprocess.Popen[bytes] | None = None
         self.due_s: float | None = 0.0
 
+    @property
+    def running(self) -> bool:
+        """Whether its process has not ended yet."""
+        return self.process is not None and self.process.poll() is None
+
     def start(self) -> None:
-        """Start it, in a session of its own. Without the marker of the run: it outlives a run that is resumed."""
+        """Start the process in its own session, without the marker of the run: it lives on when the run is resumed."""
         self.due_s = None
         self._started_s = time.monotonic()
         with self.log.open("ab") as output:
@@ -51,15 +59,18 @@ class _Follower:
                 env=os.environ | {PARENT_PID: str(os.getpid())},
             )
 
-    def ended(self) -> None:
-        """Plan the next start of one that has ended, or give it up."""
-        if self.process is None or (code := self.process.poll()) is None:
+    def poll(self) -> None:
+        """Plan the next start of a process that has ended, unless it has ended too often."""
+        if self.process is None:
+            return
+        exit_code = self.process.poll()
+        if exit_code is None:
             return
         self.end()
         pause_s = self._restarts.next_pause(time.monotonic() - self._started_s)
         if pause_s is not None:
             self.due_s = time.monotonic() + pause_s
-            log.info("tracker %s ended with %d; it is started again (see %s)", self.name, code, self.log)
+            log.info("tracker %s ended with %d; it is started again (see %s)", self.name, exit_code, self.log)
         else:
             log.error(
                 "tracker %s ended %d times and is not started again; the run goes on, and streamrl sync sends the rest "
@@ -68,13 +79,13 @@ class _Follower:
             )
 
     def end(self) -> None:
-        """Kill its session. Idempotent."""
+        """Kill the session of the process. Idempotent."""
         process = self.process
         self.process = None
         if process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # it is in a call to a disk that does not answer
+            with suppress(subprocess.TimeoutExpired):  # it may be in a call to a disk that does not answer
                 process.wait(1.0)
             if process.stdin is not None:
                 process.stdin.close()
@@ -88,39 +99,40 @@ class Followers:
         self._followers = [_Follower(spec, run_directory) for spec in report_to]
 
     def poll(self) -> None:
-        """Start those that are due. Call it in the thread of the event loop, with which they end."""
-        for one in self._followers:
-            one.ended()
-            if one.due_s is not None and one.due_s <= time.monotonic():
-                self._start(one)
+        """Start the followers that are due. Call it in the thread of the event loop: they die with this thread."""
+        for follower in self._followers:
+            follower.poll()
+            if follower.due_s is not None and follower.due_s <= time.monotonic():
+                self._start(follower)
 
-    def _start(self, one: _Follower) -> None:
+    def _start(self, follower: _Follower) -> None:
         try:
-            one.start()
+            follower.start()
         except OSError as error:
-            one.due_s = time.monotonic() + FINISH_S
-            log.warning("tracker %s cannot be started now: %s", one.name, error)
+            follower.due_s = time.monotonic() + FINISH_S
+            log.warning("tracker %s cannot be started now: %s", follower.name, error)
 
     async def finish(self, limit_s: float) -> None:
-        """Tell them that the run has ended, and end what has not sent all after ``limit_s``; those that wait for their
-        next start have it now. Idempotent."""
-        for one in self._followers if limit_s else ():
-            one.ended()
-            if one.due_s:  # 0: it was never started, nor was the run
-                self._start(one)
-        left = [one for one in self._followers if one.process is not None or one.due_s]
-        for one in left:
-            if one.process is not None and one.process.stdin is not None:
-                one.process.stdin.close()
+        """Signal the end of the run to all followers (by the end of stdin), and kill those that have not sent all
+        after ``limit_s``. A follower that waits for its next start is started now. Idempotent."""
+        if limit_s:
+            for follower in self._followers:
+                follower.poll()
+                if follower.due_s:  # 0: neither the follower nor the run was ever started
+                    self._start(follower)
+        unfinished = [follower for follower in self._followers if follower.process is not None or follower.due_s]
+        for follower in unfinished:
+            if follower.process is not None and follower.process.stdin is not None:
+                follower.process.stdin.close()
         with anyio.move_on_after(limit_s):
-            while any(one.process is not None and one.process.poll() is None for one in left):  # noqa: ASYNC110
+            while any(follower.running for follower in unfinished):  # noqa: ASYNC110 - ends are polled
                 await anyio.sleep(_POLL_S)
-        for one in left:
-            late = one.process is None or one.process.poll() != 0
-            one.end()
-            if late and limit_s:
+        for follower in unfinished:
+            is_late = follower.process is None or follower.process.poll() != 0
+            follower.end()
+            if is_late and limit_s:
                 log.warning(
                     "tracker %s has not sent all within %g s: streamrl sync %s --to %s sends the rest (see %s)",
-                    *(one.name, limit_s, self._run_directory, one.name, one.log),
+                    *(follower.name, limit_s, self._run_directory, follower.name, follower.log),
                 )
         self._followers = []

@@ -1,9 +1,10 @@
-"""Processes of a run on this host: how they are started, and how all that they started is found and ended.
+"""Processes of a run on this host: how they are started, and how they and their descendants are found and ended.
 
-The supervisor is a child subreaper: what a process of the run left behind becomes its child, so every process of the
-run is below it. Of those it is the run's when it is in the session of a process that the supervisor started (vLLM's
-processes stay in their engine host's session), carries the run's marker in its environment, or has such a parent; other
-children of a user's program are left alone. Shared memory is named after the run (``name_shared_memory``)."""
+The supervisor calls ``LocalLauncher`` in the process of the command; on a cluster the agent of each host calls it.
+The calling process is a child subreaper: orphans of the run become its children, and every process of the run is below
+it. A process belongs to the run when it is in the session of a process that was started here (vLLM's processes stay in
+the session of their engine process), carries the run's marker in its variables, or has such a parent. Other children of
+a user's program are not touched. Shared memory is named after the run (``name_shared_memory``)."""
 
 from __future__ import annotations
 
@@ -28,36 +29,36 @@ from streamrl.processes.launcher import ChildProcess
 from streamrl.recipe.topology import ProcessPlan, Topology
 
 ENTRY = ("-P", "-m", "streamrl.launch")
-"""Arguments of Python that start a process of a run, before those of its role."""
+"""Arguments of Python that start a process of a run, before the arguments of its role."""
 SOCKET_PREFIX = "streamrl-"
-"""How the directories of sockets begin, in the directory for temporary files."""
+"""Prefix of the names of directories of sockets, in the directory for temporary files."""
 _SHARED_MEMORY = Path("/dev/shm")
 _POLL_S = 0.02
 _DEADLINE_S = 6.0
-_TRACKER_S = 2.0  # for Python's resource trackers to remove what the others left under other names, and to end
+_TRACKER_S = 2.0  # time for Python's resource trackers to remove shared memory with other names, and to end
 
 
 def marker_of(socket_directory: Path) -> str:
-    """The text that marks the processes and the shared memory of the run with these sockets."""
+    """The marker of the processes and of the shared memory of the run with this directory of sockets."""
     return f"{SOCKET_PREFIX}{hashlib.sha256(os.fsencode(socket_directory)).hexdigest()[:12]}"
 
 
-_adopting = 0
+_open_runs = 0
 
 
-def adopt_orphans(runs: int) -> None:
-    """Have orphans below this process become its children while it holds a run (+1: one begins, -1: one has ended).
-    Linux only; elsewhere orphans are not found."""
-    global _adopting
-    _adopting += runs
+def adopt_orphans(change: int) -> None:
+    """Adopt orphans below this process as its children while it has runs. ``change``: +1 when a run begins, -1 when it
+    has ended. Linux only: on other systems orphans are not found."""
+    global _open_runs
+    _open_runs += change
     if sys.platform == "linux":
-        set_process_option(PR_SET_CHILD_SUBREAPER, int(_adopting > 0))
+        set_process_option(PR_SET_CHILD_SUBREAPER, int(_open_runs > 0))
 
 
 class LocalLauncher:
-    """Starts the processes of one run below this one: ``command`` and the arguments of the role, each the leader of a
-    session of its own, so that a terminal's Ctrl-C reaches the supervisor only. ``environment``: variables in addition
-    to those of this process. ``sessions``: pids of those leaders.
+    """Starts the processes of one run as children of this process: ``command`` with the arguments of a role. Each child
+    leads its own session: a terminal's Ctrl-C reaches only the supervisor. ``variables``: variables of the children,
+    in addition to the variables of this process; ``sessions``: pids of the children, which lead the sessions.
 
     Start processes from the thread of the event loop only: they die with the thread that started them."""
 
@@ -66,35 +67,37 @@ class LocalLauncher:
         command: Sequence[str],
         run_directory: Path,
         socket_directory: Path,
-        environment: Mapping[str, str] = MappingProxyType({}),
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.marker = marker_of(socket_directory)
         self.sessions: set[int] = set()
         self.on_join: Callable[[], None] = lambda: None
         self._command = command
-        self._environment = environment
+        self._variables = variables
         self._run_directory = run_directory
         self._socket_directory = socket_directory
-        self._starting = threading.Lock()  # one that was just started and is not in ``sessions`` yet is no orphan
+        self._starting = threading.Lock()  # a child that was just started and is not in ``sessions`` yet is no orphan
 
     def open(self) -> None:
         """Adopt orphans of the run from now on."""
         adopt_orphans(1)
 
     def close(self) -> None:
-        """Adopt no orphans any more, unless another run here does."""
+        """Stop adopting orphans, unless this process has another run."""
         adopt_orphans(-1)
 
     def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
         """Start one role. Raises ``OSError`` where the system has no room for a process."""
         arguments = [*self._command, plan.role.value, "--index", str(plan.index)]
         arguments += ["--run-directory", str(self._run_directory)]
-        arguments += ["--socket-directory", str(self._socket_directory)] + (["--resume"] if resumes else [])
-        environment = os.environ | dict(self._environment)
-        environment |= {
+        arguments += ["--socket-directory", str(self._socket_directory)]
+        if resumes:
+            arguments.append("--resume")
+        variables = os.environ | dict(self._variables)
+        variables |= {
             PARENT_PID: str(os.getpid()),
             RUN_MARKER: self.marker,
-            "TMPDIR": str(self._socket_directory),  # removed at the end, with what killed processes left in it
+            "TMPDIR": str(self._socket_directory),  # removed at the end, with the files of killed processes
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves its stack in the log
             # Models and data were resolved before. User code that asks the Hub itself wants HF_HUB_OFFLINE=0 set.
@@ -108,17 +111,17 @@ class LocalLauncher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=environment,
+                env=variables,
             )
             self.sessions.add(process.pid)
             return ChildProcess(plan, process, log, output.tell())
 
     async def place(self, topology: Topology) -> Topology:
-        """Return ``topology``: all is on this host."""
+        """Return ``topology`` unchanged: all processes are on this host."""
         return topology
 
     async def end_left_behind(self, child: ChildProcess) -> list[int]:
-        """Kill the session of ``child`` and every orphan of the run, remove the shared memory that the session made.
+        """Kill the session of ``child`` and every orphan of the run, and remove the shared memory of the session.
         Returns pids that survived SIGKILL."""
         return await anyio.to_thread.run_sync(self._end_left_behind, child.process.pid)
 
@@ -127,11 +130,11 @@ class LocalLauncher:
         return await anyio.to_thread.run_sync(self._end_all)
 
     def _end_left_behind(self, session: int) -> list[int]:
-        own = os.getpid()
+        own_pid = os.getpid()
 
         def left_behind(process: psutil.Process) -> bool:
             with suppress(ProcessLookupError, psutil.Error):
-                is_orphan = process.ppid() == own and process.pid not in self.sessions
+                is_orphan = process.ppid() == own_pid and process.pid not in self.sessions
                 return is_orphan or os.getsid(process.pid) == session
             return False
 
@@ -139,56 +142,57 @@ class LocalLauncher:
             with self._starting:
                 return [process for process in self._living() if left_behind(process)]
 
-        left = self._kill(find)
+        survivors = self._kill(find)
         remove_shared_memory(memory_prefix(self.marker, session))
-        if not left:
+        if not survivors:
             self.sessions.discard(session)
-        return left
+        return survivors
 
     def _end_all(self) -> list[int]:
-        left = self._kill(self._living)
+        survivors = self._kill(self._living)
         remove_shared_memory(self.marker)
-        return left
+        return survivors
 
     def _living(self) -> list[psutil.Process]:
-        """All that live now, parents first; zombies are dead."""
-        found: dict[int, psutil.Process] = {}
+        """All living processes of the run, parents first; zombies are dead."""
+        run_processes: dict[int, psutil.Process] = {}
         for process in psutil.Process().children(recursive=True):  # parents come before their children
             try:
-                if process.ppid() in found or self._is_ours(process):
-                    found[process.pid] = process
+                if process.ppid() in run_processes or self._is_of_run(process):
+                    run_processes[process.pid] = process
             except (ProcessLookupError, psutil.Error):
                 continue  # it ended meanwhile, or belongs to another user
-        return [process for process in found.values() if _lives(process)]
+        return [process for process in run_processes.values() if _lives(process)]
 
     def _kill(self, find: Callable[[], list[psutil.Process]]) -> list[int]:
+        """Kill the processes that ``find`` returns until none of them lives. Returns pids that survived."""
         began_s = time.monotonic()
         deadline = began_s + _DEADLINE_S
-        seen: set[psutil.Process] = set()
-        # A process that is ending gives its environment back long before it is gone: remember who was seen.
+        living: set[psutil.Process] = set()
+        # A process that is ending loses its variables long before it is gone: keep the processes of earlier rounds.
         while True:
-            seen.update(find())
-            seen = {process for process in seen if not self._has_ended(process)}
-            if not seen or time.monotonic() >= deadline:
-                return [process.pid for process in seen]
-            for process in seen:
+            living.update(find())
+            living = {process for process in living if not self._has_ended(process)}
+            if not living or time.monotonic() >= deadline:
+                return [process.pid for process in living]
+            for process in living:
                 with suppress(psutil.Error):
                     if time.monotonic() > began_s + _TRACKER_S or not is_resource_tracker(process):
                         process.kill()
             time.sleep(_POLL_S)
 
     def _has_ended(self, process: psutil.Process) -> bool:
-        if process.pid not in self.sessions:  # an orphan, which nobody else reaps; of others this is an error
+        if process.pid not in self.sessions:  # an orphan, which this process must reap; grandchildren raise an error
             with suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
         return not _lives(process)
 
-    def _is_ours(self, process: psutil.Process) -> bool:
+    def _is_of_run(self, process: psutil.Process) -> bool:
         return os.getsid(process.pid) in self.sessions or process.environ().get(RUN_MARKER) == self.marker
 
 
 def remove_shared_memory(prefix: str) -> None:
-    """Remove this user's shared memory and semaphores whose names begin so."""
+    """Remove this user's shared memory and semaphores whose names begin with ``prefix``."""
     for pattern in (f"{prefix}*", f"sem.{prefix}*"):
         for path in _SHARED_MEMORY.glob(pattern):
             with suppress(OSError):
@@ -197,15 +201,15 @@ def remove_shared_memory(prefix: str) -> None:
 
 def end_marked_processes(sockets: Path, seconds: float) -> list[int]:
     """Kill the processes of the run with these sockets, and remove its shared memory and its sockets: for a run whose
-    supervisor, or whose agent on this host, was killed. Blocking. Returns pids that survived SIGKILL for so long."""
+    supervisor, or whose agent on this host, was killed. Blocking. Returns pids that survived SIGKILL."""
     marker = marker_of(sockets)
-    left = []
+    killed = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(RUN_MARKER) == marker and not is_resource_tracker(process):  # which ends itself
                 process.kill()
-                left.append(process)
-    _, alive = psutil.wait_procs(left, timeout=seconds)
+                killed.append(process)
+    _, alive = psutil.wait_procs(killed, timeout=seconds)
     remove_shared_memory(marker)
     with suppress(OSError):
         status = sockets.lstat()
@@ -216,14 +220,14 @@ def end_marked_processes(sockets: Path, seconds: float) -> list[int]:
 
 
 def is_resource_tracker(process: psutil.Process) -> bool:
-    """Return whether ``process`` is a resource tracker of Python's, which ends itself."""
+    """Return whether ``process`` is Python's resource tracker, which ends by itself."""
     return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return whether a process lives, also if its first thread has ended: the others still hold its memory."""
+    """Return whether a process lives, also if its first thread has ended: its other threads still hold its memory."""
     try:
-        ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) and process.num_threads() <= 1
-        return bool(process.is_running() and not ended)
+        is_dead = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) and process.num_threads() <= 1
+        return bool(process.is_running() and not is_dead)
     except psutil.Error:
         return False

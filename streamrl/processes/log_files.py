@@ -1,4 +1,5 @@
-"""Logs of the processes of a run, kept within a bound while the processes write them."""
+"""The logs of the processes of a run: the supervisor shortens them, in the process of the command, while the processes
+write them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ INTERVAL_S = 10.0
 
 
 class LogFiles:
-    """The logs in ``folder``, which together may have ``most_bytes``, and their older parts as much."""
+    """The logs in ``folder``, which together may have ``most_bytes``, and the same for their older parts."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self._folder = folder
@@ -25,7 +26,8 @@ class LogFiles:
         self._due_s = time.monotonic() + INTERVAL_S
 
     async def poll(self) -> None:
-        """Look at them now and then, in a thread: a file system that hangs must not keep the run from its hosts."""
+        """Shorten logs every ``INTERVAL_S``, in a thread: a file system that hangs must not block the supervisor, which
+        renews the leases of hosts."""
         if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + INTERVAL_S
             try:
@@ -34,14 +36,15 @@ class LogFiles:
                 log.warning("logs were not cut: %s", error)
 
     def cut(self) -> None:
-        """Copy the end of each that is too large to ``older-NAME``, in place of the one before, and empty it: a process
-        goes on in the file that it has open. What is written between the two is lost. Raises ``OSError``."""
+        """Copy the end of each log that is too large to ``older-NAME``, which is replaced, and empty the log: its
+        process goes on writing into the same file. Lines written between the copy and the emptying are lost. Raises
+        ``OSError``."""
         logs = [path for path in self._folder.glob("*.log") if not path.name.startswith("older-")]
-        most = self._most_bytes // max(len(logs), 1)
+        bytes_per_log = self._most_bytes // max(len(logs), 1)
         for path in logs:
-            if path.stat().st_size > most:
+            if path.stat().st_size > bytes_per_log:
                 with path.open("r+b") as source, older(path).open("wb") as target:
-                    source.seek(-most, 2)
-                    source.readline()  # a part of one
+                    source.seek(-bytes_per_log, 2)
+                    source.readline()  # the end of a line
                     shutil.copyfileobj(source, target, 1 << 20)
                     source.truncate(0)

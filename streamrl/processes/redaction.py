@@ -1,8 +1,7 @@
-"""Secrets do not leave the run: their values are taken out of whatever is written for other people to read. Pure.
+"""Redaction of secrets in texts that people may pass on: the crash bundle (``crash_bundle``) uses it. Pure.
 
-A secret is the value of an environment variable or of a recipe's option whose name says so, what a reward was given by
-name, and every text of a shape that only keys have (a Hugging Face token, a bearer header, a password in an address).
-"""
+A secret is the value of a variable or of a recipe's option with the name of a secret, the value of a variable that a
+reward gets, and every text with the form of a key (a Hugging Face token, a bearer header, a password in an address)."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _PATH = re.compile(r"[/~.][\w./~-]*")
-# What keys of well-known services look like, wherever they stand.
+# Forms of the keys of well-known services, in any text.
 _SHAPES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -41,7 +40,7 @@ _SHAPES = tuple(
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether what ``name`` is called holds a secret: ``HF_TOKEN``, ``api_key``; not ``max_tokens``."""
+    """Return whether ``name`` is the name of a secret: ``HF_TOKEN``, ``api_key``; not ``max_tokens``."""
     return _SECRET_NAME.search(name) is not None
 
 
@@ -49,38 +48,40 @@ class Redaction:
     """Replaces the values of ``secrets`` (value -> name) by ``[name removed]``."""
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
-        # The longest first: one may be the beginning of another.
-        chosen = sorted((value for value in secrets if len(value) >= SHORTEST_SECRET), key=len, reverse=True)
-        self._names = {value.encode(): f"[{secrets[value]} removed]".encode() for value in chosen}
-        self._known = re.compile(b"|".join(map(re.escape, self._names))) if self._names else None
+        # The longest first: a secret may be the beginning of another one.
+        values = sorted((value for value in secrets if len(value) >= SHORTEST_SECRET), key=len, reverse=True)
+        self._replacements = {value.encode(): f"[{secrets[value]} removed]".encode() for value in values}
+        self._pattern = re.compile(b"|".join(map(re.escape, self._replacements))) if self._replacements else None
 
     def clean(self, content: bytes) -> bytes:
-        """``content`` without secrets."""
-        if self._known is not None:
-            content = self._known.sub(lambda found: self._names[found[0]], content)
+        """Return ``content`` without secrets."""
+        if self._pattern is not None:
+            content = self._pattern.sub(lambda match: self._replacements[match[0]], content)
         for shape in _SHAPES:
             content = shape.sub(b"[secret removed]", content)
         return content
 
     def text(self, text: str) -> str:
-        """``text`` without secrets."""
+        """Return ``text`` without secrets."""
         return self.clean(text.encode(errors="replace")).decode(errors="replace")
 
 
-def run_redaction(environment: Mapping[str, str], recipe_toml: str = "", attached: Sequence[Reward] = ()) -> Redaction:
-    """Make the redaction for everything that a run writes. ``recipe_toml``: its recipe as text; one that cannot be read
-    names nothing. ``attached``: rewards that the recipe may not have."""
+def run_redaction(variables: Mapping[str, str], recipe_toml: str = "", attached: Sequence[Reward] = ()) -> Redaction:
+    """Make the redaction for the files of a run. ``variables``: variables of a process of the run; ``recipe_toml``:
+    recipe as text, which counts as empty where it cannot be read; ``attached``: rewards that the recipe may not
+    have."""
     try:
         recipe = parse_toml(recipe_toml)
     except (ValueError, RecursionError):
         recipe = {}
-    secrets = {value: name for name, value in environment.items() if is_secret_name(name) and not _is_path(value)}
+    secrets = {value: name for name, value in variables.items() if is_secret_name(name) and not _is_path(value)}
     rewards = [*recipe.get("rewards", ()), *map(structs.asdict, attached)]
-    for name in _given_to_rewards(rewards):  # a person names here what a function needs to identify itself
-        if name in environment and not _is_path(environment[name]):
-            secrets[environment[name]] = name
-    named = [*_named_strings(recipe, ""), *_named_strings({r.label: r.options for r in attached}, "rewards")]
-    secrets |= {value: path for path, value in named if not _is_path(value)}
+    for name in _variables_of_rewards(rewards):  # a recipe names the variables by which a function identifies itself
+        if name in variables and not _is_path(variables[name]):
+            secrets[variables[name]] = name
+    attached_options = {reward.label: reward.options for reward in attached}
+    options = [*_named_strings(recipe, ""), *_named_strings(attached_options, "rewards")]
+    secrets |= {value: path for path, value in options if not _is_path(value)}
     return Redaction(secrets)
 
 
@@ -88,22 +89,23 @@ def _is_path(value: str) -> bool:
     return _PATH.fullmatch(value) is not None
 
 
-def _given_to_rewards(rewards: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _variables_of_rewards(rewards: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for reward in rewards:
         yield from reward.get("environment", ())
         yield from (value for key, value in reward.get("options", {}).items() if key == "api_key_variable")
 
 
 def _named_strings(table: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Strings under keys whose names say that they are secret; names of variables (``*_variable``) are none."""
+    """Strings under keys with the name of a secret, each with its path; names of variables (``*_variable``) are no
+    secrets."""
     if isinstance(table, Mapping):
         for key, value in table.items():
-            where = f"{path}.{key}".lstrip(".")
+            key_path = f"{path}.{key}".lstrip(".")
             if isinstance(value, str):
                 if is_secret_name(key) and not key.endswith(("_variable", "_env", "_file", "_path")):
-                    yield where, value
+                    yield key_path, value
             else:
-                yield from _named_strings(value, where)
+                yield from _named_strings(value, key_path)
     elif isinstance(table, list | tuple):
         for index, value in enumerate(table):
             yield from _named_strings(value, f"{path}.{index}")

@@ -1,9 +1,10 @@
-"""The parent of every process of a run: starts them, starts some again when they die, resumes the run, ends them all.
+"""The supervisor of a run, in the process of the command (``launch.pipeline.Pipeline``): the parent of every process of
+the run. It starts them, starts some again when they die, resumes the run, and ends them all.
 
 An engine, a reward worker and the judge are started again alone. When the controller or a trainer rank dies, all
-processes are ended and started again, told to go on from the journal: the same as ``streamrl resume``. Any other death
-ends the run with its first cause. Nothing here imports torch or vllm. Children are polled, which works in any thread.
-"""
+processes are ended and started again with ``--resume``, and go on from the journal as after ``streamrl resume``. Any
+other death ends the run with its first cause. This file imports neither torch nor vllm. Children are polled, which
+works in any thread."""
 
 from __future__ import annotations
 
@@ -35,24 +36,29 @@ from streamrl.processes.local import ENTRY, LocalLauncher
 from streamrl.processes.log_files import LogFiles
 from streamrl.processes.restart_policy import RESUMED
 from streamrl.recipe.sections import Metrics
-from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Topology, local_engine
+from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Topology, planned_engine
 
 log = logging.getLogger(__name__)
 
-OWN_SOCKETS = "control"  # names of sockets that the parent binds (and those of the controller) begin so
-_SETTLE_S = 0.3  # after a death: time for others that died in the same moment to be seen
+OWN_SOCKETS = "control"
+"""First letters of the names of sockets that this process or the controller binds."""
+_SETTLE_S = 0.3  # after a death: time to notice other deaths of the same moment
 
 
 class Supervisor:
     """Starts, watches and ends the local processes of ``topology``.
 
-    ``socket_directory`` is removed at the end. ``entry``: what ``python`` runs, before the role's arguments.
-    ``restarts``: how often reward workers may ask (exit code 75) to be replaced, together; for deaths the topology says
-    how many are survived. ``others_end_s``: how far apart the ends of the controller and of the others may be when a
-    run ends well. ``resumes``: the run goes on where an earlier life of it ended. ``metrics``: its trackers, and the
-    size of its logs. What is in ``before_resume`` is awaited when all processes have ended and before they are started
-    again: streams to this process are bound anew. ``children``: the last process of each name; ``starts``: how often
-    each was started. ``launcher``: what starts the processes and ends them (None: on this host)."""
+    ``socket_directory``: directory of sockets, removed at the end.
+    ``entry``: arguments of ``python`` before the arguments of a role.
+    ``restarts``: number of times that reward workers together may ask (exit code 75) to be replaced. The topology has
+    the numbers of restarts after deaths.
+    ``others_end_s``: longest time between the ends of the controller and of the other processes when a run ends well.
+    ``resumes``: whether the run goes on where an earlier life of it ended.
+    ``metrics``: settings of trackers and of the size of logs.
+    ``launcher``: launcher that starts and ends the processes (None: on this host).
+    ``before_resume``: coroutine functions awaited when all processes have ended, before they are started again: they
+    bind streams to this process again.
+    ``children``: last process of each name. ``starts``: number of starts of each name."""
 
     def __init__(
         self,
@@ -82,7 +88,7 @@ class Supervisor:
         self._logs = LogFiles(run_directory / "logs", most_bytes(metrics.most_mib, "logs"))
         self._asleep: set[str] = set()
         self._ending = False
-        self._opened = False
+        self._launcher_is_open = False
         self._one_end = anyio.Lock()
 
     # ---- life ------------------------------------------------------------------------------------
@@ -100,16 +106,16 @@ class Supervisor:
         await self.kill()
 
     async def _begin(self) -> None:
-        ensure_home()  # of its processes, also where it was started from Python
+        ensure_home()  # for the processes of the run, also where a Python program starts it
         for folder in ("logs", "exit"):
             (self.run_directory / folder).mkdir(parents=True, exist_ok=True)
         self.socket_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._launcher.open()
-        self._opened = True
+        self._launcher_is_open = True
         await self._start_all(resumes=self._resumes)
 
     async def watch(self) -> None:
-        """Return when the controller has ended well and the others after it, or when ``kill`` was called meanwhile.
+        """Return when the controller and after it the other processes have ended well, or when ``kill`` was called.
         Raises ``ProcessDied``, which names the first cause."""
         while not self._ending and not self._exits.has_ended_well():
             self._followers.poll()
@@ -125,21 +131,23 @@ class Supervisor:
             await anyio.sleep(POLL_S)
             await self._logs.poll()
         await ended_within(self._others_end_s, *self.children.values(), unless=self._nobody_ends_them)
-        for death in [] if self._ending else self._exits.poll():
+        if self._ending:
+            return
+        for death in self._exits.poll():
             log.warning("after the run had finished, %s", death.describe())
 
     def run_finished(self) -> None:
-        """The controller has said that all is done: a death from now on is only logged."""
+        """Note that the controller has finished the run: a death from now on is only logged."""
         self._exits.finishing = True
 
     def request_drain(self) -> None:
-        """SIGTERM to the controller: it finishes what it is doing, ends the streams, and ends itself."""
+        """Send SIGTERM to the controller: it finishes the open step, ends the streams, and ends itself."""
         self._exits.draining = True
         if (controller := self.controller) is not None and controller.running:
             controller.process.send_signal(signal.SIGTERM)
 
     async def kill(self, grace_s: float = 1.0) -> None:
-        """End everything now: SIGTERM, ``grace_s`` later SIGKILL; leave nothing behind. Idempotent, never cancelled."""
+        """End all processes now: SIGTERM, ``grace_s`` later SIGKILL; clean up. Idempotent, never cancelled."""
         self._ending = True
         with anyio.CancelScope(shield=True):
             async with self._one_end:
@@ -147,35 +155,38 @@ class Supervisor:
                 await self._followers.finish(FINISH_S if grace_s else 0.0)
                 await anyio.to_thread.run_sync(lambda: shutil.rmtree(self.socket_directory, ignore_errors=True))
                 self.children.clear()
-                if self._opened:
+                if self._launcher_is_open:
                     self._launcher.close()
-                    self._opened = False
+                    self._launcher_is_open = False
 
     @property
     def retired(self) -> list[str]:
-        """Names of the engines that were given up."""
+        """Names of the engines that are not started again."""
         return list(self._exits.policy.retired)
 
     @property
     def controller(self) -> ChildProcess | None:
-        """The last one that was started here."""
+        """The controller that was started last."""
         return self._exits.controller
 
     # ---- engines, on the controller's order --------------------------------------------------------
 
-    def engine_host(self, name: str) -> ChildProcess | None:
-        """The process of a local engine; None where it was never started. Raises ``StreamRLError`` for no such one."""
-        local_engine(self.topology, name)
+    def engine_process(self, name: str) -> ChildProcess | None:
+        """The process of a local engine; None where it was never started. Raises ``StreamRLError`` where ``name`` is no
+        local engine."""
+        planned_engine(self.topology, name)
         return self.children.get(name)
 
     async def stop_engine(self, name: str, grace_s: float = 10, *, patience_s: float = 0, sleeps: bool = False) -> None:
-        """End one engine host and what it started while the run goes on; its end is no death. See ``start_engine``.
+        """End one engine process and its descendants while the run goes on; this end is no death. See ``start_engine``.
 
-        The controller has ended its orders: it has ``patience_s`` to end by itself, while that one lives, then
-        ``grace_s`` from SIGTERM to SIGKILL. One that ``sleeps`` is not ended. One that had died before, and is not
-        started again, is left to ``watch``. Raises ``StreamRLError`` for no local engine."""
-        child = self.engine_host(name)
-        if self._ending or not self._exits.stop(name) or child is None:  # before it ends: the watch must see no death
+        The controller has ended the engine's orders: the engine has ``patience_s`` to end by itself while the
+        controller lives, then ``grace_s`` from SIGTERM to SIGKILL. An engine that ``sleeps`` is not ended. An engine
+        that had died before and is not started again is handled by ``watch``. Raises ``StreamRLError`` where ``name``
+        is no local engine."""
+        child = self.engine_process(name)
+        # ``stop`` before the engine ends: ``watch`` must count no death.
+        if self._ending or not self._exits.stop(name) or child is None:
             return
         if sleeps:
             self._asleep.add(name)
@@ -188,11 +199,12 @@ class Supervisor:
             await self._end_rest_of(child)
 
     def start_engine(self, name: str) -> None:
-        """Start an engine host that does not run, after ``stop_engine`` or because its set was chosen, with the weights
-        of the model directory; one that sleeps wakes by itself. Raises ``StreamRLError`` unless it was stopped."""
+        """Start an engine process that does not run, after ``stop_engine`` or because its set was chosen, with the
+        weights of the model directory; an engine that sleeps wakes by itself. Raises ``StreamRLError`` unless the
+        engine was stopped."""
         if self._ending:
             return
-        plan = local_engine(self.topology, name)
+        plan = planned_engine(self.topology, name)
         retired = self._exits.policy.retired
         if name not in self._exits.stopped and name not in retired:
             raise StreamRLError(f"{name} was not stopped; stop_engine comes before start_engine")
@@ -211,31 +223,31 @@ class Supervisor:
         except NoHost:
             self._exits.without_host(plan)
             raise
-        # Only now: where nobody can be started, the reason of the one before is still the reason.
+        # Only now: where the process cannot be started, the exit file of its predecessor still has the reason.
         reason_path(self.run_directory, plan.name).unlink(missing_ok=True)
 
     async def _start_all(self, *, resumes: bool) -> None:
         """Give the processes their hosts and start them. Raises ``StreamRLError`` where there is no room for them."""
         self.topology = await self._launcher.place(self.topology)
-        if self._ending:  # while that waited for a host
+        if self._ending:  # ``kill`` was called while the launcher waited for a host
             return
         write_atomic(self.run_directory / TOPOLOGY_FILE, msgspec.json.encode(self.topology))
         self._exits.begin_life(self.topology)
         for plan in self.topology.processes:
-            if plan.local and not plan.starts_inactive:
+            if not plan.starts_inactive:
                 self._start(plan, resumes=resumes)
 
     async def _replace(self, child: ChildProcess) -> None:
         await self._end_rest_of(child)
         if self._exits.due_s.pop(child.name, None) is None or self._ending:
-            return  # it was stopped meanwhile
+            return  # ``stop_engine`` was called meanwhile
         try:
             self._start(child.plan)
         except OSError as error:
             self._exits.not_started(child, error)
 
     async def _settled(self, deaths: list[Death]) -> list[Death]:
-        """Wait until the first cause can be distinguished from what followed from it."""
+        """Wait until the first cause can be distinguished from its consequences. Returns all deaths by then."""
         began_s = time.monotonic()
         while not self._ending:
             await anyio.sleep(POLL_S)
@@ -246,13 +258,15 @@ class Supervisor:
         return []
 
     async def _resume(self, first: Death) -> bool:
-        """End every process and start the run again from its journal. False: this death is not survived so."""
+        """End every process and start the run again from its journal. False where the run cannot survive this death."""
         child = self.children[first.name]
         if self._exits.draining or first.is_fatal or child.plan.role not in RESUMED:
             return False
         if (pause_s := self._exits.policy.run.next_pause(child.uptime_s)) is None:
             return False
-        log.warning("%s; %s", first.describe(), _resumed_notice(self, self._exits.policy.run.left))
+        log.warning(
+            "%s; the run is resumed (%d of its restarts left)", first.describe(), self._exits.policy.run.remaining
+        )
         self._exits.policy.retired.clear()  # a host that joins meanwhile must not start them twice
         await self._end_all(0.0)
         await anyio.to_thread.run_sync(_remove_stale_sockets, self.socket_directory)
@@ -267,45 +281,38 @@ class Supervisor:
             raise ProcessDied(f"{first.describe()}\n{error}") from error
         except OSError as error:
             log.error("the run cannot be resumed now: %s", error)
-            for one in self.children.values():
-                if not one.running:
-                    one.not_replaced()
+            for waiting_child in self.children.values():
+                if not waiting_child.running:
+                    waiting_child.not_replaced()
         if self._exits.draining:
-            self.request_drain()  # the controller was gone when that was asked for
+            self.request_drain()  # ``request_drain`` found no controller meanwhile
         return True
 
     async def _end_rest_of(self, child: ChildProcess) -> None:
-        """Kill what is left of its session and every orphan of the run."""
-        left = await self._launcher.end_left_behind(child)
-        child.exit_code  # noqa: B018 - reaps it
-        if left:
-            log.error("processes %s of %s survived SIGKILL; look at them with ps", left, child.name)
+        """Kill the remaining processes of the session of ``child`` and every orphan of the run."""
+        survivors = await self._launcher.end_left_behind(child)
+        child.exit_code  # noqa: B018 - reaps the child
+        if survivors:
+            log.error("processes %s of %s survived SIGKILL; look at them with ps", survivors, child.name)
 
     async def _end_all(self, grace_s: float) -> None:
         children = list(self.children.values())
-        for child in children if grace_s else ():
-            child.process.terminate()
+        if grace_s:
+            for child in children:
+                child.process.terminate()
         await ended_within(grace_s, *children)
-        if left := await self._launcher.end_all():
-            log.error("processes %s of the run survived SIGKILL; look at them with ps", left)
+        if survivors := await self._launcher.end_all():
+            log.error("processes %s of the run survived SIGKILL; look at them with ps", survivors)
         await ended_within(1.0, *children)
 
     def _nobody_ends_them(self) -> bool:
-        """Return whether the controller died before it ended the streams of the others, or ``kill`` ends all."""
+        """Return whether the controller died before it ended the streams of other processes, or ``kill`` ends all."""
         controller = self.controller
         return self._ending or controller is None or controller.exit_code not in (None, 0)
 
 
-def _resumed_notice(run: Supervisor, left: int) -> str:
-    """Say that the run is resumed, with ``left`` restarts after this one, and who has to start what again for it."""
-    by_hand = ", ".join(plan.name for plan in run.topology.processes if not plan.local)
-    again = f"start them again by `streamrl serve engine|trainer {run.run_directory}`"
-    waits = f"; the run waits for {by_hand}, whose streams are broken: {again}" if by_hand else ""
-    return f"the run is resumed ({left} of its restarts left){waits}"
-
-
 def _remove_stale_sockets(directory: Path) -> None:
-    """Remove all but the sockets of this process, also files by which ranks met and engines shared weights."""
+    """Remove the sockets of ended processes, and files by which ranks connected and engines shared weights."""
     with suppress(FileNotFoundError):  # ``kill`` removes the whole directory meanwhile
         for path in directory.iterdir():
             if path.is_dir():

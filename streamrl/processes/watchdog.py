@@ -1,9 +1,9 @@
-"""The watchdog of the controller: a run without progress says what it waits for, and ends.
+"""The watchdog of a run, in the controller's process: it reports the open waits of a run without progress, and ends it.
 
-It looks at a progress counter that changes whenever anything gets done: a token, an outcome, a step, a push, a byte of
-a checkpoint. That something is alive (answers, uses the processor) is no progress. What is waited for is in ``waits``.
-A thread looks whether the event loop answers. ``kill -USR1`` of the controller has it write ``RUN/stalls/<time>.txt``
-(open waits, stacks) at any time, and nothing ends."""
+``run_controller`` starts it. It polls progress counters that change with every token, outcome, step, push and byte of a
+checkpoint. A process that is alive (answers, uses the processor) is no progress. ``waits`` has the open waits. A thread
+checks that the event loop answers. After ``kill -USR1`` the controller writes ``RUN/stalls/<time>.txt`` (open waits,
+stacks) and goes on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from streamrl.base.stage_messages import RolloutStatistics
 from streamrl.base.waits import Waits
 from streamrl.control.model import RunState
 from streamrl.processes.exit_files import ExitKind, ExitReason, write_reason
-from streamrl.recipe.sections import LaunchedBy, Recipe
+from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Role
 from streamrl.run.wait_reason import RunWaits
 
@@ -44,10 +44,10 @@ BEAT_S = 0.05
 WARN_AFTER_S = 0.25
 STACKS_AFTER_S = 5.0
 ABORT_AFTER_S = 60.0
-"""Without an answer of the event loop: counted as lag, its stacks are written once, the process ends."""
-# Of the slowest thing that the recipe allows: what ends by its own limit ends by that, and is no stall.
+"""Seconds without an answer of the event loop after which lag is counted, stacks are written, the process ends."""
+# Factor beyond the slowest time limit of the recipe: a call that ends by its own limit is no stall.
 _BEYOND_LIMITS = 1.5
-_STARTS = 2.0  # the first start may have to fill caches that later ones find
+_STARTS = 2.0  # factor for the first start, which may have to fill caches that later starts use
 _LOOKS = 20
 _LONGEST_PAUSE_S = 5.0
 _MOST_WAITS = 100
@@ -55,19 +55,21 @@ _LONGEST_STACKS = 1 << 20  # characters: a run has thousands of tasks, most of t
 
 
 def stall_limit_s(recipe: Recipe) -> float:
-    """Seconds that a run may make no progress: ``run.advanced.stall_timeout_s``, and longer than its slowest time
-    limit; 0: for ever."""
+    """Seconds that a run may make no progress: ``run.advanced.stall_timeout_s``, or more where its slowest time limit
+    is longer; 0 for no limit."""
     if not recipe.run.stall_timeout_s:
         return 0.0
     limits = [recipe.weights.push_timeout_s, recipe.engines.start_timeout_s, recipe.engines.progress_timeout_s]
     limits += [(reward.timeout_s + reward.backoff_s) * (reward.retries + 1) for reward in recipe.rewards]
-    limits += [recipe.environment.seconds] if recipe.environment.given else []
+    if recipe.environment.configured:
+        limits.append(recipe.environment.seconds)
     return max(recipe.run.stall_timeout_s, _BEYOND_LIMITS * max(limits))
 
 
 class Watchdog:
-    """``run`` is a child of the nursery, ended by ``end``. ``waits``: where code that waits long says for what. The run
-    is starting until ``follow`` is called. ``emit``: takes what is seen."""
+    """Watches progress and the event loop. Start ``run`` in a nursery; ``end`` ends it. The run is starting until
+    ``follow`` is called. ``waits``: register of open waits, in which code that waits long names its reason; ``emit``:
+    receives a ``StallSeen``."""
 
     def __init__(
         self,
@@ -86,13 +88,11 @@ class Watchdog:
         self._scope = anyio.CancelScope()
         self._stall_s = stall_limit_s(recipe)
         self._limit_s = max(self._stall_s, _STARTS * recipe.engines.start_timeout_s)
-        # How long a person takes to start a process is not known.
-        self._waits_for_people = LaunchedBy.EXTERNAL in (recipe.transport.engines, recipe.transport.training)
-        self._seen: object = None
+        self._progress_before: object = None
         self._since_s = self._looked_s = self._beat_s = clock()
         self._worst_lag_s = 0.0
         self._is_lag_written = False
-        self._ended = threading.Event()
+        self._loop_watch_stopped = threading.Event()
 
     def follow(
         self,
@@ -104,8 +104,9 @@ class Watchdog:
         copied: Callable[[], int],
         waits: RunWaits,
     ) -> None:
-        """The run has begun. ``scoring``: trajectories without a reward; ``trainer``: answers of the ranks;
-        ``copied``: bytes of checkpoints, in a store; ``waits``: what the run waits for as a whole."""
+        """Watch the progress of a run that has begun. ``scoring``: number of trajectories without a reward;
+        ``trainer``: number of answers of the ranks; ``copied``: bytes of checkpoints copied to a store; ``waits``:
+        reason for which the run as a whole waits."""
         checkpoints = self._directory / "checkpoints"
 
         def progress() -> dict[str, object]:
@@ -121,7 +122,7 @@ class Watchdog:
                 "trainer": trainer(),
                 "copied": copied(),
                 "versions": (state.trainer_version, state.live_version, state.pending.push),
-                "paused": self._clock() if state.steering.paused else 0,  # nothing has to move
+                "paused": self._clock() if state.steering.paused else 0,  # a paused run makes no progress
                 "due": (state.evaluating, saving, bytes_below(checkpoints) if saving is not None else 0),
             }
 
@@ -134,7 +135,7 @@ class Watchdog:
         self._limit_s = self._stall_s
 
     def take_loop_lag(self) -> float:
-        """Longest time in seconds without an answer of the loop since this was asked for last; 0 for a short one."""
+        """Longest time in seconds without an answer of the loop since the last call; 0 for a short time."""
         worst = self._worst_lag_s
         self._worst_lag_s = 0.0
         return worst if worst >= WARN_AFTER_S else 0.0
@@ -152,11 +153,11 @@ class Watchdog:
                     if self._stall_s:
                         tasks.start_soon(self._watch_progress)
         finally:
-            self._ended.set()
+            self._loop_watch_stopped.set()
             thread.join(1.0)
 
     def end(self) -> None:
-        """The run ends."""
+        """Stop ``run``: the run ends."""
         self._scope.cancel()
 
     # ---- progress ----------------------------------------------------------------------------------
@@ -167,16 +168,16 @@ class Watchdog:
         return self._looked_s - self._since_s
 
     def check(self) -> None:
-        """Look at the progress. Time in which it could not look (the process was stopped as a whole) counts as one
-        look: what others did meanwhile is seen only at the next one."""
+        """Compare the progress with the last check. Time in which the whole process was stopped does not count as time
+        without progress: the progress of other processes meanwhile is seen only at the next check."""
         now = self._clock()
         gap_s = self._clock() - self._looked_s
         if gap_s > self._limit_s / 2:
             self._since_s += gap_s
         self._looked_s = now
-        found = self._progress()
-        if found != self._seen:
-            self._seen = found
+        progress = self._progress()
+        if progress != self._progress_before:
+            self._progress_before = progress
             self._since_s = now
 
     async def _watch_progress(self) -> None:
@@ -196,9 +197,7 @@ class Watchdog:
         raise RunStalled(f"{occasion} (run.advanced.stall_timeout_s): {names}; {path} has all waits and stacks")
 
     def _starting(self) -> object:
-        """Signs of progress of a start: the open waits, and what the processes log while they load."""
-        if self._waits_for_people:
-            return self._clock()
+        """Signs of progress of a start: the open waits, and the bytes that processes log while they load."""
         return [wait for wait, _ in self.waits.open()], bytes_below(self._directory / "logs", but="tracker-")
 
     async def _report_when_asked(self) -> None:
@@ -208,9 +207,9 @@ class Watchdog:
                 log.info("what is waited for, and all stacks, are in %s", path)
 
     async def _write(self, occasion: str) -> Path:
-        if asked := ask_for_stacks(os.getppid()):
-            occasion += f"\nstacks of processes {', '.join(map(str, asked))} are at the end of their logs"
-        occasion += f"\nprogress: {self._seen}, the same for {self.still_s:.1f} s"
+        if pids := ask_for_stacks(os.getppid()):
+            occasion += f"\nstacks of processes {', '.join(map(str, pids))} are at the end of their logs"
+        occasion += f"\nprogress: {self._progress_before}, the same for {self.still_s:.1f} s"
         text = f"{self._text(occasion)}\n==== coroutines\n{task_stacks()}"
         return await anyio.to_thread.run_sync(write_stall, self._directory / "stalls", text)
 
@@ -221,7 +220,7 @@ class Watchdog:
     # ---- the event loop ----------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """The event loop answers."""
+        """Note that the event loop answers."""
         now = self._clock()
         self._worst_lag_s = max(self._worst_lag_s, now - self._beat_s - BEAT_S)
         self._beat_s = now
@@ -234,16 +233,16 @@ class Watchdog:
 
     def _watch_loop(self) -> None:
         before = self._clock()
-        while not self._ended.wait(BEAT_S):
+        while not self._loop_watch_stopped.wait(BEAT_S):
             now = self._clock()
             self.look_at_loop(now, now - before)
             before = now
 
     def look_at_loop(self, now_s: float, slept_s: float) -> None:
-        """Check the event loop from the thread; ``slept_s``: since the last check. A loop that is blocked for good
-        cannot be helped: the process ends."""
+        """Check the event loop from the thread. ``slept_s``: seconds since the last check. Ends the process where the
+        loop is blocked for ``ABORT_AFTER_S``."""
         if slept_s > 20 * BEAT_S:
-            self._beat_s = now_s  # the process was stopped as a whole
+            self._beat_s = now_s  # the whole process was stopped
             return
         lag_s = now_s - self._beat_s
         if lag_s < STACKS_AFTER_S or (self._is_lag_written and lag_s < ABORT_AFTER_S):
@@ -260,8 +259,7 @@ class Watchdog:
 
 
 def bytes_below(folder: Path, but: str = "\0") -> int:
-    """Bytes of all files in ``folder`` and below; those that vanish meanwhile, or have ``but`` in their names, do not
-    count."""
+    """Bytes of all files below ``folder``, without files that vanish meanwhile or have ``but`` in their names."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in (name for name in names if but not in name):
@@ -291,13 +289,13 @@ def write_stall(directory: Path, text: str) -> Path:
 
 
 def task_stacks() -> str:
-    """List the stacks of all tasks of the running loop; those at the same place are listed once, with their number."""
-    places: dict[str, list[str]] = {}
+    """List the stacks of all tasks of the running loop; equal stacks once, with the number of their tasks."""
+    names_of_stack: dict[str, list[str]] = {}
     for task in asyncio.all_tasks():
-        places.setdefault(_stack_of(task), []).append(task.get_name())
+        names_of_stack.setdefault(_stack_of(task), []).append(task.get_name())
     parts = [
         f"{len(names)} x {', '.join(sorted(names)[:3])}\n{stack}"
-        for stack, names in sorted(places.items(), key=lambda item: -len(item[1]))
+        for stack, names in sorted(names_of_stack.items(), key=lambda item: -len(item[1]))
     ]
     return "\n".join(parts)[:_LONGEST_STACKS]
 
@@ -306,24 +304,27 @@ def _stack_of(task: asyncio.Task[object]) -> str:
     """Stack of a task along the chain of awaits, the outermost first. ``Task.get_stack`` ends at the first async
     generator."""
     lines: list[str] = []
-    waiting: object = task.get_coro()
-    while waiting is not None:
-        # Coroutines, generators and async generators name these differently.
-        found = {name.partition("_")[2]: getattr(waiting, name) for name in dir(waiting) if name[:3] in _OF_COROUTINES}
-        if isinstance(frame := found.get("frame"), FrameType):
+    awaited: object = task.get_coro()
+    while awaited is not None:
+        # Coroutines (cr_frame), generators (gi_frame) and async generators (ag_frame) have different attributes.
+        attributes = {
+            name.partition("_")[2]: getattr(awaited, name) for name in dir(awaited) if name[:3] in _COROUTINE_PREFIXES
+        }
+        frame = attributes.get("frame")
+        if isinstance(frame, FrameType):
             lines += traceback.format_stack(frame, limit=1)
-        waiting = found.get("await") or found.get("yieldfrom")
+        awaited = attributes.get("await") or attributes.get("yieldfrom")
     return "".join(lines)
 
 
-_OF_COROUTINES = ("cr_", "gi_", "ag_")
+_COROUTINE_PREFIXES = ("cr_", "gi_", "ag_")
 
 
 def ask_for_stacks(parent: int) -> list[int]:
-    """Have the children of process ``parent`` that are of a run write the stacks of their threads to their logs, some
-    milliseconds later. Returns their pids. One that does not catch the signal yet, and would die of it, is not asked:
-    the kernel is (Linux; elsewhere no process is asked)."""
-    asked = []
+    """Signal the children of process ``parent`` that belong to a run to write the stacks of their threads to their
+    logs, some milliseconds later. Returns their pids. A child that does not catch the signal yet, and would die of it,
+    gets none: the kernel lists the caught signals (Linux; on other systems no child gets the signal)."""
+    signalled = []
     try:
         children = psutil.Process(parent).children()
     except psutil.Error:
@@ -332,10 +333,10 @@ def ask_for_stacks(parent: int) -> list[int]:
         try:
             if child.pid != os.getpid() and RUN_MARKER in child.environ() and _catches(child.pid, STACKS_SIGNAL):
                 child.send_signal(STACKS_SIGNAL)
-                asked.append(child.pid)
+                signalled.append(child.pid)
         except (psutil.Error, OSError):
             continue  # it ended meanwhile
-    return asked
+    return signalled
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:

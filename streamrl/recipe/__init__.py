@@ -1,2 +1,2 @@
-"""The recipe: its sections as structs, fields, TOML text, who the processes of a run are (``topology``), user code by
-name. ``rules`` reads and checks a recipe."""
+"""The recipe: its sections as structs, their fields, TOML text, the processes of a run (``topology``), and user code by
+name. ``rules`` reads and checks a recipe. Every command and every process of a run imports this room."""

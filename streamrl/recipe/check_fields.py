@@ -1,4 +1,6 @@
-"""Checks every field of a parsed recipe on its own, so that all errors are reported at once."""
+"""Checks each field of a parsed recipe by its own type and range, so that all errors are reported at once.
+``rules.load`` calls it for every recipe, and the commands that translate recipes of other systems; ``rules`` checks
+the relations between fields."""
 
 from __future__ import annotations
 
@@ -17,26 +19,28 @@ NUMBERS = {inspect.IntType: ("an integer", "integers"), inspect.FloatType: ("a n
 
 
 def expected(kind: inspect.Type) -> str:
-    """Describe the values of a type in words: ``an integer > 0``, ``one of "keep", "recompute"``."""
+    """Describe the allowed values of a type in words: ``an integer > 0``, ``one of "keep", "recompute"``."""
     kind = bare(kind)
     if type(kind) in NUMBERS:
         return NUMBERS[type(kind)][0] + _range(kind)
     if isinstance(kind, inspect.UnionType):
-        return " or ".join(expected(t) for t in kind.types if not isinstance(t, inspect.NoneType))
+        return " or ".join(expected(member) for member in kind.types if not isinstance(member, inspect.NoneType))
     if names := choices(kind):
         return "one of " + ", ".join(map(shown, names))
     if isinstance(kind, inspect.VarTupleType):
         item = bare(kind.item_type)
         if isinstance(item, inspect.StructType):
-            return f"a list of tables with keys out of {', '.join(f.name for f in item.fields)}"
-        return "a list of " + (NUMBERS[type(item)][1] + _range(item) if type(item) in NUMBERS else "strings")
+            return f"a list of tables with keys out of {', '.join(field.name for field in item.fields)}"
+        if type(item) in NUMBERS:
+            return f"a list of {NUMBERS[type(item)][1]}{_range(item)}"
+        return "a list of strings"
     if isinstance(kind, inspect.DictType | inspect.StructType):
         return "a table of keys and values"
     return "true or false" if isinstance(kind, inspect.BoolType) else "a string"
 
 
 def choices(kind: inspect.Type) -> list[str]:
-    """Return the values of an enumeration."""
+    """Return the values of an enumeration, or of a union with one; empty for another type."""
     kind = bare(kind)
     if isinstance(kind, inspect.UnionType):
         return [name for member in kind.types for name in choices(member)]
@@ -44,21 +48,23 @@ def choices(kind: inspect.Type) -> list[str]:
 
 
 def _range(kind: Any) -> str:
-    low = kind.gt if kind.gt is not None else kind.ge
-    high = kind.lt if kind.lt is not None else kind.le
-    low_sign = ">" if kind.gt is not None else ">="
-    high_sign = "<" if kind.lt is not None else "<="
-    bounds = [f"{low_sign} {low}"] if low is not None else []
-    bounds += [f"{high_sign} {high}"] if high is not None else []
-    return " " + " and ".join(bounds) if bounds else ""
+    """The bounds of a number, as `` > 0 and <= 1``; empty: it has none."""
+    lower = {">": kind.gt, ">=": kind.ge}
+    upper = {"<": kind.lt, "<=": kind.le}
+    bounds = [f" {sign} {bound}" for sign, bound in (lower | upper).items() if bound is not None]
+    return " and".join(bounds)
 
 
 class CheckedTable:
     """Checks a parsed recipe: unknown sections and keys, missing keys, types and ranges.
 
-    ``values``: the good ones; ``problems``: a line about each of the others; ``bad_paths``: the paths of those.
-    ``foreign``: what a key of another system is here with its value, or what a value of another system is for a key of
-    a recipe; empty where they are not known."""
+    ``table``: tables of the recipe by section;
+    ``origin``: source of the values, for the places in problems;
+    ``foreign``: function that explains a key (or a value) of another system, given the path and the value; it returns
+    an empty text for an unknown one;
+    ``values``: valid values by section and key;
+    ``problems``: lines, one about each problem;
+    ``bad_paths``: paths of the fields with a problem."""
 
     def __init__(self, table: Mapping[str, Any], origin: Origin, foreign: Callable[[str, Any], str]) -> None:
         self.values: dict[str, Any] = {}
@@ -72,20 +78,23 @@ class CheckedTable:
             if name in sections:
                 self._check_section(sections[name], value)
                 continue
-            known = {} if _is_own(name, value) else {path: foreign(path, one) for path, one in leaves(name, value)}
-            for path, answer in known.items():
+            answers: dict[str, str] = {}
+            if not _is_own(name, value):
+                answers = {path: foreign(path, leaf) for path, leaf in leaves(name, value)}
+            for path, answer in answers.items():
                 if answer:
                     self._refuse(path, f"unknown key: {answer}")
-            if not any(known.values()):
+            if not any(answers.values()):
                 self._refuse(name, self._unknown_section(name, value))
         for name, section in sections.items():
             if name not in table and section.required:
-                wanted = f"[[{name}]]" if section.item else f"[{name}]"
+                head = f"[[{name}]]" if section.item else f"[{name}]"
                 keys = ", ".join(f'"{key.name}"' for key in keys_of(section.section).values() if key.required)
-                self._refuse(name, f"missing: add {wanted} with {keys}")
+                self._refuse(name, f"missing: add {head} with {keys}")
 
     def _refuse(self, written: str, text: str, path: str = "") -> None:
-        """``path``: of the field, where it is written elsewhere."""
+        """Add a problem. ``written``: path as it is written in the recipe; ``path``: path of the field, where it
+        differs."""
         self.problems.append(problem(self._origin, written, text))
         self.bad_paths.add(path or written)
 
@@ -102,31 +111,32 @@ class CheckedTable:
         elif not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
             self._refuse(name, f"must be a list of tables: write [[{name}]] with double brackets")
         else:
-            self.values[name] = [self._check_keys(f"{name}.{at}", item, struct) for at, item in enumerate(value)]
+            self.values[name] = [self._check_keys(f"{name}.{index}", item, struct) for index, item in enumerate(value)]
 
     def _check_keys(self, path: str, table: Mapping[str, Any], struct: type[msgspec.Struct]) -> dict[str, Any]:
+        """Check the keys of a section or of a table in it; return the valid values."""
         keys = keys_of(struct)
-        good: dict[str, Any] = {}
-        for name, value, below in self._written_keys(path, table):
-            where = f"{path}.{name}"
-            written = f"{path}.{ADVANCED}.{name}" if below else f"{path}.{name}"
+        valid: dict[str, Any] = {}
+        for name, value, is_below_advanced in self._written_keys(path, table):
+            field = f"{path}.{name}"
+            written = f"{path}.{ADVANCED}.{name}" if is_below_advanced else field
             key = keys.get(name)
             if key is None:
-                self._refuse(written, self._unknown_key(path, name, keys, value), where)
-            elif key.advanced != below:
+                self._refuse(written, self._unknown_key(path, name, keys, value), field)
+            elif key.advanced != is_below_advanced:
                 home = f"{path}.{ADVANCED}" if key.advanced else path
-                self._refuse(written, f"belongs into [{_without_index(home)}]: write it there", where)
+                self._refuse(written, f"belongs into [{_without_index(home)}]: write it there", field)
             elif key.nested is not None and isinstance(value, Mapping):
-                good[name] = self._check_keys(written, value, key.nested)
+                valid[name] = self._check_keys(written, value, key.nested)
             else:
-                self._check_value(key, value, written, where, good)
+                self._check_value(key, value, written, field, valid)
         for name, key in keys.items():
             if key.required and name not in table:
                 self._refuse(f"{path}.{name}", f"missing: must be {expected(key.kind)}")
-        return good
+        return valid
 
     def _written_keys(self, path: str, table: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-        """(name, value, whether it is below ``advanced``)."""
+        """Return (name, value, whether it is below ``advanced``) of each key."""
         pairs = [(name, value, False) for name, value in table.items() if name != ADVANCED]
         below = table.get(ADVANCED, {})
         if not isinstance(below, Mapping):
@@ -136,54 +146,65 @@ class CheckedTable:
             return pairs
         return pairs + [(name, value, True) for name, value in below.items()]
 
-    def _check_value(self, key: Key, value: Any, written: str, path: str, good: dict[str, Any]) -> None:
+    def _check_value(self, key: Key, value: Any, written: str, path: str, valid: dict[str, Any]) -> None:
+        """Check the type and range of a value and add it to ``valid``. ``written``, ``path``: paths for ``_refuse``."""
         item: Any = getattr(bare(key.kind), "item_type", None)
         if isinstance(value, str) and written in self._origin.overridden and isinstance(bare(item), inspect.StrType):
             value = [part.strip() for part in value.split(",")]
         try:
-            made = msgspec.convert(value, key.annotation)
-        except (msgspec.ValidationError, UnicodeError) as error:  # of an override: bytes that are no text
+            converted = msgspec.convert(value, key.annotation)
+        except (
+            msgspec.ValidationError,
+            UnicodeError,
+        ) as error:  # UnicodeError: an override with bytes that are no text
             answer = self._foreign(_without_index(path), value)
-            hint = did_you_mean(value, choices(key.kind)) if isinstance(value, str) and not answer else ""
-            inside = (
-                f" ({str(error).replace('`', '')})"
-                if isinstance(value, Mapping) and "table" in expected(key.kind)
-                else ""
-            )
-            text = f"{shown(value)} is not allowed: must be {expected(key.kind)}{hint}{inside}"
+            text = f"{shown(value)} is not allowed: must be {expected(key.kind)}"
+            if isinstance(value, str) and not answer:
+                text += did_you_mean(value, choices(key.kind))
+            if isinstance(value, Mapping) and "table" in expected(key.kind):
+                text += f" ({str(error).replace('`', '')})"
             self._refuse(written, f"{text}; {answer}" if answer else text, path)
             return
-        if isinstance(made, float) and not math.isfinite(made):
-            self._refuse(written, f"{shown(made)} is not allowed: must be finite", path)
+        if isinstance(converted, float) and not math.isfinite(converted):
+            self._refuse(written, f"{shown(converted)} is not allowed: must be finite", path)
         else:
-            good[key.name] = made
+            valid[key.name] = converted
 
     def _unknown_key(self, path: str, name: str, keys: Mapping[str, Key], value: Any) -> str:
-        elsewhere = paths_to(Recipe, name)
+        """Return the problem with an unknown key, with the nearest key or the key of another system that it is."""
+        same_name = paths_to(Recipe, name)
         answer = self._foreign(f"{path}.{name}", value)
-        if answer and not (elsewhere and answer == self._foreign(name, value)):  # it is the section's that tells
+        # Where the recipe has a key of this name, an answer for the name alone is no better than this key.
+        if answer and not (same_name and answer == self._foreign(name, value)):
             return f"unknown key: {answer}"
-        meant = elsewhere or list(filter(None, [nearest(name, keys)]))
-        hint = "; did you mean " + " or ".join(f'"{one}"' for one in meant) + "?" if meant else "."
+        meant = same_name or list(filter(None, [nearest(name, keys)]))
+        hint = "."
+        if meant:
+            hint = "; did you mean " + " or ".join(f'"{candidate}"' for candidate in meant) + "?"
         section = path.partition(".")[0]
         if section in self._listed:
             return f"unknown key{hint.rstrip('.')}"
         self._listed.add(section)
         advanced = [key.name for key in keys.values() if key.advanced]
-        more = f"; below [{_without_index(path)}.{ADVANCED}]: {', '.join(advanced)}" if advanced else ""
         names = ", ".join(key.name for key in keys.values() if not key.advanced)
-        return f"unknown key{hint} Keys of [{_without_index(path)}]: {names or 'none'}{more}"
+        text = f"unknown key{hint} Keys of [{_without_index(path)}]: {names or 'none'}"
+        if advanced:
+            text += f"; below [{_without_index(path)}.{ADVANCED}]: {', '.join(advanced)}"
+        return text
 
     def _unknown_section(self, name: str, value: Any) -> str:
+        """Return the problem with an unknown section, or with a key that stands outside of a section."""
         is_table = isinstance(value, Mapping | list)
         sections = keys_of(Recipe)
-        homes = [] if isinstance(value, Mapping) else paths_to(Recipe, name)
-        hint = f'; did you mean "{homes[0]}"?' if homes else did_you_mean(name, sections, ".")
+        hint = did_you_mean(name, sections, ".")
+        homes = paths_to(Recipe, name)
+        if homes and not isinstance(value, Mapping):
+            hint = f'; did you mean "{homes[0]}"?'
         return f"unknown {'section' if is_table else 'key outside a section'}{hint} Sections: {', '.join(sections)}"
 
 
 def _is_own(name: str, value: Any) -> bool:
-    """Return whether ``name`` is a key of a recipe, or a section misspelt, whose keys are below."""
+    """Return whether ``name`` is a key of a recipe, or a misspelt section with keys of this section."""
     meant = nearest(name, keys_of(Recipe))
     if not isinstance(value, Mapping) or meant is None:
         return bool(paths_to(Recipe, name)) and not isinstance(value, Mapping)
@@ -191,9 +212,13 @@ def _is_own(name: str, value: Any) -> bool:
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Values in tables and in lists of tables by their dotted paths, and what is neither; empty tables, too."""
-    tables = isinstance(value, list) and value and isinstance(value[0], Mapping)
-    items = dict(enumerate(value)) if tables else value if isinstance(value, Mapping) else {}
+    """Yield (dotted path, value) of every value in tables and lists of tables, to any depth. An empty table is a value,
+    too."""
+    items: Mapping[Any, Any] = {}
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        items = dict(enumerate(value))
+    elif isinstance(value, Mapping):
+        items = value
     for name, item in items.items():
         yield from leaves(f"{path}.{name}" if path else str(name), item)
     if not items:

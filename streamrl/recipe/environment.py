@@ -1,4 +1,5 @@
-"""The recipe's ``[environment]``: what a trajectory of several turns meets between them."""
+"""The recipe's ``[environment]``: user code that runs between the turns of a trajectory. Environment workers run it
+(``run.environments``); the controller, the dry run and the trainer read some of its keys."""
 
 from __future__ import annotations
 
@@ -12,22 +13,24 @@ from typing import Annotated, Literal
 from streamrl.recipe.fields import Count, Natural, Positive, PositiveFloat, Section, advanced, doc
 
 ENVIRONMENT_REWARD = "environment"
-"""The built-in reward that is what the environment returned; a recipe with an environment needs no other."""
+"""Name of the built-in reward with the value that the environment returned; a recipe with an environment needs no
+other."""
 MCP = "mcp:"
-"""Prefix of a tool that is the command of an MCP server."""
+"""Prefix of the command of an MCP server among the tools."""
 TOOL_FORMATS = ("hermes", "qwen_xml", "llama_json", "mistral")
-"""Ways to write calls of tools that streamrl reads itself; ``pretrained/turns/tool_calls.py`` has their readers."""
+"""Formats of tool calls that streamrl reads itself (``pretrained/turns/tool_calls.py``)."""
 VLLM = "vllm:"
-"""Prefix of a ``tool_format`` that is one of vLLM's tool parsers."""
+"""Prefix of a ``tool_format`` that names one of vLLM's tool parsers."""
 FORMS = ("episode", "env", "tools", "agent")
-"""Keys of which an environment has one."""
+"""Keys that name the user's code; an environment has one of them."""
 
 
 class Credit(StrEnum):
-    """Source of the advantage of a turn. ``trajectory``: the whole reward. ``return_to_go``: the reward without that of
-    earlier turns, compared with the siblings' in the same turn, or in their last one where they have fewer. ``turn``:
-    the turn's own reward, compared so (0 where a sibling has no such turn), plus the rest of the reward, which is no
-    turn's, compared by itself (MT-GRPO, arXiv 2505.11821)."""
+    """Source of the advantage of a turn. ``trajectory``: the reward of the trajectory. ``return_to_go``: the reward
+    without that of earlier turns, compared with the siblings' in the same turn, or in their last turn where they have
+    fewer.
+    ``turn``: the reward of the turn, compared with the siblings' in the same turn (0 where a sibling has no such turn),
+    plus the part of the reward that belongs to no turn, compared separately (MT-GRPO, arXiv 2505.11821)."""
 
     TRAJECTORY = "trajectory"
     TURN = "turn"
@@ -35,8 +38,9 @@ class Credit(StrEnum):
 
 
 class Environment(Section, frozen=True):
-    """Several turns: one of ``episode``, ``env``, ``tools`` and ``agent``; none: a trajectory is one completion. The
-    environment writes the prompt of a row, from its columns, in the model's own chat template."""
+    """Trajectories of several turns, by one of ``episode``, ``env``, ``tools`` and ``agent``; without any of them a
+    trajectory is one completion. The environment makes the prompt from the columns of a row, in the model's chat
+    template."""
 
     episode: Annotated[
         str, doc("a coroutine function, episode(model, **columns), that talks to the model and may return the reward")
@@ -54,31 +58,32 @@ class Environment(Section, frozen=True):
     agent: Annotated[
         tuple[str, ...],
         doc(
-            "a program that talks to the model as to an API: it gets OPENAI_BASE_URL and OPENAI_API_KEY (also "
-            'Anthropic\'s), and the row on stdin; a last line {"reward": 1.0} is the reward'
+            "a program that talks to the model through an API: it gets OPENAI_BASE_URL and OPENAI_API_KEY (also "
+            'Anthropic\'s), and the row on stdin; its last line {"reward": 1.0} is the reward'
         ),
     ] = ()
-    max_turns: Annotated[Positive, doc("turns that the model samples in a trajectory, at most")] = 16
+    max_turns: Annotated[Positive, doc("limit of the turns that the model samples in a trajectory")] = 16
     max_tokens: Annotated[
-        Positive, doc("tokens of a conversation, at most: prompt, turns, and what stands between them")
+        Positive, doc("limit of the tokens of a conversation: prompt, turns, and the messages between them")
     ] = 4096
     seconds: Annotated[
         PositiveFloat, doc("time limit of a trajectory in its environment, without the time of the model")
     ] = 600.0
     system: Annotated[str, doc("a system message of every conversation")] = ""
     tool_format: Annotated[
-        str, doc('how the model writes calls: hermes, qwen_xml, llama_json, mistral or vllm:PARSER; "auto": found out')
+        str,
+        doc('format of tool calls: hermes, qwen_xml, llama_json, mistral or vllm:PARSER; "auto": by the chat template'),
     ] = "auto"
     history: Annotated[
         Literal["keep", "template"], advanced("earlier turns as they were sampled, or as the chat template writes them")
     ] = "keep"
-    tool_seconds: Annotated[PositiveFloat, advanced("time limit of a call of a tool")] = 30.0
-    tool_characters: Annotated[Positive, advanced("length of the result of a tool, at most; what is longer is cut")] = (
-        8000
-    )
+    tool_seconds: Annotated[PositiveFloat, advanced("time limit of a tool call")] = 30.0
+    tool_characters: Annotated[
+        Positive, advanced("limit of the length of a tool's result, which is shortened to it")
+    ] = 8000
     agent_tasks: Annotated[
         Natural,
-        advanced("trajectories that one process of the agent takes at once, as lines of stdin; 0: a process for each"),
+        advanced("trajectories that one process of the agent runs at once, as lines of stdin; 0: one process for each"),
     ] = 0
     agent_variables: Annotated[
         tuple[str, ...], advanced("names of environment variables that the agent gets, such as an API key")
@@ -87,23 +92,25 @@ class Environment(Section, frozen=True):
     workers: Annotated[Count, doc("processes that run environments")] = 1
 
     @property
-    def given(self) -> bool:
-        """Return whether the run has an environment."""
+    def configured(self) -> bool:
+        """Whether the run has an environment."""
         return any(getattr(self, form) for form in FORMS)
 
     @property
     def servers(self) -> tuple[Sequence[str], ...]:
-        """Commands of MCP servers among the tools, in words."""
+        """Commands of the MCP servers among the tools, each as its words."""
         return tuple(filter(None, map(command_of, self.tools)))
 
 
 def with_run_python(command: Sequence[str]) -> Sequence[str]:
-    """Return ``command`` with the run's own interpreter in place of ``python``, also without an activated venv."""
+    """Return ``command`` with the run's interpreter in place of ``python``, so that no venv need be activated."""
     return (sys.executable, *command[1:]) if command[0] == "python" else command
 
 
 def command_of(tool: str) -> Sequence[str]:
-    """Words of the command of an MCP server. Empty: ``tool`` is none, or has a quote without its end."""
+    """Return the words of an MCP server's command. Empty: ``tool`` is no MCP server, or has an open quote."""
+    if not tool.startswith(MCP):
+        return ()
     with suppress(ValueError):
-        return shlex.split(tool.removeprefix(MCP)) if tool.startswith(MCP) else ()
+        return shlex.split(tool.removeprefix(MCP))
     return ()

@@ -1,8 +1,10 @@
-"""Parts of a recipe's fields: checked numbers, and the mark of keys that are rarely needed.
+"""Types of a recipe's fields: numbers with bounds, the text of a key, the mark of advanced keys; and functions that
+list the fields of a section. The sections, their checks and ``streamrl explain`` use them.
 
-The text of a key stands at its field: ``streamrl explain``, docs/recipe.md and error messages come from it. A key that
-few runs need (timers, constants of papers, aids of tests) is ``advanced``: it is written below ``[SECTION.advanced]``,
-and shown only where it is set. In Python all fields of a section are beside each other."""
+The text of a key stands at its field; ``streamrl explain``, docs/recipe.md and error messages show it. A key that few
+runs need (timers, constants of papers, aids of tests) is ``advanced``: a recipe file has it below
+``[SECTION.advanced]``, and the dry run shows it only where it is set. In Python it is a field of the section like the
+others."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Factor = Annotated[float, Meta(ge=1)]
 Positive = Annotated[int, Meta(gt=0)]
 Natural = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(gt=0, le=4096)]
-"""Of processes and the like: more than any cluster has is a mistake, and the plan of a run would take for ever."""
+"""Number of processes and the like. A larger number is a mistake, and the plan of such a run would take very long."""
 
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -33,18 +35,24 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def doc(text: str) -> Meta:
-    """The text of a key."""
+    """Give a key its text."""
     return Meta(description=text)
 
 
 def advanced(text: str) -> Meta:
-    """The text of a key that is written below ``[SECTION.advanced]``."""
+    """Give a key its text, and mark it as advanced: it is written below ``[SECTION.advanced]``."""
     return Meta(description=text, extra={ADVANCED: True})
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """A field of a section. ``kind``: its type without the text; ``annotation``: as ``msgspec.convert`` takes it;
-    ``default``: None also where there is none."""
+    """A field of a section.
+
+    ``kind``: type of the value, without its text;
+    ``annotation``: full type, for ``msgspec.convert``;
+    ``text``: text of the key for people;
+    ``advanced``: whether the key is written below ``[SECTION.advanced]``;
+    ``required``: whether the key has no default;
+    ``default``: default value (None also for a required key)."""
 
     name: str
     kind: inspect.Type
@@ -56,13 +64,13 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nested(self) -> type[msgspec.Struct] | None:
-        """The struct of a table inside of a section, optional or not."""
+        """Struct of the value where it is a table, optional or not."""
         kinds = self.kind.types if isinstance(self.kind, inspect.UnionType) else (self.kind,)
         return next((bare(kind).cls for kind in kinds if isinstance(bare(kind), inspect.StructType)), None)
 
     @property
     def item(self) -> type[msgspec.Struct] | None:
-        """The struct of the items, where the value is a list of tables."""
+        """Struct of the items where the value is a list of tables."""
         if not isinstance(self.kind, inspect.VarTupleType):
             return None
         item = bare(self.kind.item_type)
@@ -70,24 +78,24 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def struct(self) -> type[msgspec.Struct] | None:
-        """The struct of the table, or of each item of a list of tables."""
+        """Struct of the table, or of the items of a list of tables."""
         return self.nested or self.item
 
     @property
     def section(self) -> type[msgspec.Struct]:
-        """``struct`` of a key of the recipe itself, which is a section or a list of sections."""
+        """Struct of a key of the recipe itself, which is a section or a list of sections."""
         assert self.struct is not None, f"{self.name} is no section"
         return self.struct
 
 
 def bare(kind: inspect.Type) -> Any:
-    """``kind`` without what ``Meta`` says beside it."""
+    """Return ``kind`` without its ``Meta`` annotations."""
     return bare(kind.type) if isinstance(kind, inspect.Metadata) else kind
 
 
 @cache
 def keys_of(struct: type[msgspec.Struct]) -> Mapping[str, Key]:
-    """The fields of a section, or of the whole recipe (whose fields are sections), in their order."""
+    """Return the fields of a section, or of the recipe (whose fields are sections), in their order."""
     kind = inspect.type_info(struct)
     assert isinstance(kind, inspect.StructType)
     hints = get_type_hints(struct, include_extras=True)
@@ -95,7 +103,8 @@ def keys_of(struct: type[msgspec.Struct]) -> Mapping[str, Key]:
 
 
 def as_table(value: Any) -> Any:
-    """``value`` with every ``Section`` in it as the table that a file has: its advanced keys below ``advanced``."""
+    """Return ``value`` with every ``Section`` in it as the table of a recipe file, with advanced keys below
+    ``advanced``."""
     if isinstance(value, Mapping):
         return {key: as_table(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -104,8 +113,8 @@ def as_table(value: Any) -> Any:
         return value
     table: dict[str, Any] = {}
     for name, key in keys_of(type(value)).items():
-        place = table.setdefault(ADVANCED, {}) if key.advanced else table
-        place[name] = as_table(getattr(value, name))
+        target = table.setdefault(ADVANCED, {}) if key.advanced else table
+        target[name] = as_table(getattr(value, name))
     return table
 
 
@@ -135,42 +144,45 @@ def _default(field: inspect.Field) -> Any:
 
 
 def written_path(recipe: type[msgspec.Struct], path: str) -> str:
-    """Return the path of field ``path`` (``engines.sets.0.count``) in a file: ``engines.advanced.sets.0.count``."""
+    """Return the path in a recipe file of the field ``path``: ``engines.advanced.sets.0.count`` for
+    ``engines.sets.0.count``."""
     struct: type[msgspec.Struct] | None = recipe
     written = []
     for part in path.split("."):
-        found = keys_of(struct).get(part) if struct is not None else None
-        if found is not None:
-            written += [ADVANCED] if found.advanced else []
-            struct = found.struct
+        key = keys_of(struct).get(part) if struct is not None else None
+        if key is not None:
+            if key.advanced:
+                written.append(ADVANCED)
+            struct = key.struct
         written.append(part)
     return ".".join(written)
 
 
 def paths_in_view(recipe: type[msgspec.Struct], *, with_advanced: bool = False) -> Iterator[str]:
-    """Paths of all keys that ``streamrl explain`` shows, also of tables inside of sections."""
+    """Yield the paths of all keys that ``streamrl explain`` shows, with those of tables inside of sections."""
 
     def below(struct: type[msgspec.Struct], prefix: str) -> Iterator[str]:
-        for name, found in keys_of(struct).items():
-            if found.advanced and not with_advanced:
+        for name, key in keys_of(struct).items():
+            if key.advanced and not with_advanced:
                 continue
             yield f"{prefix}.{name}"
-            if found.struct is not None:
-                yield from below(found.struct, f"{prefix}.{name}")
+            if key.struct is not None:
+                yield from below(key.struct, f"{prefix}.{name}")
 
     for name, section in keys_of(recipe).items():
         yield from below(section.section, name)
 
 
 def paths_to(recipe: type[msgspec.Struct], name: str) -> list[str]:
-    """Paths of all keys of this name, as they are written."""
-    every = paths_in_view(recipe, with_advanced=True)
-    return [written_path(recipe, path) for path in every if path.rpartition(".")[2] == name]
+    """Return the paths in a recipe file of all keys with this name."""
+    all_paths = paths_in_view(recipe, with_advanced=True)
+    return [written_path(recipe, path) for path in all_paths if path.rpartition(".")[2] == name]
 
 
 _DOTTED = re.compile(r"\b[a-z_]+(?:\.(?:\d+|N))?\.[a-z_0-9]+")
 
 
 def as_written(recipe: type[msgspec.Struct], text: str) -> str:
-    """``text`` whose names of keys (``engines.restarts``) are as they are written (``engines.advanced.restarts``)."""
-    return _DOTTED.sub(lambda found: written_path(recipe, found[0]), text)
+    """Return ``text`` with the names of fields (``engines.restarts``) as paths in a recipe file
+    (``engines.advanced.restarts``)."""
+    return _DOTTED.sub(lambda match: written_path(recipe, match[0]), text)

@@ -1,4 +1,5 @@
-"""One line for each thing that is wrong with the user's input: where, what, the value, the remedy."""
+"""Texts of problems with the user's input, one line each: the place, the key, the value and the remedy. The checks and
+rules of a recipe use them, in every process that reads one."""
 
 from __future__ import annotations
 
@@ -14,8 +15,13 @@ LONGEST_VALUE = 60
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Source of a recipe's values, so that a problem can point at its line. ``implied``: for values that nobody wrote,
-    the place of the line that set them."""
+    """Source of a recipe's values, for the places in problems.
+
+    ``file``: path of the recipe file;
+    ``lines``: line number of each key, by its dotted path;
+    ``overridden``: paths of the keys that ``--set`` sets;
+    ``implied``: place of the line that set a value which is not written (``rollout.system``), by the path of the
+    value."""
 
     file: str
     lines: Mapping[str, int]
@@ -23,8 +29,9 @@ class Origin(msgspec.Struct, frozen=True):
     implied: Mapping[str, str] = {}
 
     def locate(self, path: str) -> str:
-        """``demo.toml:12`` or ``--set``; the nearest enclosing table where the key itself has no line."""
-        if path not in self.lines and any(one.startswith(f"{path}.") for one in self.overridden):
+        """Return the place of a key, as ``demo.toml:12`` or ``--set``; where the key has no line, that of the nearest
+        enclosing table."""
+        if path not in self.lines and any(overridden.startswith(f"{path}.") for overridden in self.overridden):
             return "--set"
         while path:
             if path in self.implied:
@@ -38,23 +45,23 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def shown(value: Any) -> str:
-    """A value as the user would write it, cut where it is long."""
+    """Return a value as TOML, shortened to ``LONGEST_VALUE`` characters."""
     text = toml_value(value)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that ``word`` was probably meant to be."""
+    """Return the candidate that ``word`` probably means, or None."""
     close = difflib.get_close_matches(word.lower().replace("-", "_"), list(candidates), n=1, cutoff=0.6)
-    return close[0] if close else None
+    return next(iter(close), None)
 
 
 def did_you_mean(word: str, candidates: Iterable[str], otherwise: str = "") -> str:
-    """``; did you mean "X"?``, or ``otherwise`` where no candidate is near."""
+    """Return ``; did you mean "X"?``, or ``otherwise`` where no candidate is near."""
     meant = nearest(word, candidates)
     return f'; did you mean "{meant}"?' if meant else otherwise
 
 
 def problem(origin: Origin, path: str, text: str) -> str:
-    """The line for a problem at ``path``."""
+    """Return the line for a problem at ``path``, or for one of the file as a whole where ``path`` is empty."""
     return f"{origin.locate(path)}: {path}: {text}" if path else f"{origin.file}: {text}"

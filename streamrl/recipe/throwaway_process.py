@@ -1,4 +1,6 @@
-"""A process that runs what the caller may neither import nor wait for, and is killed with all that it started."""
+"""A child process for code that the caller must not import or wait for, such as user code, Hub downloads and a measured
+training step. It has a time limit and is killed with all processes that it started. The dry run and the controller use
+it; ``answer_parent`` runs in the child."""
 
 from __future__ import annotations
 
@@ -17,8 +19,13 @@ from streamrl.base.run_process import die_with
 
 
 class ThrowawayAnswer(NamedTuple):
-    """``failure``: why ``written`` may lack something, such as ``late`` or ``exit code 3, ImportError: x``; empty: the
-    process ended well. ``seconds``: that it had."""
+    """Answer of the child process.
+
+    ``written``: bytes that it wrote to its answers;
+    ``failure``: failure that may have kept it from writing all, such as ``late`` or ``exit code 3, ImportError: x``
+    (empty: it succeeded);
+    ``late``: whether it reached its time limit;
+    ``seconds``: time that it took."""
 
     written: bytes
     failure: str
@@ -29,8 +36,9 @@ class ThrowawayAnswer(NamedTuple):
 def run_throwaway(
     module: str, arguments: Sequence[str], timeout_s: float, *, environment: Mapping[str, str] | None = None
 ) -> ThrowawayAnswer:
-    """Run ``python -m module TIMEOUT_S PARENT ARGUMENTS...``, whose ``main`` is to call ``answer_parent``. Nothing of
-    its process group is left afterwards."""
+    """Run ``python -m module TIMEOUT_S PARENT ARGUMENTS...``, whose ``main`` must call ``answer_parent``. All processes
+    of its process group have ended when this returns. ``environment``: variables of the process (None: the
+    caller's)."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         started = time.monotonic()
         child = subprocess.Popen(
@@ -47,7 +55,7 @@ def run_throwaway(
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nothing of its group is left
+            with contextlib.suppress(ProcessLookupError):  # all processes of its group have ended
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         seconds = time.monotonic() - started
@@ -56,20 +64,23 @@ def run_throwaway(
         late = late or child.returncode == -signal.SIGALRM
         if late:
             return ThrowawayAnswer(written, "late", True, seconds)
-        failure = f"exit code {child.returncode}{_last_line(errors)}" if child.returncode else ""
+        failure = ""
+        if child.returncode:
+            failure = ", ".join([f"exit code {child.returncode}", *_last_line(errors)])
         return ThrowawayAnswer(written, failure, False, seconds)
 
 
-def _last_line(errors: BinaryIO) -> str:
+def _last_line(errors: BinaryIO) -> list[str]:
+    """The last line of the child's stderr, shortened, as a list; empty: it wrote none."""
     errors.seek(0, os.SEEK_END)
     errors.seek(max(0, errors.tell() - 4096))
     lines = errors.read().decode(errors="replace").strip().splitlines()
-    return f", {lines[-1][:200]}" if lines else ""
+    return [line[:200] for line in lines[-1:]]
 
 
 def answer_parent(work: Callable[[BinaryIO, Sequence[str]], None]) -> None:
-    """Run ``work(answers, arguments)`` in the child process, then end it. Everything else that is printed goes to
-    stderr."""
+    """Run ``work(answers, arguments)`` in the child process, then end the process. ``answers``: file for the parent;
+    all other output goes to stderr."""
     timeout_s, parent, *arguments = sys.argv[1:]
     die_with(int(parent))
     # The default action of SIGALRM ends the process even while the interpreter lock is held, or the parent is dead.
@@ -79,4 +90,4 @@ def answer_parent(work: Callable[[BinaryIO, Sequence[str]], None]) -> None:
     work(answers, arguments)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a thread that the user's module left behind must not keep this process
+    os._exit(0)  # a thread of the user's module must not keep this process

@@ -1,4 +1,5 @@
-"""TOML text: where a key stands in a file, how a value is written, how a recipe is written."""
+"""TOML text: parsing with limits, line numbers of keys, and writing of values and of a recipe. Used wherever a recipe
+is read (``rules.load``) or shown."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import msgspec
 
 from streamrl.recipe.fields import ADVANCED, keys_of
 
-# No two parts in a row can match the same characters: the time is that of the length of a line, not of its square.
+# No two adjacent parts of a pattern match the same characters, so the time is linear in the length of a line.
 _TABLE = re.compile(r"^\s*+(\[\[?)\s*+([^\]]++)\]\]?\s*+(?:#.*)?$")
 _KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
@@ -26,8 +27,8 @@ _ENDLESS_NUMBER = re.compile(r"(?<![0-9A-Fa-f_])[0-9A-Fa-f_]{5000}")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ``ValueError``, of which ``TOMLDecodeError`` is one, and ``RecursionError``."""
-    # tomllib takes memory with the square of the number of parts, and 300 bytes for each digit
+    """Parse TOML. Raises ``ValueError`` (``TOMLDecodeError`` is one) and ``RecursionError``."""
+    # tomllib takes memory with the square of the number of parts of a key, and 300 bytes for each digit.
     if text.count(".") >= _DEEPEST and _ENDLESS_KEY.search(text):
         raise ValueError("a key of more than 64 parts")
     if _ENDLESS_NUMBER.search(text):
@@ -39,7 +40,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def value_or_text(raw: str) -> Any:
-    """The TOML value that ``raw`` is, otherwise ``raw`` itself."""
+    """Return the TOML value in ``raw``, or ``raw`` itself where it is none."""
     try:
         parsed = parse_toml(f"value = {raw}")
     except (ValueError, RecursionError):
@@ -47,10 +48,15 @@ def value_or_text(raw: str) -> Any:
     return parsed["value"] if list(parsed) == ["value"] else raw
 
 
-def is_nested_deeper(value: Any, most: int = _DEEPEST) -> bool:
-    """Return whether values are in more than ``most`` others, such as a list in itself."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(most == 0 or is_nested_deeper(item, most - 1) for item in inside)
+def is_nested_deeper(value: Any, levels: int = _DEEPEST) -> bool:
+    """Return whether tables and lists are nested deeper than ``levels``, such as a list that contains itself."""
+    if isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, list):
+        items = value
+    else:
+        return False
+    return any(levels == 0 or is_nested_deeper(item, levels - 1) for item in items)
 
 
 def _split_key(text: str) -> list[str]:
@@ -58,10 +64,11 @@ def _split_key(text: str) -> list[str]:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Line number (from 1) of every table and key, by dotted path; the n-th ``[[rewards]]`` is ``rewards.n``.
+    """Return the line number (from 1) of every table and key, by dotted path; the n-th ``[[rewards]]`` is
+    ``rewards.n``.
 
-    It scans lines and does not parse: keys of inline tables have no line, and a line inside a multi-line
-    string that looks like ``key =`` is taken for one. Both cost a hint, never a wrong value."""
+    It scans lines and does not parse: keys of inline tables have no line, and a line inside of a multi-line string that
+    looks like ``key =`` is taken for a key. Both make a hint less exact, never a value wrong."""
     lines: dict[str, int] = {}
     array_lengths: dict[str, int] = {}
     prefix = ""
@@ -80,7 +87,7 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def _indexed(keys: list[str], array_lengths: Mapping[str, int]) -> str:
-    """Dotted path of a table header: ``[rewards.options]`` belongs to the last ``[[rewards]]`` above it."""
+    """Dotted path of a table header. ``[rewards.options]`` belongs to the last ``[[rewards]]`` above."""
     path = keys[0]
     for key in keys[1:]:
         path = f"{path}.{array_lengths[path] - 1}.{key}" if path in array_lengths else f"{path}.{key}"
@@ -88,7 +95,7 @@ def _indexed(keys: list[str], array_lengths: Mapping[str, int]) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """One value in TOML notation. ``value``: str, bool, int, float, a sequence or a mapping of those."""
+    """Return a value in TOML notation. ``value``: str, bool, int, float, or a sequence, mapping or struct of these."""
     if isinstance(value, enum.Enum):
         return toml_value(value.value)
     if isinstance(value, bool):
@@ -102,20 +109,20 @@ def toml_value(value: Any) -> str:
     if isinstance(value, msgspec.Struct):
         value = {name: item for name, item in msgspec.structs.asdict(value).items() if item is not None}
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     return str(value)
 
 
 def toml_key(key: str) -> str:
-    """A key, quoted where TOML asks for it."""
+    """Return a key, in quotes where TOML requires them."""
     return key if _BARE_KEY.match(key) else toml_value(key)
 
 
 def toml_document(struct: msgspec.Struct) -> str:
-    """A struct of sections as TOML. Fields that are None are left out: TOML has no null; so are advanced keys that are
-    at their default, and sections in which nothing is left."""
+    """Return a struct of sections as TOML. Left out are fields that are None (TOML has no null), advanced keys with
+    their default, and sections that are then empty."""
     blocks: list[str] = []
     for name in struct.__struct_fields__:
         value = getattr(struct, name)
@@ -126,11 +133,17 @@ def toml_document(struct: msgspec.Struct) -> str:
 
 
 def _section_blocks(head: str, name: str, section: msgspec.Struct) -> list[str]:
+    """The blocks of a section: its own, and that of its advanced keys."""
     lines: list[str] = []
-    below: list[str] = []
+    advanced_lines: list[str] = []
     for key in keys_of(type(section)).values():
         value = getattr(section, key.name)
         if value is not None and not (key.advanced and value == key.default):
-            (below if key.advanced else lines).append(f"{key.name} = {toml_value(value)}")
-    blocks = ["\n".join([head, *lines])] if lines else []
-    return blocks + (["\n".join([f"[{name}.{ADVANCED}]", *below])] if below else [])
+            target = advanced_lines if key.advanced else lines
+            target.append(f"{key.name} = {toml_value(value)}")
+    blocks = []
+    if lines:
+        blocks.append("\n".join([head, *lines]))
+    if advanced_lines:
+        blocks.append("\n".join([f"[{name}.{ADVANCED}]", *advanced_lines]))
+    return blocks

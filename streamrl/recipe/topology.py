@@ -1,4 +1,6 @@
-"""Processes of a run and the endpoints of their streams. Computed from the recipe, never set."""
+"""Processes of a run and the endpoints of their streams, computed from the recipe. The supervisor plans them
+(``plan_topology``) and writes them to ``topology.json`` in the run's directory, from which all processes of the run and
+the commands about it read them."""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
-from streamrl.recipe.sections import STAGES, Engines, EngineShape, LaunchedBy, Recipe, TransportKind
+from streamrl.recipe.sections import STAGES, Engines, EngineShape, Recipe, TransportKind
 
 TOPOLOGY_FILE = "topology.json"
+"""File of the topology in the directory of a run."""
 JOURNAL_DIRECTORY = "journal"
-"""In the directory of a run."""
+"""Directory of the journal in the directory of a run."""
 
 
 class Role(StrEnum):
@@ -29,14 +32,18 @@ class Role(StrEnum):
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One process: ``engine-0``, ``trainer-1``, ... ``local``: the supervisor starts it; ``starts_inactive``: only when
-    its set of engines serves. ``restarts``: how often it is started again when it died. ``gpus``: its
-    own, as ``CUDA_VISIBLE_DEVICES`` names them (empty: it was given none); ``gpu_memory_utilization``: of each, for an
-    engine. ``host``: of a cluster, by its name (empty: the host of the run); ``address``: of that host, for others."""
+    """One process, such as ``engine-0`` or ``trainer-1``.
+
+    ``index``: number among the processes of its role;
+    ``starts_inactive``: whether it is started only when its set of engines serves;
+    ``restarts``: number of restarts after a death;
+    ``gpus``: GPUs of the process, as ``CUDA_VISIBLE_DEVICES`` names them (empty: none);
+    ``gpu_memory_utilization``: share of each GPU for an engine;
+    ``host``: name of its host on a cluster (empty: the host of the run);
+    ``address``: address of this host for other hosts."""
 
     role: Role
     index: int
-    local: bool = True
     starts_inactive: bool = False
     restarts: int = 0
     gpus: tuple[str, ...] = ()
@@ -47,12 +54,22 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Name of the process in logs, errors and metrics."""
-        return self.role.value if self.role is Role.CONTROLLER else f"{self.role.value}-{self.index}"
+        if self.role is Role.CONTROLLER:
+            return self.role.value
+        return f"{self.role.value}-{self.index}"
 
 
 class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
-    """``count`` engines, from number ``first`` on, of ``tensor_parallel_size`` workers. ``kv_tokens``: of one engine
-    (0: what fits); ``rounds``: kinds of rounds that it always serves; ``args``: of vLLM."""
+    """A set of engines (``engines``, or one of ``engines.sets``).
+
+    ``first``: number of its first engine;
+    ``count``: number of engines;
+    ``tensor_parallel_size``: tensor parallel ranks of each engine;
+    ``max_num_seqs``: requests that an engine runs at once;
+    ``kv_tokens``: tokens in the KV cache of an engine (0: as many as fit);
+    ``cores``: cores of each engine on a CPU;
+    ``rounds``: kinds of rounds that the set always serves;
+    ``args``: arguments of vLLM."""
 
     first: int = 0
     count: int
@@ -65,29 +82,31 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> int:
-        """Processes of each engine that compute, with a GPU each where there are GPUs: tensor parallel ranks of each
-        pipeline stage."""
-        stages = self.args.get(STAGES)  # of another type: a rule refuses it
-        return self.tensor_parallel_size * (stages if isinstance(stages, int) and stages > 0 else 1)
+        """Number of computing processes of each engine, with one GPU each: tensor parallel ranks times pipeline
+        stages."""
+        stages = self.args.get(STAGES)
+        if not isinstance(stages, int) or stages <= 0:  # not set, or another type, which a rule refuses
+            return self.tensor_parallel_size
+        return self.tensor_parallel_size * stages
 
     @property
     def name(self) -> str:
-        """``2x1``: two engines of one worker."""
+        """Name of the set, such as ``2x1`` for two engines with one worker each."""
         return f"{self.count}x{self.workers}"
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Names of its engines."""
+        """Names of the engines."""
         return tuple(f"engine-{index}" for index in range(self.first, self.first + self.count))
 
     @property
     def capacity(self) -> float:
-        """Tokens that all caches hold together; infinite where ``kv_tokens`` is 0."""
+        """Tokens in the KV caches of all engines together; infinite where ``kv_tokens`` is 0."""
         return float(self.count * self.kv_tokens) if self.kv_tokens else math.inf
 
 
 class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """A process on a host of a cluster: see ``ProcessPlan``."""
+    """Place of a process on a cluster, with the fields of ``ProcessPlan``."""
 
     host: str
     address: str
@@ -95,8 +114,12 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Places(msgspec.Struct, frozen=True, kw_only=True):
-    """Places of the engines and trainer ranks of a run on a cluster, by name. ``address``: of the controller's host;
-    ``ports``: free ones of each host, by its address. ``epoch``: number of this start of the run's processes."""
+    """Places of the engines and trainer ranks of a run on a cluster. Made by ``processes.cluster``.
+
+    ``address``: address of the controller's host;
+    ``by_name``: place of each process, by its name;
+    ``ports``: free ports of each host, by its address;
+    ``epoch``: number of this start of the run's processes."""
 
     address: str
     by_name: dict[str, ProcessPlace]
@@ -105,9 +128,12 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes and endpoints of one run. The controller binds every stream; ranks bind their weight endpoint, and on a
-    cluster engines one at which others get weights from them. ``min_serving``: with fewer engines that can be had the
-    run ends. ``epoch``: processes of different ones do not talk to each other."""
+    """Processes and endpoints of one run. The controller binds every stream; ranks bind their weight endpoint, and
+    engines on a cluster bind an endpoint at which other engines get weights.
+
+    ``endpoints``: ZeroMQ endpoint of each stream, by ``PROCESS.STREAM``;
+    ``min_serving``: least number of engines; with fewer the run ends;
+    ``epoch``: number of the start of the processes; those of different starts refuse each other."""
 
     processes: tuple[ProcessPlan, ...]
     endpoints: dict[str, str]
@@ -115,7 +141,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
 
     def endpoint(self, process: str, stream: str) -> str:
-        """Endpoint of ``stream`` of ``process``, e.g. ``("engine-0", "orders")``."""
+        """Return the endpoint of a stream, such as that of ``("engine-0", "orders")``."""
         return self.endpoints[f"{process}.{stream}"]
 
 
@@ -127,15 +153,17 @@ STREAMS = {
     Role.ENVIRONMENT: ("orders", "events"),
     Role.JUDGE: ("orders", "reports"),
 }
+"""Streams of a process, by its role."""
 JUDGE = "judge-0"
-"""The run's own judge, where the recipe names a model for it."""
+"""Name of the judge's process."""
 RENDEZVOUS = "trainer.rendezvous"
+"""Name of the endpoint at which trainer ranks of several hosts meet."""
 RENDEZVOUS_FILE = "rendezvous"
-"""In the directory of the sockets: where ranks of one host meet. Ranks that are started again need a new one."""
+"""File in the directory of the sockets at which trainer ranks of one host meet. Restarted ranks need a new file."""
 
 
 def prepared_sets(recipe: Recipe) -> tuple[PreparedSet, ...]:
-    """The sets of engines of ``recipe``, the one that begins first; usually it is the only one."""
+    """Return the sets of engines of ``recipe``, first the one that serves at the start."""
     engines = recipe.engines
     first = 0
     shapes: tuple[Engines | EngineShape, ...] = (engines, *engines.sets)
@@ -157,33 +185,28 @@ def prepared_sets(recipe: Recipe) -> tuple[PreparedSet, ...]:
     return tuple(sets)
 
 
-def expected_kv_tokens(known: int, workers: int, of: int, weight_tokens: float) -> int:
-    """Tokens that the KV cache of an engine of ``workers`` holds, from the ``known`` room of one ``of`` so many workers
-    on devices of the same memory (0: no limit is known).
+def expected_kv_tokens(kv_tokens: int, workers: int, of: int, weight_tokens: float) -> int:
+    """Return the expected tokens in the KV cache of an engine with ``workers`` workers; 0: unknown.
 
-    ``weight_tokens``: tokens whose KV takes as much memory as the weights. A device has room for
-    ``(known + weight_tokens) / of`` tokens of both; weights are stored once for each engine."""
-    if not known:
+    ``kv_tokens``: tokens in the KV cache of an engine with ``of`` workers on the same devices (0: unknown);
+    ``weight_tokens``: tokens whose KV cache takes as much memory as the weights.
+
+    A device has room for ``(kv_tokens + weight_tokens) / of`` tokens; each engine stores the weights once."""
+    if not kv_tokens:
         return 0
-    return max(int((known + weight_tokens) / of * workers - weight_tokens), 1)
+    return max(int((kv_tokens + weight_tokens) / of * workers - weight_tokens), 1)
 
 
 def set_of_engine(recipe: Recipe, index: int) -> PreparedSet:
-    """The set that engine ``index`` belongs to. Raises ``IndexError`` for one that is not in the recipe."""
-    for one in prepared_sets(recipe):
-        if one.first <= index < one.first + one.count:
-            return one
+    """Return the set of engine ``index``. Raises ``IndexError`` for an engine that is not in the recipe."""
+    for engine_set in prepared_sets(recipe):
+        if engine_set.first <= index < engine_set.first + engine_set.count:
+            return engine_set
     raise IndexError(f"engine-{index} is not in this recipe")
 
 
-def rank_host(recipe: Recipe, rank: int) -> str:
-    """Address of the host of trainer rank ``rank``, where it serves its weights; ranks meet at that of rank 0."""
-    hosts = recipe.transport.training_hosts or (recipe.transport.host,)
-    return hosts[rank * len(hosts) // recipe.training.ranks]
-
-
 def port_range(ports: str) -> range:
-    """The ports of ``FIRST-LAST``. Raises ``ValueError`` for anything else."""
+    """Return the ports of ``FIRST-LAST``. Raises ``ValueError`` for another text."""
     first, dash, last = ports.partition("-")
     if not dash or not 1024 <= int(first) <= int(last) <= 65535:
         raise ValueError(ports)
@@ -191,80 +214,86 @@ def port_range(ports: str) -> range:
 
 
 def plan_topology(recipe: Recipe, socket_directory: Path, places: Places | None = None) -> Topology:
-    """Processes of ``recipe``; ipc endpoints are files in ``socket_directory`` (short: a socket path has 107 bytes).
-    ``places``: on a cluster. Raises ``StreamRLError`` where a host has too few free ports."""
-    processes = [_placed(plan, places) for plan in _plans(recipe)]
-    endpoints = _endpoints(recipe, processes, socket_directory) if places is None else {}
-    if places is not None:
+    """Plan the processes and endpoints of ``recipe``. Raises ``StreamRLError`` where a host has too few free ports.
+
+    ``socket_directory``: directory of the ipc endpoints (a short path: a socket path has 107 bytes);
+    ``places``: places of the processes on a cluster (None: no cluster)."""
+    processes = _plans(recipe)
+    if places is None:
+        epoch = 0
+        endpoints = _endpoints(recipe, processes, socket_directory)
+    else:
+        epoch = places.epoch
+        processes = [_on_cluster(plan, places) for plan in processes]
         endpoints = _endpoints_on_cluster(processes, places, socket_directory)
-    epoch = places.epoch if places else 0
     return Topology(
         processes=tuple(processes), endpoints=endpoints, min_serving=recipe.engines.min_serving, epoch=epoch
     )
 
 
 def _plans(recipe: Recipe) -> list[ProcessPlan]:
-    engines_local = recipe.transport.engines is LaunchedBy.LOCAL
-    training_local = recipe.transport.training is LaunchedBy.LOCAL
-    core = recipe.core_restarts
-    processes = [ProcessPlan(role=Role.CONTROLLER, index=0, restarts=core)]
+    core_restarts = recipe.core_restarts
+    processes = [ProcessPlan(role=Role.CONTROLLER, index=0, restarts=core_restarts)]
     processes += [
-        ProcessPlan(role=Role.REWARD, index=i, restarts=recipe.run.restarts)
-        for i in range(recipe.reward_limits.workers)
+        ProcessPlan(role=Role.REWARD, index=index, restarts=recipe.run.restarts)
+        for index in range(recipe.reward_limits.workers)
     ]
-    processes += [
-        ProcessPlan(role=Role.ENVIRONMENT, index=i, restarts=recipe.run.restarts)
-        for i in range(recipe.environment.workers if recipe.environment.given else 0)
-    ]
-    last = prepared_sets(recipe)[-1]
+    if recipe.environment.configured:
+        processes += [
+            ProcessPlan(role=Role.ENVIRONMENT, index=index, restarts=recipe.run.restarts)
+            for index in range(recipe.environment.workers)
+        ]
+    last_set = prepared_sets(recipe)[-1]
     processes += [
         ProcessPlan(
             role=Role.ENGINE,
-            index=i,
-            local=engines_local,
-            starts_inactive=i >= recipe.engines.count,
+            index=index,
+            starts_inactive=index >= recipe.engines.count,
             restarts=recipe.engines.restarts,
         )
-        for i in range(last.first + last.count)
+        for index in range(last_set.first + last_set.count)
     ]
     processes += [
-        ProcessPlan(role=Role.TRAINER, index=i, local=training_local, restarts=core)
-        for i in range(recipe.training.ranks)
+        ProcessPlan(role=Role.TRAINER, index=index, restarts=core_restarts) for index in range(recipe.training.ranks)
     ]
     if recipe.judge.model:
         processes.append(ProcessPlan(role=Role.JUDGE, index=0, restarts=recipe.judge.restarts))
     return processes
 
 
-def _placed(plan: ProcessPlan, places: Places | None) -> ProcessPlan:
-    place = places.by_name.get(plan.name) if places else None
-    return msgspec.structs.replace(plan, **msgspec.structs.asdict(place)) if place else plan
+def _on_cluster(plan: ProcessPlan, places: Places) -> ProcessPlan:
+    """``plan`` with its place, where it has one."""
+    place = places.by_name.get(plan.name)
+    if place is None:
+        return plan
+    return msgspec.structs.replace(plan, **msgspec.structs.asdict(place))
 
 
 def _endpoints(recipe: Recipe, processes: list[ProcessPlan], socket_directory: Path) -> dict[str, str]:
-    """Return the endpoints of a run whose hosts the recipe names; ports are counted over all of them."""
-    streams = [(p, s) for p in processes for s in STREAMS[p.role]]
+    """Return the endpoints of a run outside of a cluster. The n-th stream of the run has the n-th port."""
+    streams = [(process, stream) for process in processes for stream in STREAMS[process.role]]
     tcp = recipe.transport.kind is TransportKind.TCP
     endpoints = {}
     for port, (process, stream) in enumerate(streams, recipe.transport.port):
         name = f"{process.name}.{stream}"
-        # Workers of user code, the judge and the controller are always children of this run, so they never need a port.
+        # Workers of user code, the judge and the controller are always on the host of the run, so they need no port.
         if tcp and process.role in (Role.ENGINE, Role.TRAINER):
-            host = rank_host(recipe, process.index) if stream == "weights" else recipe.transport.host
-            endpoints[name] = f"tcp://{host}:{port}"
+            endpoints[name] = f"tcp://{recipe.transport.host}:{port}"
         else:
             endpoints[name] = f"ipc://{socket_directory / name}"
-    meeting = f"tcp://{rank_host(recipe, 0)}:{recipe.transport.port + len(streams)}"
-    endpoints[RENDEZVOUS] = meeting if tcp else ""
+    endpoints[RENDEZVOUS] = ""
+    if tcp:
+        endpoints[RENDEZVOUS] = f"tcp://{recipe.transport.host}:{recipe.transport.port + len(streams)}"
     return endpoints
 
 
 def _endpoints_on_cluster(processes: list[ProcessPlan], places: Places, socket_directory: Path) -> dict[str, str]:
-    free = {address: iter(ports) for address, ports in places.ports.items()}
+    """Return the endpoints of a run on a cluster, at free ports of its hosts."""
+    free_ports = {address: iter(ports) for address, ports in places.ports.items()}
 
-    def at(address: str) -> str:
+    def endpoint_at(address: str) -> str:
         try:
-            return f"tcp://{address}:{next(free[address])}"
+            return f"tcp://{address}:{next(free_ports[address])}"
         except StopIteration:
             raise StreamRLError(
                 f"cluster.advanced.ports: {address} has {len(places.ports[address])} free ports in that range, which "
@@ -276,36 +305,38 @@ def _endpoints_on_cluster(processes: list[ProcessPlan], places: Places, socket_d
         for stream in STREAMS[process.role]:
             name = f"{process.name}.{stream}"
             address = process.address if stream == "weights" else places.address
-            endpoints[name] = at(address) if process.host else f"ipc://{socket_directory / name}"
+            endpoints[name] = endpoint_at(address) if process.host else f"ipc://{socket_directory / name}"
         if process.role is Role.ENGINE and process.host:
-            endpoints[f"{process.name}.weights"] = at(process.address)
-    first = next(process for process in processes if process.role is Role.TRAINER)
-    return endpoints | {RENDEZVOUS: at(first.address)}
+            endpoints[f"{process.name}.weights"] = endpoint_at(process.address)
+    first_rank = next(process for process in processes if process.role is Role.TRAINER)
+    return endpoints | {RENDEZVOUS: endpoint_at(first_rank.address)}
 
 
-def local_engine(topology: Topology, name: str) -> ProcessPlan:
-    """An engine that the supervisor starts. Raises ``StreamRLError`` for another name."""
-    engines = {p.name: p for p in topology.processes if p.role is Role.ENGINE and p.local}
+def planned_engine(topology: Topology, name: str) -> ProcessPlan:
+    """Return the plan of an engine. Raises ``StreamRLError`` for a name that no engine has."""
+    engines = {process.name: process for process in topology.processes if process.role is Role.ENGINE}
     if name not in engines:
-        raise StreamRLError(f"{name} is no engine of this host; it has {', '.join(engines) or 'none'}")
+        raise StreamRLError(f"{name} is no engine of this run; it has {', '.join(engines)}")
     return engines[name]
 
 
 def judge_socket(topology: Topology) -> Path | None:
-    """Return the socket of the run's own judge, for this user on this host only; None: there is no judge."""
+    """Return the socket of the run's judge, for this user on this host only; None: the run has no judge."""
     orders = topology.endpoints.get(f"{JUDGE}.orders")
-    return Path(orders.removeprefix("ipc://")).with_name(f"{JUDGE}.http") if orders else None
+    if not orders:
+        return None
+    return Path(orders.removeprefix("ipc://")).with_name(f"{JUDGE}.http")
 
 
 def rewards_endpoint(topology: Topology) -> str:
-    """Endpoint at which the controller receives changes of the rewards. Beside its own stream, which never leaves the
-    host."""
+    """Return the endpoint at which the controller receives changes of the rewards: beside its ``steps`` stream, which
+    never leaves the host."""
     return f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.rewards"
 
 
 def read_topology(run_directory: Path) -> Topology:
-    """Read the topology that the supervisor of the run wrote. Raises ``StreamRLError`` where there is none, or another
-    file."""
+    """Read the topology of a run from its directory. Raises ``StreamRLError`` where there is no such file, or another
+    one."""
     try:
         return msgspec.json.decode((run_directory / TOPOLOGY_FILE).read_bytes(), type=Topology)
     except (OSError, *UNDECODABLE) as error:
@@ -315,10 +346,10 @@ def read_topology(run_directory: Path) -> Topology:
 
 
 def metrics_endpoint(recipe: Recipe, topology: Topology) -> str:
-    """Endpoint of the published metrics: as the recipe says, or beside the run's own sockets."""
+    """Return the endpoint of the published metrics: the recipe's, or one beside the sockets of the run."""
     return recipe.metrics.endpoint or f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.metrics"
 
 
 def control_socket(topology: Topology) -> Path:
-    """Path of the socket that takes commands to the run, from this user on this host."""
+    """Return the path of the socket for commands to the run, from this user on this host."""
     return Path(topology.endpoint(Role.CONTROLLER.value, "steps").removeprefix("ipc://")).with_name("control")

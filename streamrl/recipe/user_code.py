@@ -1,7 +1,8 @@
-"""Finding the user's own objects: ``module:name`` or ``path/to/file.py:name``.
+"""Import of the user's objects by their name in a recipe: ``module:name`` or ``path/to/file.py:name``. Called in the
+process that uses the object: reward and environment workers, the controller (policies, observers, prompts).
 
-User modules may do anything while they are imported, so a process that must not hang or die imports them in a
-process of its own (``streamrl.rewards.calls.inspect``)."""
+A user's module may do anything while it is imported, so a process that must not hang or die imports it in a child
+process first (``recipe.throwaway_process``)."""
 
 from __future__ import annotations
 
@@ -22,24 +23,25 @@ _LONGEST_MESSAGE = 300
 
 
 def describe_error(error: BaseException) -> str:
-    """``Type: first line (file.py:12)`` of whatever user code raised; never raises itself."""
+    """Describe an exception of user code as ``Type: first line (file.py:12)``. Never raises."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:  # noqa: BLE001 - a user's __str__ may raise anything; the type still names the failure
         lines = ["(its message cannot be read)"]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = text[:_LONGEST_MESSAGE]
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return printable(text[:_LONGEST_MESSAGE] + where)
+    if frames:
+        text += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+    return printable(text)
 
 
 def load_user_object(spec: str) -> object:
-    """The object that ``spec`` names.
+    """Import the object that ``spec`` names.
 
     The directory of a ``file.py`` is put first on ``sys.path``, as Python does for a script; for a ``module`` the
-    current directory is put last.
-    Raises ``RecipeError`` with one problem when the spec has no name, the file is missing, the import raises
-    (``SystemExit`` included) or the name is not there."""
+    current directory is put last. Raises ``RecipeError`` with one problem where the spec has no name, the file is
+    missing, the import raises (also ``SystemExit``) or the module has no such name."""
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise RecipeError(f'"{spec}" does not name an object: write "module:name" or "path/to/file.py:name"')
@@ -59,31 +61,33 @@ def load_user_object(spec: str) -> object:
     try:
         return getattr(module, name)
     except AttributeError as error:
-        public = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
-        there = f" (it has {', '.join(public[:8])})" if public else ""
-        raise RecipeError(f'"{spec}": {source} has no "{name}"{there}: correct the name') from error
+        names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        problem = f'"{spec}": {source} has no "{name}"'
+        if names:
+            problem += f" (it has {', '.join(names[:8])})"
+        raise RecipeError(f"{problem}: correct the name") from error
 
 
-def spec_of(named: Any) -> str:
-    """Return the name by which another process imports a function or class. Raises ``RecipeError`` for one that has
-    none, such as a lambda."""
-    name = getattr(named, "__qualname__", "")
-    module = getattr(named, "__module__", "")
+def spec_of(code: Any) -> str:
+    """Return the name by which another process imports a function or class. Raises ``RecipeError`` for code without
+    such a name, such as a lambda."""
+    name = getattr(code, "__qualname__", "")
+    module = getattr(code, "__module__", "")
     file = getattr(sys.modules.get(module), "__file__", None)
     if not name.isidentifier() or not module or (module == "__main__" and file is None):
         raise RecipeError(
-            f"{named!r} cannot be imported by another process: define it at the top level of a module or a file"
+            f"{code!r} cannot be imported by another process: define it at the top level of a module or a file"
         )
     return f"{Path(str(file)).absolute()}:{name}" if module == "__main__" else f"{module}:{name}"
 
 
 def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
-    # A file called like an imported module (tokenize.py) must not replace that module.
-    name = path.stem if known is None else f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    namesake = sys.modules.get(path.stem)
+    if namesake is not None and getattr(namesake, "__file__", None) == str(path):
+        return namesake
+    # A file with the name of an imported module (tokenize.py) must not replace it.
+    name = path.stem if namesake is None else f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:

@@ -1,2 +1,3 @@
-"""Rewards as the rest of the run sees them: the signature of a function, scoring and combining, time limits, messages
-of the reward worker. ``calls`` is the worker that calls the functions."""
+"""Rewards: signatures of reward functions, scoring and combining of their values, time limits, messages of the reward
+worker. ``calls`` is the reward worker, ``builtin`` the built-in rewards; ``judge`` and ``sandbox`` serve one built-in
+reward each."""

@@ -1,4 +1,7 @@
-"""Changing the rewards of a run from Python: ``await pipeline.rewards.replace("length", my_module.better_length)``."""
+"""Changes of the rewards of a run from Python: ``await pipeline.rewards.replace("length", my_module.better_length)``.
+
+``Pipeline`` owns a ``RewardAttachments`` in the supervisor, which sends the changes to the controller. Changes that the
+control socket of the run receives are sent by the same object."""
 
 from __future__ import annotations
 
@@ -25,41 +28,43 @@ from streamrl.rewards.reward_messages import (
 
 
 def as_reward(
-    given: Reward | str | Callable[..., Any], named: Callable[[Any], str] = spec_of, **settings: Any
+    reward: Reward | str | Callable[..., Any], name_of: Callable[[Any], str] = spec_of, **settings: Any
 ) -> Reward:
-    """A reward from a function, its name as in a recipe, or a ``Reward``; ``settings`` override what it says. ``named``
-    gives the name of a function. Raises ``RecipeError`` for one that another process could not import, such as a
-    lambda."""
-    if isinstance(given, Reward):
-        return structs.replace(given, **settings)
-    return Reward(function=given if isinstance(given, str) else named(given), **settings)
+    """A ``Reward`` from a function, from its name as in a recipe, or from another ``Reward``; ``settings`` replace
+    fields. ``name_of``: function that returns the name of a function. Raises ``RecipeError`` for a function that
+    another process could not import, such as a lambda."""
+    if isinstance(reward, Reward):
+        return structs.replace(reward, **settings)
+    return Reward(function=reward if isinstance(reward, str) else name_of(reward), **settings)
 
 
 class RewardAttachments(Conversation[RewardRequest, RewardReply]):
-    """The rewards of a running pipeline. Each change makes a new version of the whole set; the event log says which
-    version scored what. A change returns the version once every group of which nothing has ended is scored by it;
-    it raises ``RecipeError`` when the functions cannot be used, and nothing has changed then."""
+    """The rewards of a running pipeline. Each change makes a new version of the whole set; the event log has the
+    version that scored each sample. A change returns its version; from then on that version scores every group of which
+    no trajectory has ended. A change raises ``RecipeError`` when the functions cannot be used; then nothing has
+    changed."""
 
-    def __init__(self, named: Callable[[Any], str] = spec_of) -> None:
+    def __init__(self, name_of: Callable[[Any], str] = spec_of) -> None:
         super().__init__(RewardRequest, "controller.rewards")
-        self._named = named
+        self._name_of = name_of
 
-    async def attach(self, given: Reward | str | Callable[..., Any], **settings: Any) -> int:
+    async def attach(self, reward: Reward | str | Callable[..., Any], **settings: Any) -> int:
         """Score with one more function."""
-        return (await self.change(AttachReward(reward=as_reward(given, self._named, **settings)))).reward_version
+        changed = await self.change(AttachReward(reward=as_reward(reward, self._name_of, **settings)))
+        return changed.reward_version
 
-    async def replace(self, name: str, given: Reward | str | Callable[..., Any], **settings: Any) -> int:
+    async def replace(self, name: str, reward: Reward | str | Callable[..., Any], **settings: Any) -> int:
         """Score with another function in place of ``name``."""
-        return (
-            await self.change(ReplaceReward(name=name, reward=as_reward(given, self._named, **settings)))
-        ).reward_version
+        changed = await self.change(ReplaceReward(name=name, reward=as_reward(reward, self._name_of, **settings)))
+        return changed.reward_version
 
     async def detach(self, name: str) -> int:
         """Score without ``name``."""
-        return (await self.change(DetachReward(name=name))).reward_version
+        changed = await self.change(DetachReward(name=name))
+        return changed.reward_version
 
     async def change(self, change: RewardChange) -> RewardsChanged:
-        """One of the three, as a record."""
+        """Make the change of a record."""
         reply = await self.ask(change)
         assert isinstance(reply, RewardsChanged), reply
         if reply.problems:
@@ -67,7 +72,7 @@ class RewardAttachments(Conversation[RewardRequest, RewardReply]):
         return reply
 
     async def attached(self) -> RewardsListed:
-        """Ask for the rewards that score now."""
+        """List the rewards that score now."""
         reply = await self.ask(ListRewards())
         assert isinstance(reply, RewardsListed), reply
         return reply

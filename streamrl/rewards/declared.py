@@ -1,4 +1,7 @@
-"""Declarations of built-in rewards: a name, options that are checked, and what the function needs."""
+"""Declarations of built-in rewards: a name, options that are checked, and the columns that the function needs.
+
+``builtin``, ``judge`` and ``sandbox`` declare their rewards with it. ``calls.loading`` calls a ``BuiltinReward`` with
+the options of the recipe: in the reward worker, in its fork server, or in the process that inspects functions."""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ RewardCallable = Callable[..., Any]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the options of a built-in reward; the docstring of each says what they mean."""
+    """Base of the options of a built-in reward; the docstring of each subclass describes them."""
 
 
 class BadOption(ValueError):
@@ -30,7 +33,7 @@ class BadOption(ValueError):
 
 
 class BuiltinReward:
-    """Makes one kind of reward function. ``needs``: importable module -> the extra of streamrl that brings it."""
+    """Maker of one kind of reward function. ``needs``: importable module -> the extra of streamrl that installs it."""
 
     def __init__(
         self,
@@ -82,18 +85,18 @@ class BuiltinReward:
 def declare(
     function: RewardCallable, *, columns: Iterable[str] = (), optional: Iterable[str] = (), provided: Iterable[str] = ()
 ) -> RewardCallable:
-    """Give ``function(completion, **columns)`` a signature that names what it is to be called with.
+    """Give ``function(completion, **columns)`` a signature that names the arguments of its calls.
 
-    ``columns``: dataset columns it cannot do without; ``optional``: with a default; ``provided``: names that the
-    runtime provides (``token_ids``, ``prompt``, ...). Raises ``BadOption`` for a column that cannot be passed by name.
-    """
-    named = inspect.Parameter.KEYWORD_ONLY
+    ``columns``: dataset columns that the function needs; ``optional``: columns whose default is None; ``provided``:
+    names of arguments that the runtime provides (``token_ids``, ``prompt``, ...). Raises ``BadOption`` for a column
+    that cannot be passed by name."""
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter("completion", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for name in dict.fromkeys([*columns, *provided]):
         if not name.isidentifier() or keyword.iskeyword(name) or name in ("completion", "completions"):
             raise BadOption(f'"column": {name!r} cannot be passed by name: rename the column of the dataset')
-        parameters.append(inspect.Parameter(name, named))
-    parameters += [inspect.Parameter(name, named, default=None) for name in optional]
+        parameters.append(inspect.Parameter(name, keyword_only))
+    parameters += [inspect.Parameter(name, keyword_only, default=None) for name in optional]
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return function
 
@@ -108,7 +111,8 @@ def compiled(option: str, pattern: str) -> re.Pattern[str]:
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
     """The first group of the last match (the whole match where the pattern has no group); None: no match."""
-    last = deque(pattern.finditer(text), maxlen=1)
-    if not last:
+    last_matches = deque(pattern.finditer(text), maxlen=1)
+    if not last_matches:
         return None
-    return last[0].group(1) if pattern.groups else last[0].group()
+    match = last_matches[0]
+    return match.group(1) if pattern.groups else match.group()

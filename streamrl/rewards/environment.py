@@ -1,4 +1,7 @@
-"""Environment of rewards and agents: variables that programs need, and those that the recipe names. No tokens."""
+"""Variables of processes that run user code: variables that programs need, and variables that the recipe names.
+
+The fork server of a reward worker, the process that inspects functions and the processes of external agents get them.
+Access tokens of the command's own process are not passed on."""
 
 from __future__ import annotations
 
@@ -18,18 +21,16 @@ _NEEDED = frozenset(
     }
 )
 _PREFIXES = ("LC_",)
-# Rewards run side by side in processes; and a numeric library with threads could not be forked after its import.
-# A thread's own malloc arena is 64 MiB of addresses, which ``memory_mib`` counts: functions run in threads.
+# malloc reserves 64 MiB of addresses for each arena, and ``memory_mib`` limits addresses. Functions may start threads,
+# each of which would get an arena of its own.
 _ARENAS = {"MALLOC_ARENA_MAX": "2"}
+# Processes of rewards run side by side; and a process whose numeric library has started threads cannot be forked.
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
-def passed_environment(rewards: Iterable[Reward], named: Iterable[str] = ()) -> dict[str, str]:
-    """Environment of processes that run ``rewards``, with ``named``: shared, so what one names all of them see."""
-    named = {*named, *(name for reward in rewards for name in reward.environment)}
-    passed = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _NEEDED or name in named or name.startswith(_PREFIXES)
-    }
+def passed_environment(rewards: Iterable[Reward], variables: Iterable[str] = ()) -> dict[str, str]:
+    """Variables of processes that run ``rewards``. ``variables``: names of further variables to pass on. The processes
+    are shared, so every reward sees the variables that any reward names."""
+    names = _NEEDED.union(variables, *(reward.environment for reward in rewards))
+    passed = {name: value for name, value in os.environ.items() if name in names or name.startswith(_PREFIXES)}
     return _ARENAS | dict.fromkeys(_ONE_THREAD, "1") | {"TOKENIZERS_PARALLELISM": "false"} | passed

@@ -1,5 +1,7 @@
-"""Changes of a run's rewards: orders to the controller, and its answers on ``steps``. They are asked for by the owner
-of the ``Pipeline``, and over the control socket of the run (``control_protocol``)."""
+"""Messages about rewards. The first half are changes of a run's rewards: requests from the supervisor to the
+controller, and the controller's answers on ``steps``. The owner of the ``Pipeline`` makes such changes, and so do
+clients of the control socket (``control_protocol``). The second half are orders of the reward stage (controller) to a
+reward worker, and the worker's results."""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from streamrl.recipe.rewards import Reward
 
 
 class AttachReward(Message, frozen=True):
-    """Score with this function too."""
+    """Request to score with one more function."""
 
     reward: Reward
     request_id: int = 0
 
 
 class ReplaceReward(Message, frozen=True):
-    """Score with this function in place of the one called ``name``."""
+    """Request to score with another function in place of the reward ``name``."""
 
     name: str
     reward: Reward
@@ -24,14 +26,14 @@ class ReplaceReward(Message, frozen=True):
 
 
 class DetachReward(Message, frozen=True):
-    """Score without the function called ``name``."""
+    """Request to score without the reward ``name``."""
 
     name: str
     request_id: int = 0
 
 
 class ListRewards(Message, frozen=True):
-    """Say what is attached. In turn with the changes."""
+    """Request to list the attached rewards. It waits for the changes that were requested before it."""
 
     request_id: int = 0
 
@@ -41,8 +43,8 @@ RewardRequest = RewardChange | ListRewards
 
 
 class RewardsChanged(Message, frozen=True):
-    """The answer to a change. ``reward_version``: what is attached from now on, by name. ``problems``: nothing has
-    changed."""
+    """Answer to a change. ``reward_version``: version of the rewards from now on; ``rewards``: names of the attached
+    rewards; ``problems``: reasons why nothing has changed (empty: the change is made)."""
 
     request_id: int
     reward_version: int
@@ -51,7 +53,7 @@ class RewardsChanged(Message, frozen=True):
 
 
 class AttachedReward(Record, frozen=True):
-    """A function that scores. ``since``: the version of the rewards that brought it. Its options stay unsaid."""
+    """A reward that scores, without its options. ``since``: version of the rewards that brought it."""
 
     name: str
     function: str
@@ -62,7 +64,7 @@ class AttachedReward(Record, frozen=True):
 
 
 class RewardsListed(Message, frozen=True):
-    """The answer to ``ListRewards``."""
+    """Answer to ``ListRewards``."""
 
     request_id: int
     reward_version: int
@@ -76,11 +78,13 @@ RewardReply = RewardsChanged | RewardsListed
 
 
 class CompletionToScore(Record, frozen=True, array_like=True):
-    """Part of a trajectory that a reward may read. ``prompt``: its place among the prompts of the message;
-    ``token_ids``: int32 in the byte order of this machine, what the policy sampled (all trained segments, joined).
-    Logprobs, version spans and the turns of an environment stay behind: no reward reads them. ``environment_reward``:
-    what its environment returned; ``last_turn``: tokens of the last turn (0: all are);
-    ``tool_calls``: that the model wrote."""
+    """Part of a trajectory that a reward may read.
+
+    ``prompt``: index of its prompt among the prompts of the message; ``token_ids``: tokens that the policy sampled (all
+    trained segments, joined), as int32 in the byte order of this machine; ``environment_reward``: reward that its
+    environment returned; ``last_turn``: number of tokens of the last turn (0: the completion has one turn);
+    ``tool_calls``: number of tool calls that the model wrote. Logprobs, version spans and the turns of an environment
+    are not sent: no reward reads them."""
 
     prompt: int
     group_id: int
@@ -94,8 +98,8 @@ class CompletionToScore(Record, frozen=True, array_like=True):
 
 
 class ScoreGroup(Record, frozen=True, array_like=True):
-    """Score these completions; more than one where a function scores whole groups. ``reward_version``: which set of
-    functions does it. ``rank``: of several that wait, the smallest goes first."""
+    """Order to score completions; several where a function scores whole groups. ``reward_version``: version of the set
+    of functions that scores; ``rank``: rank of the order among those that wait, the smallest begins first."""
 
     order_id: int
     completions: tuple[CompletionToScore, ...]
@@ -104,29 +108,29 @@ class ScoreGroup(Record, frozen=True, array_like=True):
 
 
 class ScoreGroups(Message, frozen=True):
-    """Order to score the groups that came together since the last message, best rank first. Each group is answered when
-    it is scored; ``prompts``: of all of them, each once."""
+    """Orders that the reward stage gathered since its last message, the smallest rank first. Each group is answered
+    when it is scored. ``prompts``: prompts of all groups, each once."""
 
     groups: tuple[ScoreGroup, ...]
     prompts: tuple[Prompt, ...]
 
 
 class LoadRewardSet(Message, frozen=True):
-    """Load a set of functions beside the ones that are there. Orders of an older version may still be on their way."""
+    """Order to load a set of functions beside the loaded sets, for which more orders may still come."""
 
     reward_version: int
     rewards: tuple[Reward, ...]
 
 
 class CloseRewardSet(Message, frozen=True):
-    """Order to end a version once its orders are answered: no more of them will come."""
+    """Order to close the functions of a version once its orders are answered: no more orders of this version come."""
 
     reward_version: int
 
 
 class RememberLimits(Message, frozen=True):
-    """Slowest correct calls so far, in seconds, by reward and key: of other workers, and of this one before it was
-    replaced. For functions of this version, which are loaded."""
+    """Seconds of the slowest correct calls by reward and key, as other workers and predecessors of this worker observed
+    them. Functions of ``reward_version`` are loaded when it is sent."""
 
     reward_version: int
     slowest_s: dict[str, dict[str, float]]
@@ -136,14 +140,18 @@ RewardOrder = ScoreGroups | LoadRewardSet | CloseRewardSet | RememberLimits
 
 
 class RewardWorkerReady(Message, frozen=True):
-    """First message of a reward worker (again after a restart)."""
+    """First message of a reward worker, and of each successor after a restart."""
 
     worker: int
 
 
 class SampleReward(Record, frozen=True):
-    """The reward of one trajectory, which the stage still has; or ``kind``: it failed (see ``RewardFailure``).
-    ``environment_weight``: of what its environment returned, in ``reward``."""
+    """Reward of one trajectory, or its failure; the reward stage still has the trajectory itself.
+
+    ``parts``: values of the functions and of their named parts, without weights; ``seconds``: longest call, with its
+    wait; ``kind``: kind of the failure, None for a reward; ``function``, ``message`` and ``policy``: fields of
+    ``RewardFailure``; ``separate``: weight and value of each function by its name, where values are compared
+    separately; ``environment_weight``: weight in ``reward`` of the reward that the environment returned."""
 
     reward: float = 0.0
     parts: dict[str, float] = {}
@@ -158,21 +166,21 @@ class SampleReward(Record, frozen=True):
 
 
 class GroupScored(Record, frozen=True, array_like=True):
-    """One reward or failure for each trajectory of the order, in the same order."""
+    """Answer to a ``ScoreGroup``, with one reward or failure for each of its completions, in the same order."""
 
     order_id: int
     rewards: tuple[SampleReward, ...]
 
 
 class GroupsScored(Message, frozen=True):
-    """Groups scored since the last message. ``notice``: what a person should know about how they were."""
+    """Groups scored since the last message. ``notice``: warning about the completions for the user of the run."""
 
     groups: tuple[GroupScored, ...]
     notice: str = ""
 
 
 class RewardSetLoaded(Message, frozen=True):
-    """Answer to ``LoadRewardSet``. ``problems``: why it cannot be used; it is as if it had never come."""
+    """Answer to ``LoadRewardSet``. ``problems``: reasons why the set cannot be used; nothing of it is loaded then."""
 
     reward_version: int
     per_group: bool = False
@@ -180,7 +188,7 @@ class RewardSetLoaded(Message, frozen=True):
 
 
 class LimitsLearnt(Message, frozen=True):
-    """Correct calls of functions of this version that were slower than all before, in seconds, by reward and key."""
+    """Seconds of correct calls that were slower than all before them, by reward and key."""
 
     reward_version: int
     slowest_s: dict[str, dict[str, float]]

@@ -1,5 +1,9 @@
-"""``rewards.msgpack`` of a checkpoint: what scored, changed live or not, and the time limits that were learnt. A run
-that is resumed writes what it begins with into its own directory, under the same name."""
+"""``rewards.msgpack`` of a checkpoint: the rewards that scored, changed live or not, and the observations behind
+adaptive time limits.
+
+The controller writes the file into each checkpoint and reads it when it starts. The command of a run checks the file
+of the checkpoint that it resumes, and writes the rewards that the resumed run begins with into the run directory, under
+the same name."""
 
 from __future__ import annotations
 
@@ -19,8 +23,9 @@ REWARDS_SCHEMA = 1
 
 
 class RewardsSnapshot(Record, frozen=True):
-    """``rewards``: what scores. ``of_recipe``: what the recipe says. ``since``: the version that brought each one, by
-    name; ``slowest_s``: of its correct calls by key, for the adaptive time limits."""
+    """Rewards of a run at one moment. ``rewards``: rewards that score; ``of_recipe``: rewards of the recipe; ``since``:
+    reward version that brought each reward, by name; ``slowest_s``: seconds of the slowest correct call, by reward and
+    by key of its adaptive time limits."""
 
     reward_version: int
     rewards: tuple[Reward, ...]
@@ -42,12 +47,12 @@ def fresh_rewards(recipe: Recipe) -> RewardsSnapshot:
 
 
 def rewards_file(snapshot: RewardsSnapshot) -> dict[str, bytes]:
-    """The file by its name."""
-    return {REWARDS_FILE: msgspec.msgpack.encode(_written(snapshot))}
+    """Name and content of the file."""
+    return {REWARDS_FILE: msgspec.msgpack.encode(_all_fields(snapshot))}
 
 
-def _written(snapshot: RewardsSnapshot) -> Mapping[str, object]:
-    # Defaults too: another version of streamrl may have others.
+def _all_fields(snapshot: RewardsSnapshot) -> Mapping[str, object]:
+    # Fields that have their default are written too: another version of streamrl may have other defaults.
     return structs.asdict(snapshot) | {
         name: [structs.asdict(reward) for reward in rewards]
         for name, rewards in (("rewards", snapshot.rewards), ("of_recipe", snapshot.of_recipe))
@@ -55,8 +60,8 @@ def _written(snapshot: RewardsSnapshot) -> Mapping[str, object]:
 
 
 def read_rewards_file(directory: Path) -> RewardsSnapshot | None:
-    """Read the rewards in ``directory``; None where it was written without. Raises ``StreamRLError`` for a file that
-    this version cannot read."""
+    """Read the rewards in ``directory``; None: it has no such file. Raises ``StreamRLError`` for a file that this
+    version of streamrl cannot read."""
     path = directory / REWARDS_FILE
     try:
         content = path.read_bytes()
@@ -73,9 +78,12 @@ def read_rewards_file(directory: Path) -> RewardsSnapshot | None:
 
 
 def resumed_rewards(recipe: Recipe, snapshot: RewardsSnapshot, checkpoint: Path) -> RewardsSnapshot:
-    """Return the rewards of a run of ``recipe`` that resumes from ``checkpoint``: those that scored when it was
-    written, where the run had changed them, or those of the recipe. Raises ``RecipeError`` where both have changed.
-    Versions go on, so each names one set in all lives of the run."""
+    """Return the rewards of a run of ``recipe`` that resumes from ``snapshot``. ``checkpoint``: directory, for the
+    error.
+
+    Where the run had changed its rewards, the changed rewards score again; otherwise the rewards of the recipe score.
+    Raises ``RecipeError`` where both have changed. Version numbers continue, so a version names one set of rewards in
+    all lives of the run."""
     if recipe.checkpoint.rewards is ResumedRewards.RECIPE or snapshot.rewards == snapshot.of_recipe:
         rewards = recipe.rewards
         of_recipe = recipe.rewards
@@ -90,11 +98,13 @@ def resumed_rewards(recipe: Recipe, snapshot: RewardsSnapshot, checkpoint: Path)
             'recipe\'s by checkpoint.advanced.rewards = "recipe"'
         )
     version = snapshot.reward_version + (rewards != snapshot.rewards)
-    same = {reward.label for reward in rewards if reward in snapshot.rewards}
+    unchanged = {reward.label for reward in rewards if reward in snapshot.rewards}
+    since = {reward.label: version for reward in rewards}
+    since |= {name: snapshot.since.get(name, version) for name in unchanged}
     return RewardsSnapshot(
         reward_version=version,
         rewards=rewards,
         of_recipe=of_recipe,
-        since={r.label: snapshot.since.get(r.label, version) if r.label in same else version for r in rewards},
-        slowest_s={name: found for name, found in snapshot.slowest_s.items() if name in same},
+        since=since,
+        slowest_s={name: by_key for name, by_key in snapshot.slowest_s.items() if name in unchanged},
     )

@@ -1,9 +1,10 @@
-"""Scoring of trajectories: arguments, values, weights. A reward is a value that user code returned.
+"""Scoring of trajectories: arguments of the calls, and the reward of a sample from the values of the functions.
 
-The reward is ``sum(weight * value)`` over the functions that apply, or what the recipe's own function makes of the
-values. A function that returns None does not apply to that sample and contributes nothing; where none applies there is
-no reward, so the sample fails (``wrong_type``, "not applicable"). A function that fails fails the sample: the first
-failure, in the order of the recipe, is recorded. A shadow function does neither."""
+A ``RewardSet`` calls it for each order: in the reward worker, or in the process of a command. The reward of a sample is
+``sum(weight * value)`` over the functions that apply, or the result of the recipe's own combining function. A function
+that returns None does not apply to the sample and contributes nothing; where no function applies there is no reward, so
+the sample fails (``wrong_type``, "not applicable"). A failure of a function is a failure of the sample: the first one,
+in the order of the recipe, is recorded. A shadow function neither counts nor fails the sample."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Detokenizer(Protocol):
 
 
 class SampleValue(msgspec.Struct, frozen=True):
-    """Result of one reward for one sample: ``checked``, out of a call that may have been about siblings too."""
+    """Result of one reward for one sample. ``checked``: value of the sample; ``call``: result of the call, which is
+    about siblings too where the function scores groups."""
 
     reward: Reward
     checked: CheckedValue
@@ -54,26 +56,27 @@ class SampleValue(msgspec.Struct, frozen=True):
 
     @property
     def value(self) -> float | None:
-        """The reward's value; None: it failed or does not apply. A late value is wrong where the recipe says so."""
+        """The reward's value; None: it failed or does not apply. A late call has the value ``wrong_value`` where the
+        recipe sets ``late_is_wrong``."""
         if self.late_is_wrong:
             return self.reward.wrong_value
         return None if self.checked.failure is not None else total_of(self.reward, self.checked)
 
     @property
     def late_is_wrong(self) -> bool:
-        """Return whether it ran out of time, and the recipe counts that as an answer that is wrong."""
+        """Return whether the call ran out of time and the recipe counts a late call as a wrong answer."""
         failure = self.checked.failure
         return self.reward.late_is_wrong and failure is not None and failure.kind is RewardFailureKind.TIMED_OUT
 
     @property
     def failure(self) -> CallFailure | None:
-        """Failure of this reward, for which the sample has none; None: there is no failure."""
+        """Failure of this reward, which is a failure of the sample; None: no failure."""
         return None if self.late_is_wrong else self.checked.failure
 
 
 class SampleTexts:
     """The sampled tokens of the completions of one order, and the texts of their last turns, decoded once.
-    ``prompts``: of the whole message."""
+    ``prompts``: prompts of the message to which the order belongs."""
 
     def __init__(
         self, completions: Sequence[CompletionToScore], prompts: Sequence[Prompt], tokenizer: Detokenizer
@@ -81,9 +84,12 @@ class SampleTexts:
         self.completions = completions
         self.prompts = prompts
         self.token_ids = [_tokens_of(completion) for completion in completions]
-        self._turns = [ids[-one.last_turn :] for ids, one in zip(self.token_ids, completions, strict=True)]
-        self.texts = [tokenizer.decode(ids) for ids in self._turns]
-        self._whole_texts: list[str] = []  # with special tokens, once they are asked for
+        self._last_turns = [
+            token_ids[-completion.last_turn :]  # 0: all
+            for token_ids, completion in zip(self.token_ids, completions, strict=True)
+        ]
+        self.texts = [tokenizer.decode(token_ids) for token_ids in self._last_turns]
+        self._special_texts: list[str] = []  # texts with special tokens, decoded when a function needs them
         self._tokenizer = tokenizer
 
     def prompt_of(self, member: int) -> Prompt:
@@ -91,11 +97,14 @@ class SampleTexts:
         return self.prompts[self.completions[member].prompt]
 
     def completion(self, signature: RewardSignature, members: Sequence[int]) -> Any:
-        """The text of one completion, or a list of those of a group: in a chat as TRL gives them, each a list of one
-        message."""
-        if signature.special_tokens and not self._whole_texts:
-            self._whole_texts = [self._tokenizer.decode(self._inner_tokens(i), False) for i in range(len(self.texts))]
-        all_texts = self._whole_texts if signature.special_tokens else self.texts
+        """The text of one completion, or the list of the texts of a group. In a chat each entry of the list is a list
+        of one message, as TRL passes them."""
+        all_texts = self.texts
+        if signature.special_tokens:
+            if not self._special_texts:
+                places = range(len(self.texts))
+                self._special_texts = [self._tokenizer.decode(self._inner_tokens(i), False) for i in places]
+            all_texts = self._special_texts
         texts = [all_texts[member] for member in members]
         if not signature.per_group:
             return texts[0]
@@ -104,39 +113,44 @@ class SampleTexts:
         return [[{"role": "assistant", "content": text}] for text in texts]
 
     def special_tokens(self) -> list[str]:
-        """The special tokens that completions have, without those that ended them."""
+        """The special tokens that completions have, without the tokens that ended completions."""
         special = self._tokenizer.special_token_ids
-        found = set().union(*(special.intersection(self._inner_tokens(i)) for i in range(len(self.texts))))
-        return [self._tokenizer.decode(token_array([token_id]), False) for token_id in sorted(found)]
+        sampled: set[int] = set()
+        for member in range(len(self.texts)):
+            sampled.update(special.intersection(self._inner_tokens(member)))
+        return [self._tokenizer.decode(token_array([token_id]), False) for token_id in sorted(sampled)]
 
     def _inner_tokens(self, member: int) -> TokenArray:
-        token_ids = self._turns[member]
-        ended = self.completions[member].finish_reason is not FinishReason.LENGTH and len(token_ids) > 0
-        return token_ids[:-1] if ended and token_ids[-1] in self._tokenizer.special_token_ids else token_ids
+        """Tokens of the last turn, without the special token that ended it."""
+        token_ids = self._last_turns[member]
+        if self.completions[member].finish_reason is FinishReason.LENGTH or len(token_ids) == 0:
+            return token_ids
+        return token_ids[:-1] if token_ids[-1] in self._tokenizer.special_token_ids else token_ids
 
     def arguments(self, signature: RewardSignature, members: Sequence[int]) -> dict[str, Any] | CallFailure:
         """Keyword arguments of a call about ``members``, which share a prompt."""
         prompt = self.prompt_of(members[0])
-        wanted = signature.provided
+        names = signature.provided
         provided: dict[str, Any] = {}
-        if wanted:
-            if "prompt_id" in wanted:
+        if names:
+            if "prompt_id" in names:
                 provided["prompt_id"] = prompt.prompt_id
-            if "prompt" in wanted or "prompts" in wanted:
-                text = prompt.columns.get("prompt")
-                shown = text if isinstance(text, str) else self._tokenizer.decode(prompt.token_ids)
-                provided["prompt"] = shown
-                provided["prompts"] = shown if (chat := _chat_of(prompt)) is None else chat
-            if "token_ids" in wanted or "completion_ids" in wanted:
+            if "prompt" in names or "prompts" in names:
+                column = prompt.columns.get("prompt")
+                text = column if isinstance(column, str) else self._tokenizer.decode(prompt.token_ids)
+                chat = _chat_of(prompt)
+                provided["prompt"] = text
+                provided["prompts"] = text if chat is None else chat
+            if "token_ids" in names or "completion_ids" in names:
                 lists = [self.token_ids[member].tolist() for member in members]
                 provided["token_ids"] = provided["completion_ids"] = lists if signature.per_group else lists[0]
-            if "finish_reason" in wanted:
+            if "finish_reason" in names:
                 reasons = [self.completions[member].finish_reason.value for member in members]
                 provided["finish_reason"] = reasons if signature.per_group else reasons[0]
             for name in ("environment_reward", "tool_calls"):
-                if name in wanted:
-                    given = [getattr(self.completions[member], name) for member in members]
-                    provided[name] = given if signature.per_group else given[0]
+                if name in names:
+                    values = [getattr(self.completions[member], name) for member in members]
+                    provided[name] = values if signature.per_group else values[0]
         return choose_arguments(signature, prompt.columns, provided)
 
     def groups(self) -> list[list[int]]:
@@ -148,8 +162,12 @@ class SampleTexts:
 
 
 def _chat_of(prompt: Prompt) -> list[Any] | None:
-    """The messages of a prompt that is a chat."""
-    return next((m for name in ("messages", "prompt") if isinstance(m := prompt.columns.get(name), list)), None)
+    """The messages of a prompt that is a chat; None: the prompt is a text."""
+    for name in ("messages", "prompt"):
+        column = prompt.columns.get(name)
+        if isinstance(column, list):
+            return column
+    return None
 
 
 def _tokens_of(completion: CompletionToScore) -> TokenArray:
@@ -161,64 +179,68 @@ def _tokens_of(completion: CompletionToScore) -> TokenArray:
 def choose_arguments(
     signature: RewardSignature, columns: Mapping[str, Any], provided: Mapping[str, Any]
 ) -> dict[str, Any] | CallFailure:
-    """Keyword arguments of one call. A name that is provided always means ours, whatever columns there are, and a
-    column with the name of the first parameter is not passed. Columns are copied: a function may change what it got."""
+    """Keyword arguments of one call. A provided name takes precedence over a column of the same name, and a column with
+    the name of the first parameter is not passed. Columns are copied: a function may change its arguments."""
     missing = [name for name in signature.columns if not column_of(columns, name)]
     if missing:
         return CallFailure(RewardFailureKind.RAISED, f"the prompt {missing_column(missing[0], signature.name)}")
-    asked = (*signature.columns, *signature.optional_columns)
+    names = [*signature.columns, *signature.optional_columns]
     if signature.wants_all:
-        ours = (*PROVIDED_OF_GROUPS, "prompt", "completion") if signature.per_group else PROVIDED[1:]
-        asked = (*asked, *(name for name in columns if name not in ours))
-    arguments = {
-        name: copied(value)
-        for name in asked
-        if name != signature.first and name not in signature.bound
-        for value in column_of(columns, name)
-    }
+        # ``PROVIDED[1:]``: a function of one completion may take the column "prompt" as it is.
+        reserved = (*PROVIDED_OF_GROUPS, "prompt", "completion") if signature.per_group else PROVIDED[1:]
+        names += [name for name in columns if name not in reserved]
+    excluded = {signature.first, *signature.bound}
+    arguments = {name: copied(value) for name in names if name not in excluded for value in column_of(columns, name)}
     arguments.update({name: provided[name] for name in signature.provided})
     return arguments
 
 
 def copied(value: Any) -> Any:
-    """A value that a function may change without anybody else seeing it."""
+    """A copy of ``value``, which a function may change; ``value`` itself where its type is immutable."""
     return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
 
 
-def combine(values: Sequence[SampleValue], *, own: CallResult | None = None, separate: bool = False) -> SampleReward:
-    """The reward of one sample: of the functions, in the order of the recipe. ``own``: what the recipe's combining
-    function made of their values; ``separate``: each is compared with its siblings' alone. ``parts`` holds the
-    values as returned, without weights; ``seconds`` is the longest call with the time that it waited (functions
-    run side by side)."""
+def combine(
+    values: Sequence[SampleValue], *, combined: CallResult | None = None, separate: bool = False
+) -> SampleReward:
+    """The reward of one sample from the values of its functions, in the order of the recipe.
+
+    ``combined``: result of the recipe's own combining function, if it has one; ``separate``: the trainer compares each
+    function's value with the values of siblings separately. ``parts`` of the reward are the values as returned, without
+    weights; ``seconds`` is the longest call with its wait (functions run side by side)."""
     trained = [value for value in values if not value.reward.shadow]
     for value in trained:
         if (failure := value.failure) is not None:
             return _failure(values, value.reward.label, failure, policy_of(value))
-    applicable = [(value.reward, v) for value in trained if (v := value.value) is not None]
-    total = _total(applicable, own)
+    applicable = [(value.reward, number) for value in trained if (number := value.value) is not None]
+    total = _total(applicable, combined)
     if isinstance(total, CallFailure):
-        name = ", ".join(value.reward.label for value in trained) if own is None else "combine"
+        name = ", ".join(value.reward.label for value in trained) if combined is None else "combine"
         return _failure(values, name, total, _strictest(trained))
+    separate_values: dict[str, tuple[float, float]] = {}
+    if separate:
+        separate_values = {reward.label: (reward.weight, number) for reward, number in applicable}
+    environment_weights = [reward.weight for reward, _ in applicable if reward.function == ENVIRONMENT_REWARD]
     return SampleReward(
         reward=total,
         parts=_parts(values),
         seconds=_seconds(values),
         calls=_calls(values),
-        separate={reward.label: (reward.weight, v) for reward, v in applicable} if separate else {},
-        environment_weight=sum((one.weight for one, _ in applicable if one.function == ENVIRONMENT_REWARD), 0.0),
+        separate=separate_values,
+        environment_weight=sum(environment_weights, 0.0),
     )
 
 
-def _total(applicable: Sequence[tuple[Reward, float]], own: CallResult | None) -> float | CallFailure:
+def _total(applicable: Sequence[tuple[Reward, float]], combined: CallResult | None) -> float | CallFailure:
     if not applicable:
         return CallFailure(RewardFailureKind.WRONG_TYPE, "not applicable: every reward function returned None")
-    if own is not None:
-        (made,) = own.values
-        if made.failure is not None:
-            return made.failure
-        if made.value is None:
+    if combined is not None:
+        (checked,) = combined.values
+        if checked.failure is not None:
+            return checked.failure
+        if checked.value is None:
             return CallFailure(RewardFailureKind.WRONG_TYPE, "returned no number: a combining function must")
-        return made.value
+        return checked.value
     total = sum(reward.weight * value for reward, value in applicable)
     if not math.isfinite(total):
         return CallFailure(RewardFailureKind.NOT_FINITE, f"the weighted sum of the rewards is {total}")
@@ -226,13 +248,13 @@ def _total(applicable: Sequence[tuple[Reward, float]], own: CallResult | None) -
 
 
 def policy_of(value: SampleValue) -> FailurePolicy:
-    """Policy of the recipe for this failure."""
+    """Policy of the recipe for the failure of ``value``."""
     failure = value.failure
     return value.reward.failure_policy(late=failure is not None and failure.kind is RewardFailureKind.TIMED_OUT)
 
 
 def _parts(values: Sequence[SampleValue]) -> dict[str, float]:
-    """Values as returned, by name; also those of shadows."""
+    """Values of all functions and of their parts, as returned, by name; shadow functions included."""
     parts: dict[str, float] = {}
     for value in values:
         if (total := value.value) is not None:
@@ -243,7 +265,7 @@ def _parts(values: Sequence[SampleValue]) -> dict[str, float]:
 
 
 def column_failure(failure: CallFailure, count: int) -> CallResult:
-    """The result of a call that could not be made."""
+    """Result of a call that could not be made, because of ``failure``."""
     return CallResult(failed(failure.kind, failure.message, count))
 
 

@@ -1,4 +1,7 @@
-"""Values or failures of what reward functions return. Pure; nothing here raises for what user code returned."""
+"""Checks of what reward functions return: each return value becomes a finite value or a failure. Pure.
+
+The process that runs a function checks the function's return value: the reward worker for trusted functions, a call
+process for all others. Nothing here raises for what user code returned."""
 
 from __future__ import annotations
 
@@ -12,19 +15,19 @@ import msgspec
 from streamrl.base.printable import printable
 from streamrl.base.types import RewardFailureKind
 
-_LONGEST_NAME = 100  # maximum length of a part's name (it becomes a metric name)
+_LONGEST_NAME = 100  # characters of a part's name, which becomes the name of a metric
 
 
 class CallFailure(msgspec.Struct, frozen=True, array_like=True):
-    """Reason for which a call gave no value."""
+    """Reason why a call gave no value."""
 
     kind: RewardFailureKind
     message: str
 
 
 class CheckedValue(msgspec.Struct, frozen=True, array_like=True):
-    """Result of one function for one sample: a finite ``value``, finite named ``parts``, a ``failure``, or none of
-    them: not applicable."""
+    """Result of one function for one sample: a finite ``value``, finite named ``parts``, or a ``failure``. Without all
+    three the function does not apply to the sample."""
 
     value: float | None = None
     parts: dict[str, float] = {}
@@ -36,7 +39,7 @@ NOT_APPLICABLE = CheckedValue()
 
 class CallResult(msgspec.Struct, frozen=True):
     """Result of one call: one value for each completion. ``seconds``: wall time inside of the function; ``waited_s``:
-    between the request and the start of the call; ``limit_s``: its time limit."""
+    seconds between the request and the start of the call; ``limit_s``: time limit of the call."""
 
     values: tuple[CheckedValue, ...]
     seconds: float = 0.0
@@ -50,22 +53,22 @@ def failed(kind: RewardFailureKind, message: str, count: int = 1) -> tuple[Check
 
 
 def check_returned(returned: Any, count: int, *, per_group: bool) -> tuple[CheckedValue, ...]:
-    """``count`` checked values from what one call returned."""
+    """``count`` checked values from the return value of one call."""
     if not per_group:
         return (check_value(returned),)
-    returned = _as_list(returned)
-    if not isinstance(returned, (list, tuple)):
-        message = f"returned {_type_name(returned)}: a group function returns a list with one value for each completion"
-    elif len(returned) != count:
-        message = f"returned {len(returned)} values for {count} completions"
+    values = _as_list(returned)
+    if not isinstance(values, (list, tuple)):
+        message = f"returned {_type_name(values)}: a group function returns a list with one value for each completion"
+    elif len(values) != count:
+        message = f"returned {len(values)} values for {count} completions"
     else:
-        return tuple(check_value(value) for value in returned)
+        return tuple(check_value(value) for value in values)
     return failed(RewardFailureKind.WRONG_TYPE, message, count)
 
 
 def check_value(value: Any) -> CheckedValue:
-    """A finite float, or finite named parts, from what a function returned for one sample: a number (bool and NumPy
-    scalars too), a mapping of names to numbers, or None."""
+    """A finite float, finite named parts, or a failure, from the return value of a function for one sample. Valid
+    return values are a number (bool and NumPy scalars too), a mapping of names to numbers, and None."""
     if type(value) is float and math.isfinite(value):  # the usual case
         return CheckedValue(value)
     if value is None:
@@ -73,23 +76,25 @@ def check_value(value: Any) -> CheckedValue:
     if isinstance(value, Mapping):
         return _check_parts(value)
     number = _number(value)
-    return CheckedValue(failure=number) if isinstance(number, CallFailure) else CheckedValue(number)
+    if isinstance(number, CallFailure):
+        return CheckedValue(failure=number)
+    return CheckedValue(number)
 
 
 def _check_parts(value: Mapping[Any, Any]) -> CheckedValue:
-    """The parts that apply. One part that is no value fails them all: a sum without it would be another reward."""
+    """The parts that apply. One part that is no number fails them all: a sum without it would be another reward."""
     parts: dict[str, float] = {}
     try:
         items = list(value.items())
     except Exception as error:  # noqa: BLE001 - a user's mapping class may raise anything
         message = f"returned {_type_name(value)} that cannot be read: {type(error).__name__}"
         return CheckedValue(failure=CallFailure(RewardFailureKind.WRONG_TYPE, message))
-    for given, part in items:
-        name = _part_name(given)
+    for key, part in items:
+        name = _part_name(key)
         if name is None:
             message = (
-                f"returned a part called {_shown(given)}: name parts with strings of UTF-8 without a slash, of at most "
-                f"{_LONGEST_NAME} characters"
+                f"returned a part called {_printable_repr(key)}: name parts with strings of UTF-8 without a slash, of "
+                f"at most {_LONGEST_NAME} characters"
             )
             return CheckedValue(failure=CallFailure(RewardFailureKind.WRONG_TYPE, message))
         if part is None:
@@ -101,21 +106,25 @@ def _check_parts(value: Mapping[Any, Any]) -> CheckedValue:
     return CheckedValue(parts=parts)
 
 
-def _part_name(given: Any) -> str | None:
-    """A plain string, also of a subclass of it, which does not travel; None: it is no name."""
-    name = str.__str__(given) if isinstance(given, str) else "/"
-    return None if "/" in name or len(name) > _LONGEST_NAME or name != printable(name) else name
+def _part_name(key: Any) -> str | None:
+    """The name of a part as a plain string; None: ``key`` is no valid name."""
+    if not isinstance(key, str):
+        return None
+    name = str.__str__(key)  # an instance of a subclass of str cannot be sent to another process
+    if "/" in name or len(name) > _LONGEST_NAME or name != printable(name):
+        return None
+    return name
 
 
-def _shown(given: Any) -> str:
+def _printable_repr(value: Any) -> str:
     try:
-        return printable(f"{given!r:.60}")
+        return printable(f"{value!r:.60}")
     except Exception:  # noqa: BLE001 - a user's __repr__ may raise anything
-        return _type_name(given)
+        return _type_name(value)
 
 
 def _as_list(value: Any) -> Any:
-    """Return the lists and numbers of an array or a tensor; everything else as it is."""
+    """Return the lists and numbers of an array or a tensor; return any other value as it is."""
     try:
         return value.tolist() if hasattr(value, "tolist") else value
     except Exception:  # noqa: BLE001 - a user's class may raise anything

@@ -1,2 +1,2 @@
-"""The controller, which carries out what control decides; trainer ranks, checkpoints, what a step says of itself. All
-else that the controller needs comes in by constructor (``parts``) from ``launch``."""
+"""The controller, which carries out the actions of control, with trainer ranks, checkpoints and metrics of a step.
+``launch`` makes all other parts that the controller needs, and passes them to its constructor."""

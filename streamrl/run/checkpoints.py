@@ -1,4 +1,7 @@
-"""Retention of checkpoints: names them, moves ``latest``, and forgets those that need not be kept."""
+"""The checkpoints of a run: their names, the link ``latest``, and the removal of those that no rule keeps.
+
+The controller process saves through ``CheckpointKeeper``; the trainer ranks write the model itself. ``read_fork_point``
+is called at the start of a run that begins from another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -23,25 +26,25 @@ from streamrl.run.trainer_ranks import TrainerRanks
 LATEST = "latest"
 SCORES = "scores.json"
 FORK_POINT = "control.msgpack"
-"""File of a checkpoint with what another run needs of control to go on from it."""
+"""File of a checkpoint with the state of control, from which another run can go on."""
 
 
 class ForkPoint(Record, frozen=True):
-    """All of control as it was at a checkpoint, with the prompts that it names."""
+    """The state of control at a checkpoint, with the prompts that it names."""
 
     control: Snapshot
     prompts: tuple[Prompt, ...]
 
 
 def fork_point(control: Snapshot, store: TrajectoryStore) -> dict[str, bytes]:
-    """The file by its name."""
+    """Return the content of the file ``FORK_POINT`` by its name."""
     prompts = tuple(store.prompts[prompt_id] for prompt_id in sorted(prompts_needed(control.state)))
     return {FORK_POINT: OneFrameCodec[ForkPoint](ForkPoint).encode(ForkPoint(control=control, prompts=prompts))}
 
 
 def read_fork_point(checkpoint: Path) -> ForkPoint | None:
-    """Read the state of control in ``checkpoint``; None where it was written without. Raises ``StreamRLError`` for a
-    file that this version cannot read."""
+    """Read the state of control in ``checkpoint``; None where the checkpoint has none. Raises ``StreamRLError`` for a
+    file that this version of streamrl cannot read."""
     path = checkpoint / FORK_POINT
     if not path.exists():
         return None
@@ -56,10 +59,9 @@ def read_fork_point(checkpoint: Path) -> ForkPoint | None:
 def to_forget(
     written: Sequence[int], scores: Mapping[int, float], *, keep: int, keep_best: int, keep_every: int
 ) -> set[int]:
-    """Versions of ``written`` (oldest first, each once) that none of the three rules keeps.
-
-    Kept: the last ``keep`` (at least 1); the ``keep_best`` with the highest score, of equal ones the newest; multiples
-    of ``keep_every`` (0: none)."""
+    """Return the versions of ``written`` (oldest first, each once) that no rule keeps. Three rules keep versions: the
+    last ``keep`` (at least 1); the ``keep_best`` with the highest score, newer ones first where scores are equal; and
+    multiples of ``keep_every`` (0: no version)."""
     scored = [version for version in written if version in scores]
     best = sorted(scored, key=lambda version: (scores[version], version), reverse=True)[:keep_best]
     permanent = [version for version in written if keep_every and version % keep_every == 0]
@@ -69,11 +71,14 @@ def to_forget(
 class CheckpointKeeper:
     """The checkpoints of one run in ``directory``: ``step-N`` of version N, the link ``latest``, held-out scores.
 
-    Goes on with what the directory already holds up to ``held``, the version that the ranks began from or hold now.
-    Newer ones are of a future that was left, because they are damaged or somebody went back: they count for nothing,
-    may be written anew, and go once a version is saved. ``limit``: held-out prompts of the scores that are compared
-    (0: all), which are those of the set ``score``. ``changed`` is called with the versions that are kept, once all of
-    them are durable."""
+    The directory may have checkpoints of earlier lives of the run. Those up to ``held_version`` belong to this run.
+    Newer ones are abandoned: the run went on from an older version, because they are damaged or a user chose to. They
+    are ignored, may be overwritten, and are removed once a version is saved.
+
+    ``held_version``: version that the ranks began from or hold now;
+    ``limit``: number of held-out prompts of the scores that are compared (0: all prompts);
+    ``score``: name of the held-out set of these scores;
+    ``changed``: function that is called with the kept versions, once all of them are durable."""
 
     def __init__(
         self,
@@ -81,7 +86,7 @@ class CheckpointKeeper:
         directory: Path,
         rules: Checkpoint,
         *,
-        held: int,
+        held_version: int,
         limit: int = 0,
         score: str = "",
         changed: Callable[[Sequence[int]], None] = lambda versions: None,
@@ -91,47 +96,52 @@ class CheckpointKeeper:
         self._rules = rules
         self._limit = limit
         self._prefix = f"eval/{score or HELD_OUT}/avg@"
-        self._held = held
-        there = _versions_in(directory)
-        # Where the ranks hold one that was never saved, the newest of its past is what ``latest`` names.
-        past = held if held in there else min(held, _latest_of(directory, there, otherwise=held))
-        self._written = [version for version in there if version <= past]
-        self._left = {version for version in there if version > past}
+        self._held_version = held_version
+        stored = _versions_in(directory)
+        # Where the version of the ranks was never saved, ``latest`` names the newest checkpoint before it.
+        newest = held_version
+        if held_version not in stored:
+            newest = min(held_version, _latest_of(directory, stored, otherwise=held_version))
+        self._written = [version for version in stored if version <= newest]
+        self._abandoned = {version for version in stored if version > newest}
         self._scores = read_scores(directory / SCORES)
         self._saved: set[int] = set()
         self._changed = changed
 
     async def begin(self) -> None:
-        """Have ``latest`` name what the ranks began from: a later life of the controller, whose ranks hold more by
-        then, knows by it which checkpoints are of the future that was left."""
-        if self._held in self._written and (self._directory / LATEST).resolve() != self._path(self._held).resolve():
-            await anyio.to_thread.run_sync(write_link, self._directory / LATEST, self._path(self._held).name)
+        """Move ``latest`` to the version that the ranks began from. A later life of the controller, whose ranks hold a
+        newer version by then, sees by it which checkpoints are abandoned."""
+        path = self._path(self._held_version)
+        latest = self._directory / LATEST
+        if self._held_version in self._written and latest.resolve() != path.resolve():
+            await anyio.to_thread.run_sync(write_link, latest, path.name)
         self._changed(self._written)
 
-    async def save(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
-        """Write ``step-N``, once a version, with the files ``beside`` in it; then move ``latest`` to it and remove what
-        need not be kept. Raises ``StreamRLError`` where it cannot be written."""
+    async def save(self, policy_version: int, sidecar_files: Mapping[str, bytes]) -> None:
+        """Write ``step-N`` with ``sidecar_files`` in it, once for each version; then move ``latest`` to it and remove
+        checkpoints that no rule keeps. Raises ``StreamRLError`` where it cannot be written."""
         if policy_version in self._saved:
             return
-        for leftover in self._directory.glob(".step-*.partial"):  # of a run that was killed while it wrote
+        for leftover in self._directory.glob(".step-*.partial"):  # a run was killed while it wrote them
             await self._forget(leftover)
         path = self._path(policy_version)
-        least = int(self._rules.min_free_gib * (1 << 30))
-        # Through the file system: what control keeps grows with the prompts that wait, a message must not.
-        digests = await anyio.to_thread.run_sync(_leave, path, beside)
-        await self._trainer.save_checkpoint(str(path), policy_version, least, digests)
+        min_free_bytes = int(self._rules.min_free_gib * (1 << 30))
+        # The files reach the ranks through the file system: the state of control grows with the number of waiting
+        # prompts, and a message has a limit.
+        digests = await anyio.to_thread.run_sync(_stage, path, sidecar_files)
+        await self._trainer.save_checkpoint(str(path), policy_version, min_free_bytes, digests)
         await anyio.to_thread.run_sync(write_link, self._directory / LATEST, path.name)
         self._saved.add(policy_version)
         self._written = [version for version in self._written if version != policy_version] + [policy_version]
         await self._prune()
-        for version in sorted(self._left - {policy_version}):
+        for version in sorted(self._abandoned - {policy_version}):
             await self._forget(self._path(version))
-        self._left.clear()
+        self._abandoned.clear()
 
     async def scored(self, policy_version: int, figures: Mapping[str, float], limit: int) -> None:
-        """Take the held-out score of a version, before or after it is saved, from the figures of an evaluation on
-        ``limit`` prompts. One on other prompts says nothing of which is better: that at the end, on all, is of a
-        version that is kept as the last one."""
+        """Note the held-out score of a version, before or after it is saved. ``figures``: figures of an evaluation on
+        ``limit`` prompts. Scores on another number of prompts are ignored, because they cannot be compared. The one at
+        the end of a run, on all prompts, is not needed: its version is kept as the last one."""
         if limit != self._limit:
             return
         names = sorted(name for name in figures if name.startswith(self._prefix))
@@ -149,25 +159,25 @@ class CheckpointKeeper:
         self._written = [version for version in self._written if version not in forgotten]
         self._saved -= forgotten
         self._changed(self._written)
-        self._scores = {v: s for v, s in self._scores.items() if v in self._written or v > self._newest}
+        # A version newer than the newest checkpoint may still be saved.
+        newest = self._written[-1] if self._written else -1
+        self._scores = {
+            version: score for version, score in self._scores.items() if version in self._written or version > newest
+        }
         for version in sorted(forgotten):
             await self._forget(self._path(version))
 
     async def _forget(self, path: Path) -> None:
         await anyio.to_thread.run_sync(partial(shutil.rmtree, path, ignore_errors=True))
 
-    @property
-    def _newest(self) -> int:
-        """Version of the newest checkpoint; anything that may still be saved is newer."""
-        return self._written[-1] if self._written else -1
-
     def _path(self, policy_version: int) -> Path:
         return self._directory / f"step-{policy_version:06d}"
 
 
-def _leave(path: Path, beside: Mapping[str, bytes]) -> dict[str, bytes]:
+def _stage(path: Path, sidecar_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Write ``sidecar_files`` where the ranks pick them up, and return their digests."""
     try:
-        return stage_sidecar(path, beside)
+        return stage_sidecar(path, sidecar_files)
     except OSError as error:
         raise StreamRLError(
             f"checkpoint {str(path)!r}: what control keeps cannot be written ({error}): make room, or mend the disk"
@@ -175,21 +185,23 @@ def _leave(path: Path, beside: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _versions_in(directory: Path) -> list[int]:
-    """Versions that are there, lowest first."""
+    """Return the versions of all checkpoints in ``directory``, lowest first."""
     numbers = [path.name.removeprefix("step-") for path in directory.glob("step-*") if path.is_dir()]
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
-def _latest_of(directory: Path, there: Sequence[int], *, otherwise: int) -> int:
-    """The version that ``latest`` names, where it is one of those that are there."""
+def _latest_of(directory: Path, versions: Sequence[int], *, otherwise: int) -> int:
+    """Return the version that ``latest`` names; ``otherwise`` where that is none of ``versions``."""
     name = (directory / LATEST).resolve().name
-    return next((version for version in there if f"step-{version:06d}" == name), otherwise)
+    return next((version for version in versions if f"step-{version:06d}" == name), otherwise)
 
 
 def read_scores(path: Path) -> dict[int, float]:
-    """Held-out scores by version; none where there is no such file. Raises ``StreamRLError`` for another file."""
+    """Read the held-out scores by version; empty where there is no file. Raises ``StreamRLError`` for another file."""
+    if not path.exists():
+        return {}
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[int, float]) if path.exists() else {}
+        return msgspec.json.decode(path.read_bytes(), type=dict[int, float])
     except UNDECODABLE as error:
         raise StreamRLError(
             f"{path} is not a list of scores ({error}): remove it, and the best are forgotten"

@@ -1,7 +1,9 @@
-"""The async shell around the pure core: outcomes and answers become events, actions become calls.
+"""The main loop of a run: the async shell around ``Control``, which is pure. Outcomes and answers become events for
+``Control``, and its actions become calls.
 
-Everything that may take long (drawing prompts, a step, a push, an evaluation, a checkpoint) is a child of the
-controller's task group and comes back as an event. The loop itself only sends."""
+``launch/run_controller.py`` makes the ``Controller`` and runs it, in the controller process. Everything that may take
+long (drawing prompts, a step, a push, an evaluation, a checkpoint) runs in a child task, which sends an event when it
+is done. The loop itself only sends."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from streamrl.base.stage_messages import (
     TrajectoryOutcome,
     TrajectoryPaused,
 )
-from streamrl.base.types import DropReason, RewardFailure, ScoredTrajectory
+from streamrl.base.types import DropReason, RewardFailure, ScoredTrajectory, TrajectoryId
 from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import EpisodeRunner, Evaluations, Journal, Observer, PromptSource, PushReport, WeightPush
@@ -39,8 +41,12 @@ from streamrl.run.trainer_ranks import TrainerRanks, announcement, close_of
 
 
 class RunRecord(msgspec.Struct, frozen=True):
-    """``control``: from the beginning, from the checkpoint that the run was forked from, or as an earlier life left it
-    (``resumed``)."""
+    """The state from which a controller begins.
+
+    ``control``: state of control: new, from the checkpoint that the run was forked from, or from the journal;
+    ``store``: trajectories and prompts that control's state names;
+    ``journal``: journal, which records everything that happens from now on;
+    ``resumed``: whether ``control`` is from the journal of an earlier life of the run."""
 
     control: Control
     store: TrajectoryStore
@@ -49,9 +55,11 @@ class RunRecord(msgspec.Struct, frozen=True):
 
 
 class Controller:
-    """Runs ``record.control`` against a trainer, a weight push and episodes. ``run`` once. ``save`` writes a
-    checkpoint with what control needs to go on from it, ``saved`` waits for copies of it (None: there are none).
-    ``observers`` see everything, in this order."""
+    """Runs ``record.control`` against a trainer, a weight push and episodes. ``run`` may be called once.
+
+    ``save``: function that writes a checkpoint of a version, with files by name beside the model;
+    ``wait_for_copies``: function that waits until checkpoints are copied (None: they are not copied);
+    ``observers``: observers of all events, actions and outcomes, called in this order."""
 
     def __init__(
         self,
@@ -62,7 +70,7 @@ class Controller:
         sync: WeightPush,
         evaluations: Evaluations,
         save: Callable[[int, Mapping[str, bytes]], Awaitable[None]],
-        saved: Callable[[], Awaitable[None]] | None = None,
+        wait_for_copies: Callable[[], Awaitable[None]] | None = None,
         observers: Sequence[Observer],
         waits: Waits,
     ) -> None:
@@ -75,30 +83,32 @@ class Controller:
         self._sync = sync
         self._evaluations = evaluations
         self._save = save
-        self._saved = saved
+        self._wait_for_copies = wait_for_copies
         self._observers = observers
         self._waits = waits
         self._live: PushReport | None = None
         self._announced: dict[int, WeightAnnouncement] = {}
-        unbounded = float("inf")  # slots bound it, and one answer for each kind of order
+        # The number of slots bounds the events, and there is one open order of each kind at most.
+        unbounded = float("inf")
         self._event_sender, self._events = anyio.create_memory_object_stream[on.ControlEvent](unbounded)
 
     @property
     def state(self) -> RunState:
-        """The state of control."""
+        """State of control."""
         return self._control.state
 
     def stop(self, reason: str) -> None:
-        """Ask for a drain. May be called at any time from the event loop, also twice, also when the run has ended."""
+        """Request a drain. May be called from the event loop at any time, also twice or after the end of the run."""
         self.notify(on.StopRequested(reason=reason))
 
     def notify(self, event: on.ControlEvent) -> None:
-        """Send ``event`` to control, from the event loop; nothing happens where the run has ended."""
+        """Send ``event`` to control, from the event loop. After the end of the run, nothing happens."""
         with suppress(anyio.ClosedResourceError):
             self._event_sender.send_nowait(event)
 
     async def run(self, episodes: EpisodeRunner) -> str:
-        """Make the first version live, train, and return why the run ended. Ends the ranks' batches."""
+        """Make the first version live, train, and return the reason for which the run ended. The trainer ranks end with
+        the run."""
         reason = ""
         async with self._event_sender, self._events, anyio.create_task_group() as children, episodes.running():
             self._sync.on_version_left = partial(
@@ -127,36 +137,42 @@ class Controller:
                 await self._progress()
             for observer in self._observers:
                 observer.end()
-            self._sync.on_version_left = lambda: None  # no evaluation waits for an engine that joins now
+            self._sync.on_version_left = lambda: None  # no evaluation waits for an engine any more
             await self._journal.settled()
-        if self._saved is not None:
-            await self._saved()
-        # Not before the last reward of a dropped trajectory came back: the supervisor misses ranks that ended long ago.
+        if self._wait_for_copies is not None:
+            await self._wait_for_copies()
+        # Only now, when the last reward of a dropped trajectory has come back: the supervisor treats ranks that ended
+        # long before the run as failed.
         await self._trainer.aclose()
         return reason
 
     async def _continue(self, version: int) -> list[do.ControlAction]:
-        """Return what the last controller ordered and was not answered; answers that are known become events first."""
-        # of the recipe, which may have changed since
+        """Return the actions of the last controller that have had no answer. Answers that are known here become events
+        first."""
         state = self.state
+        # The recipe may have a new number of steps; unless it has, a number that was set while the run ran counts.
         steps = self._control.settings.steps
         if steps == state.steering.recipe_steps:
             steps = state.steps
         if state.draining or state.finished or state.steps != steps:
             await self._handle(on.RunContinued(steps=steps))
-        if (evaluated := state.evaluating) is not None and evaluated != version:
-            await self._evaluations.warn_cancelled(evaluated, f"the run was resumed with version {version}")
-            await self._handle(on.EvaluationDone(policy_version=evaluated))
+        # An evaluation of an older version cannot go on: no engine holds that version any more.
+        evaluation = state.evaluating
+        if evaluation is not None and evaluation != version:
+            await self._evaluations.warn_cancelled(evaluation, f"the run was resumed with version {version}")
+            await self._handle(on.EvaluationDone(policy_version=evaluation))
         return self._control.unanswered_orders()
 
     async def _handle(self, event: on.ControlEvent) -> list[do.ControlAction]:
-        """Journal ``event`` and let control decide."""
+        """Record ``event`` in the journal, and return the actions of control."""
         self._journal.on_event(event, self._control)
         for observer in self._observers:
             await observer.on_event(event)
-        batch = groups_in_batch(self.state) if isinstance(event, on.BatchTrained) else ()
+        trained: list[TrajectoryId] = []
+        if isinstance(event, on.BatchTrained):
+            trained = _trajectories_in_batch(self.state)  # control forgets them when it handles the event
         actions = self._control.handle(event)
-        self._store.forget(trajectory for group in batch for trajectory in group.ids)
+        self._store.forget(trained)
         if isinstance(event, on.TrajectoryFailed):
             self._store.forget((event.id,))
         if isinstance(event, on.RunBegan):
@@ -166,7 +182,8 @@ class Controller:
         return actions
 
     async def _perform(self, action: do.ControlAction, episodes: EpisodeRunner, children: TaskGroup) -> str:
-        """Carry out one action. Returns the reason when it is the last one."""
+        """Carry out one action. Return the reason for which the run ends, which is empty unless the action is the last
+        one."""
         for observer in self._observers:
             await observer.on_action(action)
         match action:
@@ -182,16 +199,17 @@ class Controller:
                 episodes.pause(action.ids)
             case do.ResumeTrajectories():
                 episodes.resume(action.ids)
-            case do.PauseEngines():  # before anything is submitted: a running engine would sample it by the old weights
+            case do.PauseEngines():
+                # Awaited before the next action: a running engine would sample its trajectories by the old weights.
                 await self._sync.pause()
             case do.TrainGroupNow():
                 group = self._store.training_group(action.group_id, action.batch_id, action.ids, action.temperature)
                 await self._trainer.train_group(group)
             case do.StepOptimizer():
-                await self._journal.settled()  # what is trained must never be sampled again
+                await self._journal.settled()  # a resumed run must never sample again what was trained
                 gather = await self._trainer.close_batch(close_of(action))
-                batch = [trajectory for group in groups_in_batch(self.state) for trajectory in group.ids]
-                children.start_soon(self._step, action, gather, self._store.scored(batch))
+                batch = self._store.scored(_trajectories_in_batch(self.state))
+                children.start_soon(self._step, action, gather, batch)
             case do.PublishWeights():
                 children.start_soon(self._publish, action)
             case do.Evaluate():
@@ -200,16 +218,17 @@ class Controller:
             case do.CancelEvaluation():
                 await self._evaluations.cancel(episodes)
             case do.WriteCheckpoint():
-                beside = fork_point(self._control.snapshot(), self._store)
-                children.start_soon(self._checkpoint, action.policy_version, beside)
+                # Encoded at once: control's state changes while the checkpoint is written.
+                sidecar_files = fork_point(self._control.snapshot(), self._store)
+                children.start_soon(self._checkpoint, action.policy_version, sidecar_files)
             case do.End():
                 if action.error:
                     raise CannotContinue(action.reason)
                 return action.reason
         return ""
 
-    async def _take(self, item: TrajectoryOutcome) -> None:
-        """Report to control what became of a trajectory, unless control has dropped it."""
+    async def _on_outcome(self, item: TrajectoryOutcome) -> None:
+        """Report the outcome of a trajectory to control, unless control has dropped the trajectory."""
         for observer in self._observers:
             observer.on_outcome(item)
         if isinstance(item, TrajectoryPaused):
@@ -218,7 +237,7 @@ class Controller:
             identity = item.outcome.trajectory.id
             if self.state.buffer.member(identity) is None:
                 self._store.forget((identity,))
-                return  # cancelled while it was scored
+                return  # the trajectory was cancelled while it was scored
             self._store.add(item.outcome)
             self._journal.scored(item.outcome)
         self.notify(event_of(item))
@@ -244,7 +263,7 @@ class Controller:
         prompt = self._store.prompts[action.ids[0].prompt_id]
         size = len(action.ids)
         for trajectory in action.ids:
-            # Not derived from the group: a prompt that is launched again with its seed draws the same completions.
+            # The seed is independent of the group: a prompt that is launched again draws the same completions.
             seed = derive_seed(self._control.settings.seed, prompt.prompt_id, action.seed_base, trajectory.sample)
             order = LaunchTrajectory(
                 id=trajectory,
@@ -252,11 +271,11 @@ class Controller:
                 group_size=size,
                 seed=seed,
                 sampling=action.sampling,
-                done=self._store.done(trajectory),
-                sampled=self._store.whole(trajectory),
-                so_far=self._store.so_far(trajectory),
+                completion_so_far=self._store.completion_so_far(trajectory),
+                sampled_trajectory=self._store.sampled_trajectory(trajectory),
+                episode_so_far=self._store.episode_so_far(trajectory),
             )
-            episodes.launch(order, self._take)
+            episodes.launch(order, self._on_outcome)
 
     async def _step(
         self, action: do.StepOptimizer, gather: Callable[[], Awaitable[list[StepReport]]], batch: list[ScoredTrajectory]
@@ -269,8 +288,9 @@ class Controller:
                 f"trainer ranks reported {[(r.batch_id, r.policy_version) for r in wrong]} for batch "
                 f"{action.batch_id}, version {action.policy_version}"
             )
-        announced = self._announced[action.policy_version] = announcement(reports)
-        self._journal.published(action.policy_version, announced.state_hash)
+        weights = announcement(reports)
+        self._announced[action.policy_version] = weights
+        self._journal.published(action.policy_version, weights.state_hash)
         for observer in self._observers:
             observer.on_trained(action.policy_version, batch, reports[0].metrics)
         await self._event_sender.send(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
@@ -282,7 +302,7 @@ class Controller:
             with self._waits.waiting_for(f"every engine to hold version {policy_version}"):
                 push = self._live = await self._sync.push(self._announced.pop(policy_version))
             await self._trainer.acknowledge(policy_version)
-        else:  # live since this controller began; only engines that were paused for it wait
+        else:  # the version has been live since this controller began, and the engines were only paused
             await self._sync.resume()
         for observer in self._observers:
             await observer.on_weights_live(push, last=action.last)
@@ -292,17 +312,21 @@ class Controller:
         with self._waits.waiting_for(f"the evaluation of version {policy_version}"):
             store = await self._evaluations.run(episodes, self._progress)
         await self._event_sender.send(on.EvaluationDone(policy_version=policy_version))
-        await store()  # a newer version may be published now: it must not wait for the disk
+        await store()  # after the event, because the next version can be published now and need not wait for the disk
 
-    async def _checkpoint(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
+    async def _checkpoint(self, policy_version: int, sidecar_files: Mapping[str, bytes]) -> None:
         with self._waits.waiting_for(f"the checkpoint of version {policy_version}"):
             await self._journal.settled()  # a resumed run must not find a version that its journal does not know
-            await self._save(policy_version, beside)
+            await self._save(policy_version, sidecar_files)
         await self._event_sender.send(on.CheckpointDone(policy_version=policy_version))
 
 
+def _trajectories_in_batch(state: RunState) -> list[TrajectoryId]:
+    return [trajectory for group in groups_in_batch(state) for trajectory in group.ids]
+
+
 def event_of(item: EndedOutcome) -> on.TrajectoryFailed | on.TrajectoryScored:
-    """The event that reports ``item`` to control."""
+    """Return the event that reports ``item`` to control."""
     if isinstance(item, TrajectoryLost):
         reason = DropReason.CANCELLED if item.cancelled else DropReason.ENGINE_FAILED
         return on.TrajectoryFailed(id=item.id, reason=reason, message=item.reason, tokens=item.tokens)

@@ -1,4 +1,5 @@
-"""A plain weight push: the whole version, on every engine. ``engines.push`` pushes to engines that come and go."""
+"""A plain weight push to a fixed set of engines, for a ``Controller`` in one process as in
+``examples/sort/one_process.py``. A run uses ``engines.push``, which pushes to engines that come and go."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from streamrl.contracts import Engine, PushReport
 
 
 class PlainPush:
-    """A ``WeightPush``: every engine stages a version while it samples, then all pause, take it and go on."""
+    """A ``WeightPush``: every engine stages a version while it samples, then all of them pause, commit and resume."""
 
     def __init__(self, engines: Sequence[Engine], *, keep: bool) -> None:
-        """``keep``: requests in flight are frozen during the push and go on; otherwise there are none."""
+        """``keep``: whether requests in flight are frozen during the push and go on; False: none are in flight."""
         self._engines = engines
         self._mode = PauseMode.KEEP if keep else PauseMode.ABORT
         self.on_version_left: Callable[[], object] = lambda: None

@@ -1,4 +1,6 @@
-"""Metrics of one batch: pure functions from scored trajectories to named figures (docs/metrics.md)."""
+"""Metrics of one batch: pure functions from scored trajectories to named figures (docs/metrics.md).
+
+``observe/report`` calls them in the controller process after each step; ``streamrl try`` reports some of them."""
 
 from __future__ import annotations
 
@@ -15,22 +17,30 @@ from streamrl.buffers.slots import staleness
 from streamrl.control.model import RunState
 
 UNSEEN = 0.05
-"""``length/unbiased_mean`` is reported where lengths that were not observed to their end cannot add more than this
-share to it."""
+"""Largest share that lengths which were not observed to their end could add to ``length/unbiased_mean``. The metric is
+not reported above it."""
 
 
 class SampledLength(msgspec.Struct, frozen=True):
-    """One trajectory's sampled tokens. ``whole``: it ended by itself or at the limit."""
+    """Number of sampled tokens of one trajectory.
+
+    ``complete``: whether it ended by itself or at the token limit, and was not stopped before;
+    ``truncated``: whether it ended at the token limit;
+    ``round_kind``: kind of the round that launched it."""
 
     tokens: int
-    whole: bool
+    complete: bool
     truncated: bool
     round_kind: str
 
 
 class StepWindow(msgspec.Struct):
-    """Trajectories that ended since the last step: sampled (whole, or stopped with the tokens until then), trained; and
-    the rewards of the trained ones and of those that were rewarded and then discarded, by kind of round."""
+    """Trajectories that ended since the last step.
+
+    ``sampled``: lengths of all, complete or stopped;
+    ``trained``: lengths of trained ones;
+    ``kept_rewards``: rewards of trained ones by kind of round;
+    ``discarded_rewards``: rewards of dropped ones by kind of round."""
 
     sampled: list[SampledLength] = []
     trained: list[SampledLength] = []
@@ -39,20 +49,24 @@ class StepWindow(msgspec.Struct):
 
 
 class FirstLengths(msgspec.Struct):
-    """Lengths of first attempts since the run began, by number of tokens: ``whole`` ones and those ``stopped`` there;
-    and of all trained samples. ``limit``: tokens that one may have; 0: which ones are stopped depends on how long they
-    would be (siblings race each other), and nothing is counted."""
+    """Lengths of first attempts since the run began.
+
+    ``limit``: token limit of a trajectory; 0: nothing is counted, because the members of a group race each other, so
+    that the length decides which of them is stopped;
+    ``complete``: number of complete attempts by length;
+    ``stopped``: number of stopped attempts by the length at which they were stopped;
+    ``trained_tokens``, ``trained_samples``: sums over all trained samples."""
 
     limit: int
-    whole: Counter[int] = msgspec.field(default_factory=Counter)
+    complete: Counter[int] = msgspec.field(default_factory=Counter)
     stopped: Counter[int] = msgspec.field(default_factory=Counter)
     trained_tokens: int = 0
     trained_samples: int = 0
 
 
 def reward_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
-    """``reward/*`` over trained samples and within groups. A group of one has no deviation: a batch of such groups has
-    neither ``reward/group_std_mean`` nor ``reward/zero_std_ratio``."""
+    """Return ``reward/*`` over trained samples and within groups. A group of one sample has no deviation: a batch of
+    such groups has neither ``reward/group_std_mean`` nor ``reward/zero_std_ratio``."""
     rewards = [s.reward for s in batch]
     deviations = [pstdev([s.reward for s in members]) for members in _groups(batch) if len(members) > 1]
     metrics = {
@@ -74,16 +88,17 @@ def reward_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
 
 
 def part_values(scored: Iterable[ScoredTrajectory]) -> dict[str, list[float]]:
-    """Values of each named part of the rewards, ascending by name."""
+    """Return the values of each named part of the rewards, ascending by name."""
     parts: defaultdict[str, list[float]] = defaultdict(list)
-    for one in scored:
-        for name, value in one.reward_parts.items():
+    for trajectory in scored:
+        for name, value in trajectory.reward_parts.items():
             parts[name].append(value)
     return dict(sorted(parts.items()))
 
 
 def completion_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
-    """``completion/*``: lengths in sampled tokens, and how completions ended; ``environment/*`` where there is one."""
+    """Return ``completion/*``: lengths in sampled tokens, and how completions ended; with ``environment/*`` where the
+    run has an environment."""
     lengths = [s.trajectory.generated_tokens for s in batch]
     reasons = [s.trajectory.finish_reason for s in batch]
     seconds = [s.trajectory.rollout_seconds for s in batch]
@@ -102,36 +117,37 @@ def completion_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
 
 
 def _environment_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
-    """``environment/*``: turns, time between them, and calls of tools; nothing of a run without an environment."""
-    found = [(s.trajectory, e) for s in batch if (e := s.trajectory.environment) is not None]
-    if not found:
+    """Return ``environment/*``: turns, time between turns, and calls of tools; empty without an environment."""
+    trajectories = [scored.trajectory for scored in batch if scored.trajectory.environment is not None]
+    results = [trajectory.environment for trajectory in trajectories if trajectory.environment is not None]
+    if not results:
         return {}
-    turns = [sum(segment.trained for segment in trajectory.segments) for trajectory, _ in found]
-    appended = [sum(len(s.token_ids) for s in trajectory.segments if not s.trained) for trajectory, _ in found]
-    seconds = [environment.seconds for _, environment in found]
+    turns = [sum(segment.trained for segment in trajectory.segments) for trajectory in trajectories]
+    appended = [sum(len(s.token_ids) for s in trajectory.segments if not s.trained) for trajectory in trajectories]
+    seconds = [result.seconds for result in results]
     calls = Counter[str]()
     notes = Counter[str]()
-    for _, environment in found:
-        calls.update(environment.calls)
-        notes.update(environment.notes)
-    limited = sum(trajectory.finish_reason is FinishReason.TURNS for trajectory, _ in found)
-    made = calls.total()
+    for result in results:
+        calls.update(result.calls)
+        notes.update(result.notes)
+    at_turn_limit = sum(trajectory.finish_reason is FinishReason.TURNS for trajectory in trajectories)
+    call_count = calls.total()
     return {
         "environment/turns_mean": fmean(turns),
         "environment/turns_max": float(max(turns)),
-        "environment/turns_limit_ratio": limited / len(found),
+        "environment/turns_limit_ratio": at_turn_limit / len(results),
         "environment/appended_tokens_mean": fmean(appended),
         "environment/seconds_mean": fmean(seconds),
         "environment/seconds_p95": percentile(seconds, 0.95),
-        "environment/calls_mean": made / len(found),
-        "environment/calls_failed_ratio": 1 - (calls["done"] + calls["truncated"]) / made if made else 0.0,
+        "environment/calls_mean": call_count / len(results),
+        "environment/calls_failed_ratio": 1 - (calls["done"] + calls["truncated"]) / call_count if call_count else 0.0,
         **{f"environment/calls/{end}": float(count) for end, count in sorted(calls.items())},
         **{f"environment/notes/{name}": float(count) for name, count in sorted(notes.items())},
     }
 
 
 def staleness_metrics(batch: Sequence[ScoredTrajectory], trained_at: int) -> dict[str, float]:
-    """``async/staleness_*``: ``trained_at`` is the version that the trainer held when it consumed the batch."""
+    """Return ``async/staleness_*``. ``trained_at``: version that the trainer held when it consumed the batch."""
     newest = [staleness(trained_at, s.trajectory.newest_version) for s in batch]
     oldest = [staleness(trained_at, s.trajectory.oldest_version) for s in batch]
     versions = [s.trajectory.newest_version - s.trajectory.oldest_version + 1 for s in batch]
@@ -145,15 +161,17 @@ def staleness_metrics(batch: Sequence[ScoredTrajectory], trained_at: int) -> dic
 
 
 def length_metrics(window: StepWindow, lengths: FirstLengths, *, by_kind: bool) -> dict[str, float]:
-    """``length/*``: what was sampled against what was trained, since the last step (and, for the bias, since the run
-    began). Racing and cutting keep the short ones: this is where it shows. ``by_kind``: also for each kind of round."""
+    """Return ``length/*``: lengths of sampled trajectories and of trained ones since the last step, and the bias of
+    trained lengths since the run began. Races between members of a group prefer short trajectories, and these metrics
+    show it. ``by_kind``: whether each kind of round has metrics of its own, too."""
     metrics = _length_figures("length/sampled_", window.sampled)
-    kinds = {length.round_kind for length in (*window.sampled, *window.trained)} if by_kind else set()
-    for kind in sorted(kinds):
-        for what, lengths_of in (("sampled", window.sampled), ("trained", window.trained)):
-            of_kind = [length for length in lengths_of if length.round_kind == kind]
-            metrics |= _length_figures(f"length/{kind}/{what}_", of_kind)
-    unbiased = unbiased_mean(lengths.whole, lengths.stopped, lengths.limit)
+    if by_kind:
+        for kind in sorted({length.round_kind for length in (*window.sampled, *window.trained)}):
+            sampled = [length for length in window.sampled if length.round_kind == kind]
+            trained = [length for length in window.trained if length.round_kind == kind]
+            metrics |= _length_figures(f"length/{kind}/sampled_", sampled)
+            metrics |= _length_figures(f"length/{kind}/trained_", trained)
+    unbiased = unbiased_mean(lengths.complete, lengths.stopped, lengths.limit)
     if unbiased and lengths.trained_samples:
         metrics["length/unbiased_mean"] = unbiased
         metrics["length/bias"] = lengths.trained_tokens / lengths.trained_samples / unbiased
@@ -161,20 +179,22 @@ def length_metrics(window: StepWindow, lengths: FirstLengths, *, by_kind: bool) 
 
 
 def discard_metrics(window: StepWindow, *, by_kind: bool) -> dict[str, float]:
-    """``reward/discarded_*``: the rewards of what control threw away; ``by_kind``: beside those it kept, for each kind
-    of round."""
+    """Return ``reward/discarded_*``: rewards of trajectories that control dropped. ``by_kind``: whether each kind of
+    round has the mean rewards of its trained and of its dropped trajectories, too."""
     discarded = [reward for rewards in window.discarded_rewards.values() for reward in rewards]
     metrics = {"reward/discarded_samples": float(len(discarded))}
     if discarded:
         metrics["reward/discarded_mean"] = fmean(discarded)
     if by_kind:
-        metrics |= {f"round/{kind}/kept_reward_mean": fmean(kept) for kind, kept in window.kept_rewards.items()}
-        metrics |= {f"round/{kind}/discarded_reward_mean": fmean(r) for kind, r in window.discarded_rewards.items()}
+        metrics |= {f"round/{kind}/kept_reward_mean": fmean(rewards) for kind, rewards in window.kept_rewards.items()}
+        metrics |= {
+            f"round/{kind}/discarded_reward_mean": fmean(rewards) for kind, rewards in window.discarded_rewards.items()
+        }
     return metrics
 
 
 def _length_figures(prefix: str, lengths: Sequence[SampledLength]) -> dict[str, float]:
-    """Mean, 95th percentile and share at the token limit; nothing of no lengths."""
+    """Return mean, 95th percentile and share at the token limit; empty without lengths."""
     tokens = [length.tokens for length in lengths]
     if not tokens:
         return {}
@@ -185,35 +205,38 @@ def _length_figures(prefix: str, lengths: Sequence[SampledLength]) -> dict[str, 
     }
 
 
-def unbiased_mean(whole: Mapping[int, int], stopped: Mapping[int, int], limit: int) -> float:
-    """Mean length that nobody had stopped: the area under the product-limit estimate of the survivors (Kaplan and
-    Meier, JASA 53, 1958). ``whole``, ``stopped``: numbers of trajectories by length in tokens.
+def unbiased_mean(complete: Mapping[int, int], stopped: Mapping[int, int], limit: int) -> float:
+    """Estimate the mean length that completions would have if none were stopped: the area under the product-limit
+    estimate of the survivors (Kaplan and Meier, JASA 53, 1958). ``complete``, ``stopped``: numbers of trajectories by
+    length in tokens.
 
-    A stopped completion counts as longer than it is. 0.0 where that cannot tell the mean: where those that were longer
-    than all whole ones could add more than ``UNSEEN`` of it, if they went on to ``limit``."""
-    at_risk = sum(whole.values()) + sum(stopped.values())
-    if not any(whole.values()):
+    A stopped completion is known to be longer than it is. The result is 0.0 where the data do not determine the mean:
+    where stopped completions that are longer than all complete ones could add more than the share ``UNSEEN`` to it, if
+    they went on to ``limit``."""
+    at_risk = sum(complete.values()) + sum(stopped.values())
+    if not any(complete.values()):
         return 0.0
     surviving = 1.0
     before = 0
     area = 0.0
-    for length in sorted(whole.keys() | stopped.keys()):
+    for length in sorted(complete.keys() | stopped.keys()):
         area += surviving * (length - before)
-        ended = whole.get(length, 0)
-        surviving *= 1 - ended / at_risk
-        at_risk -= ended + stopped.get(length, 0)
+        complete_here = complete.get(length, 0)
+        surviving *= 1 - complete_here / at_risk
+        at_risk -= complete_here + stopped.get(length, 0)
         before = length
     return area if surviving * (limit - before) <= UNSEEN * area else 0.0
 
 
 def waste_metrics(wasted: Mapping[str, int], ended_tokens: int) -> dict[str, float]:
-    """``perf/wasted_*``: tokens that were sampled and not trained since the run began, by drop reason."""
+    """Return ``perf/wasted_*``: tokens that were sampled and not trained since the run began, by drop reason."""
     metrics = {f"perf/wasted_tok_{reason}_total": float(tokens) for reason, tokens in sorted(wasted.items())}
     return metrics | {"perf/wasted_tok_ratio": sum(wasted.values()) / max(ended_tokens, 1)}
 
 
 def control_metrics(state: RunState) -> dict[str, float]:
-    """Count trajectories under way and those dropped until now, with what sized the groups."""
+    """Return counts of open and of dropped trajectories, the figures that decided the group size, and the changes of
+    settings."""
     accounting = state.accounting()
     return {
         "async/inflight": float(accounting.in_flight),
@@ -232,5 +255,9 @@ def _groups(batch: Sequence[ScoredTrajectory]) -> Iterable[list[ScoredTrajectory
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least of ``values`` that ``share`` of them do not exceed (nearest rank). 0.0 for no values."""
-    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)] if values else 0.0
+    """Return the smallest value that is at least as large as ``share`` of all ``values`` (nearest rank); 0.0 without
+    values."""
+    if not values:
+        return 0.0
+    rank = max(math.ceil(share * len(values)) - 1, 0)
+    return sorted(values)[rank]

@@ -1,8 +1,10 @@
-"""Reason for which the run as a whole waits: exactly one at every instant, and for how long.
+"""The reason for which a run waits, exactly one at every instant, and its duration.
 
-A run waits for what the next live version waits for. Where several things go on at once (engines sample the next batch
-while a version is pushed) it is the one without which the others would not help: a batch that is not full yet needs its
-trajectories, and only when nothing more can come for it does it wait for the version that would sample them."""
+The controller process updates it after each event (``observe/report``); the dashboard, ``streamrl top`` and the
+watchdog show it. A run waits for whatever its next version waits for. Where several things go on at once (engines
+sample the next batch while a version is pushed), the reason is the thing without which the others do not help: a batch
+that is not full needs its trajectories, and it waits for the version that samples them only when the live version can
+give it no more."""
 
 from __future__ import annotations
 
@@ -16,15 +18,19 @@ if TYPE_CHECKING:
     from streamrl.control.model import RunState
 
 WAIT_METRICS = "util/wait_reason/"
-"""Beginning of the metrics of ``take``, which end with the reason: for their readers."""
+"""Prefix of the metrics of ``RunWaits.take``; a ``WaitReason`` follows."""
 TAIL_SHARE = 0.25
-"""Fewer running requests than this share of what the engines can run are a tail: most of them stand idle."""
+"""Share of the engines' capacity below which the running requests are a tail: most engines are idle."""
 
 
 class WaitReason(StrEnum):
-    """``tail``: few trajectories still run, and no other can be launched. ``environment``: fewer are sampled than are
-    in their environments, and most engines idle. ``control``: none of the others; what has happened is on its way to
-    control. ``paused``: a person paused launches. ``recovery``: no engine serves, or the run is being restored."""
+    """Reasons to wait, named after the part of the run that is waited for. Some need an explanation.
+
+    ``TAIL``: few trajectories still run, and no other can be launched;
+    ``ENVIRONMENT``: most engines are idle, and more trajectories are in their environments than on engines;
+    ``RECOVERY``: no engine serves, or the run is being restored;
+    ``PAUSED``: a user has paused launches;
+    ``CONTROL``: none of the other reasons, because an event is on its way to control."""
 
     ENGINE_START = "engine_start"
     SAMPLING = "sampling"
@@ -43,9 +49,14 @@ class WaitReason(StrEnum):
 
 
 class ShellView(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that only the shell knows. ``sampling``: trajectories on the engines, those of an evaluation with them;
-    ``environment``: those between two turns; ``scoring``: those without a reward; ``capacity``: how many the engines
-    can run; ``engines``: how many serve; ``recovering``: the run is being restored from its journal."""
+    """Facts that are not in the state of control.
+
+    ``sampling``: number of trajectories on engines, evaluations included;
+    ``scoring``: number of trajectories whose reward is being computed;
+    ``environment``: number of trajectories between two turns;
+    ``capacity``: number of trajectories that the engines can run at once;
+    ``engines``: number of engines that serve;
+    ``recovering``: whether the run is being restored from its journal."""
 
     sampling: int = 0
     scoring: int = 0
@@ -56,7 +67,7 @@ class ShellView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wait_reason(state: RunState, shell: ShellView) -> WaitReason:
-    """Return the one thing that the run waits for. Pure."""
+    """Return the reason for which a run in this state waits. Pure."""
     if shell.recovering:
         return WaitReason.RECOVERY
     if state.live_version < 0:
@@ -69,11 +80,16 @@ def wait_reason(state: RunState, shell: ShellView) -> WaitReason:
         return _gate(state) or WaitReason.CONTROL
     if _can_be_sampled(state):
         return _rollout(state, shell)
-    return _gate(state) or (WaitReason.PROMPTS if state.pending.draw else _nothing(state))
+    gate = _gate(state)
+    if gate is not None:
+        return gate
+    if state.pending.draw:
+        return WaitReason.PROMPTS
+    return WaitReason.PAUSED if state.steering.paused else WaitReason.CONTROL
 
 
 def _gate(state: RunState) -> WaitReason | None:
-    """Return what keeps a full batch from being closed, or a run that ends from ending."""
+    """Return the reason that keeps a full batch from being closed, or a run from ending; None: there is none."""
     if state.pending.push is not None:
         return WaitReason.PUSH
     if state.pending.evaluation is not None and (state.live_version < state.trainer_version or state.ending):
@@ -81,19 +97,16 @@ def _gate(state: RunState) -> WaitReason | None:
     return WaitReason.CHECKPOINT if state.pending.checkpoint is not None else None
 
 
-def _nothing(state: RunState) -> WaitReason:
-    return WaitReason.PAUSED if state.steering.paused else WaitReason.CONTROL
-
-
 def _can_be_sampled(state: RunState) -> bool:
-    """Return whether groups are under way that the live version samples; others wait in paused engines for the next
-    one."""
+    """Return whether the live version has groups to sample. Other groups wait in paused engines for the next
+    version."""
     buffer = state.buffer
     under_way = len(buffer.untrained) - len(buffer.ready) - len(buffer.paused)
     return under_way > 0 and buffer.versions()[0][0] <= state.live_version
 
 
 def _rollout(state: RunState, shell: ShellView) -> WaitReason:
+    """Return the reason for which a batch waits that trajectories under way can fill."""
     if shell.engines == 0:
         return WaitReason.RECOVERY
     few = shell.sampling < TAIL_SHARE * shell.capacity
@@ -101,25 +114,27 @@ def _rollout(state: RunState, shell: ShellView) -> WaitReason:
         return WaitReason.PROMPTS
     if few and shell.environment > shell.sampling:
         return WaitReason.ENVIRONMENT
-    if not shell.sampling:  # neither one nor the other: they are on their way to the engines
+    if not shell.sampling:
+        # Trajectories that are neither sampled nor scored are on their way to the engines.
         return WaitReason.REWARD if shell.scoring else WaitReason.SAMPLING
     return WaitReason.TAIL if few else WaitReason.SAMPLING
 
 
 class RunWaits:
-    """``shell``: what only the shell knows, now. Between two looks the run counts as waiting for what it waited for at
-    the first of them: look whenever control has handled an event, and a few times a second."""
+    """The wait reason of a run, with its duration. Between two calls of ``update`` the run counts as waiting for the
+    reason at the first of them: ``update`` is to be called whenever control has handled an event, and a few times a
+    second. ``shell``: function that returns the present ``ShellView``."""
 
     def __init__(self, clock: Callable[[], float], shell: Callable[[], ShellView]) -> None:
         self._clock = clock
         self.shell = shell
         self._state: RunState | None = None
         self._reason = WaitReason.ENGINE_START
-        self._since_s = self._looked_s = clock()
+        self._since_s = self._updated_s = clock()
         self._seconds: dict[WaitReason, float] = {}
 
     def update(self, state: RunState | None = None) -> None:
-        """Ask what the run waits for; of the state that was given last where there is none."""
+        """Determine the reason anew. ``state``: state of control (None: the state of the last call)."""
         self._state = state or self._state
         now = self._clock()
         self._count(now)
@@ -131,18 +146,20 @@ class RunWaits:
             self._since_s = now
 
     def waits_for(self) -> tuple[WaitReason, float]:
-        """Return the reason and the seconds that it has lasted."""
+        """Return the reason and its duration in seconds."""
         return self._reason, max(self._clock() - self._since_s, 0.0)
 
     def take(self, now_s: float) -> dict[str, float]:
-        """Shares of the time since the last call, as metrics; their sum is 1, or there are none where no time passed.
-        ``now_s``: by the clock, the moment at which the time ends."""
+        """Return each reason's share of the time since the last call, as metrics with the sum 1; empty where no time
+        has passed. ``now_s``: time of the clock at which the counted time ends."""
         self._count(now_s)
-        taken = self._seconds
+        seconds_by_reason = self._seconds
         self._seconds = {}
-        total = sum(taken.values())
-        return {f"util/wait_reason/{reason}": seconds / total for reason, seconds in taken.items()} if total else {}
+        total = sum(seconds_by_reason.values())
+        if not total:
+            return {}
+        return {f"{WAIT_METRICS}{reason}": seconds / total for reason, seconds in seconds_by_reason.items()}
 
     def _count(self, now_s: float) -> None:
-        self._seconds[self._reason] = self._seconds.get(self._reason, 0.0) + now_s - self._looked_s
-        self._looked_s = now_s
+        self._seconds[self._reason] = self._seconds.get(self._reason, 0.0) + now_s - self._updated_s
+        self._updated_s = now_s

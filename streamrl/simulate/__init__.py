@@ -1,1 +1,2 @@
-"""Virtual time: the real control core against cost models of engines, rewards and training (docs/simulate.md)."""
+"""Simulation of runs in virtual time: the real control core with cost models of engines, rewards and training
+(docs/simulate.md). ``simulation`` is the entry, ``what_if`` searches recipes with it, ``calibrate`` fits its models."""

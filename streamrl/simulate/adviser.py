@@ -1,11 +1,12 @@
-"""The adviser of ``rounds = "auto"``: simulates what a run could do next, on what its trace says of it.
+"""The adviser of ``rounds = "auto"``: predicts the goodput of each kind of round from the trace of the run.
 
-A niced process beside the run reads the last part of ``trace.jsonl``, fits a cluster model to it, simulates each kind
-of round with the lengths that were sampled, and prints the predicted goodput of each. The controller starts it between
-rounds, and passes the answer to the round policy as ``RoundsAdvised``."""
+``advise`` runs in the controller. From time to time it starts this module as a niced process, which reads the last part
+of ``trace.jsonl``, fits a cluster model to it, simulates each kind of round with the recorded lengths, and prints the
+predictions. Control gets them as ``RoundsAdvised``."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -27,16 +28,17 @@ from streamrl.simulate.simulation import simulate_candidates
 
 FIRST_GROUPS = 20
 FIRST_ROUNDS = 4
-"""So much of a run is measured before the first advice."""
+"""Groups and rounds of a run before the first advice."""
 
 ROUNDS_BETWEEN = 8
 BUSY_SHARE = 0.05
-"""Of one core, at most."""
+"""Largest share of one core that the adviser takes."""
 
 POLL_S = 0.5
 RECENT_TRAJECTORIES = 2048
 RECENT_STEPS = 12
-"""What is looked back on: the longer of the two. Lengths drift while a policy learns."""
+"""Trajectories and steps at the end of a run that the adviser uses, whichever is longer. Lengths drift while a policy
+learns."""
 
 TAIL_BYTES = 8 << 20
 NICE = 19
@@ -45,25 +47,27 @@ NICE = 19
 async def advise(
     run_directory: Path, recipe: Recipe, live_version: Callable[[], int], notify: Callable[[RoundsAdvised], None]
 ) -> None:
-    """Have the run in ``run_directory`` simulated now and then, and ``notify`` what that predicts, until cancelled."""
-    due = max(FIRST_ROUNDS, -(-FIRST_GROUPS // recipe.rollout.prompts_per_batch))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    """Simulate the run in ``run_directory`` every ``ROUNDS_BETWEEN`` rounds, and ``notify`` the advice, until
+    cancelled."""
+    due_version = max(FIRST_ROUNDS, math.ceil(FIRST_GROUPS / recipe.rollout.prompts_per_batch))
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     while True:
         await anyio.sleep(POLL_S)
-        if live_version() < due:
+        if live_version() < due_version:
             continue
         began = anyio.current_time()
         command = [sys.executable, "-m", "streamrl.simulate.adviser", str(run_directory)]
-        answer = await anyio.run_process(command, check=False, stderr=None, env=environment)
-        if answer.returncode == 0 and answer.stdout:
-            notify(msgspec.json.decode(answer.stdout, type=RoundsAdvised))
-        due = live_version() + ROUNDS_BETWEEN
-        await anyio.sleep((anyio.current_time() - began) * (1 / BUSY_SHARE - 1))
+        result = await anyio.run_process(command, check=False, stderr=None, env=variables)
+        if result.returncode == 0 and result.stdout:
+            notify(msgspec.json.decode(result.stdout, type=RoundsAdvised))
+        due_version = live_version() + ROUNDS_BETWEEN
+        elapsed_s = anyio.current_time() - began
+        await anyio.sleep(elapsed_s * (1 / BUSY_SHARE - 1))
 
 
 def advice_for(run: RecordedRun, recipe: Recipe) -> RoundsAdvised:
-    """Predict the goodput of each kind of round from what ``run`` recorded last. Raises ``StreamRLError`` where it
-    recorded too little."""
+    """Predict the goodput of each kind of round from the last part of ``run``. Raises ``StreamRLError`` where the
+    record is too short."""
     run = recent(run)
     fit = calibrate(run, recipe)
     lengths = RecipeLengths(recipe, fit.model.environment, RecordedLengths(run))
@@ -78,20 +82,21 @@ def advice_for(run: RecordedRun, recipe: Recipe) -> RoundsAdvised:
 
 
 def recent(run: RecordedRun) -> RecordedRun:
-    """Cut ``run`` to the longer of its last ``RECENT_TRAJECTORIES`` and its last ``RECENT_STEPS``."""
-    since = 0.0
+    """Limit ``run`` to its last ``RECENT_TRAJECTORIES`` or its last ``RECENT_STEPS``, whichever is longer."""
+    start_s = 0.0
     if len(run.trajectories) > RECENT_TRAJECTORIES and len(run.steps) > RECENT_STEPS:
-        since = min(run.trajectories[-RECENT_TRAJECTORIES].ended_s, run.steps[-RECENT_STEPS].time_s)
+        start_s = min(run.trajectories[-RECENT_TRAJECTORIES].ended_s, run.steps[-RECENT_STEPS].time_s)
     return msgspec.structs.replace(
         run,
-        trajectories=tuple(line for line in run.trajectories if line.launched_s >= since),
-        steps=tuple(line for line in run.steps if line.time_s >= since),
-        engines=tuple(line for line in run.engines if line.time_s >= since),
+        trajectories=tuple(line for line in run.trajectories if line.launched_s >= start_s),
+        steps=tuple(line for line in run.steps if line.time_s >= start_s),
+        engines=tuple(line for line in run.engines if line.time_s >= start_s),
     )
 
 
 def main() -> int:
-    """Print the advice for the run directory on the command line, as JSON; exit code 1 where there is none yet."""
+    """Print the advice for the run directory on the command line as JSON. The exit code is 1 where there is no advice
+    yet."""
     os.nice(NICE)
     directory = Path(sys.argv[1])
     try:

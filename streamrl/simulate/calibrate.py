@@ -1,6 +1,10 @@
-"""A cluster model from what a real run measured, part by part. Parameters that a recorded run cannot tell keep the
-model's values, and ``Fit.assumed`` names them: KV capacity where no preemption was seen, attention over the context,
-what it costs to move a request or to change engines."""
+"""Fit of a cluster model to a recorded run: ``calibrate``.
+
+``streamrl calibrate``, ``streamrl simulate`` and ``streamrl what-if`` call it in their command, and the adviser in its
+process beside a run. The file has three parts: engines with everything around them (the fits of decode steps and
+arrivals are in ``engine_fit``), the trainer, and the lengths of completions. Parameters that a record does not
+determine keep the values of the model, and ``Fit.assumed`` names them: KV capacity where no preemption was recorded,
+attention over the context, the costs of moving a request and of changing engines."""
 
 from __future__ import annotations
 
@@ -27,14 +31,16 @@ from streamrl.simulate.stages import EnvironmentModel, PushModel, RewardModel, T
 FEWEST_COMPLETIONS = 64
 FEWEST_STEPS = 3
 ROW_PARTS = 4
-"""An idle trainer streams once such a part of a row of ``micro_batch_tokens`` waits (``TorchTrainer.idle_work``)."""
+"""An idle trainer starts once this part of a row of ``micro_batch_tokens`` waits (``TorchTrainer.idle_work``)."""
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """``model``, and how well it explains what it was fitted to: medians of the absolute relative error.
+    """A fitted ``model``, and medians of its absolute relative errors on the record.
 
-    ``step_error``: decode steps; ``life_error``: seconds from launch to last token. ``assumed``: constants that the run
-    does not tell, such as ``engine.kv_tokens``."""
+    ``step_error``: error of decode steps;
+    ``life_error``: error of the seconds from launch to last token;
+    ``completions``, ``steps``: size of the record;
+    ``assumed``: constants that the record does not determine, such as ``engine.kv_tokens``."""
 
     model: ClusterModel
     step_error: float
@@ -54,19 +60,19 @@ NEVER_FITTED = {
 
 
 def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
-    """Fit every part to ``run``. Its ``recipe`` knows how many requests an engine runs at most (without it: as many as
-    the run's capacity says) and for how many tokens an idle trainer waits (without it: for none).
+    """Fit a model to ``run``. The ``recipe`` of the run has the largest number of requests on an engine (without it:
+    the capacity of the run) and the tokens for which an idle trainer waits (without it: none).
 
-    Raises ``StreamRLError`` where the run is too short to fit anything."""
+    Raises ``StreamRLError`` where the record is too short."""
     lives = life_times(run)
     if len(lives.begins) < FEWEST_COMPLETIONS or len(run.steps) < FEWEST_STEPS:
         raise StreamRLError(
             f"run {run.header.run_id} recorded {len(lives.begins)} whole completions and {len(run.steps)} steps; a "
             f"calibration needs {FEWEST_COMPLETIONS} and {FEWEST_STEPS}: record a longer run"
         )
-    row = recipe.training.row_tokens(installed_device(), run.header.parameters) if recipe else 0
-    trainer, spans = fit_trainer(run, row // ROW_PARTS)
-    step = fit_step(step_samples(run, spans))
+    row_tokens = recipe.training.row_tokens(installed_device(), run.header.parameters) if recipe else 0
+    trainer, training_spans = fit_trainer(run, row_tokens // ROW_PARTS)
+    step = fit_step(step_samples(run, training_spans))
     arrival, presubmitted, life_error, assumed = fit_arrivals(lives, step, run.steps[0].time_s)
     if len({line.samples for line in run.steps[1:]}) == 1:
         assumed += ("trainer.sequence_s",)
@@ -78,7 +84,7 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
         trainer=msgspec.structs.replace(trainer, rollout_slowdown=step.slowdown),
         lengths=fit_lengths(run),
         environment=_environment(run),
-        # Not the run's capacity: another recipe's batches are measured against their own.
+        # Without the capacity of this run: other recipes are measured against the capacity of their own batches.
         engines=msgspec.structs.replace(
             DEMO.engines,
             count=run.header.engines,
@@ -98,13 +104,16 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
     )
 
 
+# ---- engines, environment, rewards, push -----------------------------------------------------------
+
+
 def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float, max_num_seqs: int) -> EngineModel:
     header = run.header
     return EngineModel(
         **msgspec.structs.asdict(step.cost),
         max_num_seqs=max_num_seqs or max(math.ceil(header.capacity / header.engines), 1),
         kv_tokens=header.kv_tokens // header.engines if any(line.preemptions for line in run.engines) else 0,
-        # The front end takes one request after the other, and decoding waits for it.
+        # The front end takes one request at a time, and decoding waits for it.
         arrival_s=arrival,
         admission_s=arrival,
         presubmitted_s=presubmitted,
@@ -112,22 +121,22 @@ def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float
 
 
 def _environment(run: RecordedRun) -> EnvironmentModel:
-    """Means a turn; of a run without an environment zeros."""
+    """Means of a turn; zeros for a run without an environment."""
     turns = np.array([turn for line in run.trajectories for turn in line.turns] or [(0, 0.0, 0, 0.0)])
     appended, seconds, tokens, _ = (turns.sum(axis=0) / max(np.count_nonzero(turns[:, 2]), 1)).tolist()
     return EnvironmentModel(turn_tokens=tokens, appended_tokens=round(appended), seconds=seconds)
 
 
 def _push(steps: Sequence[StepLine]) -> PushModel:
-    """Means of all that is neither rollout nor training, by kind of round: so the total is kept."""
+    """Mean time of a step outside of rollout and training, by kind of round, so that the total time is kept."""
     by_kind: dict[str, list[float]] = {}
     for line in steps:
         by_kind.setdefault(line.round_kind, []).append(max(line.step_s - line.rollout_s - line.training_s, 0.0))
     means = {kind: float(np.mean(seconds)) for kind, seconds in by_kind.items()}
-    least = min(means.values())
-    paused = min(float(np.median([line.paused_s for line in steps])), least)
-    beyond = {kind: seconds - least for kind, seconds in means.items() if seconds > least}
-    return PushModel(seconds=least, pause_s=paused, kind_s=beyond)
+    shortest = min(means.values())
+    pause_s = min(float(np.median([line.paused_s for line in steps])), shortest)
+    extra_s = {kind: seconds - shortest for kind, seconds in means.items() if seconds > shortest}
+    return PushModel(seconds=shortest, pause_s=pause_s, kind_s=extra_s)
 
 
 def _reward(run: RecordedRun) -> RewardModel:
@@ -141,36 +150,41 @@ def _reward(run: RecordedRun) -> RewardModel:
     return RewardModel(median_s=float(np.exp(middle)), sigma=float(high - low) / 1.349, solved=solved)
 
 
+# ---- the trainer ---------------------------------------------------------------------------------
+
 STREAMS_BELOW = 0.75
-"""Of forward and backward: what is left to do when the batch is full, where groups are streamed."""
+"""Time of training after the full batch over the time of forward and backward, below which a run has streamed groups to
+the trainer."""
 
 
 def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> tuple[TrainerModel, list[tuple[float, float]]]:
-    """A token, a sequence and a constant part by what whole steps took; closing a batch by what was left beyond the
-    groups that were still to be trained when it was full. Returns also the spans (seconds since the run began) in which
-    groups were trained while others were still sampled; ascending. ``streaming_tokens``: see ``TrainerModel``."""
+    """(model of the trainer, spans in seconds since the run began in which it worked while the rollout went on).
+
+    The costs of a token and of a sequence, and a constant, are fitted to the work of steps. The time to close a batch
+    is the time after the full batch that the work left at this moment does not explain. ``streaming_tokens``:
+    ``TrainerModel.streaming_tokens``."""
     steps = run.steps[1:]  # the first one warms up
-    worked = np.array([line.forward_backward_s or line.training_s for line in steps])
-    after = np.array([line.training_s for line in steps])
-    # The constant last: where all steps have as many samples, it looks the same as what those cost.
+    work_s = np.array([line.forward_backward_s or line.training_s for line in steps])
+    after_full_s = np.array([line.training_s for line in steps])
+    # The constant is the last column: where all steps have as many samples, it looks the same as the cost of samples.
     columns = np.array([(line.trained_tokens, line.samples, 1.0) for line in steps], dtype=float)
-    token_s, sequence_s, constant_s = unbiased_fit(columns, worked, np.ones(len(steps))).tolist()
+    token_s, sequence_s, constant_s = unbiased_fit(columns, work_s, np.ones(len(steps))).tolist()
     model = TrainerModel(token_s=token_s, sequence_s=sequence_s)
-    if float(np.median(after)) >= STREAMS_BELOW * float(np.median(worked)):
-        closing = max(float(np.mean(after - worked)), 0.0) + constant_s
-        return msgspec.structs.replace(model, optimizer_s=closing), []
+    if float(np.median(after_full_s)) >= STREAMS_BELOW * float(np.median(work_s)):
+        closing_s = max(float(np.mean(after_full_s - work_s)), 0.0) + constant_s
+        return msgspec.structs.replace(model, optimizer_s=closing_s), []
     model = msgspec.structs.replace(model, streaming_speed=1.0, streaming_tokens=streaming_tokens)
-    spans, left = _replayed(run, model)
-    closing = max(float(np.mean(after - np.array(left[1:]))), float(after.min()))
-    return msgspec.structs.replace(model, optimizer_s=closing), spans
+    spans, remaining_s = _replay_training(run, model)
+    closing_s = max(float(np.mean(after_full_s - np.array(remaining_s[1:]))), float(after_full_s.min()))
+    return msgspec.structs.replace(model, optimizer_s=closing_s), spans
 
 
-def _replayed(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, float]], list[float]]:
-    """Spans in which ``model`` would have trained the groups as they came, and the rest of each step when it was
-    full."""
+def _replay_training(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, float]], list[float]]:
+    """(spans in which a trainer with ``model`` works on the recorded groups, the seconds of work of each step that
+    remain when its batch is full)."""
     clock = TrainerClock(model)
     spans: list[tuple[float, float]] = []
-    left: list[float] = []
+    remaining_s: list[float] = []
     groups = trained_groups(run)
     trained_s = [group.trained_s for group in groups]
     first = 0
@@ -182,32 +196,39 @@ def _replayed(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, 
             clock.take(now, group.samples, group.tokens)
             _extend(spans, now, clock.idle_at)
         closed_s = clock.close(full_s, engines_idle=True)
-        _extend(spans, full_s, closed_s, cut=True)
-        left.append(closed_s - full_s)
+        _extend(spans, full_s, closed_s, final=True)
+        remaining_s.append(closed_s - full_s)
         first = last
-    return spans, left
+    return spans, remaining_s
 
 
-def _extend(spans: list[tuple[float, float]], begins: float, ends: float, *, cut: bool = False) -> None:
-    """Add a span; ``cut``: from ``begins`` on it is known, and what was foreseen no longer holds."""
-    if spans and spans[-1][1] >= begins:
-        spans[-1] = (spans[-1][0], ends if cut else max(ends, spans[-1][1]))
-    elif ends > begins:
-        spans.append((begins, ends))
+def _extend(spans: list[tuple[float, float]], begins: float, ends: float, *, final: bool = False) -> None:
+    """Add a span, or extend the last one where it reaches ``begins``. ``final``: whether ``ends`` replaces the end of
+    the last span, which was only a forecast."""
+    if not spans or spans[-1][1] < begins:
+        if ends > begins:
+            spans.append((begins, ends))
+        return
+    last_begins, last_ends = spans[-1]
+    spans[-1] = (last_begins, ends if final else max(ends, last_ends))
 
+
+# ---- lengths of completions ----------------------------------------------------------------------
 
 Floats = NDArray[np.float64]
 MOST_PARTS = 3
 NARROWEST = 0.05
-"""Least standard deviation of the logarithms in a part: a spike of equal lengths is no distribution."""
+"""Smallest standard deviation of logarithms in a part of the mixture, so that equal lengths are no part of their
+own."""
 
-_ROUNDS = 200
+_ITERATIONS = 200
 _NORMAL = NormalDist()
 
 
 def fit_lengths(run: RecordedRun) -> LengthModel:
-    """A mixture of log-normals below the cap (as many as the Bayesian information criterion allows: classes of prompts
-    differ in length), a mass at the cap, and the correlation of two completions of a prompt."""
+    """Fit a mixture of log-normals below the cap, a mass at the cap, and the correlation of two completions of a
+    prompt. The Bayesian information criterion chooses the number of parts, since classes of prompts differ in
+    length."""
     cap = run.header.max_tokens
     rows = [[min(length, cap) for length, _ in row] for row in recorded_rows(run)]
     lengths = np.array([length for row in rows for length in row], dtype=float)
@@ -221,20 +242,19 @@ def fit_lengths(run: RecordedRun) -> LengthModel:
 
 
 def _mixture(logs: Floats, parts: int) -> tuple[float, list[tuple[float, ...]]]:
-    """(Bayesian information criterion, [weights, means, deviations]) of so many normals, by ascending mean. Fitted by
-    expectation maximisation, from parts of equal numbers of lengths."""
-    quantiles = np.quantile(logs, (np.arange(parts) + 0.5) / parts)
-    mus = quantiles
+    """(Bayesian information criterion, [weights, means, deviations]) of a mixture of ``parts`` normals, by ascending
+    mean. Fitted by expectation maximisation, which starts with parts of equal weight."""
+    mus = np.quantile(logs, (np.arange(parts) + 0.5) / parts)
     sigmas = np.full(parts, max(float(logs.std()) / parts, NARROWEST))
     weights = np.full(parts, 1 / parts)
-    before = -math.inf
-    for _ in range(_ROUNDS):
+    last_likelihood = -math.inf
+    for _ in range(_ITERATIONS):
         densities = weights * np.exp(-0.5 * ((logs[:, None] - mus) / sigmas) ** 2) / (sigmas * math.sqrt(2 * math.pi))
         total = np.maximum(densities.sum(axis=1), 1e-300)
         likelihood = float(np.log(total).sum())
-        if likelihood - before < 1e-6 * len(logs):
+        if likelihood - last_likelihood < 1e-6 * len(logs):
             break
-        before = likelihood
+        last_likelihood = likelihood
         shares = densities / total[:, None]
         counts = np.maximum(shares.sum(axis=0), 1e-9)
         weights = counts / counts.sum()
@@ -247,8 +267,8 @@ def _mixture(logs: Floats, parts: int) -> tuple[float, list[tuple[float, ...]]]:
 
 
 def _correlation(rows: Sequence[Sequence[int]]) -> float:
-    """Correlation of two completions of a prompt, in normal scores, which is how ``LengthModel`` draws them: intraclass
-    correlation by one way analysis of variance."""
+    """Correlation of the normal scores of two completions of a prompt, as ``LengthModel`` defines it: the intraclass
+    correlation by a one-way analysis of variance."""
     groups = [row for row in rows if len(row) > 1]
     if len(groups) < 2:
         return 0.0
@@ -265,7 +285,7 @@ def _correlation(rows: Sequence[Sequence[int]]) -> float:
 
 
 def _normal_scores(values: Floats) -> Floats:
-    """The standard normal value of each rank; equal values share the mean of theirs."""
+    """Standard normal value at the rank of each value; equal values have the mean of their ranks."""
     ascending = np.sort(values)
     ranks = (np.searchsorted(ascending, values, "left") + np.searchsorted(ascending, values, "right")) / 2
     return np.array([_NORMAL.inv_cdf(share) for share in (ranks / len(values)).clip(1e-6, 1 - 1e-6).tolist()])

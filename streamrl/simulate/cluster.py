@@ -1,4 +1,7 @@
-"""Model of a cluster: engines, lengths, rewards, training, push. Named ones, and TOML files."""
+"""Model of a cluster: engines, lengths, rewards, training, push. Presets by name, and TOML files.
+
+``streamrl simulate`` and ``streamrl what-if`` load one, ``streamrl calibrate`` and the adviser fit one (``calibrate``);
+the simulation reads its costs."""
 
 from __future__ import annotations
 
@@ -19,13 +22,17 @@ from streamrl.simulate.stages import EnvironmentModel, PushModel, RewardModel, T
 
 
 class ClusterEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``count`` equal engines; prompts of ``prompt_tokens``; ``capacity``: requests in full engines, for
-    shares of free slots (0: ``count`` x ``max_num_seqs`` of the engine, or a batch of the recipe where that is fewer).
+    """Equal engines.
 
-    ``migration_s``: from the abort of a request that moves to its submission elsewhere. ``tensor_parallel_size``:
-    workers of one engine; ``parallel_scaling``: share of the ideal speed-up that doubling them gives;
-    ``weight_tokens``: tokens whose KV takes as much memory as the weights; ``switch_s``: from one set of
-    engines to another."""
+    ``count``: number of engines;
+    ``prompt_tokens``: length of every prompt;
+    ``capacity``: requests in full engines, for shares of free slots (0: ``count`` x ``max_num_seqs`` of the engine, or
+      a batch of the recipe where this is fewer);
+    ``migration_s``: seconds from the abort of a request that moves to its submission elsewhere;
+    ``tensor_parallel_size``: workers of one engine;
+    ``parallel_scaling``: share of the ideal speed-up that twice the workers give;
+    ``weight_tokens``: tokens whose KV takes as much memory as the weights;
+    ``switch_s``: seconds of a change from one set of engines to another."""
 
     count: int = 1
     prompt_tokens: int = 0
@@ -38,7 +45,7 @@ class ClusterEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prompts of one kind, ``share`` of all (in any unit), with lengths and rewards of their own."""
+    """Prompts of one kind, with lengths and rewards of their own. ``share``: share of all prompts, in any unit."""
 
     share: float
     lengths: LengthModel
@@ -46,8 +53,8 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a recipe does not say. A TOML file has a table for each field; ``domains``, an array of them,
-    replace its lengths and reward."""
+    """All costs and lengths, which a recipe does not have. A TOML file has a table for each field; ``domains`` is an
+    array of tables, which replace ``lengths`` and ``reward``."""
 
     engine: EngineModel
     trainer: TrainerModel
@@ -71,13 +78,16 @@ class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
     def domain_of(self, prompt: int) -> int:
-        """Domain of a prompt. In any stretch of prompts each domain has its share, nearly."""
+        """Number of the domain of a prompt. Any sequence of prompts has about the shares of the domains."""
+        if not self.domains:
+            return 0
         shares = list(accumulate(domain.share for domain in self.domains))
-        return bisect(shares, prompt * GOLDEN % 1.0 * shares[-1]) if shares else 0
+        return bisect(shares, prompt * GOLDEN % 1.0 * shares[-1])
 
     def drawn_lengths(self, seed: int) -> LengthSource:
-        """Lengths of prompts of each domain."""
-        return DomainLengths([ModelledLengths(one.lengths, seed) for one in self.domains or [self]], self.domain_of)
+        """Source of lengths, which draws from the model of a prompt's domain."""
+        models = [domain.lengths for domain in self.domains] or [self.lengths]
+        return DomainLengths([ModelledLengths(model, seed) for model in models], self.domain_of)
 
 
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -92,34 +102,34 @@ def _read(path: Path) -> ClusterModel:
 
 _FILES = {path.stem: path for path in Path(__file__).with_name("clusters").glob("*.toml")}
 PRESETS = {name: _read(_FILES[name]) for name in sorted(_FILES)}
-"""Models by the names of their files in ``clusters``, each with a line of where its numbers are from."""
+"""Models by the names of their files in ``clusters``. A comment in each file has the source of its numbers."""
 
 DEMO = PRESETS["demo"]
 HEAVY = PRESETS["heavy"]
 
 
 def differences(recipe: Recipe, model: ClusterModel, cap: int) -> list[str]:
-    """List settings of the recipe that the simulation ignores. ``cap``: of the lengths that it draws."""
-    found: list[str] = []
+    """Messages about settings of the recipe that the simulation ignores. ``cap``: cap of the lengths that it draws."""
+    messages: list[str] = []
     if recipe.engines.count != model.engines.count:
-        found.append(
+        messages.append(
             f"the cluster has {model.engines.count} engines, whatever the recipe says (engines.count = "
             f"{recipe.engines.count}): a cluster file sets engines.count"
         )
-    key = "environment.max_tokens" if recipe.environment.given else "sampling.max_tokens"
-    wanted = recipe.most_tokens
-    if wanted < cap:
-        found.append(f"lengths of the cluster go up to {cap} tokens and are cut at {key} = {wanted}")
-    elif wanted > cap:
-        found.append(
-            f"no completion is longer than the cluster's {cap} tokens, and the recipe allows more ({key} = {wanted}): "
+    key = "environment.max_tokens" if recipe.environment.configured else "sampling.max_tokens"
+    limit = recipe.most_tokens
+    if limit < cap:
+        messages.append(f"lengths of the cluster go up to {cap} tokens and are cut at {key} = {limit}")
+    elif limit > cap:
+        messages.append(
+            f"no completion is longer than the cluster's {cap} tokens, and the recipe allows more ({key} = {limit}): "
             "a cluster file sets lengths.cap"
         )
-    return found
+    return messages
 
 
 def load_cluster(name_or_path: str) -> ClusterModel:
-    """A preset by name, or a TOML file. Raises ``StreamRLError`` that names what is wrong with it."""
+    """Load a preset by name, or a TOML file. Raises ``StreamRLError`` that names the problem of the file."""
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     path = Path(name_or_path)

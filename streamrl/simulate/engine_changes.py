@@ -1,8 +1,9 @@
-"""Engines freed late in a round and sets of engines, in virtual time: the decisions are control's, the costs a model's.
+"""Engines freed late in a round, and sets of engines, in virtual time. ``engines.elastic`` decides on both as in a real
+run; the cluster model has the costs. ``simulation`` calls the two classes for each launch and each end.
 
-A freed engine's devices are the trainer's until the next round: it then works at ``streaming_speed`` plus that share of
-what is missing to full speed. A request that moves is submitted elsewhere ``migration_s`` later and prefilled again.
-Another set takes over between rounds, in ``switch_s``."""
+The trainer has the devices of freed engines until the next round: it then works at ``streaming_speed`` plus their share
+of the difference to full speed. A request that moves is submitted elsewhere ``migration_s`` later and prefilled again.
+A change to another set happens between rounds and takes ``switch_s``."""
 
 from __future__ import annotations
 
@@ -25,46 +26,51 @@ from streamrl.simulate.rollout import SimulatedRollout
 from streamrl.simulate.stages import TrainerClock
 
 UNLIMITED = 1 << 40
-"""Tokens of a KV cache without a limit."""
+"""Size in tokens of a KV cache without a limit."""
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes of the engines that a recipe allows. ``sets``: all of them, the cluster's own first; empty: only that."""
+    """Changes of the engines that a recipe allows. ``release``: time at which engines are freed; ``sets``: all sets of
+    engines, the engines of the cluster first (empty: only these)."""
 
     release: ReleaseKind = ReleaseKind.NEVER
     sets: tuple[PreparedSet, ...] = ()
 
 
 def engine_plan(recipe: Recipe, model: ClusterModel) -> EnginePlan:
-    """Plan of ``recipe`` on that cluster, whose engines are the first set."""
+    """Plan of ``recipe`` on the cluster ``model``, whose engines are the first set."""
     if not recipe.engines.sets:
         return EnginePlan(release=recipe.engines.release)
     engines = model.engines
-    first, *others = prepared_sets(recipe)
+    first, *other_sets = prepared_sets(recipe)
     workers = engines.tensor_parallel_size
     kv_tokens = model.engine.kv_tokens
     requests = model.engine.max_num_seqs
-    own = replace(first, count=engines.count, tensor_parallel_size=workers, kv_tokens=kv_tokens, max_num_seqs=requests)
+    first = replace(
+        first, count=engines.count, tensor_parallel_size=workers, kv_tokens=kv_tokens, max_num_seqs=requests
+    )
 
-    def expected(one: PreparedSet) -> PreparedSet:
-        room = expected_kv_tokens(kv_tokens, one.workers, of=own.workers, weight_tokens=engines.weight_tokens)
-        return replace(one, kv_tokens=one.kv_tokens or room, max_num_seqs=-(-requests * own.count // one.count))
+    def on_cluster(engine_set: PreparedSet) -> PreparedSet:
+        """``engine_set`` with the KV tokens and requests that the cluster would give it."""
+        room = expected_kv_tokens(kv_tokens, engine_set.workers, of=first.workers, weight_tokens=engines.weight_tokens)
+        max_num_seqs = -(-requests * first.count // engine_set.count)
+        return replace(engine_set, kv_tokens=engine_set.kv_tokens or room, max_num_seqs=max_num_seqs)
 
-    return EnginePlan(release=recipe.engines.release, sets=(own, *map(expected, others)))
+    return EnginePlan(release=recipe.engines.release, sets=(first, *map(on_cluster, other_sets)))
 
 
 class SimulatedFreeing:
-    """Frees engines of ``rollout`` as ``Freeing`` decides, and gives their share to ``trainer``."""
+    """Frees engines of ``rollout`` when ``Freeing`` decides so, and gives their devices to ``trainer``."""
 
     def __init__(self, rollout: SimulatedRollout, trainer: TrainerClock, cap: int) -> None:
         self._rollout = rollout
         self._trainer = trainer
         self._freeing = Freeing(cap)
-        self.launched = self._freeing.launched
+        self.note_launch = self._freeing.note_launch
 
-    def ended(self, identity: TrajectoryId, tokens: int, now: float) -> Decision | None:
-        """A trajectory was scored. Why engines were freed, where they were."""
-        self._freeing.ended(identity, tokens)
+    def note_end(self, identity: TrajectoryId, tokens: int, now: float) -> Decision | None:
+        """Note that a trajectory was scored, and free engines where that is due. Returns the decision, if any."""
+        self._freeing.note_end(identity, tokens)
         if not self._freeing.is_due:
             return None
         serving = self._rollout.serving
@@ -76,9 +82,9 @@ class SimulatedFreeing:
         return plan.because
 
     def begin_round(self) -> None:
-        """All engines serve again."""
+        """Let all engines serve again."""
         self._freeing.begin_round()
-        self._rollout.take_back()
+        self._rollout.readmit()
 
     def _serving(self, index: int) -> ServingEngine:
         engine = self._rollout.engines[index]
@@ -89,14 +95,16 @@ class SimulatedFreeing:
             kv_tokens=engine.model.kv_tokens or UNLIMITED,
             max_num_seqs=engine.model.max_num_seqs,
             requests=tuple(
-                OpenRequest(request_id=str(r.id), prompt=r.prompt_tokens, sampled=engine.sampled_by_now(r))
-                for r in requests
+                OpenRequest(
+                    request_id=str(request.id), prompt=request.prompt_tokens, sampled=engine.sampled_by_now(request)
+                )
+                for request in requests
             ),
         )
 
 
 class SimulatedSets:
-    """Changes the engines of ``rollout`` to the set that ``SetChooser`` chooses as a round begins."""
+    """Changes the engines of ``rollout`` to the set that ``SetChooser`` chooses at the start of a round."""
 
     def __init__(self, rollout: SimulatedRollout, model: ClusterModel, sets: Sequence[PreparedSet], steps: int) -> None:
         self._rollout = rollout
@@ -104,25 +112,28 @@ class SimulatedSets:
         faster = faster_steps(model.engines.tensor_parallel_size, model.engines.parallel_scaling)
         cost = StepCost(base_s=model.engine.base_s * faster, per_running_s=model.engine.per_running_s * faster)
         self._chooser = SetChooser(sets, steps=steps, switch_s=model.engines.switch_s, cost=cost)
-        self.ended = self._chooser.ended
+        self.note_end = self._chooser.note_end
 
-    def launched(self, round_kind: str, ids: Sequence[TrajectoryId], policy_version: int) -> Decision | None:
-        """A group is about to be submitted. Why another set serves it, where one does."""
+    def note_launch(self, round_kind: str, ids: Sequence[TrajectoryId], policy_version: int) -> Decision | None:
+        """Note that a group is about to be submitted, and change to another set where that is due. Returns the
+        decision, if any."""
         rollout = self._rollout
         engines = self._model.engines
         if self._chooser.is_between_rounds:
             rollout.fullest = 0.0
-        plan = self._chooser.launched(round_kind, ids, engines.prompt_tokens, policy_version, rollout.now, self._load)
+        plan = self._chooser.note_launch(
+            round_kind, ids, engines.prompt_tokens, policy_version, rollout.now, self._load
+        )
         if plan is None:
             return None
-        one = self._chooser.sets[plan.engine_set]
-        rollout.change(one.count, scaled_engine(self._model, one), engines.switch_s)
-        self._chooser.switched(one.name, rollout.now + engines.switch_s, engines.switch_s, self._load)
+        engine_set = self._chooser.sets[plan.engine_set]
+        rollout.change(engine_set.count, scaled_engine(self._model, engine_set), engines.switch_s)
+        self._chooser.note_switch(engine_set.name, rollout.now + engines.switch_s, engines.switch_s, self._load)
         return plan.because
 
-    def round_closed(self) -> None:
-        """The batch of the round is complete."""
-        self._chooser.round_closed(self._rollout.now, self._load)
+    def close_round(self) -> None:
+        """Note that the batch of the round is complete."""
+        self._chooser.note_round_closed(self._rollout.now, self._load)
 
     @property
     def _load(self) -> EngineLoad:
@@ -135,10 +146,12 @@ class SimulatedSets:
         )
 
 
-def scaled_engine(model: ClusterModel, one: PreparedSet) -> EngineModel:
-    """An engine of that set: decode steps and prefill of the cluster's engine, by their tensor parallel sizes."""
+def scaled_engine(model: ClusterModel, engine_set: PreparedSet) -> EngineModel:
+    """Model of an engine of ``engine_set``: decode steps and prefill of the cluster's engine, scaled by the ratio of
+    tensor parallel sizes."""
     scaling = model.engines.parallel_scaling
-    faster = faster_steps(one.tensor_parallel_size, scaling) / faster_steps(model.engines.tensor_parallel_size, scaling)
+    cluster_speed = faster_steps(model.engines.tensor_parallel_size, scaling)
+    faster = faster_steps(engine_set.tensor_parallel_size, scaling) / cluster_speed
     engine = model.engine
     return replace(
         engine,
@@ -147,6 +160,6 @@ def scaled_engine(model: ClusterModel, one: PreparedSet) -> EngineModel:
         per_context_token_s=engine.per_context_token_s / faster,
         per_root_running_s=engine.per_root_running_s / faster,
         prefill_tokens_s=engine.prefill_tokens_s * faster,
-        max_num_seqs=one.max_num_seqs,
-        kv_tokens=one.kv_tokens,
+        max_num_seqs=engine_set.max_num_seqs,
+        kv_tokens=engine_set.kv_tokens,
     )

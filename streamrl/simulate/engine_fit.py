@@ -1,9 +1,9 @@
-"""The cost of a decode step and of a request's arrival, from what a run recorded of its engines.
+"""Fits of the cost of a decode step and of a request's arrival to the record of a run. ``calibrate`` calls them.
 
-Decode steps: ``a + c b + d sqrt(b)`` of b running requests, by non-negative least squares with weights that keep the
-total time. Least squares of relative errors would not: the time of an interval is noisy, short ones would count most,
-and the fit would come out below the mean (by a fifth, on shared cores). The root is what a front end and small matrix
-products on CPU need: 1, 16 and 128 requests took 3.2, 5.4 and 12.0 ms there, and no line fits those."""
+A decode step with b running requests takes ``a + c b + d sqrt(b)``, fitted by non-negative least squares with weights
+that keep the total time. Least squares of relative errors do not keep it: times of intervals are noisy, short intervals
+would count most, and the fit would be below the mean (by a fifth, on shared cores). The root stands for the front end
+and for small matrix products on CPU: 1, 16 and 128 requests took 3.2, 5.4 and 12.0 ms, which no line fits."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from streamrl.simulate.recording import LifeTimes
 Floats = NDArray[np.float64]
 FEWEST_SAMPLES = 12
 PRESUBMITTED_SHARE = 0.2
-"""Cost of a request that waits in a paused engine over that of one that arrives, where a run had no such requests: 0.2
-against 1 ms were measured on the demo model."""
+"""Cost of a request that waits in a paused engine over the cost of one that arrives at a running engine, for runs that
+recorded only one of the two. The demo model took 0.2 and 1 ms."""
 
 ALMOST_NONE = 0.02
-"""Share of completions that may end sooner than requests can have arrived: their times are noisy."""
+"""Share of completions that may seem to end before all earlier requests have arrived, since their times are noisy."""
 
-_ROUNDS = 12
-_SURE = 2.0  # standard errors: a slowdown that is smaller may be none
+_ITERATIONS = 12
+_SURE = 2.0  # standard errors: a smaller slowdown may be chance
 _MOST_SLOWDOWN = 1.0
 
 
 class StepFit(msgspec.Struct, frozen=True, kw_only=True):
-    """The ``cost`` of a decode step, which takes ``slowdown`` times as long while the trainer works beside it.
-    ``error``: median of the absolute relative error."""
+    """Fit of a decode step. ``cost``: cost without training; ``slowdown``: factor of its time while the trainer
+    works; ``error``: median of the absolute relative error."""
 
     cost: StepCost
     slowdown: float
@@ -42,8 +42,12 @@ class StepFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """One row an interval: mean ``seconds`` of its decode steps, their number (``weights``), the mean number of
-    requests in them on an engine, and the share of the interval in which the trainer worked."""
+    """Samples of decode steps, one row for each interval of the record.
+
+    ``seconds``: mean seconds of a step;
+    ``weights``: number of steps;
+    ``running``: mean number of requests on an engine in a step;
+    ``training``: share of the interval in which the trainer worked."""
 
     seconds: Floats
     weights: Floats
@@ -52,20 +56,20 @@ class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_samples(run: RecordedRun, training: list[tuple[float, float]]) -> StepSamples:
-    """Collect what the engines reported after the first optimizer step, which warms up. ``training``: spans in which
-    the trainer worked. Raises ``StreamRLError`` where too little was reported."""
+    """Collect the reports of the engines after the first optimizer step, which warms up. ``training``: spans in which
+    the trainer worked. Raises ``StreamRLError`` where there are too few reports."""
     warm_s = run.steps[0].time_s if run.steps else 0.0
     rows = []
-    before_s = 0.0
+    last_s = 0.0
     for line in run.engines:
         if line.token_s > 0 and line.mean_running > 0:
-            # Lines without their tokens count as one step.
+            # A line without generated tokens counts as one step.
             steps = max(line.generated_tokens / line.mean_running, 1.0)
-            rows.append((before_s, line.time_s, line.token_s, steps, line.mean_running / run.header.engines))
-        before_s = line.time_s
-    warm = [row for row in rows if row[0] >= warm_s]
-    if len(warm) >= FEWEST_SAMPLES:
-        rows = warm
+            rows.append((last_s, line.time_s, line.token_s, steps, line.mean_running / run.header.engines))
+        last_s = line.time_s
+    warm_rows = [row for row in rows if row[0] >= warm_s]
+    if len(warm_rows) >= FEWEST_SAMPLES:
+        rows = warm_rows
     if len(rows) < FEWEST_SAMPLES:
         raise StreamRLError(
             f"run {run.header.run_id} has {len(rows)} samples of decode steps; a calibration needs {FEWEST_SAMPLES}: "
@@ -77,30 +81,30 @@ def step_samples(run: RecordedRun, training: list[tuple[float, float]]) -> StepS
 
 
 def fit_step(samples: StepSamples) -> StepFit:
-    """Constants of a decode step, and what training beside it adds where that is beyond doubt."""
+    """Fit the constants of a decode step, and its slowdown by training where this is significant."""
     running = samples.running
     ones = np.ones(len(samples.running))
     columns = np.stack([ones, running, np.sqrt(running)], axis=1)
-    slowdown = 0.0
-    for _ in range(_ROUNDS):
-        alone = unbiased_fit(columns, samples.seconds / (1 + slowdown * samples.training), samples.weights)
-        expected = columns @ alone
-        found = _slowdown(samples.seconds / expected, samples.training, samples.weights)
-        if abs(found - slowdown) < 1e-4:
+    slowdown = 0.0  # share by which training lengthens a step
+    for _ in range(_ITERATIONS):
+        constants = unbiased_fit(columns, samples.seconds / (1 + slowdown * samples.training), samples.weights)
+        without_training_s = columns @ constants
+        next_slowdown = _slowdown(samples.seconds / without_training_s, samples.training, samples.weights)
+        if abs(next_slowdown - slowdown) < 1e-4:
             break
-        slowdown = found
-    whole = expected * (1 + slowdown * samples.training)
-    base, per_running, per_root = alone.tolist()
+        slowdown = next_slowdown
+    expected_s = without_training_s * (1 + slowdown * samples.training)
+    base, per_running, per_root = constants.tolist()
     return StepFit(
         cost=StepCost(base_s=base, per_running_s=per_running, per_root_running_s=per_root),
         slowdown=1 + slowdown,
-        error=float(np.median(np.abs(whole / samples.seconds - 1))),
+        error=float(np.median(np.abs(expected_s / samples.seconds - 1))),
     )
 
 
 def _slowdown(ratio: Floats, training: Floats, weights: Floats) -> float:
-    """Growth of ``ratio`` (observed over expected) from no training to training all the time, relative to the former; 0
-    where it may be chance."""
+    """Relative growth of ``ratio`` (observed over expected) from intervals without training to intervals of training
+    alone; 0 where it may be chance."""
     mean = float(np.average(training, weights=weights))
     centred = training - mean
     spread = float(weights @ centred**2)
@@ -108,34 +112,41 @@ def _slowdown(ratio: Floats, training: Floats, weights: Floats) -> float:
         return 0.0
     level = float(np.average(ratio, weights=weights))
     slope = float((weights * centred) @ (ratio - level)) / spread
-    left = ratio - level - slope * centred
-    error = float(np.sqrt((weights**2 * centred**2) @ left**2)) / spread
-    return min(slope / max(level - slope * mean, 1e-9), _MOST_SLOWDOWN) if slope > _SURE * error else 0.0
+    residuals = ratio - level - slope * centred
+    error = float(np.sqrt((weights**2 * centred**2) @ residuals**2)) / spread
+    if slope <= _SURE * error:
+        return 0.0
+    return min(slope / max(level - slope * mean, 1e-9), _MOST_SLOWDOWN)
 
 
 def fit_arrivals(lives: LifeTimes, step: StepFit, warm_s: float) -> tuple[float, float, float, tuple[str, ...]]:
-    """(seconds of an arrival, of one that waited in a paused engine, median relative error of the life times, which of
-    the two was assumed).
+    """(seconds of an arrival at a running engine, seconds of a request that waited in a paused engine, median relative
+    error of the life times, names of assumed constants).
 
-    Time that decoding does not explain is shared by the requests that came meanwhile. Short completions tell it best:
-    they wait for a burst to arrive, and hardly decode. ``warm_s``: what began before that does not count."""
-    decoding = lives.decoding_s(step.cost)
-    waited = (lives.seconds - decoding) / lives.arrivals
+    The requests that arrive during the life of a completion share its time outside of decoding. Short completions show
+    this time best: they wait for a burst of arrivals, and hardly decode. ``warm_s``: end of the warm-up; completions
+    that began before it do not count."""
+    decoding_s = lives.decoding_s(step.cost)
+    wait_s = (lives.seconds - decoding_s) / lives.arrivals
     short = (lives.tokens <= np.quantile(lives.tokens, 0.25)) & (lives.begins >= warm_s)
-    plain = short & ~lives.presubmitted
     paused = short & lives.presubmitted
-    arrival = max(float(np.median(waited[plain])), 0.0) if plain.sum() >= FEWEST_SAMPLES else None
-    presubmitted = max(float(np.median(waited[paused])), 0.0) if paused.sum() >= FEWEST_SAMPLES else None
-    known = {"engine.arrival_s": arrival, "engine.presubmitted_s": presubmitted}
-    assumed = tuple(name for name, seconds in known.items() if seconds is None)
+    arrival = _median_wait(wait_s[short & ~lives.presubmitted])
+    presubmitted = _median_wait(wait_s[paused])
+    constants = {"engine.arrival_s": arrival, "engine.presubmitted_s": presubmitted}
+    assumed = tuple(name for name, seconds in constants.items() if seconds is None)
     if arrival is None:
-        # None ends before those in front of it have arrived.
-        least = float(np.quantile(lives.arrival_s[paused], ALMOST_NONE)) if paused.any() else 0.0
-        arrival = min((presubmitted or 0.0) / PRESUBMITTED_SHARE, least)
+        # No completion ends before all earlier requests have arrived, so the shortest lives limit an arrival.
+        limit = float(np.quantile(lives.arrival_s[paused], ALMOST_NONE)) if paused.any() else 0.0
+        arrival = min((presubmitted or 0.0) / PRESUBMITTED_SHARE, limit)
     if presubmitted is None:
         presubmitted = PRESUBMITTED_SHARE * arrival
-    explained = decoding + lives.arrivals * np.where(lives.presubmitted, presubmitted, arrival)
-    return arrival, presubmitted, float(np.median(np.abs(explained / lives.seconds - 1))), assumed
+    expected_s = decoding_s + lives.arrivals * np.where(lives.presubmitted, presubmitted, arrival)
+    return arrival, presubmitted, float(np.median(np.abs(expected_s / lives.seconds - 1))), assumed
+
+
+def _median_wait(wait_s: Floats) -> float | None:
+    """Median of ``wait_s``, at least 0; None for too few samples."""
+    return max(float(np.median(wait_s)), 0.0) if len(wait_s) >= FEWEST_SAMPLES else None
 
 
 def _covered(spans: Floats, begins: Floats, ends: Floats) -> Floats:
@@ -148,39 +159,39 @@ def _covered(spans: Floats, begins: Floats, ends: Floats) -> Floats:
     return share
 
 
-_REWEIGHTED = 12
+_REWEIGHTINGS = 12
 
 
 def non_negative_least_squares(columns: Floats, target: Floats) -> Floats:
-    """The non-negative ``x`` [n] of least ``|columns x - target|``: exact for few columns, by trying each support.
+    """Non-negative ``x`` [n] with the smallest ``|columns x - target|``. Exact, for few columns: each support is tried.
     ``columns``: [m, n]; ``target``: [m]."""
     count = columns.shape[1]
     best = np.zeros(count)
-    least = float(target @ target)
+    best_error = float(target @ target)
     for size in range(1, count + 1):
         for support in combinations(range(count), size):
-            chosen = columns[:, support]
-            solution, *_ = np.linalg.lstsq(chosen, target, rcond=None)
+            supported = columns[:, support]
+            solution, *_ = np.linalg.lstsq(supported, target, rcond=None)
             if (solution < 0).any():
                 continue
-            left = target - chosen @ solution
-            error = float(left @ left)
-            if error < least * (1 - 1e-9):
+            residuals = target - supported @ solution
+            error = float(residuals @ residuals)
+            if error < best_error * (1 - 1e-9):
                 best = np.zeros(count)
-                least = error
+                best_error = error
                 best[list(support)] = solution
     return best
 
 
 def unbiased_fit(columns: Floats, target: Floats, weights: Floats) -> Floats:
-    """Non-negative ``x`` [n] with ``columns x`` near ``target`` where the error of a row grows with its *expected*
-    value (quasi-likelihood): every row counts relatively, and the sum is kept all the same.
+    """Non-negative ``x`` [n] with ``columns x`` near ``target``, where the error of a row grows with its *expected*
+    value (quasi-likelihood). Relative errors count for each row, and yet the sum of ``target`` is kept.
 
     ``columns``: [m, n]; ``target``, ``weights``: [m]."""
     expected = np.full(len(target), np.average(target, weights=weights))
-    found = np.zeros(columns.shape[1])
-    for _ in range(_REWEIGHTED):
+    solution = np.zeros(columns.shape[1])
+    for _ in range(_REWEIGHTINGS):
         scale = np.sqrt(weights) / expected
-        found = non_negative_least_squares(columns * scale[:, None], target * scale)
-        expected = np.maximum(columns @ found, 1e-3 * expected)
-    return found
+        solution = non_negative_least_squares(columns * scale[:, None], target * scale)
+        expected = np.maximum(columns @ solution, 1e-3 * expected)
+    return solution

@@ -1,8 +1,9 @@
-"""One engine as an event-to-event cost model: no loop over tokens.
+"""One simulated engine, whose clock jumps from event to event without a loop over tokens. ``rollout`` drives the
+engines.
 
-All running requests decode together, so an engine has one token clock. A decode step with ``b`` running requests and
-``K`` tokens of context takes ``a + c b + g K`` seconds, and ``K`` grows by ``b``: ``n`` steps take
-``n (a + c b + g K) + g b n^2 / 2``. Between events the clock jumps; a request costs a heap operation or two."""
+All running requests decode together, so an engine has one clock, which counts decode steps. A step with ``b`` running
+requests and ``K`` tokens of context takes ``a + c b + g K`` seconds, and ``K`` grows by ``b``. So ``n`` steps take
+``n (a + c b + g K) + g b n^2 / 2``. A request costs one or two operations on a heap."""
 
 from __future__ import annotations
 
@@ -17,19 +18,23 @@ from streamrl.engines.step_cost import StepCost
 from streamrl.simulate.lengths import Turns
 
 NEVER = math.inf
-ROUNDING = 1e-6  # tokens: below what the clock resolves after hours
+ROUNDING = 1e-6  # tokens; the clock is this exact after hours of virtual time
 
 
 class EngineModel(StepCost, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decode step (``StepCost``), and in seconds and tokens:
+    """Costs of an engine: a decode step (``StepCost``), and these, in seconds and tokens.
 
-    ``max_num_seqs``: requests at once; ``kv_tokens``: KV capacity (0: no limit); when it is full the newest request is
-    preempted and computed again. ``prefill_tokens_s``: rate of prefill (0: free); siblings on one engine share their
-    prompt. ``arrival_s``: interval at which the front end takes requests; ``admission_s + admission_per_running_s x
-    running``: how long each holds up decoding; ``presubmitted_s``: the same for one that came while the engine was
-    paused. ``rejected_per_token``: where deferred prompts are verified, the chance that the weights of the long round
-    choose another token than the one that was sampled before (assumed). ``prefix_cache``: a later turn on the same
-    engine under the same weights prefills only what was appended; without it the whole context."""
+    ``max_num_seqs``: requests that run at once;
+    ``kv_tokens``: KV capacity (0: no limit), beyond which the newest request is preempted and computed again;
+    ``prefill_tokens_s``: rate of prefill (0: no cost), where siblings on one engine share their prompt;
+    ``arrival_s``: interval at which the front end takes requests;
+    ``admission_s``, ``admission_per_running_s``: time for which the admission of a request holds up decoding, constant
+      and for each running request;
+    ``presubmitted_s``: the same time for a request that came while the engine was paused;
+    ``rejected_per_token``: probability, where deferred prompts are verified, that the weights of the long round choose
+      another token than the recorded one (assumed);
+    ``prefix_cache``: whether a later turn on the same engine under the same weights prefills only the appended tokens,
+      and not the full context."""
 
     max_num_seqs: int = 256
     kv_tokens: int = 0
@@ -43,10 +48,23 @@ class EngineModel(StepCost, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Request(msgspec.Struct, eq=False):
-    """One trajectory on its way. ``length``: tokens it will have, at the end of its turn; ``sampled``: before it runs,
-    or since it was stopped (in parts of a token: the clock stops anywhere). ``noise``: of its group; ``verified``: it
-    begins with tokens of an earlier attempt. ``turns``: still to come; ``appended``: tokens of its environment;
-    ``sampling_s``: from launch to end, without ``environment_s``."""
+    """One trajectory that has not ended.
+
+    ``prompt``: number of its prompt;
+    ``length``: sampled tokens at the end of its current turn;
+    ``launched_s``: time of its launch;
+    ``sampled``: sampled tokens when it began to run, or was stopped (with fractions, since the clock stops anywhere);
+    ``start``: clock of the engine when it began to run;
+    ``attempt_serial``: number of its last admission;
+    ``engine``: number of its engine, -1 for none;
+    ``stopped``: whether it was cancelled or paused;
+    ``paused_arrival``: whether it came to a paused engine;
+    ``noise``: seed base of its group;
+    ``verified``: whether it begins with tokens of an earlier attempt;
+    ``turns``: remaining turns;
+    ``appended``: tokens of its environment so far;
+    ``environment_s``: seconds in its environment;
+    ``sampling_s``: seconds from launch to end, without ``environment_s``."""
 
     id: TrajectoryId
     prompt: int
@@ -74,7 +92,7 @@ class Request(msgspec.Struct, eq=False):
         self.request_id = str(self.id)
 
     def next_turn(self, factor: float) -> float:
-        """Begin the next turn. Returns the seconds that its environment takes before it, ``factor`` times as long."""
+        """Begin the next turn. Returns the seconds of its environment before the turn, multiplied by ``factor``."""
         appended, seconds, tokens, _ = self.turns[0]
         self.turns = self.turns[1:]
         self.appended += appended
@@ -83,12 +101,13 @@ class Request(msgspec.Struct, eq=False):
         return seconds * factor
 
     def again(self) -> Request:
-        """The same trajectory, to be submitted anew with the tokens that it has: this one may still be in a queue."""
+        """Copy for another submission with the same tokens. The original may still be in the queue of an engine."""
         return msgspec.structs.replace(self, stopped=False, verified=False, engine=-1)
 
 
 class RunningTogether:
-    """Requests that run on all engines. ``busy_s``: their integral over time, of no more than ``capacity`` at once."""
+    """Number of requests that run on all engines. ``capacity``: largest number that counts; ``busy_s``: integral of the
+    number over time."""
 
     def __init__(self) -> None:
         self.capacity = math.inf
@@ -102,15 +121,15 @@ class RunningTogether:
         self._running += by
 
     def advance(self, now: float) -> None:
-        """Count until ``now``."""
+        """Integrate until ``now``."""
         if now > self._since:
             self.busy_s += min(self._running, self.capacity) * (now - self._since)
             self._since = now
 
 
 class EngineClock:
-    """One engine. Times never go back; ``advance`` before anything changes, ``next_event`` after it. ``together``: what
-    counts the requests of all engines."""
+    """One engine. Times never go back. Call ``advance`` before a change and ``next_event`` after it. ``together``:
+    counter of the running requests of all engines."""
 
     def __init__(self, model: EngineModel, together: RunningTogether | None = None) -> None:
         self.model = model
@@ -141,33 +160,37 @@ class EngineClock:
 
     def advance(self, now: float) -> None:
         """Decode until ``now``."""
-        begun = self.time
+        last_time = self.time
         self.time = max(now, self.time)
         running = len(self.running)
-        if not running or now <= begun:
+        if not running or now <= last_time:
             return
-        spent = now - max(begun, self.blocked_until)
-        if self.paused or spent <= 0:
+        decoding_s = now - max(last_time, self.blocked_until)
+        if self.paused or decoding_s <= 0:
             return
-        step = self._step_s()
+        step_s = self._step_s()
         growth = self.model.per_context_token_s * running * self.slowdown
-        steps = (math.sqrt(step * step + 2 * growth * spent) - step) / growth if growth else spent / step
+        if growth:
+            steps = (math.sqrt(step_s * step_s + 2 * growth * decoding_s) - step_s) / growth
+        else:
+            steps = decoding_s / step_s
         self.clock += steps
         self.steps += steps
-        self.decoding_s += spent
+        self.decoding_s += decoding_s
         self.context += steps * running
         self.held_kv += steps * running
         self.generated += steps * running
 
     def next_event(self) -> float:
-        """Time at which the next request finishes or the KV cache is full; ``NEVER`` when nothing runs."""
+        """Time at which the next request finishes or the KV cache is full; ``NEVER`` when no request runs."""
         finishing = self._finishing
-        while finishing and (not finishing[0][2].running or finishing[0][2].attempt_serial != finishing[0][1]):
+        while finishing and not _is_current(finishing[0]):
             heapq.heappop(finishing)
         if self.paused or not finishing:
             return NEVER
         running = len(self.running)
-        steps = max(finishing[0][0] - self.clock, 0.0)
+        finish, _, _ = finishing[0]
+        steps = max(finish - self.clock, 0.0)
         if self.model.kv_tokens and running > 1:
             steps = min(steps, max(self.model.kv_tokens - self.held_kv, 0.0) / running)
         growth = self.model.per_context_token_s * running * self.slowdown
@@ -175,29 +198,35 @@ class EngineClock:
         return max(self.time, self.blocked_until) + seconds
 
     def finished(self, now: float) -> list[Request]:
-        """Decode until ``now``, the time of ``next_event``; what ended leaves, and what waits moves up."""
+        """Decode until ``now``, the time of ``next_event``, and admit waiting requests. Returns the requests that
+        finished."""
         self.advance(now)
-        ended: list[Request] = []
+        finished_requests: list[Request] = []
         finishing = self._finishing
         while finishing and finishing[0][0] <= self.clock + ROUNDING:
-            _, serial, request = heapq.heappop(finishing)
-            if request.running and request.attempt_serial == serial:
-                self._leave(request)
-                request.sampled = request.length
-                if request.turns and self.model.prefix_cache:
-                    self._cached[request.id] = request.sampled + request.appended
-                ended.append(request)
-        if not ended:
+            entry = heapq.heappop(finishing)
+            if not _is_current(entry):
+                continue
+            request = entry[2]
+            self._leave(request)
+            request.sampled = request.length
+            if request.turns and self.model.prefix_cache:
+                self._cached[request.id] = request.sampled + request.appended
+            finished_requests.append(request)
+        if not finished_requests:
             self._preempt_when_full()
         self.admit()
-        return ended
+        return finished_requests
 
     def sampled_by_now(self, request: Request) -> int:
-        """Whole tokens that ``request`` has, at the engine's time."""
-        return int(request.sampled + (self.clock - request.start if request.running else 0.0))
+        """Number of complete tokens that ``request`` has at the engine's time."""
+        sampled = request.sampled
+        if request.running:
+            sampled += self.clock - request.start
+        return int(sampled)
 
     def submit(self, request: Request) -> None:
-        """Queue a request that reached the engine. ``admit`` lets it run."""
+        """Queue a request that has reached the engine. ``admit`` lets it run."""
         request.paused_arrival = self.paused
         self.waiting.append(request)
 
@@ -211,8 +240,9 @@ class EngineClock:
                 waiting.popleft()
                 continue
             if model.kv_tokens and self.running:
-                shared = request.id.group_id in self._prefixes
-                needed = request.sampled + request.appended + 1 + (0 if shared else request.prompt_tokens)
+                needed = request.sampled + request.appended + 1
+                if request.id.group_id not in self._prefixes:
+                    needed += request.prompt_tokens
                 if self.held_kv + needed > model.kv_tokens:
                     return
             waiting.popleft()
@@ -221,7 +251,7 @@ class EngineClock:
     def _enter(self, request: Request) -> None:
         model = self.model
         if not self.running:
-            # so that rounding never adds up
+            # An idle engine starts from exact zeros, so that rounding errors never accumulate.
             self.clock = 0.0
             self.context = 0.0
             self.held_kv = 0.0
@@ -231,17 +261,19 @@ class EngineClock:
         siblings = self._prefixes.get(group, 0)
         self._prefixes[group] = siblings + 1
         after_prompt = request.sampled + request.appended
-        own = after_prompt + (0 if siblings else request.prompt_tokens)
-        held_up = model.presubmitted_s if request.paused_arrival else model.admission_s
-        if not request.paused_arrival:
-            held_up += model.admission_per_running_s * len(self.running)
+        new_kv = after_prompt if siblings else after_prompt + request.prompt_tokens
+        if request.paused_arrival:
+            held_up_s = model.presubmitted_s
+        else:
+            held_up_s = model.admission_s + model.admission_per_running_s * len(self.running)
         if request.verified:
-            held_up *= 2  # what verifies it is a request of its own
+            held_up_s *= 2  # a second request verifies the tokens
         if model.prefill_tokens_s:
             cached = self._cached.pop(request.id, 0.0)
-            held_up += (after_prompt - cached if cached else own) / model.prefill_tokens_s
-        if held_up:
-            self.blocked_until = max(self.blocked_until, self.time) + held_up
+            prefilled = after_prompt - cached if cached else new_kv
+            held_up_s += prefilled / model.prefill_tokens_s
+        if held_up_s:
+            self.blocked_until = max(self.blocked_until, self.time) + held_up_s
         self._serial += 1
         request.attempt_serial = self._serial
         request.running = True
@@ -249,7 +281,7 @@ class EngineClock:
         self.running[request] = None
         self._together.change(self.time, 1)
         self.context += request.prompt_tokens + after_prompt
-        self.held_kv += own
+        self.held_kv += new_kv
         finish = self.clock + request.length - request.sampled
         heapq.heappush(self._finishing, (finish, self._serial, request))
 
@@ -261,21 +293,22 @@ class EngineClock:
         self.context -= request.prompt_tokens + request.sampled + request.appended + decoded
         self.held_kv -= request.sampled + request.appended + decoded
         group = request.id.group_id
-        left = self._prefixes[group] - 1
-        if left:
-            self._prefixes[group] = left
+        siblings = self._prefixes[group] - 1
+        if siblings:
+            self._prefixes[group] = siblings
         else:
             del self._prefixes[group]
             self.held_kv -= request.prompt_tokens
         request.sampled = min(request.sampled + decoded, request.length)
 
     def stop(self, request: Request) -> None:
-        """Take one request off, at the engine's time; its ``sampled`` tokens are then final."""
+        """Stop one request at the engine's time; its ``sampled`` tokens are final then."""
         if request.running:
             self._leave(request)
 
     def _preempt_when_full(self) -> None:
-        """The newest request gives up its KV and is computed again when there is room (vLLM's rule)."""
+        """Preempt the newest request while the KV cache is full; it is computed again when there is room, as in
+        vLLM."""
         while self.model.kv_tokens and len(self.running) > 1 and self.held_kv >= self.model.kv_tokens - ROUNDING:
             request = next(reversed(self.running))
             self._leave(request)
@@ -284,19 +317,26 @@ class EngineClock:
             self.preemptions += 1
 
     def pause(self, now: float) -> None:
-        """Run nothing until ``resume``."""
+        """Pause all requests until ``resume``."""
         self.advance(now)
         if not self.paused:
             self._held_up_s = max(self.blocked_until - now, 0.0)
         self.paused = True
 
     def resume(self, now: float, *, recompute: bool = False) -> None:
-        """Resume; ``recompute``: the KV of all that runs is made again under the new weights."""
+        """Resume all requests. ``recompute``: whether their KV is computed again under the new weights."""
         self.advance(now)
         self._cached.clear()
         self.paused = False
-        held_up = self._held_up_s if self.running else 0.0  # what was due is still to be done, unless it was taken off
+        # The pause interrupted admissions, which still hold up decoding, unless their requests have left.
+        held_up_s = self._held_up_s if self.running else 0.0
         if recompute and self.model.prefill_tokens_s:
-            held_up = max(held_up, self.held_kv / self.model.prefill_tokens_s)
-        self.blocked_until = now + held_up
+            held_up_s = max(held_up_s, self.held_kv / self.model.prefill_tokens_s)
+        self.blocked_until = now + held_up_s
         self.admit()
+
+
+def _is_current(entry: tuple[float, int, Request]) -> bool:
+    """Return whether ``entry`` of the heap of finishing requests is of a request's current admission."""
+    _, serial, request = entry
+    return request.running and request.attempt_serial == serial

@@ -1,4 +1,5 @@
-"""Hosts that join and are lost in a simulated cluster, and pushes of weights to those that are there."""
+"""Hosts of a simulated cluster during a simulation: joins, losses, and pushes of weights to the present hosts.
+``simulation`` makes the object; events of the queue call it."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ from streamrl.simulate.stages import EventQueue
 
 
 class SimulatedHosts:
-    """The hosts of ``rollout``: which are there, what a push takes to them, and where requests of one that is
-    lost go on. Of ``model.count`` 0 there are none, and a push takes nothing.
+    """The hosts of ``rollout``: the present ones, the time of a push to them, and the requests of lost hosts. With
+    ``model.count`` 0 there are no hosts, and a push takes no time.
 
-    ``losses``, ``joins``, ``moved``: hosts, and requests that were submitted elsewhere, since the start;
-    ``transfer_s``: of all ``pushes``."""
+    ``present``: numbers of the present hosts;
+    ``losses``, ``joins``: number of hosts lost and joined since the start;
+    ``moved``: number of requests submitted elsewhere;
+    ``pushes``: number of pushes;
+    ``transfer_s``: seconds of all transfers."""
 
     def __init__(self, model: HostsModel, rollout: SimulatedRollout, queue: EventQueue, seed: int) -> None:
         self.model = model
@@ -36,26 +40,26 @@ class SimulatedHosts:
             return
         rollout.absent = self.absent_engines
         rollout.choose_serving()
-        happens: Mapping[str, Callable[[int], None]] = {"join": self._join, "loss": self._lose}
-        for one in model.changes:
-            queue.add(one.at_s, partial(happens[one.kind], one.host))
+        handlers: Mapping[str, Callable[[int], None]] = {"join": self._join, "loss": self._lose}
+        for change in model.changes:
+            queue.add(change.at_s, partial(handlers[change.kind], change.host))
         if model.loss_every_s:
             for host in self.present:
                 self._lose_later(host)
 
     def absent_engines(self, engines: int) -> set[int]:
-        """Numbers of the engines whose host does not serve, of ``engines`` on the first hosts."""
-        absent = set(range(self.model.most)) - self._serving
-        return {engine for host in absent for engine in self.model.engines_of(host, engines)}
+        """Numbers of the engines whose host does not serve. ``engines``: number of engines on the first hosts."""
+        absent_hosts = set(range(self.model.total)) - self._serving
+        return {engine for host in absent_hosts for engine in self.model.engines_of(host, engines)}
 
-    def push_s(self, others_s: float) -> float:
-        """A version is published, whose push takes ``others_s`` beside the transfer. Returns the transfer's seconds."""
+    def push_s(self, other_s: float) -> float:
+        """Begin a push, which takes ``other_s`` in addition to its transfer. Returns the seconds of the transfer."""
         if not self.model.count:
             return 0.0
         seconds = self.model.push_s(self.present)
-        self.pushes = self.pushes + 1
-        self.transfer_s = self.transfer_s + seconds
-        self._push_ends = self._queue.now + seconds + others_s
+        self.pushes += 1
+        self.transfer_s += seconds
+        self._push_ends = self._queue.now + seconds + other_s
         return seconds
 
     def _lose_later(self, host: int) -> None:
@@ -68,20 +72,21 @@ class SimulatedHosts:
         rollout = self._rollout
         if host in self._serving:
             rollout.halt(model.engines_of(host, rollout.in_use))
-        self._queue.call_after(model.notice_s, partial(self._noticed, host))
+        self._queue.call_after(model.notice_s, partial(self._notice_loss, host))
         if model.rejoin_s:
             self._queue.call_after(model.rejoin_s, partial(self._join, host))
 
-    def _noticed(self, host: int) -> None:
+    def _notice_loss(self, host: int) -> None:
         if host not in self.present and host in self._serving:
             self._leave(host)
 
     def _leave(self, host: int) -> None:
+        """Submit the requests of a lost host elsewhere."""
         self._serving.discard(host)
         rollout = self._rollout
         rollout.choose_serving()
-        joins = any(one.kind == "join" and one.at_s > self._queue.now for one in self.model.changes)
-        if not rollout.serving and not (joins or self.model.rejoin_s or self.present):
+        join_follows = any(change.kind == "join" and change.at_s > self._queue.now for change in self.model.changes)
+        if not rollout.serving and not (join_follows or self.model.rejoin_s or self.present):
             raise StreamRLError(
                 f"the last host of the simulated cluster was lost at {self._queue.now:.0f} s and none joins: "
                 "give hosts.changes a join, or hosts.rejoin_s"
@@ -89,17 +94,18 @@ class SimulatedHosts:
         self.moved += rollout.leave(self.model.engines_of(host, rollout.in_use), keeps_tokens=self.model.keeps_tokens)
 
     def _join(self, host: int) -> None:
-        if host in self._serving:  # back before its loss was noticed
+        if host in self._serving:  # the host returns before its loss was noticed
             self._leave(host)
         self.present.add(host)
         seconds = self.model.start_s + self.model.join_s(host, alone=len(self.present) == 1)
-        self._queue.call_after(seconds, partial(self._ready, host))
+        self._queue.call_after(seconds, partial(self._serve, host))
 
-    def _ready(self, host: int) -> None:
+    def _serve(self, host: int) -> None:
+        """Let the engines of a host that has joined serve, unless it is lost again."""
         if host not in self.present:
             return
-        if self._queue.now < self._push_ends:  # it gets the version that is on its way, too
-            self._queue.add(self._push_ends, partial(self._ready, host))
+        if self._queue.now < self._push_ends:  # a push is under way, whose version the host needs too
+            self._queue.add(self._push_ends, partial(self._serve, host))
             return
         self.joins += 1
         self._serving.add(host)

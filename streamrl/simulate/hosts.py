@@ -1,7 +1,8 @@
-"""Hosts of a simulated cluster: their links, how long a version takes to all of them, and when some join or are lost.
+"""Model of the hosts of a simulated cluster: their links, the time of a push to all of them, and the times at which
+hosts join or are lost. A cluster file has one (``cluster``); ``host_changes`` reads it during a simulation.
 
-Weights travel as they do in a run: from the trainer to each host, or by the chain or tree of ``engines/push``'s relays,
-piece by piece. Nothing else is on the links."""
+Weights travel as in a run: from the trainer to each host, or in pieces along the chain or tree of the relays of
+``engines/push``. The links carry nothing else."""
 
 from __future__ import annotations
 
@@ -16,22 +17,25 @@ from streamrl.engines.push.relay_tree import ancestors, children, pieces_of
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 MOST_PIECES = 4096
-"""Of a version in a simulated transfer: of a larger one they are larger than those of a run."""
+"""Largest number of pieces of a version in a simulated transfer. A very large version has larger pieces than in a
+run."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``gbit_s`` each way at the same time; ``latency_s`` from this end to any other."""
+    """Link of a host. ``gbit_s``: bandwidth in each direction at the same time; ``latency_s``: latency to any other
+    host."""
 
     gbit_s: Positive = 10.0
     latency_s: NotNegative = 0.0
 
     def seconds(self, size: float) -> float:
-        """Time that so many bytes take on it."""
+        """Seconds that ``size`` bytes take on the link."""
         return size * 8e-9 / self.gbit_s
 
 
 class HostChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``host`` (from 0; numbers from ``hosts.count`` on are further ones) joins or is lost at ``at_s``."""
+    """A host joins or is lost. ``at_s``: time of the change; ``host``: number of the host, from 0; numbers from
+    ``hosts.count`` on are hosts that join for the first time."""
 
     at_s: NotNegative
     host: Annotated[int, msgspec.Meta(ge=0)]
@@ -39,17 +43,25 @@ class HostChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class HostsModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``count`` hosts (0: not modelled) that share the engines evenly. ``link``: of each, ``own_links``: of those that
-    differ, by number; ``trainer_link``: of the host that publishes.
+    """Hosts that share the engines evenly.
 
-    ``weights``: "relay" or "direct" (a copy from the trainer to each host). ``push_bytes``: of an encoded version;
-    ``apply_s``: from its last byte until a host's engines have it; both beside ``push.seconds``, while engines decode.
+    ``count``: number of hosts at the start (0: hosts are not modelled);
+    ``link``: link of each host;
+    ``own_links``: links of hosts that differ, by number;
+    ``trainer_link``: link of the host that publishes weights;
+    ``weights``: "relay", or "direct" for a copy from the trainer to each host;
+    ``push_bytes``: size of an encoded version;
+    ``apply_s``: seconds from its last byte until the engines of a host have applied it (transfer and application come
+      before ``push.seconds``, while engines decode).
 
-    ``changes``: a schedule; or ``loss_every_s``: mean time between two losses of one host (0: never), of which each
-    joins again ``rejoin_s`` later (0: never). ``notice_s``: from a loss until its requests are submitted elsewhere,
-    with the tokens that they had when ``keeps_tokens`` (else with those of earlier parts: an engine gives tokens at the
-    end of a part). ``start_s``: from a join until its engines ask for weights, ``join_bytes`` from a host that has
-    them, or the trainer."""
+    ``changes``: schedule of joins and losses;
+    ``loss_every_s``: mean time, in place of a schedule, between two losses of one host (0: no losses);
+    ``rejoin_s``: time after which a lost host joins again (0: never);
+    ``notice_s``: time from a loss until the requests of the host are submitted elsewhere;
+    ``keeps_tokens``: whether they keep all their tokens, or only those of earlier parts, since an engine delivers
+      tokens at the end of a part;
+    ``start_s``: time from a join until the engines request weights;
+    ``join_bytes``: size of these weights, which come from another host or the trainer."""
 
     count: Annotated[int, msgspec.Meta(ge=0)] = 0
     link: Link = Link()
@@ -76,78 +88,98 @@ class HostsModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "hosts.rejoin_s needs hosts.loss_every_s: in a schedule a host joins by a change of its own"
             )
         present = set(range(self.count))
-        for one in sorted(self.changes, key=lambda change: change.at_s):
-            if (one.host in present) == (one.kind == "join"):
-                state = f"{'is' if one.kind == 'join' else 'is not'} there at {one.at_s:g} s"
-                raise ValueError(f"hosts.changes: host {one.host} {state}: remove this {one.kind}")
-            present ^= {one.host}
+        for change in sorted(self.changes, key=lambda change: change.at_s):
+            joins = change.kind == "join"
+            if (change.host in present) == joins:
+                verb = "is" if joins else "is not"
+                state = f"{verb} there at {change.at_s:g} s"
+                raise ValueError(f"hosts.changes: host {change.host} {state}: remove this {change.kind}")
+            present ^= {change.host}
         for name in self.own_links:
-            if not name.isdecimal() or int(name) >= self.most:
-                raise ValueError(f"hosts.own_links has {name!r}: name hosts by their number, below {self.most}")
+            if not name.isdecimal() or int(name) >= self.total:
+                raise ValueError(f"hosts.own_links has {name!r}: name hosts by their number, below {self.total}")
 
     @property
-    def most(self) -> int:
-        """Number of hosts, those that join for the first time included."""
+    def total(self) -> int:
+        """Number of all hosts, those that join for the first time included."""
         return max([self.count, *(change.host + 1 for change in self.changes)])
 
     def engines_of(self, host: int, engines: int) -> range:
-        """Numbers of a host's engines, of ``engines`` on the first ``count`` hosts."""
+        """Numbers of the engines of ``host``. The first ``count`` hosts share ``engines`` of them evenly; hosts that
+        join for the first time have further ones."""
         if host < self.count:
             return range(-(-host * engines // self.count), -(-(host + 1) * engines // self.count))
-        each = -(-engines // self.count)
-        return range(engines + (host - self.count) * each, engines + (host - self.count + 1) * each)
+        per_host = -(-engines // self.count)
+        first = engines + (host - self.count) * per_host
+        return range(first, first + per_host)
 
     def further_engines(self, engines: int) -> int:
         """Number of engines of hosts that join for the first time."""
-        further = self.most - self.count
-        return further and further * len(self.engines_of(self.count, engines))
+        further_hosts = self.total - self.count
+        if not further_hosts:
+            return 0
+        return further_hosts * len(self.engines_of(self.count, engines))
 
     def link_of(self, host: int) -> Link:
         """Link of a host."""
         return self.own_links.get(str(host), self.link)
 
     def push_s(self, present: Collection[int]) -> float:
-        """Seconds from the trainer's first byte until all ``present`` hosts have a version, decoded and applied."""
+        """Seconds from the trainer's first byte until all ``present`` hosts have decoded and applied a version."""
         links = tuple(self.link_of(host) for host in sorted(present))
         if not links or not self.push_bytes:
             return self.apply_s
         return last_byte_s(self.push_bytes, self.trainer_link, links, relays=self.weights == "relay") + self.apply_s
 
     def join_s(self, host: int, *, alone: bool) -> float:
-        """Seconds that the weights take to ``host``, which joins: from another, or from the trainer where it is
-        ``alone`` or weights travel directly."""
+        """Seconds that the weights take to ``host``, which joins. They come from another host; from the trainer where
+        ``host`` is ``alone`` or weights travel directly."""
         source = self.trainer_link if alone or self.weights == "direct" else self.link
-        own = self.link_of(host)
-        slower = min(source, own, key=lambda link: link.gbit_s)
-        return slower.seconds(self.join_bytes) + source.latency_s + own.latency_s
+        target = self.link_of(host)
+        slower = min(source, target, key=lambda link: link.gbit_s)
+        return slower.seconds(self.join_bytes) + source.latency_s + target.latency_s
 
 
 @lru_cache(64)
 def last_byte_s(size: float, trainer: Link, links: tuple[Link, ...], *, relays: bool) -> float:
-    """Seconds until each of the hosts with these ``links`` has ``size`` bytes. Directly, the trainer's link is shared;
-    by relays each host sends a piece on once it has it, to as many hosts as the relays of a run choose."""
+    """Seconds until each of the hosts with these ``links`` has ``size`` bytes. Without ``relays`` all transfers share
+    the trainer's link. With relays each host passes a piece on as soon as it has arrived, to as many hosts as the
+    relays of a run choose."""
     if not relays:
         shared = max(trainer.seconds(size) * len(links), max(link.seconds(size) for link in links))
         return shared + trainer.latency_s + max(link.latency_s for link in links)
     pieces = min(pieces_of(size), MOST_PIECES)
     width = children(len(links), pieces)
-    piece = size / pieces
-    below: dict[int, list[int]] = {place: [] for place in range(-1, len(links))}
+    piece_bytes = size / pieces
+    # Places in the tree of relays: -1 is the trainer, place i is the host with links[i].
+    children_of: dict[int, list[int]] = {place: [] for place in range(-1, len(links))}
     for place in range(len(links)):
-        below[ancestors(place, width)[0] if place >= width else -1].append(place)
-    has: dict[int, list[float]] = {-1: [0.0] * pieces}
+        parent = ancestors(place, width)[0] if place >= width else -1
+        children_of[parent].append(place)
+    # Times at which each piece has arrived, for places whose children have not been computed, and for leaves.
+    arrivals: dict[int, list[float]] = {-1: [0.0] * pieces}
     for place in range(-1, len(links)):
-        source = links[place] if place >= 0 else trainer
-        sends = source.seconds(piece)
-        takes = {child: links[child].seconds(piece) for child in below[place]}
-        latency = {child: source.latency_s + links[child].latency_s for child in below[place]}
-        free = 0.0
-        got = dict.fromkeys(below[place], 0.0)
-        times = {child: list[float]() for child in below[place]}
-        for at in has.pop(place) if below[place] else ():
-            for child in below[place]:
-                free = max(free, at) + sends
-                got[child] = max(free + latency[child], got[child] + takes[child])
-                times[child].append(got[child])
-        has |= times
-    return max(times[-1] for place, times in has.items() if place >= 0)
+        if children_of[place]:
+            source = links[place] if place >= 0 else trainer
+            child_links = {child: links[child] for child in children_of[place]}
+            arrivals |= _forwarded(arrivals.pop(place), piece_bytes, source, child_links)
+    return max(times[-1] for times in arrivals.values())
+
+
+def _forwarded(
+    arrivals: list[float], piece_bytes: float, source: Link, child_links: dict[int, Link]
+) -> dict[int, list[float]]:
+    """Times at which the pieces that ``source`` has at ``arrivals`` reach each of its children. It sends a piece to one
+    child after the other."""
+    send_s = source.seconds(piece_bytes)
+    receive_s = {child: link.seconds(piece_bytes) for child, link in child_links.items()}
+    latency_s = {child: source.latency_s + link.latency_s for child, link in child_links.items()}
+    times: dict[int, list[float]] = {child: [] for child in child_links}
+    sent_at = 0.0
+    received_at = dict.fromkeys(child_links, 0.0)
+    for arrival in arrivals:
+        for child in child_links:
+            sent_at = max(sent_at, arrival) + send_s
+            received_at[child] = max(sent_at + latency_s[child], received_at[child] + receive_s[child])
+            times[child].append(received_at[child])
+    return times

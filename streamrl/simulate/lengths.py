@@ -1,6 +1,9 @@
-"""Lengths of completions: mixtures with a tail and a mass at the cap, correlated within a prompt; or recorded ones. A
-length is a function of (seed, prompt, noise, sample) alone: a deferred prompt that is replayed keeps its noise and so
-its lengths; for one that is regenerated they are drawn again around the same prompt."""
+"""Sources of completion lengths for a simulation: a model (a mixture with a tail and a mass at the cap, correlated
+within a prompt), or the lengths of a recorded run. ``simulation`` draws from a source for each launched group.
+
+A length is a function of (seed, prompt, noise, sample) alone. The *noise* is the seed base of a group: a deferred
+prompt that is replayed keeps its noise and so its lengths; one that is regenerated gets other lengths for the same
+prompt."""
 
 from __future__ import annotations
 
@@ -28,18 +31,22 @@ GRID = 1 << 15
 WIDEST = 9.0
 _MASK = (1 << 64) - 1
 NEIGHBOURS = 3
-"""Recorded prompts on either side, in order of length, that may stand in for one."""
+"""Number of recorded prompts on either side, in order of length, that may replace a prompt."""
 
 
 class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Completion lengths in tokens: log-normals of ``weights``, ``mus`` (natural log of tokens) and ``sigmas``.
+    """Model of completion lengths in tokens: a mixture of log-normals, with a tail and a mass at the cap.
 
-    ``cap_share``: of all completions reach ``cap``. Beyond ``tail_from`` tokens survival follows a power law to that
-    share, of which ``loop_share`` is no part (degenerate loops: a mass at the cap alone); ``tail_from`` 0: all that the
-    log-normals lack of it is such a mass. ``correlation``: of two completions of a
-    prompt, in the Gaussian copula ``z = sqrt(rho) u + sqrt(1 - rho) e``. ``drift_per_step``:
-    the natural log of every length below the cap grows by so much with each policy version, ``drift_steps`` long (0:
-    without end)."""
+    ``cap``: longest completion;
+    ``weights``, ``mus``, ``sigmas``: parts of the mixture (logarithms are natural);
+    ``cap_share``: share of completions that reach ``cap``;
+    ``tail_from``: length from which survival follows a power law to the cap (0: no power law, and completions that the
+      mixture lacks at the cap are a mass at the cap alone);
+    ``loop_share``: share of completions that are a mass at the cap beside the power law (degenerate loops);
+    ``correlation``: correlation rho of two completions of a prompt, in the Gaussian copula
+      ``z = sqrt(rho) u + sqrt(1 - rho) e``;
+    ``drift_per_step``: growth of the logarithm of every length below the cap with each policy version;
+    ``drift_steps``: versions after which the drift ends (0: never)."""
 
     cap: int
     weights: tuple[float, ...]
@@ -68,43 +75,43 @@ class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def survival(self, tokens: Floats) -> Floats:
         """Share of completions longer than ``tokens``, below the cap."""
-        share = self._body(tokens)
+        share = self._mixture_survival(tokens)
         loops = self._loops()
         if self.tail_from:
-            at = float(self._body(np.array([self.tail_from]))[0])
-            reaching = max((self.cap_share - loops) / (1 - loops), 1e-12)
-            exponent = math.log(at / reaching) / math.log(self.cap / self.tail_from)
-            tail = at * (np.maximum(tokens, self.tail_from) / self.tail_from) ** -exponent
+            tail_share = float(self._mixture_survival(np.array([self.tail_from]))[0])
+            cap_share = max((self.cap_share - loops) / (1 - loops), 1e-12)
+            exponent = math.log(tail_share / cap_share) / math.log(self.cap / self.tail_from)
+            tail = tail_share * (np.maximum(tokens, self.tail_from) / self.tail_from) ** -exponent
             share = np.where(tokens > self.tail_from, tail, share)
         survival: Floats = loops + (1 - loops) * share
         return survival
 
     def _loops(self) -> float:
-        """Mass at the cap alone."""
+        """Share of the mass at the cap alone."""
         if self.tail_from:
             return self.loop_share
-        at_cap = float(self._body(np.array([float(self.cap)]))[0])
-        return max((self.cap_share - at_cap) / (1 - at_cap), 0.0)
+        mixture_share = float(self._mixture_survival(np.array([float(self.cap)]))[0])
+        return max((self.cap_share - mixture_share) / (1 - mixture_share), 0.0)
 
-    def _body(self, tokens: Floats) -> Floats:
+    def _mixture_survival(self, tokens: Floats) -> Floats:
         logs = np.log(np.maximum(tokens, 1e-9))
-        parts = zip(self.weights, self.mus, self.sigmas, strict=True)
         total: Floats = np.zeros_like(logs)
-        for weight, mu, sigma in parts:
+        for weight, mu, sigma in zip(self.weights, self.mus, self.sigmas, strict=True):
             total += weight * 0.5 * _erfc((logs - mu) / (sigma * math.sqrt(2)))
         return total
 
     def quantile_table(self) -> tuple[Floats, Floats]:
-        """A grid of standard normal values and the length at each, ascending; at the cap where the mass is."""
+        """(grid of standard normal values, length at each of them), ascending. Values in the mass at the cap have the
+        length of the cap."""
         grid = np.linspace(-WIDEST, WIDEST, GRID)
         lengths = np.concatenate([np.geomspace(0.5, self.cap, 2 * GRID), [float(self.cap)]])
         survival = self.survival(lengths)
         survival[-1] = 0.0
-        wanted = 0.5 * _erfc(grid / math.sqrt(2))
-        # Survival falls with length: both axes turned round for the interpolation.
-        found = np.interp(wanted, survival[::-1], lengths[::-1])
-        found[wanted <= survival[-2]] = self.cap
-        return grid, found
+        shares = 0.5 * _erfc(grid / math.sqrt(2))
+        # Survival falls with length, and the interpolation needs ascending values.
+        quantiles = np.interp(shares, survival[::-1], lengths[::-1])
+        quantiles[shares <= survival[-2]] = self.cap
+        return grid, quantiles
 
 
 class LengthSource(Protocol):
@@ -121,14 +128,15 @@ class LengthSource(Protocol):
 
 
 class ModelledLengths:
-    """Draws from a ``LengthModel``. Normals come from one pool by hash: a draw of eight costs some microseconds."""
+    """Draws from a ``LengthModel``. Normal numbers come from a pool, at places given by a hash, so that a draw of eight
+    lengths takes some microseconds."""
 
     def __init__(self, model: LengthModel, seed: int = 0) -> None:
         self.model = model
         self.cap = model.cap
         self._seed = seed
         source = np.random.default_rng(seed)
-        # Scaled so that prompt + member is the index of a length in the table.
+        # Scaled so that the sum of a prompt's and a member's number is the index of a length in the table.
         scale = (GRID - 1) / (2 * WIDEST)
         members = source.standard_normal((1 << POOL_BITS) + MOST_SAMPLES) * math.sqrt(1 - model.correlation) * scale
         prompts = source.standard_normal(1 << POOL_BITS) * math.sqrt(model.correlation) * scale + GRID / 2
@@ -149,11 +157,17 @@ class ModelledLengths:
             return lengths
         steps = min(version, self.model.drift_steps) if self.model.drift_steps else version
         factor = math.exp(drift * steps)
-        return [cap if length >= cap else max(min(round(length * factor), cap), 1) for length in lengths]
+
+        def drifted(length: int) -> int:
+            if length >= cap:
+                return cap
+            return max(min(round(length * factor), cap), 1)
+
+        return [drifted(length) for length in lengths]
 
 
 class DomainLengths:
-    """Lengths of ``sources``, one a domain; ``domain_of`` gives the domain of a prompt."""
+    """Lengths from one source for each domain. ``domain_of``: function that returns the domain of a prompt."""
 
     def __init__(self, sources: Sequence[LengthSource], domain_of: Callable[[int], int]) -> None:
         self._sources = sources
@@ -165,12 +179,14 @@ class DomainLengths:
 
 
 class RecordedLengths:
-    """Lengths of a real run, a prompt's together. ``resample``: any recorded prompt; otherwise they return in the order
-    of the record, again from its start when it ends, each with its own lengths in their order. One object then serves
-    one simulation, since the first draw of a prompt is the recorded one.
+    """Lengths of a recorded run, the lengths of a prompt together.
 
-    What is drawn beyond the record (another attempt at a prompt, more samples) comes from recorded prompts of nearly
-    the same length. A completion that was stopped before its end is as long as a recorded one that is longer."""
+    ``resample``: whether a draw takes any recorded prompt. Otherwise prompts come in the order of the record, which
+    starts again at its end, each with its own lengths in their order; then an object serves one simulation, since it
+    remembers which draw of a prompt was the first.
+
+    Draws beyond the record (another attempt at a prompt, more samples) take recorded prompts of nearly the same length.
+    A completion that was stopped before its end has the length of a longer recorded one."""
 
     def __init__(self, run: RecordedRun, *, resample: bool = True, seed: int = 0) -> None:
         self._rows = recorded_rows(run, seed)
@@ -194,103 +210,120 @@ class RecordedLengths:
         return [length for length, _ in self.completions(prompt, noise, samples)]
 
     def completions(self, prompt: int, noise: int, samples: int) -> list[tuple[int, Turns]]:
-        """The same lengths, each with its turns."""
+        """Draw as ``draw`` does. Returns each length with its turns."""
         count = len(self._rows)
         if not self._resample and self._noises.setdefault(prompt, noise) == noise:
-            return self._drawn(self._places[prompt % count], 0, samples)
+            return self._row(self._places[prompt % count], 0, samples)
         mixed = _scattered(self._seed, prompt, noise)
         place = self._places[prompt % count] if not self._resample else _scattered(self._seed, prompt) % count
         place += mixed % (2 * self._near + 1) - self._near
-        # Reflected at both ends, so that every row is drawn as often.
-        place = -1 - place if place < 0 else place if place < count else 2 * count - 1 - place
-        return self._drawn(place, mixed >> 8, samples)
+        # Places beyond the ends are reflected, so that all rows are drawn equally often.
+        if place < 0:
+            place = -1 - place
+        elif place >= count:
+            place = 2 * count - 1 - place
+        return self._row(place, mixed >> 8, samples)
 
-    def _drawn(self, place: int, turn: int, samples: int) -> list[tuple[int, Turns]]:
-        """The row at ``place`` in order of length, turned round, and as many of those beside it as it takes."""
+    def _row(self, place: int, shift: int, samples: int) -> list[tuple[int, Turns]]:
+        """``samples`` completions of the row at ``place`` (in order of length), rotated by ``shift``. Rows nearby
+        follow where the row has fewer."""
         row = self._rows[self._sorted[place]]
-        lengths: list[tuple[int, Turns]] = []
-        beside = 0
-        while len(lengths) < samples:
-            turned = turn % len(row)
-            lengths += row[turned:] + row[:turned]
-            beside = beside % self._near + 1 if self._near else 0
-            other = place + beside if place + beside < len(self._rows) else place - beside
-            row = self._rows[self._sorted[other]]
-        return lengths[:samples]
+        completions: list[tuple[int, Turns]] = []
+        distance = 0
+        while len(completions) < samples:
+            start = shift % len(row)
+            completions += row[start:] + row[:start]
+            distance = distance % self._near + 1 if self._near else 0
+            neighbour = place + distance
+            if neighbour >= len(self._rows):
+                neighbour = place - distance
+            row = self._rows[self._sorted[neighbour]]
+        return completions[:samples]
 
 
 class RecipeLengths:
-    """Lengths of ``source``, no longer than ``recipe`` allows: what is longer than their own cap is unknown. With an
-    environment they are in turns: the recorded ones, or such as ``environment`` has."""
+    """Lengths of ``source``, no longer than ``recipe`` allows; lengths beyond the cap of the source stay unknown. With
+    an environment they are split into turns: recorded ones, or those of the model ``environment``."""
 
     def __init__(self, recipe: Recipe, environment: EnvironmentModel, source: LengthSource, seed: int = 0) -> None:
         self._source = source
         self._model = environment
         self._seed = seed
         self.cap = min(recipe.most_tokens, source.cap)
-        self._most_turns = recipe.environment.max_turns if recipe.environment.given else 0
+        self._most_turns = recipe.environment.max_turns if recipe.environment.configured else 0
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
         return [min(length, self.cap) for length in self._source.draw(prompt, noise, samples, version)]
 
     def turns(self, prompt: int, noise: int, samples: int, version: int) -> list[Turns]:
-        """The turns of each sample, with what its environment does after the last; empty without an environment."""
+        """Turns of each sample, and after them a turn without tokens with the last wait for its environment. Empty
+        without an environment."""
         source = self._source
         if not self._most_turns:
             return []
         if isinstance(source, RecordedLengths):
-            drawn = source.completions(prompt, noise, samples)
+            completions = source.completions(prompt, noise, samples)
         else:
-            drawn = [(length, ()) for length in source.draw(prompt, noise, samples, version)]
-        return [
-            turns[:-1][: self._most_turns] + turns[-1:]
-            or self._modelled(min(length, self.cap), random.Random(hash((self._seed, prompt, noise, sample))))
-            for sample, (length, turns) in enumerate(drawn)
-        ]
+            completions = [(length, ()) for length in source.draw(prompt, noise, samples, version)]
+        samples_turns: list[Turns] = []
+        for sample, (length, turns) in enumerate(completions):
+            if turns:
+                samples_turns.append(turns[:-1][: self._most_turns] + turns[-1:])
+            else:
+                numbers = random.Random(hash((self._seed, prompt, noise, sample)))
+                samples_turns.append(self._modelled(min(length, self.cap), numbers))
+        return samples_turns
 
-    def _modelled(self, length: int, source: random.Random) -> Turns:
+    def _modelled(self, length: int, numbers: random.Random) -> Turns:
+        """Turns of a completion of ``length`` tokens by the model."""
         model = self._model
-        wanted = round(length / model.turn_tokens) if model.turn_tokens else 1
-        count = max(min(wanted, self._most_turns, length), 1)
-        ends = [length * number // count for number in range(count + 1)]
-        waits = [0.0, *(model.seconds * source.expovariate(1.0) for _ in range(count))]
+        number = round(length / model.turn_tokens) if model.turn_tokens else 1
+        count = max(min(number, self._most_turns, length), 1)
+        ends = [length * turn // count for turn in range(count + 1)]
+        waits = [0.0, *(model.seconds * numbers.expovariate(1.0) for _ in range(count))]
         turns = ((model.appended_tokens, waits[i], ends[i + 1] - ends[i], 0.0) for i in range(count))
         return (*turns, (0, waits[-1], 0, 0.0))
 
 
 def drawn_turns(source: LengthSource, *draw: int) -> tuple[list[int], list[Turns]]:
-    """A ``draw`` of lengths, and their turns; those are empty without an environment."""
-    turns = source.turns(*draw) if isinstance(source, RecipeLengths) else []
-    return [sum(turn[2] for turn in one) for one in turns] or source.draw(*draw), turns
+    """(lengths of a draw, turns of each sample). ``draw``: arguments of ``LengthSource.draw``. There are no turns
+    without an environment."""
+    if isinstance(source, RecipeLengths):
+        samples_turns = source.turns(*draw)
+        if samples_turns:
+            return [sum(tokens for _, _, tokens, _ in turns) for turns in samples_turns], samples_turns
+    return source.draw(*draw), []
 
 
 def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[tuple[int, Turns]]]:
-    """The lengths, with turns, of each prompt in the order of their launch; of several attempts the one that says most.
-    A completion that was stopped gets the length of a recorded one that is longer, or the cap where none is."""
+    """Lengths of each prompt, with turns, in the order of launches. Of several attempts at a prompt the one with most
+    finished completions counts. A completion that was stopped gets the length of a longer recorded one, or the cap
+    where there is none."""
     attempts: dict[str, dict[int, list[TrajectoryLine]]] = {}
     for line in run.trajectories:
         attempts.setdefault(line.prompt_id, {}).setdefault(line.group, []).append(line)
-    finished = np.sort([line.tokens for line in run.trajectories if line.finish_reason])
+    finished_lengths = np.sort([line.tokens for line in run.trajectories if line.finish_reason])
     source = np.random.default_rng([seed, 11])
     rows = []
     for groups in sorted(attempts.values(), key=min):
-        # A replayed prompt repeats its lengths: the attempt that got furthest has them all.
+        # A replayed prompt repeats its lengths, so that the attempt with most finished completions has them all.
         lines = max(groups.values(), key=lambda group: sum(bool(line.finish_reason) for line in group))
         row = list[tuple[int, Turns]]()
         for line in sorted(lines, key=lambda line: line.sample):
             if line.finish_reason:
                 row.append((max(line.tokens, 1), line.turns))
             elif line.tokens:
-                longer = int(np.searchsorted(finished, line.tokens, side="right"))
-                beyond = longer < len(finished)
-                row.append((int(source.choice(finished[longer:])) if beyond else run.header.max_tokens, ()))
+                longer_lengths = finished_lengths[np.searchsorted(finished_lengths, line.tokens, side="right") :]
+                length = int(source.choice(longer_lengths)) if len(longer_lengths) else run.header.max_tokens
+                row.append((length, ()))
         if row:
             rows.append(row)
     return rows
 
 
 def _scattered(*values: int) -> int:
-    """A hash in all of whose bits neighbours differ at random, which those of a tuple do not (murmur3's finisher)."""
+    """Hash of ``values`` (murmur3's finisher). Hashes of similar values differ in all bits, which hashes of tuples do
+    not."""
     mixed = hash(values) & _MASK
     mixed = (mixed ^ mixed >> 33) * 0xFF51AFD7ED558CCD & _MASK
     mixed = (mixed ^ mixed >> 33) * 0xC4CEB9FE1A85EC53 & _MASK

@@ -1,4 +1,5 @@
-"""Report of a simulation: its steps, and their sums in memory that does not grow with the steps."""
+"""Report of a simulation, and the ledger that ``simulation`` keeps of its steps. Commands print the report, and
+``what_if`` compares reports."""
 
 from __future__ import annotations
 
@@ -31,8 +32,12 @@ class LengthSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step, from the version before it being live until its own is; ``began_s``: of the whole run.
-    ``longest``: trained completion."""
+    """One optimizer step, from the time at which the version before it went live until its own version is live.
+
+    ``began_s``: begin of the step since the simulation began;
+    ``step_s``, ``rollout_s``, ``training_s``, ``push_s``: seconds of the step and its parts;
+    ``longest``: longest trained completion;
+    ``rollout_bubble``, ``free_slots``: free share of the capacity, in the rollout and in the full step."""
 
     policy_version: int
     round_kind: str
@@ -51,7 +56,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KindSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """All steps of one kind of round. ``longest_mean``: mean over rounds of the longest trained completion."""
+    """Means over all steps of one kind of round. ``longest_mean``: mean of the longest trained completion of a round;
+    ``trained``: lengths of the trained completions."""
 
     round_kind: str
     steps: int
@@ -62,16 +68,29 @@ class KindSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures over the steps that count (a warm-up is left out). Times in simulated seconds.
+    """Figures over the steps that count, without the warm-up. Times are simulated seconds.
 
-    ``goodput``: trained tokens a second; ``groups_s``: trained groups a second. ``unbiased``: lengths as the prompts
-    that were launched would give them; ``trained``: those trained on. ``rollout_bubble``,
-    ``free_slots``: free share of ``capacity``, in the rollout and in the whole step. ``sampling_s``, ``environment_s``:
-    of a trained trajectory outside of its environment and in it, means. Staleness: of the oldest token.
-    ``step_s_p50``, ``step_s_p95``: of the steps in ``recent``. ``wait_mean``, ``wait_max``: optimizer steps between the
-    first launch of a prompt and its training. ``straggler_rate``: mean over trained batches of the share of their
-    step's groups that straggle (SAGC's budget). ``push_s``: from publishing to live, mean of a step, of which
-    ``transfer_s`` to all hosts, where they are modelled; ``hosts``: there at the end."""
+    ``rounds``: kind of rounds;
+    ``capacity``: slots of full engines, in requests;
+    ``step_s_p50``, ``step_s_p95``: quantiles over the steps in ``recent``;
+    ``goodput``: trained tokens a second;
+    ``groups_s``: trained groups a second;
+    ``rollout_bubble``, ``free_slots``: free share of ``capacity``, in the rollout and in the full step;
+    ``sampling_s``, ``environment_s``: mean seconds of a trained trajectory outside of its environment and in it;
+    ``staleness_mean``, ``staleness_max``: staleness of the oldest token;
+    ``unbiased``: lengths of all launched prompts, as if no trajectory were stopped;
+    ``trained``: lengths of the trained completions;
+    ``kinds``: figures by kind of round;
+    ``wait_mean``, ``wait_max``: optimizer steps between the first launch of a prompt and its training;
+    ``straggler_rate``: mean over trained batches of the share of their step's groups that straggle (SAGC's budget);
+    ``group_sizes``: number of trained groups by size;
+    ``dropped``: trajectories by reason;
+    ``finished``: reason of the end;
+    ``recent``: last steps;
+    ``reasons``: number of decisions by subject;
+    ``push_s``: mean seconds of a step from publishing to live;
+    ``transfer_s``: part of ``push_s`` for the transfer to all hosts, where hosts are modelled;
+    ``hosts``: hosts at the end."""
 
     rounds: str
     steps: int
@@ -126,17 +145,18 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.trained.mean / self.unbiased.mean if self.unbiased.mean else 0.0
 
 
-def _quantile(counts: Counter[int], wanted: float) -> int:
-    seen = 0
+def _quantile(counts: Counter[int], rank: float) -> int:
+    """The value at ``rank`` among the counted values, ascending."""
+    total = 0
     for value in sorted(counts):
-        seen += counts[value]
-        if seen >= wanted:
+        total += counts[value]
+        if total >= rank:
             return value
     return 0
 
 
 def summary_of(counts: Counter[int], cap: int) -> LengthSummary:
-    """Summarise lengths that are counted by length."""
+    """Summarise lengths. ``counts``: number of completions by length."""
     count = counts.total()
     if not count:
         return LengthSummary()
@@ -150,7 +170,8 @@ def summary_of(counts: Counter[int], cap: int) -> LengthSummary:
 
 
 class JoinedBatch(msgspec.Struct):
-    """Groups that joined before one step. ``longest``: completion; ``tables``: lengths of each group."""
+    """Groups of one batch. ``kind``: kind of their round; ``longest``: longest completion; ``tables``: lengths of each
+    group."""
 
     kind: str = ""
     longest: int = 0
@@ -158,9 +179,19 @@ class JoinedBatch(msgspec.Struct):
 
 
 class Sums(msgspec.Struct):
-    """All that the report is made of, since ``began_s``. ``trained``: lengths by kind of round; ``staleness``: of each
-    trained trajectory; ``waits``: of each prompt; ``stragglers``: sum over trained batches of the share of their step's
-    groups that straggled."""
+    """Sums since ``began_s``, of which the report is made.
+
+    ``preemptions_before``: preemptions until ``began_s``;
+    ``rows``: steps;
+    ``trained``: number of trained completions by kind of round and length;
+    ``unbiased``: number of launched completions by length;
+    ``staleness``: number of trained trajectories by staleness;
+    ``waits``: number of prompts by optimizer steps that they waited;
+    ``group_sizes``: number of trained groups by size;
+    ``reasons``: number of decisions by subject;
+    ``sampling_s``, ``environment_s``: seconds of trained trajectories;
+    ``batches``: trained batches;
+    ``stragglers``: sum over trained batches of the share of their step's groups that straggled."""
 
     began_s: float = 0.0
     preemptions_before: int = 0
@@ -178,8 +209,8 @@ class Sums(msgspec.Struct):
 
 
 class StepLedger:
-    """Follows one step after the other. ``capacity``: slots of full engines, in requests.
-    ``trained_s``, ``publishing_s``: when the trainer had stepped and the push began."""
+    """Ledger of the steps of a simulation. ``capacity``: slots of full engines, in requests; ``trained_s``,
+    ``publishing_s``: times at which the trainer had stepped and the push began, set by the simulation."""
 
     def __init__(
         self,
@@ -196,32 +227,33 @@ class StepLedger:
         self._cap = cap
         self._sums = Sums()
         self._first_launch: dict[int, int] = {}
-        self._began = 0.0
-        self._full = 0.0
+        # Of the open step: time, busy time of engines and generated tokens at its begin, and when its batch was full.
+        self._began_s = 0.0
+        self._busy_at_begin_s = 0.0
+        self._generated_at_begin = 0.0
+        self._full_s = 0.0
+        self._busy_at_full_s = 0.0
         self.trained_s = 0.0
         self.publishing_s = 0.0
-        self._busy_began = 0.0
-        self._busy_full = 0.0
-        self._generated_began = 0.0
         self._open = JoinedBatch()
         self._closed = JoinedBatch()
         self._step: StepOptimizer | None = None
 
-    # ---- what happens ------------------------------------------------------------------------------
+    # ---- events of the simulation ------------------------------------------------------------------
 
-    def launched(self, prompt: int, attempt: int, lengths: list[int], live_version: int) -> None:
-        """Count a group that was launched; ``lengths``: of its trajectories where none is stopped."""
+    def note_launch(self, prompt: int, attempt: int, lengths: list[int], live_version: int) -> None:
+        """Count a launched group. ``lengths``: lengths that its trajectories have unless they are stopped."""
         if attempt == 0:
             self._sums.unbiased.update(lengths)
             self._first_launch.setdefault(prompt, live_version)
-            if len(self._first_launch) > MOST_WAITING_PROMPTS:  # prompts that were dropped for good
+            if len(self._first_launch) > MOST_WAITING_PROMPTS:  # the oldest ones were dropped for good
                 del self._first_launch[next(iter(self._first_launch))]
 
-    def explained(self, subject: str) -> None:
+    def note_decision(self, subject: str) -> None:
         """Count a decision about ``subject``."""
         self._sums.reasons[subject] += 1
 
-    def joined(self, requests: list[Request], trainer_version: int, kind: str) -> int:
+    def note_join(self, requests: list[Request], trainer_version: int, kind: str) -> int:
         """Count a group that joined the batch which ``trainer_version`` trains. Returns its trained tokens."""
         sums = self._sums
         batch = self._open
@@ -240,53 +272,53 @@ class StepLedger:
             batch.tables.append(np.array([[math.inf if length >= self._cap else length for length in lengths]]))
         return sum(lengths)
 
-    def batch_full(self, now: float, step: StepOptimizer) -> None:
-        """The trainer steps. What joins from here on is of the next, also while this is pushed."""
-        self._full = now
+    def close_batch(self, now: float, step: StepOptimizer) -> None:
+        """Close the batch, on which the trainer steps now. Groups that join from here on are in the next batch."""
+        self._full_s = now
         self._closed = self._open
         self._open = JoinedBatch()
         self._step = step
         self._advance(now)
-        self._busy_full = self._together.busy_s
+        self._busy_at_full_s = self._together.busy_s
 
-    def live(self, now: float) -> StepRow:
-        """Every engine holds the version that the step made: the step is over."""
+    def end_step(self, now: float) -> StepRow:
+        """End the step, since every engine holds its version."""
         step = self._step
         assert step is not None
         self._advance(now)
-        busy = self._together.busy_s
+        busy_s = self._together.busy_s
         generated = sum(engine.generated for engine in self._engines)
-        rollout_s = self._full - self._began
-        step_s = now - self._began
+        rollout_s = self._full_s - self._began_s
+        step_s = now - self._began_s
         batch = self._closed
         sums = self._sums
         row = StepRow(
             policy_version=step.policy_version,
             round_kind=batch.kind,
-            began_s=self._began,
+            began_s=self._began_s,
             step_s=step_s,
             rollout_s=rollout_s,
-            training_s=self.trained_s - self._full,
+            training_s=self.trained_s - self._full_s,
             push_s=now - self.publishing_s,
             groups=step.groups,
             samples=step.samples,
             trained_tokens=step.trained_tokens,
-            generated_tokens=generated - self._generated_began,
+            generated_tokens=generated - self._generated_at_begin,
             longest=batch.longest,
-            rollout_bubble=_idle(self._busy_full - self._busy_began, self.capacity * rollout_s),
-            free_slots=_idle(busy - self._busy_began, self.capacity * step_s),
+            rollout_bubble=_idle_share(self._busy_at_full_s - self._busy_at_begin_s, self.capacity * rollout_s),
+            free_slots=_idle_share(busy_s - self._busy_at_begin_s, self.capacity * step_s),
         )
-        straggled = straggler_rate(batch.tables, self._settings.group_sizing.straggler_ratio)
+        rate = straggler_rate(batch.tables, self._settings.group_sizing.straggler_ratio)
         sums.batches += step.batches
-        sums.stragglers += step.batches * (straggled or 0.0)
+        sums.stragglers += step.batches * (rate or 0.0)
         sums.rows.append(row)
-        self._began = now
-        self._busy_began = busy
-        self._generated_began = generated
+        self._began_s = now
+        self._busy_at_begin_s = busy_s
+        self._generated_at_begin = generated
         return row
 
-    def begin(self, now: float) -> None:
-        """The warm-up is over: figures count from here."""
+    def end_warm_up(self, now: float) -> None:
+        """Start the figures from zero, since the warm-up is over."""
         preemptions = sum(engine.preemptions for engine in self._engines)
         self._sums = Sums(began_s=now, preemptions_before=preemptions)
 
@@ -298,11 +330,11 @@ class StepLedger:
     # ---- the report --------------------------------------------------------------------------------
 
     def report(self, finished: str, accounting: Accounting) -> SimulationReport:
-        """Report over the steps that count."""
+        """Make the report over the steps that count. ``finished``: reason of the end."""
         sums = self._sums
         cap = self._cap
         rows = self._sums.rows
-        seconds = max(self._began - sums.began_s, 1e-12)
+        seconds = max(self._began_s - sums.began_s, 1e-12)
         recent = rows[-STEPS_REPORTED:]
         step_s = sorted(row.step_s for row in recent) or [0.0]
         trained = sum(sums.trained.values(), Counter[int]())
@@ -361,5 +393,5 @@ def _total(counts: Counter[int]) -> int:
     return sum(value * count for value, count in counts.items())
 
 
-def _idle(busy: float, whole: float) -> float:
-    return max(1 - busy / whole, 0.0) if whole > 0 else 0.0
+def _idle_share(busy_s: float, total_s: float) -> float:
+    return max(1 - busy_s / total_s, 0.0) if total_s > 0 else 0.0

@@ -1,4 +1,8 @@
-"""The engines of a simulated cluster: what control launches, cancels, cuts and resumes, and when it finishes."""
+"""The engines of a simulated cluster: requests from their launch to their end, as control launches, cancels, pauses and
+resumes them.
+
+``simulation`` calls ``SimulatedRollout`` for each action of control; ``engine_changes`` and ``host_changes`` change
+which engines serve."""
 
 from __future__ import annotations
 
@@ -20,8 +24,11 @@ from streamrl.simulate.stages import EventQueue
 
 
 class DeferredTokens:
-    """Tokens of deferred trajectories until their draw is launched again: as many as the real engines' store has.
-    Samples that lost beside the winners of their own prompt are never sampled again."""
+    """Tokens of deferred trajectories, until the same draw is launched again, or newer ones take their place as in the
+    store of real engines. The tokens of samples that lost the race of their own group are never used.
+
+    ``tokens``: sampled tokens by seed base and sample number, oldest first; ``most_open``: largest number of open
+    requests so far."""
 
     def __init__(self, rejected_per_token: float) -> None:
         self.most_open = 0
@@ -29,46 +36,62 @@ class DeferredTokens:
         self._rejected = rejected_per_token
 
     def verify(self, request: Request) -> None:
-        """Begin ``request`` with the tokens of its draw, up to the first that the weights choose otherwise now."""
+        """Begin ``request`` with the stored tokens of its draw, up to the first token that the new weights reject."""
         tokens = self.tokens.pop((request.noise, request.id.sample), 0.0)
         if tokens < FEWEST_KEPT:
             return
-        share = random.Random(hash((request.noise, request.id.sample, request.id.attempt))).random()
-        until = math.log(1 - share) / math.log1p(-self._rejected) if self._rejected else math.inf
-        request.sampled = float(int(min(tokens, until)))
+        accepted = math.inf
+        if self._rejected:
+            share = random.Random(hash((request.noise, request.id.sample, request.id.attempt))).random()
+            accepted = math.log(1 - share) / math.log1p(-self._rejected)
+        request.sampled = float(int(min(tokens, accepted)))
         request.verified = True
 
     def add(self, request: Request) -> None:
-        """Remember the tokens of a request that was stopped."""
+        """Store the tokens of a request that was stopped."""
         tokens = min(request.sampled, request.length - 1)
         if tokens < FEWEST_KEPT:
             return
-        name = (request.noise, request.id.sample)
-        self.tokens.pop(name, None)  # to the end
-        self.tokens[name] = tokens
+        draw = (request.noise, request.id.sample)
+        self.tokens.pop(draw, None)  # a new entry is the last one
+        self.tokens[draw] = tokens
         while len(self.tokens) > ROUNDS_KEPT * self.most_open:
             del self.tokens[next(iter(self.tokens))]
 
 
 class RequestsOnEngines:
-    """``requests``: all trajectories that have not ended, those that are being scored included. A caller that changes
-    something calls ``settle`` before time goes on. ``aborted``: requests were stopped since it was last set to False;
-    ``engines``: those of the largest set, of which the first ``serving`` ones serve; ``together``: what runs on all
-    of them; ``fullest``: largest share of a cache that was in use when a request ended, since it was last set to 0;
-    ``sampled``: is called with what its environment has ended.
-    ``in_use``: engines of the set; ``absent``: returns those of so many whose host does not serve.
-    ``verifies_deferred``: what was cancelled keeps its tokens until the same draw is launched again."""
+    """Engines, and all requests on them. A caller that makes a change calls ``settle`` before time goes on.
+
+    ``requests``: all trajectories that have not ended, those that wait for their reward included;
+    ``engines``: engines of the largest set, and of hosts that join for the first time;
+    ``in_use``: number of engines of the current set;
+    ``serving``: numbers of the engines that get requests;
+    ``absent``: function from the number of engines of a set to the engines whose host does not serve;
+    ``together``: counter of the running requests of all engines;
+    ``fullest``: largest share of a KV cache in use at the end of a request, since a caller set it to 0;
+    ``aborted``: whether requests were stopped since a caller set it to False;
+    ``on_sampled``: function to call with a request whose environment ended it;
+    ``deferred``: tokens of cancelled requests, where deferred prompts are verified;
+    ``trace``: trace of the requests, if the caller wants one.
+
+    Parameters: ``max_tokens``: longest completion; ``most_engines``: size of the largest set of engines."""
 
     def __init__(
-        self, model: ClusterModel, queue: EventQueue, *, max_tokens: int, most: int = 0, verifies_deferred: bool = False
+        self,
+        model: ClusterModel,
+        queue: EventQueue,
+        *,
+        max_tokens: int,
+        most_engines: int = 0,
+        verifies_deferred: bool = False,
     ) -> None:
         self.model = model
         self.together = RunningTogether()
-        self.engines = [EngineClock(model.engine, self.together) for _ in range(max(most, model.engines.count))]
+        self.engines = [EngineClock(model.engine, self.together) for _ in range(max(most_engines, model.engines.count))]
         self.fullest = 0.0
         self.aborted = False
         self.trace: ChromeTrace | None = None
-        self.sampled: Callable[[Request], None]
+        self.on_sampled: Callable[[Request], None]
         self.requests: dict[TrajectoryId, Request] = {}
         self._queue = queue
         self.deferred = DeferredTokens(model.engine.rejected_per_token) if verifies_deferred else None
@@ -89,7 +112,7 @@ class RequestsOnEngines:
 
     @property
     def now(self) -> float:
-        """The time."""
+        """Virtual time in seconds."""
         return self._queue.now
 
     @property
@@ -101,22 +124,23 @@ class RequestsOnEngines:
         if not self.serving:
             self._stranded.append(request)
             return
-        lone = len(self.serving) == 1
-        choose = self._router.choose
-        index = self.serving[0] if lone else choose(request.request_id, request.prompt, self.serving)
-        self._opened(request, index)
+        if len(self.serving) == 1:
+            index = self.serving[0]
+        else:
+            index = self._router.choose(request.request_id, request.prompt, self.serving)
+        self._assign(request, index)
         gap = self.model.engine.arrival_s
         engine = self.engines[index]
         if gap:
             engine.last_arrival = max(engine.last_arrival, self._queue.now) + gap
-            self._queue.add(engine.last_arrival, partial(self.arrived, request))
+            self._queue.add(engine.last_arrival, partial(self.arrive, request))
             return
         engine.submit(request)
         self._dirty.add(index)
 
-    def _opened(self, request: Request, index: int) -> None:
+    def _assign(self, request: Request, index: int) -> None:
         request.engine = index
-        self._router.opened(
+        self._router.add_request(
             ServedRequest(
                 request_id=request.request_id,
                 engine=index,
@@ -128,48 +152,49 @@ class RequestsOnEngines:
         )
 
     def choose_serving(self) -> None:
-        """Send requests to all engines of the set and of further hosts but those that are freed, or ``absent``."""
-        out = self._freed.union(self.absent(self.in_use))
-        self.serving = tuple(index for index in range(self.in_use + self._further) if index not in out)
+        """Let all engines of the set and of further hosts serve, except freed and ``absent`` ones."""
+        excluded = self._freed.union(self.absent(self.in_use))
+        self.serving = tuple(index for index in range(self.in_use + self._further) if index not in excluded)
 
-    def arrived(self, request: Request) -> None:
-        """The front end of its engine took a request. From one that was lost on the way it goes on to another."""
+    def arrive(self, request: Request) -> None:
+        """Hand ``request`` to its engine, whose front end has taken it; to another engine if this one was lost
+        meanwhile."""
         if request.stopped:
             return
         if request.engine in self._halted and request.engine not in self.serving:
-            self._left(request)
+            self._unassign(request)
             self._submit(request)
         else:
             self.engines[request.engine].submit(request)
             self._dirty.add(request.engine)
 
-    def _take_off(self, request: Request) -> None:
+    def _stop(self, request: Request) -> None:
         request.stopped = True
         if request.engine >= 0:
             engine = self.engines[request.engine]
             engine.advance(self._queue.now)
             engine.stop(request)
             self._dirty.add(request.engine)
-            self._left(request)
+            self._unassign(request)
             self.aborted = True
 
-    def _left(self, request: Request) -> None:
+    def _unassign(self, request: Request) -> None:
         if self.trace is not None:
             figures = {"tokens": int(request.sampled), "version": request.first_version, "stopped": request.stopped}
             now = self._queue.now
             self.trace.request(request.request_id, request.engine, request.launched_s, now, (), **figures)
-        self._router.closed(request.request_id)
+        self._router.remove_request(request.request_id)
         request.engine = -1
 
     def pause_engines(self) -> None:
-        """Pause all engines; requests that are submitted meanwhile wait in them."""
+        """Pause all engines. Requests that are submitted meanwhile wait in them."""
         self._paused = True
         for index, engine in enumerate(self.engines):
             engine.pause(self._queue.now)
             self._dirty.add(index)
 
     def resume_engines(self, *, recompute: bool) -> None:
-        """All engines go on, after what a new round costs."""
+        """Let all engines continue, after the fixed cost of a round."""
         self._paused = False
         for index, engine in enumerate(self.engines):
             if index not in self._halted:
@@ -182,7 +207,7 @@ class RequestsOnEngines:
             engine.blocked_until += self.model.push.round_s
 
     def slow_down(self, factor: float) -> None:
-        """A decode step takes ``factor`` times as long from now on."""
+        """Make decode steps take ``factor`` times as long from now on."""
         if self.engines[0].slowdown == factor:
             return
         for index, engine in enumerate(self.engines):
@@ -191,7 +216,7 @@ class RequestsOnEngines:
             self._dirty.add(index)
 
     def settle(self) -> None:
-        """Engines whose requests changed: admit what waits, and find out when each of them has something next."""
+        """Admit waiting requests to all engines that have changed, and add their next events to the queue."""
         now = self._queue.now
         for index in self._dirty:
             engine = self.engines[index]
@@ -204,52 +229,57 @@ class RequestsOnEngines:
         self._dirty.clear()
 
     def measure(self) -> on.EnginesMeasured:
-        """Measure the engines since the last call, all together."""
+        """Measure all engines since the last call."""
         now = self._queue.now
         engines = self.engines
         for engine in engines:
             engine.advance(now)
-        sums = [(one.generated, one.steps, one.decoding_s, one.preemptions) for one in engines]
+        counts = [(engine.generated, engine.steps, engine.decoding_s, engine.preemptions) for engine in engines]
         before = self._reported
-        self._reported = tuple(map(sum, zip(*sums, strict=True)))
-        generated, steps, decoding, preemptions = (a - b for a, b in zip(self._reported, before, strict=True))
+        self._reported = tuple(map(sum, zip(*counts, strict=True)))
+        generated, steps, decoding_s, preemptions = (
+            total - last for total, last in zip(self._reported, before, strict=True)
+        )
         capacity = self.engines[0].model.kv_tokens
+        in_environment = [
+            request for request in self.requests.values() if request.turns and request.engine < 0 < request.length
+        ]
         return on.EnginesMeasured(
-            # Of the steps that were made, as the real engines' statistics count it.
+            # Mean over the decode steps, as in the statistics of real engines.
             running=generated / steps * self.in_use if steps > 0 else 0.0,
             waiting=sum(len(engine.waiting) for engine in engines),
-            token_s=decoding / steps if steps > 0 else 0.0,
+            token_s=decoding_s / steps if steps > 0 else 0.0,
             kv_usage=max(engine.held_kv for engine in engines) / capacity if capacity else 0.0,
             preemptions=int(preemptions),
-            environment=sum(bool(one.turns) and one.engine < 0 < one.length for one in self.requests.values()),
+            environment=len(in_environment),
         )
 
 
 class SimulatedRollout(RequestsOnEngines):
-    """Simulated rollout: carries out the actions of control, and the loss and the joining of hosts."""
+    """Engines that carry out the actions of control, and changes of engines and hosts."""
 
     def free(self, engines: Sequence[int], moves: Mapping[str, int]) -> None:
-        """Send these engines nothing more; their requests continue from their tokens on the engines that ``moves``
-        names (by id)."""
+        """Free ``engines``. Their requests continue from their tokens on other engines. ``moves``: number of the new
+        engine by the id of a request."""
         self._freed.update(engines)
         self.choose_serving()
         for index in engines:
             engine = self.engines[index]
             engine.advance(self._queue.now)
-            moving = [*engine.running, *(request for request in engine.waiting if not request.stopped)]
-            for request in moving:
-                self._take_off(request)
-                moved = self.requests[request.id] = request.again()
-                self._opened(moved, moves[request.request_id])
-                self._queue.call_after(self.model.engines.migration_s, partial(self.arrived, moved))
+            for request in _open_requests(engine):
+                self._stop(request)
+                moved = request.again()
+                self.requests[request.id] = moved
+                self._assign(moved, moves[request.request_id])
+                self._queue.call_after(self.model.engines.migration_s, partial(self.arrive, moved))
 
-    def take_back(self) -> None:
-        """All engines of the set serve again."""
+    def readmit(self) -> None:
+        """Let all engines of the set serve again."""
         self._freed.clear()
         self.choose_serving()
 
     def change(self, count: int, engine: EngineModel, seconds: float) -> None:
-        """Serve with ``count`` engines of that model from ``seconds`` on. No request runs."""
+        """Serve with ``count`` engines of the model ``engine``, ``seconds`` from now on. No request may run."""
         for index in range(max(count, self.in_use)):
             clock = self.engines[index]
             clock.advance(self._queue.now)
@@ -260,34 +290,39 @@ class SimulatedRollout(RequestsOnEngines):
         self.choose_serving()
 
     def halt(self, engines: Sequence[int]) -> None:
-        """The host of these engines is lost, and nobody knows yet: they answer nothing, and get requests."""
+        """Halt the engines of a lost host. Until the loss is noticed they get requests, but never finish one."""
         self._halted.update(engines)
         for index in engines:
             self.engines[index].pause(self._queue.now)
             self._dirty.add(index)
 
     def leave(self, engines: Sequence[int], *, keeps_tokens: bool) -> int:
-        """The loss of these engines, which do not serve any more, is known: their requests go on elsewhere. Returns how
-        many; without ``keeps_tokens`` each has those with which it came."""
-        moved = []
+        """Move the requests of lost ``engines``, which no longer serve, to other engines. Returns their number.
+        ``keeps_tokens``: whether they keep the tokens that they sampled there."""
+        moved_requests = []
         aborted = self.aborted
-        for engine in (self.engines[index] for index in engines):
-            for request in [*engine.running, *(request for request in engine.waiting if not request.stopped)]:
-                came_with = request.sampled
-                self._take_off(request)
-                again = self.requests[request.id] = request.again()
-                again.sampled = again.sampled if keeps_tokens else came_with
-                moved.append(again)
-        self.aborted = aborted  # no abort that a push would wait for
-        for request in moved:
+        for index in engines:
+            for request in _open_requests(self.engines[index]):
+                sampled_before = request.sampled
+                self._stop(request)
+                moved = request.again()
+                self.requests[request.id] = moved
+                if not keeps_tokens:
+                    moved.sampled = sampled_before
+                moved_requests.append(moved)
+        self.aborted = aborted  # a push does not wait for these aborts
+        for request in moved_requests:
             self._submit(request)
-        return len(moved)
+        return len(moved_requests)
 
     def restart(self, engines: Sequence[int]) -> None:
-        """These engines serve from now on, and hold the live weights."""
+        """Let ``engines``, which hold the live weights, serve from now on."""
         self._halted.difference_update(engines)
         for index in engines:
-            self.engines[index].pause(self._queue.now) if self._paused else self.engines[index].resume(self._queue.now)
+            if self._paused:
+                self.engines[index].pause(self._queue.now)
+            else:
+                self.engines[index].resume(self._queue.now)
             self._dirty.add(index)
         stranded = self._stranded
         self._stranded = []
@@ -295,8 +330,11 @@ class SimulatedRollout(RequestsOnEngines):
             if not request.stopped:
                 self._submit(request)
 
-    def launch(self, action: do.LaunchGroup, prompt: int, lengths: list[int], turns: Sequence[Turns] = ()) -> None:
-        """Submit a group; ``lengths`` by sample number, and ``turns`` if it has environments, which begin."""
+    def launch(
+        self, action: do.LaunchGroup, prompt: int, lengths: list[int], samples_turns: Sequence[Turns] = ()
+    ) -> None:
+        """Submit a group. ``lengths``: lengths by sample number; ``samples_turns``: turns by sample number, for a group
+        with environments, where the environments begin."""
         tokens = self.model.engines.prompt_tokens
         now = self._queue.now
         version = action.policy_version
@@ -304,22 +342,33 @@ class SimulatedRollout(RequestsOnEngines):
             request = Request(identity, prompt, tokens, lengths[identity.sample], now)
             request.first_version = version
             request.noise = action.seed_base
-            request.turns = turns[identity.sample] if turns else ()
+            if samples_turns:
+                request.turns = samples_turns[identity.sample]
             if self.deferred is not None:
                 self.deferred.verify(request)
             self.requests[identity] = request
-            self._to_environment(request) if turns else self._submit(request)
+            if samples_turns:
+                self._to_environment(request)
+            else:
+                self._submit(request)
         if self.deferred is not None:
             self.deferred.most_open = max(self.deferred.most_open, len(self.requests))
 
     def _to_environment(self, request: Request) -> None:
+        """Begin the next turn of ``request``, after the time of its environment."""
         seconds = request.next_turn(self.model.environment.factor)
-        after = self._submit if request.length > request.sampled else self.sampled
-        self._queue.call_after(seconds, lambda: None if request.stopped else after(request))
+        # A turn without tokens is the last wait for the environment (``TurnTimes``).
+        next_stage = self._submit if request.length > request.sampled else self.on_sampled
 
-    def finished(self, index: int, stamp: int, time: float) -> list[Request]:
-        """Take the trajectories that end on engine ``index`` at ``time``; none when things have changed since that was
-        foreseen."""
+        def leave_environment() -> None:
+            if not request.stopped:
+                next_stage(request)
+
+        self._queue.call_after(seconds, leave_environment)
+
+    def finish(self, index: int, stamp: int, time: float) -> list[Request]:
+        """Let requests finish on engine ``index`` at ``time``, and begin their next turns. Returns the requests without
+        a further turn; none where the engine has changed since this event was added."""
         engine = self.engines[index]
         if engine.stamp != stamp:
             return []
@@ -328,37 +377,46 @@ class SimulatedRollout(RequestsOnEngines):
         if engine.model.kv_tokens:
             engine.advance(time)
             self.fullest = max(self.fullest, min(engine.held_kv / engine.model.kv_tokens, 1.0))
-        ended = engine.finished(time)
-        for request in ended:
-            self._router.answered(request.request_id)
-            self._left(request)
-        for request in (turned := [request for request in ended if request.turns]):
-            self._to_environment(request)
-        return [request for request in ended if request not in turned] if turned else ended
+        finished = engine.finished(time)
+        for request in finished:
+            self._router.note_turn(request.request_id)
+            self._unassign(request)
+        last_turns: list[Request] = []
+        for request in finished:
+            if request.turns:
+                self._to_environment(request)
+            else:
+                last_turns.append(request)
+        return last_turns
 
     def cancel(self, action: do.Drop) -> None:
-        """Stop them and forget them, wherever they are."""
+        """Stop and forget the trajectories of ``action``."""
         for identity in action.ids:
             request = self.requests.pop(identity, None)
             if request is not None:
-                self._take_off(request)
+                self._stop(request)
                 if self.deferred is not None and not request.appended:
                     self.deferred.add(request)
 
     def pause_trajectories(self, action: do.PauseTrajectories) -> None:
-        """Stop those that have not ended, and keep their tokens."""
+        """Stop the trajectories of ``action`` that have not ended, and keep their tokens."""
         for identity in action.ids:
             request = self.requests.get(identity)
-            if request is not None and (request.engine >= 0 or request.turns):  # others ended: rewards are on the way
-                self._take_off(request)
+            if request is not None and (request.engine >= 0 or request.turns):  # all others wait for their reward
+                self._stop(request)
 
     def resume_trajectories(self, action: do.ResumeTrajectories, live_version: int) -> None:
-        """Submit what was paused again, with its tokens. Trajectories that ended meanwhile are left alone."""
+        """Submit paused trajectories again, with their tokens. Trajectories that ended meanwhile are ignored."""
         for identity in action.ids:
-            old = self.requests.get(identity)
-            if old is None or not old.stopped:
+            paused = self.requests.get(identity)
+            if paused is None or not paused.stopped:
                 continue
-            request = old.again()
-            request.first_version = old.first_version if old.sampled else live_version
+            request = paused.again()
+            request.first_version = paused.first_version if paused.sampled else live_version
             self.requests[identity] = request
             self._submit(request)
+
+
+def _open_requests(engine: EngineClock) -> list[Request]:
+    """Requests that run or wait on ``engine``."""
+    return [*engine.running, *(request for request in engine.waiting if not request.stopped)]

@@ -1,7 +1,8 @@
-"""The real control core in virtual time: its actions are carried out by cost models, and answered as events.
+"""The real control core in virtual time: cost models carry out its actions and answer them with events.
 
-Plain code around one heap. What happens next is an engine whose next request finishes, a request that arrives, a reward
-that is known, or the trainer, a push, an evaluation that is done."""
+``streamrl simulate``, ``what_if`` and benchmarks call ``simulate`` in their process, the adviser in its own. A loop
+takes events from one heap: an engine finishes its next request, a request arrives, a reward is known, or the trainer, a
+push or an evaluation ends."""
 
 from __future__ import annotations
 
@@ -35,12 +36,13 @@ from streamrl.simulate.stages import EventQueue, RewardServers, TrainerClock
 
 MEASURE_INTERVAL_S = 0.25
 CYCLES_STEPS = 45
-"""Whole cycles of races at 1.125, 1.25 and 1.5 (9, 5 and 3 rounds): a part of one would flatter a race, or wrong it."""
+"""Steps of a candidate: complete cycles of races at 1.125, 1.25 and 1.5 (9, 5 and 3 rounds). A part of a cycle would
+show a race too fast or too slow."""
 
 WARM_UP_STEPS = 5
 STALLED = "nothing to wait for; that is a bug of the round policy"
 ADVISED_AT = 4
-"""Version at which simulated ``auto`` rounds are advised."""
+"""Version at which simulated ``auto`` rounds get advice."""
 
 
 def simulate(
@@ -56,12 +58,14 @@ def simulate(
     engines: EnginePlan = EnginePlan(),  # noqa: B008 - frozen
     trace: ChromeTrace | None = None,
 ) -> SimulationReport:
-    """Run the control core for ``warm_up + steps`` optimizer steps; figures are of the last ``steps``.
+    """Simulate ``warm_up + steps`` optimizer steps. The report has figures of the last ``steps``.
 
-    ``engines``: whether they are freed late in a round, and other sets of them. ``lengths``: None draws from
-    ``model.lengths``. ``progress``: called with each version that goes live. ``trace``: collects what happens.
+    ``lengths``: source of lengths (None: draws from the lengths of ``model``);
+    ``progress``: function to call with each version that goes live;
+    ``engines``: freeing of engines, and sets of engines;
+    ``trace``: trace for all requests and steps.
 
-    Raises ``StreamRLError`` when control stops the run, or when nothing is left that could happen."""
+    Raises ``StreamRLError`` when control stops the run with an error, or when no event is left."""
     settings = msgspec.structs.replace(settings, steps=warm_up + steps)
     source = lengths or model.drawn_lengths(seed)
     advice = None
@@ -80,14 +84,15 @@ def simulate(
 
 
 def simulate_recipe(
-    recipe: Recipe, model: ClusterModel, steps: int, lengths: LengthSource, *, seed: int = 0, **more: Any
+    recipe: Recipe, model: ClusterModel, steps: int, lengths: LengthSource, *, seed: int = 0, **options: Any
 ) -> SimulationReport:
-    """``simulate`` what ``recipe`` asks for, no completion longer than it allows; ``more``: arguments of that."""
+    """Simulate ``recipe``, with completions no longer than it allows. ``options``: further arguments of
+    ``simulate``."""
     lengths = RecipeLengths(recipe, model.environment, lengths, seed)
     plan = engine_plan(recipe, model)
     settings = control_settings(recipe)
     in_flight = recipe.rollout.in_flight
-    return simulate(settings, model, steps, lengths=lengths, in_flight=in_flight, seed=seed, engines=plan, **more)
+    return simulate(settings, model, steps, lengths=lengths, in_flight=in_flight, seed=seed, engines=plan, **options)
 
 
 def simulate_candidates(
@@ -98,17 +103,20 @@ def simulate_candidates(
     seed: int = 0,
     engines: EnginePlan = EnginePlan(),  # noqa: B008 - frozen
 ) -> dict[str, SimulationReport]:
-    """Simulate every kind of round that ``auto`` chooses from, by name, for whole cycles of races."""
+    """Simulate every candidate of ``auto`` rounds, for complete cycles of races. Returns the reports by name."""
     return {
-        name: simulate(one, model, CYCLES_STEPS, lengths=lengths, seed=seed, warm_up=WARM_UP_STEPS, engines=engines)
-        for name, one in candidate_settings(settings).items()
+        name: simulate(
+            candidate, model, CYCLES_STEPS, lengths=lengths, seed=seed, warm_up=WARM_UP_STEPS, engines=engines
+        )
+        for name, candidate in candidate_settings(settings).items()
     }
 
 
 def check(control: Control) -> None:
     """Raise ``StreamRLError`` where an invariant does not hold."""
-    if found := violations(control.state, control.rules):
-        raise StreamRLError(f"a bug of streamrl or of the round policy, in the simulated run: {'; '.join(found)}")
+    messages = violations(control.state, control.rules)
+    if messages:
+        raise StreamRLError(f"a bug of streamrl or of the round policy, in the simulated run: {'; '.join(messages)}")
 
 
 def _refuse_sets_on_hosts(engines: EnginePlan, model: ClusterModel) -> None:
@@ -131,7 +139,13 @@ def _with_hosts(report: SimulationReport, hosts: SimulatedHosts) -> SimulationRe
 
 
 class Simulation:
-    """One run: the core, and the world that it decides about."""
+    """One simulated run: control (``core``), and the models of everything that it orders.
+
+    ``queue``: events;
+    ``rollout``: engines;
+    ``hosts``: hosts of the engines;
+    ``ledger``: figures of the steps;
+    ``finished``: reason of the end, empty before it."""
 
     def __init__(
         self,
@@ -148,25 +162,25 @@ class Simulation:
         self.model = model
         self.queue = EventQueue()
         verifies = settings.tail_batching.verifies(deterministic=settings.deterministic)
-        largest = max((one.count for one in engines.sets), default=0)
+        largest_set = max((engine_set.count for engine_set in engines.sets), default=0)
         self.rollout = SimulatedRollout(
-            model, self.queue, max_tokens=lengths.cap, most=largest, verifies_deferred=verifies
+            model, self.queue, max_tokens=lengths.cap, most_engines=largest_set, verifies_deferred=verifies
         )
         _refuse_sets_on_hosts(engines, model)
         self.hosts = SimulatedHosts(model.hosts, self.rollout, self.queue, seed)
-        most = model.engines.count * model.engine.max_num_seqs
-        self.rollout.sampled = self._sampled
-        # Whatever the rounds have in flight: as the real pipeline measures its engines.
-        capacity = model.engines.capacity or min(most, settings.batch_trajectories)
+        self.rollout.on_sampled = self._begin_reward
+        # As in a real run, the capacity does not depend on the number of slots of the rounds.
+        all_requests = model.engines.count * model.engine.max_num_seqs
+        capacity = model.engines.capacity or min(all_requests, settings.batch_trajectories)
         self.ledger = StepLedger(settings, self.rollout.engines, self.rollout.together, capacity, lengths.cap)
         self.finished = ""
         self._lengths = lengths
         self._advice = advice
         self._recompute = in_flight is not InFlight.KEEP
-        self._rewards = [RewardServers(one.reward, seed) for one in model.domains or [model]]
+        self._rewards = [RewardServers(part.reward, seed) for part in model.domains or [model]]
         self._trainer = TrainerClock(model.trainer)
         self._trainer_stamp = 0
-        self._training_slows = 1.0
+        self._training_slowdown = 1.0
         self._round_kind = ""
         self._release: SimulatedFreeing | None = None
         if engines.release is not ReleaseKind.NEVER:
@@ -174,8 +188,8 @@ class Simulation:
         self._switch: SimulatedSets | None = None
         if len(engines.sets) > 1:
             self._switch = SimulatedSets(self.rollout, model, engines.sets, settings.steps)
-        self._answers: deque[on.ControlEvent] = deque()
-        self._telling = False
+        self._events: deque[on.ControlEvent] = deque()  # for control
+        self._sending = False
         self._next_prompt = 0
         self._measured_s = 0.0
         self._carry_out: dict[type[do.ControlAction], Callable[[Any], None]] = {
@@ -187,18 +201,18 @@ class Simulation:
             do.ResumeTrajectories: lambda action: self.rollout.resume_trajectories(
                 action, self.core.state.live_version
             ),
-            do.Decision: lambda action: self.ledger.explained(action.subject),
+            do.Decision: lambda action: self.ledger.note_decision(action.subject),
             do.TrainGroupNow: self._train,
             do.StepOptimizer: self._step,
             do.PublishWeights: self._publish,
-            do.Evaluate: lambda action: self._soon(on.EvaluationDone(policy_version=action.policy_version)),
-            do.CancelEvaluation: lambda action: None,  # EvaluationDone is on its way
-            do.WriteCheckpoint: lambda action: self._soon(on.CheckpointDone(policy_version=action.policy_version)),
+            do.Evaluate: lambda action: self._answer(on.EvaluationDone(policy_version=action.policy_version)),
+            do.CancelEvaluation: lambda action: None,  # the queue has the EvaluationDone already
+            do.WriteCheckpoint: lambda action: self._answer(on.CheckpointDone(policy_version=action.policy_version)),
             do.End: self._end,
         }
 
     def run(self, warm_up: int = 0, progress: Callable[[int], None] | None = None) -> SimulationReport:
-        """Run to the end. To be called once."""
+        """Run to the end. Call it once. ``progress``: function to call with each version that goes live."""
         self._warm_up = warm_up
         self._progress = progress
         queue = self.queue
@@ -208,15 +222,15 @@ class Simulation:
         rollout.settle()
         while not self.finished:
             if not queue:
-                where = f"{queue.now:.3f} s, version {self.core.state.live_version} of {self.core.settings.steps}"
-                raise StreamRLError(f"the simulation is stalled at {where}: {STALLED}")
-            time, what, stamp = queue.next()
-            if isinstance(what, int):
-                for request in rollout.finished(what, stamp, time):
-                    self._sampled(request)
+                progress_text = f"version {self.core.state.live_version} of {self.core.settings.steps}"
+                raise StreamRLError(f"the simulation is stalled at {queue.now:.3f} s, {progress_text}: {STALLED}")
+            time, event, stamp = queue.next()
+            if isinstance(event, int):
+                for request in rollout.finish(event, stamp, time):
+                    self._begin_reward(request)
             else:
                 queue.now = time
-                what()
+                event()
             if measures and queue.now - self._measured_s >= MEASURE_INTERVAL_S:
                 self._measured_s = queue.now
                 self._send_event(rollout.measure())
@@ -224,10 +238,11 @@ class Simulation:
         check(self.core)
         return _with_hosts(self.ledger.report(self.finished, self.core.state.accounting()), self.hosts)
 
-    # ---- what happens ------------------------------------------------------------------------------
+    # ---- events of the simulation ------------------------------------------------------------------
 
-    def _sampled(self, request: Request) -> None:
-        if request.stopped:  # cancelled by what ended at the same instant
+    def _begin_reward(self, request: Request) -> None:
+        """Begin the reward of a request that has been sampled."""
+        if request.stopped:  # another event at the same time has cancelled the request
             return
         now = self.queue.now
         request.sampling_s = now - request.launched_s - request.environment_s
@@ -235,28 +250,30 @@ class Simulation:
         servers = self._rewards[self.model.domain_of(request.prompt)]
         ends, reward = servers.score(now, request.prompt, truncated=request.length >= self._lengths.cap)
         if ends <= now:
-            self._scored(request, reward)
+            self._score(request, reward)
             return
 
-        def known() -> None:
+        def end_reward() -> None:
             servers.running -= 1
             self._slow_down()
-            self._scored(request, reward)
+            self._score(request, reward)
 
-        self.queue.add(ends, known)
+        self.queue.add(ends, end_reward)
         servers.running += 1
         self._slow_down()
 
     def _slow_down(self, training: float | None = None) -> None:
-        """Decode steps are slower by what is computed beside them: training by so much from now on, and rewards."""
-        self._training_slows = self._training_slows if training is None else training
-        judged = max(servers.model.rollout_slowdown if servers.running else 1.0 for servers in self._rewards)
-        self.rollout.slow_down(self._training_slows * judged)
+        """Slow decode steps down by the work beside them. ``training``: new factor for training (None: the last
+        one)."""
+        if training is not None:
+            self._training_slowdown = training
+        rewards = max(servers.model.rollout_slowdown if servers.running else 1.0 for servers in self._rewards)
+        self.rollout.slow_down(self._training_slowdown * rewards)
 
-    def _scored(self, request: Request, reward: float) -> None:
+    def _score(self, request: Request, reward: float) -> None:
         if request.stopped:
             return
-        self._follow_end(request)
+        self._note_end(request)
         truncated = request.length >= self._lengths.cap
         self._send_event(
             on.TrajectoryScored(
@@ -270,49 +287,51 @@ class Simulation:
             )
         )
 
-    def _follow_end(self, request: Request) -> None:
+    def _note_end(self, request: Request) -> None:
+        """Tell the changes of engines that a trajectory was scored."""
         if self._switch is not None:
-            self._switch.ended(request.id, request.length)
+            self._switch.note_end(request.id, request.length)
         if self._release is not None:
-            because = self._release.ended(request.id, request.length, self.queue.now)
-            if because is not None:
-                self.ledger.explained(because.subject)
+            decision = self._release.note_end(request.id, request.length, self.queue.now)
+            if decision is not None:
+                self.ledger.note_decision(decision.subject)
 
     def _send_event(self, event: on.ControlEvent) -> None:
-        self._answers.append(event)
-        if self._telling:
+        """Let control handle ``event``, and carry out its actions, whose own events follow in the same loop."""
+        self._events.append(event)
+        if self._sending:
             return
-        self._telling = True
+        self._sending = True
         carry_out = self._carry_out
-        while self._answers:
-            for action in self.core.handle(self._answers.popleft()):
+        while self._events:
+            for action in self.core.handle(self._events.popleft()):
                 carry_out[type(action)](action)
-        self._telling = False
+        self._sending = False
 
-    # ---- what control orders -----------------------------------------------------------------------
+    # ---- actions of control ------------------------------------------------------------------------
 
     def _draw(self, action: do.DrawPrompts) -> None:
         first = self._next_prompt
         self._next_prompt = self._next_prompt + action.count
         ids = tuple(f"p{number}" for number in range(first, self._next_prompt))
         tokens = (self.model.engines.prompt_tokens,) * action.count
-        self._answers.append(on.PromptsDrawn(prompt_ids=ids, prompt_tokens=tokens))
+        self._events.append(on.PromptsDrawn(prompt_ids=ids, prompt_tokens=tokens))
 
     def _launch(self, action: do.LaunchGroup) -> None:
         ids = action.ids
         prompt = int(ids[0].prompt_id[1:])
         count = ids[-1].sample + 1
         version = action.policy_version
-        lengths, turns = drawn_turns(self._lengths, prompt, action.seed_base, count, version)
-        self.ledger.launched(prompt, ids[0].attempt, lengths, self.core.state.live_version)
+        lengths, samples_turns = drawn_turns(self._lengths, prompt, action.seed_base, count, version)
+        self.ledger.note_launch(prompt, ids[0].attempt, lengths, self.core.state.live_version)
         kind = action.round_kind
         if self._release is not None:
-            self._release.launched(kind, ids)
+            self._release.note_launch(kind, ids)
         if self._switch is not None:
-            because = self._switch.launched(kind, ids, action.policy_version)
-            if because is not None:
-                self.ledger.explained(because.subject)
-        self.rollout.launch(action, prompt, lengths, turns)
+            decision = self._switch.note_launch(kind, ids, action.policy_version)
+            if decision is not None:
+                self.ledger.note_decision(decision.subject)
+        self.rollout.launch(action, prompt, lengths, samples_turns)
 
     def _drop(self, action: do.Drop) -> None:
         if action.abort:
@@ -326,33 +345,34 @@ class Simulation:
     def _train(self, action: do.TrainGroupNow) -> None:
         requests = [self.rollout.requests.pop(identity) for identity in action.ids]
         self._round_kind = action.round_kind
-        tokens = self.ledger.joined(requests, self.core.state.trainer_version, action.round_kind)
+        tokens = self.ledger.note_join(requests, self.core.state.trainer_version, action.round_kind)
         slowdown = self.model.trainer.rollout_slowdown
         self._trainer.take(self.queue.now, len(requests), tokens)
         if slowdown > 1 and self._trainer.idle_at > self.queue.now:
             self._slow_down(slowdown)
             self._trainer_stamp += 1
-            self.queue.add(self._trainer.idle_at, partial(self._idle, self._trainer_stamp))
+            self.queue.add(self._trainer.idle_at, partial(self._end_slowdown, self._trainer_stamp))
 
-    def _idle(self, stamp: int) -> None:
+    def _end_slowdown(self, stamp: int) -> None:
+        """End the slowdown by training, unless more work has come since the event with ``stamp`` was added."""
         if stamp == self._trainer_stamp:
             self._slow_down(1.0)
 
     def _step(self, action: do.StepOptimizer) -> None:
         now = self.queue.now
-        self.ledger.batch_full(now, action)
+        self.ledger.close_batch(now, action)
         ends = self._trainer.close(now, engines_idle=action.engines_idle)
         if self._switch is not None:
-            self._switch.round_closed()
+            self._switch.close_round()
         self._trainer_stamp += 1
         self._slow_down(1.0 if action.engines_idle else self.model.trainer.rollout_slowdown)
 
-        def trained() -> None:
+        def end_step() -> None:
             self._slow_down(1.0)
             self.ledger.trained_s = self.queue.now
             self._send_event(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
 
-        self.queue.call_after(ends - now, trained)
+        self.queue.call_after(ends - now, end_step)
 
     def _publish(self, action: do.PublishWeights) -> None:
         push = self.model.push
@@ -363,17 +383,17 @@ class Simulation:
         seconds += self.hosts.push_s(seconds)
         self.ledger.publishing_s = now
         self.queue.add(now + seconds - min(push.pause_s + barrier, seconds), self.rollout.pause_engines)
-        self.queue.call_after(seconds, lambda: self._live(action.policy_version))
+        self.queue.call_after(seconds, lambda: self._finish_push(action.policy_version))
 
-    def _live(self, version: int) -> None:
+    def _finish_push(self, version: int) -> None:
         now = self.queue.now
         if self._release is not None:
             self._release.begin_round()
         self.rollout.resume_engines(recompute=self._recompute)
         self._trainer.advance(now)
-        row = self.ledger.live(now)
+        row = self.ledger.end_step(now)
         if version == self._warm_up:
-            self.ledger.begin(now)
+            self.ledger.end_warm_up(now)
         if self._progress is not None:
             self._progress(version)
         self._send_event(
@@ -384,8 +404,9 @@ class Simulation:
         self._send_event(on.WeightsLive(policy_version=version))
         check(self.core)
 
-    def _soon(self, done: on.ControlEvent) -> None:
-        self.queue.call_after(0.0, lambda: self._send_event(done))
+    def _answer(self, event: on.ControlEvent) -> None:
+        """Answer an order at once, as the next event of the queue."""
+        self.queue.call_after(0.0, lambda: self._send_event(event))
 
     def _end(self, action: do.End) -> None:
         if action.error:

@@ -1,4 +1,5 @@
-"""Virtual time; reward, training and weight push as service times in it."""
+"""Virtual time (``EventQueue``), and the costs of rewards, environments, training and pushes in it. Cluster files have
+the models; ``simulation`` runs the clocks, and ``calibrate`` replays a record with ``TrainerClock``."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ from streamrl.rewards.time_limits import TimeLimits
 
 
 class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of one reward: log-normal with ``median_s`` (0: none) and ``sigma``. ``concurrency``: rewards at once
-    (0: any number). ``timeout_s``: after which a reward is 0 (0: none); ``adaptive_timeout``: the recipe's, below it.
+    """Rewards: their times are log-normal, their values 0 or 1. Completions at the cap get 0.
 
-    ``rollout_slowdown``: a decode step takes so many times as long while rewards are computed, where a judge has a
-    share of the engines' devices.
-
-    ``solved``: share of rewards that are 1, the others are 0; ``spread``: of the solve rate between prompts, in
-    standard normal units. Completions at the cap get 0."""
+    ``median_s``, ``sigma``: parameters of the seconds of one reward (median 0: no time);
+    ``concurrency``: rewards at once (0: any number);
+    ``timeout_s``: time limit, after which a reward is 0 (0: no limit);
+    ``adaptive_timeout``: shorter limits of the recipe;
+    ``rollout_slowdown``: factor of the time of a decode step while rewards are computed, where a judge has a share of
+      the engines' devices;
+    ``solved``: share of rewards that are 1;
+    ``spread``: spread of the solve rate between prompts, in standard normal units."""
 
     median_s: float = 0.0
     sigma: float = 0.0
@@ -34,9 +37,12 @@ class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class EnvironmentModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Environment of a recipe that has one. ``turn_tokens``: sampled in a turn, so that longer ones have more turns
-    (0: one); ``appended_tokens``: before each; ``seconds``: after each, mean of an exponential distribution.
-    ``factor``: by which all seconds are multiplied, also those of a recorded run."""
+    """Environment, for recipes that have one.
+
+    ``turn_tokens``: sampled tokens of a turn, so that longer completions have more turns (0: one turn);
+    ``appended_tokens``: tokens that the environment appends before a turn;
+    ``seconds``: mean time of the environment after a turn, which has an exponential distribution;
+    ``factor``: factor of all seconds, those of a recorded run included."""
 
     turn_tokens: float = 0.0
     appended_tokens: int = 0
@@ -45,13 +51,16 @@ class EnvironmentModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``token_s``, ``sequence_s``: forward and backward of one trained token, and of one sequence, at full speed.
+    """Costs of training.
 
-    ``optimizer_s``: closing a batch. ``streaming_speed``: share of that speed at which groups are trained while the
-    rollout goes on (0: only at the close, or on devices of freed engines); engines that are freed add their share of
-    what is missing to full speed. Work that comes while it is busy waits; an idle trainer begins once
-    ``streaming_tokens`` wait, and then takes all of it. ``rollout_slowdown``: a decode step takes so many times as long
-    while the trainer works, where they share cores."""
+    ``token_s``, ``sequence_s``: forward and backward of one trained token and of one sequence, at full speed;
+    ``optimizer_s``: seconds to close a batch;
+    ``streaming_speed``: share of full speed at which groups are trained during the rollout (0: they are trained at the
+      close only, or on devices of freed engines), to which freed engines add their share of the difference to full
+      speed;
+    ``streaming_tokens``: tokens of waiting work at which an idle trainer begins, with all of it, while work that comes
+      to a busy trainer waits;
+    ``rollout_slowdown``: factor of the time of a decode step while the trainer works, where both share cores."""
 
     token_s: float
     sequence_s: float = 0.0
@@ -62,10 +71,13 @@ class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PushModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``seconds``: from the optimizer step until the new version is live; the last ``pause_s`` of it the engines stand
-    still. ``abort_barrier_s``: on top, where requests were aborted; ``kind_s``: on top, by kind of round, such as
-    rewards that begin after the rollout. ``round_s``: fixed cost of a step's rollout, such as engine start and stop;
-    spent before the engines go on."""
+    """Costs of a push and of a round.
+
+    ``seconds``: time from the optimizer step until the new version is live;
+    ``pause_s``: last part of this time, during which engines are paused;
+    ``abort_barrier_s``: additional time where requests were aborted;
+    ``round_s``: fixed cost of a step's rollout, such as the start and stop of engines, before they continue;
+    ``kind_s``: additional time by kind of round, such as rewards that begin after the rollout."""
 
     seconds: float = 0.0
     pause_s: float = 0.0
@@ -75,8 +87,8 @@ class PushModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RewardServers:
-    """Draws service times in blocks and queues them on ``concurrency`` servers, first come first served. ``running``:
-    rewards that have begun, or wait for a server."""
+    """Servers of rewards, ``concurrency`` of them, first come first served. Service times are drawn in blocks.
+    ``running``: rewards that have begun or wait for a server, counted by the simulation."""
 
     def __init__(self, model: RewardModel, seed: int) -> None:
         self.model = model
@@ -90,7 +102,7 @@ class RewardServers:
         self._levels = (self._source.standard_normal(1 << 14) * model.spread + _logit(model.solved)).tolist()
 
     def score(self, now: float, prompt: int, *, truncated: bool) -> tuple[float, float]:
-        """(when the reward of a completion that ended ``now`` is known, the reward)."""
+        """(time at which the reward of a completion that ended ``now`` is known, the reward)."""
         reward = 0.0 if truncated else self._reward(prompt)
         model = self.model
         if not model.median_s:
@@ -123,7 +135,8 @@ def _logit(share: float) -> float:
 
 
 class TrainerClock:
-    """The work of the trainer, in seconds at full speed: the current work, and what waits."""
+    """The trainer in virtual time. Work is measured in seconds at full speed: current work, and waiting work.
+    ``speed``: current share of full speed; ``worked_s``: work done since the start."""
 
     def __init__(self, model: TrainerModel) -> None:
         self.model = model
@@ -136,57 +149,67 @@ class TrainerClock:
 
     @property
     def idle_at(self) -> float:
-        """Time at which all work is done that will begin before more comes."""
-        begins = self._waiting_tokens >= self.model.streaming_tokens
-        ahead = self._work_s + (self._waiting_s if begins else 0.0)
-        return self._time + (ahead / self.speed if self.speed else 0.0)
+        """Time at which the trainer is idle unless more work comes."""
+        if not self.speed:
+            return self._time
+        work_s = self._work_s
+        if self._waiting_tokens >= self.model.streaming_tokens:
+            work_s += self._waiting_s
+        return self._time + work_s / self.speed
 
     def advance(self, now: float) -> None:
         """Train until ``now``."""
-        able = self.speed * (now - self._time)
+        available_s = self.speed * (now - self._time)
         self._time = now
-        while able > 0 and self._work_s > 0:
-            done = min(self._work_s, able)
-            able -= done
-            self.worked_s += done
-            self._work_s = self._work_s - done if done < self._work_s else 0.0
+        while available_s > 0 and self._work_s > 0:
+            work_s = min(self._work_s, available_s)
+            available_s -= work_s
+            self.worked_s += work_s
+            self._work_s = self._work_s - work_s if work_s < self._work_s else 0.0
             self._begin()
 
     def take(self, now: float, samples: int, tokens: int) -> None:
-        """A group joined the batch."""
+        """Add the work of a group that joined the batch."""
         self.advance(now)
         self._waiting_s += tokens * self.model.token_s + samples * self.model.sequence_s
         self._waiting_tokens += tokens
         self._begin()
 
     def free(self, now: float, share: float) -> None:
-        """Use the devices of that share of the engines for training until the batch is complete."""
+        """Train on the devices of freed engines until the batch is complete. ``share``: share of the freed engines in
+        all engines."""
         self.advance(now)
-        own = self.model.streaming_speed
-        self.speed = own + (1 - own) * share
+        streaming_speed = self.model.streaming_speed
+        self.speed = streaming_speed + (1 - streaming_speed) * share
         self._begin()
 
     def _begin(self) -> None:
+        """Begin the waiting work where the trainer is idle and enough of it waits."""
         if self.speed and not self._work_s and self._waiting_tokens >= self.model.streaming_tokens:
             self._work_s = self._waiting_s
             self._waiting_s = 0.0
             self._waiting_tokens = 0
 
     def close(self, now: float, *, engines_idle: bool) -> float:
-        """The batch is complete: when the trainer has stepped. Where engines keep their cores, at streaming speed."""
+        """Complete the batch. Returns the time at which the trainer has stepped. ``engines_idle``: whether the trainer
+        has full speed for the remaining work; otherwise it has streaming speed, since engines use their cores."""
         self.advance(now)
-        left = self._work_s + self._waiting_s
-        full = engines_idle or not self.model.streaming_speed
-        self.worked_s += left
+        remaining_s = self._work_s + self._waiting_s
+        streaming_speed = self.model.streaming_speed
+        self.worked_s += remaining_s
         self._work_s = 0.0
         self._waiting_s = 0.0
         self._waiting_tokens = 0
-        self.speed = self.model.streaming_speed
-        return now + left / (1.0 if full else self.model.streaming_speed) + self.model.optimizer_s
+        self.speed = streaming_speed
+        closing_speed = 1.0
+        if streaming_speed and not engines_idle:
+            closing_speed = streaming_speed
+        return now + remaining_s / closing_speed + self.model.optimizer_s
 
 
 class EventQueue:
-    """``now``: seconds of virtual time. Entries of equal time come in the order in which they were made."""
+    """Queue of the events of a simulation. ``now``: virtual time in seconds, which the caller moves. Events of equal
+    time come in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -196,17 +219,17 @@ class EventQueue:
     def __bool__(self) -> bool:
         return bool(self._heap)
 
-    def add(self, time: float, what: int | Callable[[], None], stamp: int = 0) -> None:
-        """Add an event at ``time``: of the engine of that number, if its ``stamp`` still holds; or a call of
-        ``what``."""
+    def add(self, time: float, event: int | Callable[[], None], stamp: int = 0) -> None:
+        """Add an event at ``time``: a function to call, or the number of an engine. The event of an engine counts only
+        while the engine has the same ``stamp``."""
         self._serial += 1
-        heapq.heappush(self._heap, (time, self._serial, what, stamp))
+        heapq.heappush(self._heap, (time, self._serial, event, stamp))
 
     def call_after(self, seconds: float, function: Callable[[], None]) -> None:
-        """Call ``function`` so many seconds from now."""
+        """Call ``function`` ``seconds`` from now."""
         self.add(self.now + seconds, function)
 
     def next(self) -> tuple[float, int | Callable[[], None], int]:
-        """Take the first entry: (time, what, stamp). The caller moves ``now``."""
-        time, _, what, stamp = heapq.heappop(self._heap)
-        return time, what, stamp
+        """Remove the first event and return it as (time, event, stamp). The caller moves ``now``."""
+        time, _, event, stamp = heapq.heappop(self._heap)
+        return time, event, stamp

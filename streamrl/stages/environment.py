@@ -1,10 +1,14 @@
-"""The environment stage: the episodes of a run with an environment, each of which is run by an environment worker, a
-process of its own. The worker asks for turns; the tokens of a trajectory never leave the controller but as turns.
+"""The environment stage: environment workers, which are processes, run the episodes of trajectories.
 
-A worker that ends (user code that blocks it, or kills it) shows as a broken stream. The episodes that it had begin
-again at another one, which is given the turns and the results of tools that they had. An episode that was running
-when a worker died shares the next worker with at most seven others, and after a second death runs alone; a third death
-is its failure. So an episode that kills its worker fails without the others."""
+``launch.processes`` makes the stage in the controller, for a run with an environment, and
+``cli.models.model_evaluation`` in the process of the evaluation command. ``episodes`` calls
+``EnvironmentStage.episode`` for each trajectory. The worker requests turns. The tokens of a trajectory leave the
+controller only as turns.
+
+A worker that ends (user code blocks or kills it) breaks its stream. Its episodes begin again at another worker, which
+gets the turns and the results of tools that they had. An episode that was running when a worker died shares the next
+worker with at most seven others; after a second death it runs alone, and with a third death it fails. So an episode
+that kills its worker fails without the other episodes."""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -37,41 +42,50 @@ from streamrl.recipe.rewards import Reward
 from streamrl.stages.episodes import EpisodeEnd, EpisodeModel
 
 EnvironmentStreams = tuple[SendStream[EnvironmentOrder], ReceiveStream[EnvironmentEvent]]
-_AT_ONCE = (math.inf, 8, 1)  # episodes of a worker, where one of them was running at so many deaths
+_EPISODES_AT_ONCE = (math.inf, 8, 1)
+"""Largest number of episodes that run on the worker of an episode: by the number of workers that died with it."""
 OpenEnvironment = Callable[[], AbstractAsyncContextManager[EnvironmentStreams]]
 
 
+class _RunningEpisode(NamedTuple):
+    """An episode of a worker. ``limit``: largest number of episodes that may run on the worker at once."""
+
+    events: MemoryObjectSendStream[EnvironmentEvent]
+    model: EpisodeModel
+    limit: float
+
+
 class _Worker:
-    """One environment worker: orders for it, and of each of its episodes the stream of events, the model, and how many
-    may run there beside it."""
+    """One environment worker: its orders, and its episodes by number. ``opening``: scope while it connects."""
 
     def __init__(self) -> None:
         self.send_order, self.orders = anyio.create_memory_object_stream[EnvironmentOrder](math.inf)
         self.opening = anyio.CancelScope()
-        self.episodes: dict[int, tuple[MemoryObjectSendStream[EnvironmentEvent], EpisodeModel, float]] = {}
+        self.episodes: dict[int, _RunningEpisode] = {}
 
-    def takes(self, at_once: float) -> bool:
-        """Return whether an episode can begin here as one of ``at_once``. Paused episodes do not count: a pause may be
-        long."""
-        running = [most for _, model, most in self.episodes.values() if not model.paused()]
-        return len(running) < min((at_once, *running))
+    def accepts(self, limit: float) -> bool:
+        """Return whether one more episode can begin here, with at most ``limit`` episodes at once. Paused episodes do
+        not count: a pause may be long."""
+        limits = [episode.limit for episode in self.episodes.values() if not episode.model.paused()]
+        return len(limits) < min((limit, *limits))
 
     def order(self, order: EnvironmentOrder) -> None:
-        """Send ``order`` soon; of a worker that has ended, nobody reads it."""
+        """Send ``order`` soon. Orders for a worker that has ended are dropped."""
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
             self.send_order.send_nowait(order)
 
 
 class EnvironmentStage:
-    """Runs episodes on ``workers`` while it is ``running``; ``episode`` is the ``Episode`` of the run. ``reward``: the
-    built-in reward ``environment`` of the recipe, which says what happens when an episode fails."""
+    """Runs episodes on ``workers`` while it is ``running``; ``episode`` is the ``Episode`` of the run.
+
+    ``reward``: built-in reward ``environment`` of the recipe, which has the policy for failed episodes."""
 
     def __init__(
         self,
         workers: Sequence[OpenEnvironment],
         reward: Reward = Reward(function=ENVIRONMENT_REWARD),  # noqa: B008
     ) -> None:
-        self._open = list(workers)
+        self._openers = list(workers)
         self._reward = reward
         self._workers: list[_Worker] = []
         self._opening: set[_Worker] = set()
@@ -80,51 +94,55 @@ class EnvironmentStage:
         self._choosing = anyio.Lock(fast_acquire=True)
 
     def in_flight(self) -> int:
-        """Episodes that have begun and not ended."""
+        """Number of episodes that have begun and not ended."""
         return sum(len(worker.episodes) for worker in self._workers)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Serve for the block. Episodes must have ended at its end; the workers end with it."""
+        """Context manager that runs the stage. All episodes must have ended at its end; the workers end with it."""
         async with anyio.create_task_group() as children:
-            for open_worker in self._open:
+            for open_worker in self._openers:
                 children.start_soon(self._serve, open_worker)
             yield
-            self._open.clear()
+            self._openers.clear()
             for worker in self._opening:
                 worker.opening.cancel()
             for worker in self._workers:
                 worker.send_order.close()
 
     async def episode(self, model: EpisodeModel) -> EpisodeEnd:
-        """Have the worker with the fewest episodes run one. Raises what ``model.sample`` raises, but for a wrong turn
-        that the episode asks for, which is its failure."""
-        so_far = model.order.so_far
-        returned = list(so_far.returned) if so_far else []
-        for at_once in _AT_ONCE:
-            async with self._choosing:  # first come, first served: an episode that needs an empty worker gets one
-                while not (free := [worker for worker in self._workers if worker.takes(at_once)]):
-                    with anyio.move_on_after(1.0):  # nobody says that control has paused an episode
+        """Run an episode on the worker with the fewest episodes. Raises the errors of ``model.sample``, except for a
+        turn that cannot be sampled: then the episode fails."""
+        returned_calls: list[ReturnedCall] = []
+        if model.order.episode_so_far is not None:
+            returned_calls.extend(model.order.episode_so_far.returned)
+        for limit in _EPISODES_AT_ONCE:
+            # The lock makes episodes wait in order: an episode that needs an empty worker gets one.
+            async with self._choosing:
+                while not (free := [worker for worker in self._workers if worker.accepts(limit)]):
+                    with anyio.move_on_after(1.0):  # no notification comes when control pauses an episode
                         await self._changed.wait()
-            worker = min(free, key=lambda one: len(one.episodes))
-            if (end := await self._run_on(worker, model, returned, at_once)) is not None:
+            worker = min(free, key=lambda candidate: len(candidate.episodes))
+            end = await self._run_on(worker, model, returned_calls, limit)
+            if end is not None:
                 break
             model.begin_again()
         else:
-            ended = f"{len(_AT_ONCE)} environment workers ended"
-            message = f"{ended} while they ran it: see logs/environment-*.log of the run"
+            workers = f"{len(_EPISODES_AT_ONCE)} environment workers"
+            message = f"{workers} ended while they ran it: see logs/environment-*.log of the run"
             end = EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, message)
         return structs.replace(end, policy=self._reward.failure_policy(late=end.kind is RewardFailureKind.TIMED_OUT))
 
     async def _run_on(
-        self, worker: _Worker, model: EpisodeModel, returned: list[ReturnedCall], at_once: float
+        self, worker: _Worker, model: EpisodeModel, returned_calls: list[ReturnedCall], limit: float
     ) -> EpisodeEnd | None:
-        """Return the end of the episode; None: the worker has ended before."""
+        """Return the end of the episode; None: the worker ended before the episode."""
         self._numbers += 1
         number = self._numbers
         order = model.order
         sender, events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
-        worker.episodes[number] = sender, model, at_once  # before the next episode looks for a worker
+        # Registered before the first await, so that the next episode that chooses a worker counts this one.
+        worker.episodes[number] = _RunningEpisode(sender, model, limit)
         begin = BeginEpisode(
             episode=number,
             trajectory=str(order.id),
@@ -132,13 +150,13 @@ class EnvironmentStage:
             columns=order.prompt.columns,
             seed=order.seed,
             evaluation=order.evaluation,
-            returned=tuple(returned),
+            returned=tuple(returned_calls),
         )
         end = None
         try:
             with sender, events:
                 worker.order(begin)
-                end = await self._converse(worker, number, model, events, returned)
+                end = await self._converse(worker, number, model, events, returned_calls)
             return end
         finally:
             del worker.episodes[number]
@@ -152,43 +170,52 @@ class EnvironmentStage:
         number: int,
         model: EpisodeModel,
         events: MemoryObjectReceiveStream[EnvironmentEvent],
-        returned: list[ReturnedCall],
+        returned_calls: list[ReturnedCall],
     ) -> EpisodeEnd | None:
+        """Answer the worker's requests for turns until the episode ends. ``returned_calls`` is extended."""
         turns = 0
         async for event in events:
             match event:
                 case EpisodeEnded():
                     return EpisodeEnd(event.result, event.kind, event.message, event.finish, event.turns)
                 case CallReturned():
-                    returned.append(event.call)
+                    returned_calls.append(event.call)
                     if not model.order.evaluation:
                         model.note(model.order.id, event.call)
                 case SampleTurn():
                     try:
-                        done = await model.sample(event.appended, after=event.after, most_tokens=event.most_tokens)
+                        completion = await model.sample(
+                            event.appended, after=event.after, most_tokens=event.most_tokens
+                        )
                     except ValueError as error:
                         worker.order(StopEpisode(episode=number))
                         return EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, str(error))
-                    ids = done.token_ids
-                    finish = done.finish_reason
-                    logprobs = done.behavior_logprobs
                     worker.order(
-                        TurnSampled(episode=number, turn=turns, token_ids=ids, finish_reason=finish, logprobs=logprobs)
+                        TurnSampled(
+                            episode=number,
+                            turn=turns,
+                            token_ids=completion.token_ids,
+                            finish_reason=completion.finish_reason,
+                            logprobs=completion.behavior_logprobs,
+                        )
                     )
                     turns += 1
         return None
 
     async def _serve(self, open_worker: OpenEnvironment) -> None:
-        """One worker and its successors."""
-        while self._open:
-            self._opening.add(worker := _Worker())
+        """Serve one worker, and the workers that replace it when it ends."""
+        while self._openers:
+            worker = _Worker()
+            self._opening.add(worker)
             try:
                 with worker.opening:
                     async with open_worker() as (orders, events):
                         self._opening.discard(worker)
                         self._workers.append(worker)
                         self._changed.notify()
-                        await converse(partial(self._give, worker, orders), partial(self._take, worker, events))
+                        await converse(
+                            partial(self._send_orders, worker, orders), partial(self._dispatch, worker, events)
+                        )
                 return
             except StreamBroken:
                 continue
@@ -198,19 +225,21 @@ class EnvironmentStage:
                     self._workers.remove(worker)
                 worker.send_order.close()
                 worker.orders.close()
-                for sender, _, _ in worker.episodes.values():
-                    sender.close()
+                for episode in worker.episodes.values():
+                    episode.events.close()
 
-    async def _give(self, worker: _Worker, orders: SendStream[EnvironmentOrder]) -> None:
+    async def _send_orders(self, worker: _Worker, orders: SendStream[EnvironmentOrder]) -> None:
         async for order in worker.orders:
             await orders.send(order)
         await orders.aclose()
 
-    async def _take(self, worker: _Worker, events: ReceiveStream[EnvironmentEvent]) -> None:
+    async def _dispatch(self, worker: _Worker, events: ReceiveStream[EnvironmentEvent]) -> None:
+        """Pass each event of the worker to the coroutine of its episode."""
         async for event in events:
-            sender, *_ = worker.episodes.get(getattr(event, "episode", 0), (None,))
-            if sender is not None:
-                with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # it is cancelled just now
-                    await sender.send(event)
-        if self._open:
+            episode = worker.episodes.get(getattr(event, "episode", 0))
+            if episode is not None:
+                # An episode that is being cancelled has closed its stream.
+                with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+                    await episode.events.send(event)
+        if self._openers:
             raise StreamBroken("an environment worker has ended its events before the run ended its orders")

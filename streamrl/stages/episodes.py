@@ -1,10 +1,14 @@
-"""Trajectories under way: each is one coroutine from its launch to its outcome. An episode samples it, then it is
-recorded and scored; one whose episode failed is a failure as a failed reward is.
+"""Trajectories in flight: each is one coroutine from its launch to its outcome.
 
-A request that the engine cut (a pause that aborts, a drained engine) goes on from its tokens with a seed of its own. A
-trajectory that control paused waits, outside of the engine, until it is resumed; only one that was cancelled, that the
-engine refused, or whose episode sampled nothing ends as ``TrajectoryLost``. Where deferred completions are verified,
-the tokens of what was cancelled are kept until the same draw is launched again (``engines/resumption.py``)."""
+``launch.sampling`` makes ``Episodes`` in the controller, where control launches, pauses and cancels trajectories with
+it; ``cli.models.model_evaluation`` makes it in the process of the evaluation command. An episode samples a trajectory,
+then it is recorded and scored. A trajectory whose episode fails counts like one whose reward fails.
+
+A request that the engine interrupts (a pause that aborts, a drained engine) continues from its tokens with another
+seed. A trajectory that control has paused waits, outside of the engine, until it is resumed. A trajectory ends as
+``TrajectoryLost`` only where it was cancelled, the engine refused it, or its episode sampled nothing. Where deferred
+completions are verified, the tokens of cancelled trajectories are stored until the same draw is launched again
+(``engines/resumption.py``)."""
 
 from __future__ import annotations
 
@@ -50,8 +54,8 @@ from streamrl.engines.resumption import (
     join_completions,
     part_id,
     resumed_request,
-    with_kept,
-    without_kept,
+    with_unverified_tokens,
+    without_unverified_tokens,
 )
 from streamrl.recipe.environment import ENVIRONMENT_REWARD
 from streamrl.recipe.rewards import FailurePolicy
@@ -61,106 +65,126 @@ _NOTHING = token_array()
 
 
 class EpisodeCancelled(Exception):
-    """Control has cancelled the trajectory: the engines sample nothing of it any more."""
+    """Raised in an episode when control has cancelled its trajectory: engines do not sample it any more."""
 
 
 class _Turn:
-    """One completion, sampled in as many parts as it is cut into. ``kept``: tokens of an earlier attempt that are
-    verified; ``own_seed_tokens``: tokens that were sampled with its own seed; ``first_part``: its place in the ids of
-    the trajectory's requests; ``asked``: what stands before it and the turn that it goes on from."""
+    """One turn, whose completion is sampled in several parts where it is interrupted.
+
+    ``request``: request for the next part.
+    ``unverified_tokens``: tokens of an earlier attempt, which the engine verifies.
+    ``appended``, ``after``: arguments of the episode's request for the turn, as in ``SampleTurns``.
+    ``first_part``: number of the turn's first part among the parts of the trajectory, which the ids of requests have.
+    ``completion``: the sampled tokens; its finish reason is abort until the turn is complete.
+    ``own_seed_tokens``: number of tokens that were sampled with the turn's original seed.
+    ``seconds``: time of the turn in the engines.
+    ``outside_s``: time before the turn in which the episode sampled nothing."""
 
     def __init__(
         self,
         identity: TrajectoryId,
         request: Generate,
-        kept: TokenArray,
-        done: SampledSoFar | None = None,
-        first_part: int = 0,
-        asked: tuple[TokenArray, int | None] = (_NOTHING, None),
+        unverified_tokens: TokenArray,
+        sampled: SampledSoFar | None,
+        first_part: int,
+        appended: TokenArray,
+        after: int | None,
     ) -> None:
         self._identity = identity
         self._seed = request.seed
         self._first_part = first_part
-        self.asked = asked
-        self.request = request if not kept else with_kept(request, kept)
-        self.kept = kept
+        self.appended = appended
+        self.after = after
+        self.request = request
+        if unverified_tokens:
+            self.request = with_unverified_tokens(request, unverified_tokens)
+        self.unverified_tokens = unverified_tokens
         self.own_seed_tokens = 0
-        self.done: Completion | None = None
+        self.completion: Completion | None = None
         self.parts = 0
         self.seconds = 0.0
         self.outside_s = 0.0
-        if done is not None:
-            self.restore(done.completion, done.parts, done.seconds)
+        if sampled is not None:
+            self.restore(sampled.completion, sampled.parts, sampled.seconds)
 
     @property
     def tokens(self) -> int:
-        return 0 if self.done is None else len(self.done.token_ids)
+        return 0 if self.completion is None else len(self.completion.token_ids)
 
     @property
-    def whole(self) -> bool:
-        return self.done is not None and self.done.finish_reason is not FinishReason.ABORT
+    def is_complete(self) -> bool:
+        return self.completion is not None and self.completion.finish_reason is not FinishReason.ABORT
 
-    def add(self, piece: Completion, seconds: float) -> None:
-        """Take what the engine returned, and ask for the rest of it under an id and a seed of its own. A request that
-        was moved before it sampled anything keeps its seed."""
+    def add(self, part: Completion, seconds: float) -> None:
+        """Add a part that the engine returned, and make the request for the next part, with another id and seed. The
+        seed stays where the part has no tokens, as when the request was moved to another engine."""
         self.seconds += seconds
         if self.request.seed == self._seed:
-            self.own_seed_tokens += len(piece.token_ids)
-        self._take(piece, 1)
+            self.own_seed_tokens += len(part.token_ids)
+        self._append(part, 1)
 
     def restore(self, completion: Completion, parts: int, seconds: float) -> None:
-        """Restore what was sampled before the controller restarted."""
+        """Restore the tokens that were sampled before the controller restarted."""
         self.seconds = seconds
-        self._take(completion, parts)
+        self._append(completion, parts)
 
-    def _take(self, piece: Completion, parts: int) -> None:
-        self.done = piece if self.done is None else join_completions(self.done, piece)
+    def _append(self, part: Completion, parts: int) -> None:
+        self.completion = part if self.completion is None else join_completions(self.completion, part)
         self.parts += parts
         self.request = resumed_request(
             self.request,
-            piece,
-            seed=derive_seed(self._seed, self.parts) if piece.token_ids else self.request.seed,
+            part,
+            seed=derive_seed(self._seed, self.parts) if part.token_ids else self.request.seed,
             request_id=part_id(str(self._identity), self._first_part + self.parts),
         )
 
 
 class _OpenTrajectory:
-    """A trajectory that is sampled: what it has, and what control wants of it. ``kept``: tokens of an earlier attempt
-    at its first turn; ``segments``: turns that are whole, and what stands between them; ``ends``: the place of each
-    turn in them; ``asked_for``: turns that the episode, which may have begun again, has asked for. ``samples``: a turn
-    was asked for and is not whole yet; ``waits``: that turn is paused and has left the engine."""
+    """A trajectory that is sampled: its turns, and the orders of control for it.
 
-    def __init__(self, order: LaunchTrajectory, request: Generate, kept: TokenArray, take: TakeOutcome) -> None:
+    ``unverified_tokens``: tokens of an earlier attempt at its first turn.
+    ``take``: coroutine that gets its outcome, and each pause.
+    ``segments``: complete turns, and the tokens between them.
+    ``ends``: index in ``segments`` of each complete turn.
+    ``requested_turns``: number of turns that the episode has requested; 0 again when it begins again.
+    ``cancel_reason``: reason of the cancellation; empty: it is not cancelled.
+    ``is_sampling``: whether a turn was requested and is not complete.
+    ``has_left_engine``: whether this turn is paused and no request for it is open."""
+
+    def __init__(
+        self, order: LaunchTrajectory, request: Generate, unverified_tokens: TokenArray, take: TakeOutcome
+    ) -> None:
         self.order = order
-        self.kept = kept
+        self.unverified_tokens = unverified_tokens
         self.take = take
         self.first_request = request
         self.turns: list[_Turn] = []
         self.segments: list[Segment] = []
         self.ends: list[int] = []
-        self.asked_for = 0
+        self.requested_turns = 0
         self._parts = 0
         self.finish: FinishReason | None = None
-        self.cancelled = ""
+        self.cancel_reason = ""
         self.paused = False
-        self.samples = False
-        self.waits = False
+        self.is_sampling = False
+        self.has_left_engine = False
         self.outside_since = anyio.current_time()
         self.resumed = anyio.Event()
         self.scope = anyio.CancelScope()
-        for known in order.so_far.turns if order.so_far else ():
-            turn = self.next_turn(known.appended, known.after, 0)
-            turn.restore(known.completion, 1, known.seconds)
-            self.add(turn)
-        self.asked_for = 0
+        if order.episode_so_far is not None:
+            for complete_turn in order.episode_so_far.turns:
+                turn = self.next_turn(complete_turn.appended, complete_turn.after, 0)
+                turn.restore(complete_turn.completion, 1, complete_turn.seconds)
+                self.add(turn)
+        self.requested_turns = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens that were sampled so far."""
+        """Number of tokens that were sampled until now."""
         return sum(turn.tokens for turn in self.turns)
 
     def begin_again(self) -> None:
-        self.asked_for = 0
+        self.requested_turns = 0
 
     def pause(self) -> None:
         if not self.paused:
@@ -172,98 +196,118 @@ class _OpenTrajectory:
         self.resumed.set()
 
     def cancel(self, reason: str) -> None:
-        self.cancelled = self.cancelled or reason
+        self.cancel_reason = self.cancel_reason or reason
         self.resumed.set()
-        if not self.samples:  # it is in its environment
+        if not self.is_sampling:  # it is in its environment
             self.scope.cancel()
 
     def next_turn(self, appended: TokenArray, after: int | None, most_tokens: int) -> _Turn:
-        """Begin a turn after ``appended``. Raises ``ValueError`` for one that cannot be sampled."""
+        """Begin a turn; arguments as in ``SampleTurns``. An episode that has begun again gets the turn that it had, if
+        its request is the same. Raises ``ValueError`` for a turn that cannot be sampled."""
         order = self.order
-        number = self.asked_for
-        if self.samples:
+        number = self.requested_turns
+        if self.is_sampling:
             raise ValueError("an episode samples a turn while another one is sampled: await one after the other")
         if after is not None and not -1 <= after < number:
             raise ValueError(f"an episode samples after turn {after}, and has {number} turns")
-        if number < len(self.turns):  # of an episode that has begun again
-            if self.turns[number].asked == (appended, after):
-                self.asked_for += 1
-                return self.turns[number]
+        if number < len(self.turns):  # the episode has begun again
+            earlier_turn = self.turns[number]
+            if (earlier_turn.appended, earlier_turn.after) == (appended, after):
+                self.requested_turns += 1
+                return earlier_turn
             self.drop_turns(number)
-        newest = after is None or after == number - 1
-        if newest and number and not appended:
+        follows_newest = after is None or after == number - 1
+        if follows_newest and number and not appended:
             raise ValueError("an episode samples another turn, and has appended nothing to the one before")
         request = self.first_request
-        if newest and number:
-            request = without_kept(self.turns[-1].request)  # with all that was sampled
-        elif not newest:
-            request = structs.replace(request, token_ids=request.token_ids + self._context(after))
+        if follows_newest and number:
+            request = without_unverified_tokens(self.turns[-1].request)  # it ends with the newest turn's tokens
+        elif not follows_newest:
+            request = structs.replace(request, token_ids=request.token_ids + self._tokens_until(after))
         if number:
             seed = derive_seed(order.seed, "turn", number)
             request = structs.replace(request, prefix_length=0, seed=seed)
         if not request.token_ids and not appended:
             raise ValueError("an episode samples from an empty prompt: append tokens to it")
-        most = min(most_tokens or self.first_request.max_tokens, self.first_request.max_tokens)
-        identity = part_id(str(order.id), self._parts)
-        request = structs.replace(request, request_id=identity, token_ids=request.token_ids + appended, max_tokens=most)
-        follows = None if newest else -1 if after == -1 else self.ends[after or 0]
+        limit = self.first_request.max_tokens
+        request = structs.replace(
+            request,
+            request_id=part_id(str(order.id), self._parts),
+            token_ids=request.token_ids + appended,
+            max_tokens=min(most_tokens or limit, limit),
+        )
+        follows: int | None = None
+        if not follows_newest:
+            follows = -1 if after == -1 else self.ends[after or 0]
         if appended:
             self.segments.append(Segment(token_ids=appended, trained=False, follows=follows))
             follows = None
         self.follows = follows
-        first = number == 0 and not self._parts
-        kept, done = (self.kept, order.done) if first else (_NOTHING, None)
-        turn = _Turn(order.id, request, kept, done, first_part=self._parts, asked=(appended, after))
+        unverified_tokens = _NOTHING
+        sampled = None
+        if number == 0 and not self._parts:
+            unverified_tokens = self.unverified_tokens
+            sampled = order.completion_so_far
+        turn = _Turn(order.id, request, unverified_tokens, sampled, self._parts, appended, after)
         turn.outside_s = anyio.current_time() - self.outside_since
         self.turns.append(turn)
-        self.asked_for += 1
+        self.requested_turns += 1
         return turn
 
     def drop_turns(self, number: int) -> None:
         """Drop turn ``number`` and all later ones: a restarted episode requested another one, or ended before."""
-        start = self.ends[number] - bool(self.turns[number].asked[0])
+        start = self.ends[number]
+        if self.turns[number].appended:
+            start -= 1
         del self.turns[number:], self.ends[number:], self.segments[start:]
 
-    def _context(self, after: int | None) -> TokenArray:
+    def _tokens_until(self, after: int | None) -> TokenArray:
         """Tokens between the prompt and the end of turn ``after``."""
         tokens = token_array()
-        place = -1 if after in (None, -1) else self.ends[after or 0]
-        while place >= 0:
-            segment = self.segments[place]
+        index = -1 if after in (None, -1) else self.ends[after or 0]
+        while index >= 0:
+            segment = self.segments[index]
             tokens = segment.token_ids + tokens
-            place = place - 1 if segment.follows is None else segment.follows
+            index = index - 1 if segment.follows is None else segment.follows
         return tokens
 
     def add(self, turn: _Turn) -> None:
-        """Keep a turn that is whole."""
-        done = turn.done
-        assert done is not None
+        """Add a complete turn to the segments."""
+        completion = turn.completion
+        assert completion is not None
         self._parts += turn.parts
         self.ends.append(len(self.segments))
         self.segments.append(
             Segment(
-                token_ids=done.token_ids,
+                token_ids=completion.token_ids,
                 trained=True,
-                behavior_logprobs=done.behavior_logprobs,
-                version_spans=done.version_spans,
+                behavior_logprobs=completion.behavior_logprobs,
+                version_spans=completion.version_spans,
                 follows=self.follows,
-                routed=done.routed,
+                routed=completion.routed,
             )
         )
-        self.finish = done.finish_reason
+        self.finish = completion.finish_reason
         self.outside_since = anyio.current_time()
 
-    def result(self, ended: EnvironmentResult) -> EnvironmentResult:
-        """Return ``ended`` with the turns."""
-        turns = [(len(one.asked[0]), round(one.outside_s, 4), one.tokens, round(one.seconds, 4)) for one in self.turns]
+    def with_turns(self, result: EnvironmentResult) -> EnvironmentResult:
+        """Return ``result`` with the figures of the turns."""
+        turns = [
+            (len(turn.appended), round(turn.outside_s, 4), turn.tokens, round(turn.seconds, 4)) for turn in self.turns
+        ]
         last_s = round(anyio.current_time() - self.outside_since, 4)
-        return structs.replace(ended, turns=(*turns, (0, last_s, 0, 0.0)))
+        return structs.replace(result, turns=(*turns, (0, last_s, 0, 0.0)))
 
 
 class EpisodeEnd(msgspec.Struct, frozen=True):
-    """The end of an episode. ``result``: of its environment, where there is one; ``kind``: it failed, and ``message``
-    says why; ``finish``: the finish reason of the trajectory, where that is not the one of its last turn; ``turns``:
-    that the episode has taken (None: all): others are not trained; ``policy``: of the recipe for a failure."""
+    """The end of an episode.
+
+    ``result``: result of its environment, if it has one.
+    ``kind``: kind of its failure; None: it has not failed.
+    ``message``: reason of the failure.
+    ``finish``: finish reason of the trajectory; None: the finish reason of its last turn.
+    ``turns``: number of turns that the episode has received; later turns are not trained; None: all turns.
+    ``policy``: policy of the recipe for failed episodes."""
 
     result: EnvironmentResult | None = None
     kind: RewardFailureKind | None = None
@@ -287,18 +331,25 @@ class SampleTurns(Protocol):
     async def __call__(
         self, appended: TokenArray = ..., *, after: int | None = None, most_tokens: int = 0
     ) -> Completion:
-        """Sample a turn after ``appended``, token ids that are not trained. ``after``: number of the turn that it goes
-        on from (None: the newest; -1: the prompt); ``most_tokens``: of the turn (0: of the recipe). Asks again for what
-        an engine aborted. Raises ``EpisodeCancelled``, ``RequestRefused`` where no engine serves it, and ``ValueError``
-        for a turn that cannot be."""
+        """Sample a turn after ``appended``, token ids that are not trained. A turn that an engine aborts is requested
+        again.
+
+        ``after``: number of the turn that it continues (None: the newest; -1: the prompt).
+        ``most_tokens``: limit of the turn's tokens (0: the recipe's limit).
+        Raises ``EpisodeCancelled``, ``RequestRefused`` where no engine serves it, and ``ValueError`` for a turn that
+        cannot be sampled."""
         ...
 
 
 class EpisodeModel:
-    """The model of one episode: ``order``, its launch, and ``sample``. What is sampled and appended becomes the
-    trajectory. ``begin_again``: is called before the episode is run from its start again: a turn that it asks for with
-    the same tokens as before is answered as before; from the first other one on, turns are sampled. ``note``: records a
-    call of a tool that has returned. ``paused``: whether control has paused the trajectory."""
+    """The model of one episode. Sampled and appended tokens become the trajectory.
+
+    ``order``: order that launched the trajectory.
+    ``sample``: coroutine that samples a turn.
+    ``begin_again``: function to call before the episode runs from its start again. A request with the same tokens as
+    before returns the same turn; from the first other request on, turns are sampled.
+    ``note``: function that records a call of a tool that has returned.
+    ``paused``: function that returns whether control has paused the trajectory."""
 
     def __init__(
         self,
@@ -315,18 +366,22 @@ class EpisodeModel:
 
 
 Episode = Callable[[EpisodeModel], Awaitable[EpisodeEnd | None]]
-"""How a trajectory comes about: samples with the model that it is given, and returns when the trajectory is whole."""
+"""Makes a trajectory: it samples turns with its model, and returns when the trajectory is complete."""
 
 
 async def one_completion(model: EpisodeModel) -> None:
-    """The episode of a run without an environment: a prompt and its completion."""
+    """Sample one completion: the episode of a run without an environment."""
     await model.sample()
 
 
 class Episodes:
-    """Runs ``episode`` for each trajectory on ``engine`` (one or a pool), and has ``journal`` record and ``scorer``
-    score what it sampled. ``one_at_a_time``: the engine never has two requests of it; ``capacity``: requests that count
-    as a full engine; ``ended`` is called with the id of each trajectory of which nothing further is sampled."""
+    """Runs ``episode`` for each trajectory on ``engine`` (an engine or a pool); ``journal`` records the trajectory, and
+    ``scorer`` scores it.
+
+    ``verifies_deferred``: whether tokens of cancelled trajectories are verified when their draw is launched again.
+    ``one_at_a_time``: whether the engine never has two requests at once.
+    ``capacity``: number of requests that count as a full engine.
+    ``on_end``: function that is called with the id of each trajectory once its sampling has ended."""
 
     def __init__(
         self,
@@ -339,17 +394,17 @@ class Episodes:
         verifies_deferred: bool = False,
         one_at_a_time: bool = False,
         capacity: float = math.inf,
-        ended: Callable[[str], object] = lambda trajectory: None,
+        on_end: Callable[[str], object] = lambda trajectory: None,
     ) -> None:
         self._engine = engine
         self._scorer = scorer
         self._journal = journal
         self._episode = episode
         self._capacity = capacity
-        self._ended = ended
+        self._on_end = on_end
         self._has_environment = episode is not one_completion
-        self._alone = anyio.Semaphore(1) if one_at_a_time else nullcontext()
-        self._kept = CancelledCompletions() if verifies_deferred else None
+        self._engine_lock = anyio.Semaphore(1) if one_at_a_time else nullcontext()
+        self._cancelled_completions = CancelledCompletions() if verifies_deferred else None
         self._sampling = structs.asdict(sampling)
         self._open = dict[TrajectoryId, _OpenTrajectory]()
         self._sampling_now = 0
@@ -367,8 +422,8 @@ class Episodes:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run what is launched in the block, which ends when every trajectory has its outcome. What is paused at its
-        end is lost."""
+        """Context manager that runs launched trajectories. It ends when every trajectory has its outcome. Trajectories
+        that are paused at its end are lost."""
         self._counted_at = anyio.current_time()
         async with anyio.create_task_group() as self._tasks:
             yield
@@ -377,33 +432,36 @@ class Episodes:
                     trajectory.cancel("paused when the run ended")
 
     def launch(self, order: LaunchTrajectory, take: TakeOutcome) -> None:
-        """Begin a trajectory; ``take`` is called with its outcome, and with each pause before."""
+        """Begin a trajectory. ``take``: coroutine that gets its outcome, and each pause before."""
         self._count()
         self._launched += 1
-        self._open[order.id] = trajectory = _OpenTrajectory(order, self._request(order), self._kept_of(order), take)
+        trajectory = _OpenTrajectory(order, self._request(order), self._unverified_tokens_of(order), take)
+        self._open[order.id] = trajectory
         self._tasks.start_soon(self._live, trajectory)
 
     def pause(self, ids: Collection[TrajectoryId]) -> None:
-        """Stop trajectories that are sampled, and keep their tokens until they are resumed or cancelled."""
-        for trajectory in (stopped := self._still_open(ids)):
+        """Pause trajectories: they stop, and keep their tokens until they are resumed or cancelled."""
+        trajectories = self._still_open(ids)
+        for trajectory in trajectories:
             trajectory.pause()
-        self._abort(stopped)
+        self._abort(trajectories)
 
     def resume(self, ids: Collection[TrajectoryId]) -> None:
-        """Go on with paused trajectories, from their tokens. Other ids are ignored."""
+        """Resume paused trajectories from their tokens. Other ids are ignored."""
         for trajectory in self._still_open(ids):
             trajectory.resume()
 
     def cancel(self, ids: Collection[TrajectoryId]) -> None:
-        """Stop trajectories that are sampled: the outcome of each is ``TrajectoryLost``."""
-        for trajectory in (stopped := self._still_open(ids)):
+        """Cancel trajectories: the outcome of each is ``TrajectoryLost``."""
+        trajectories = self._still_open(ids)
+        for trajectory in trajectories:
             trajectory.cancel("cancelled")
-        if self._kept is not None:
-            self._kept.cancelled(ids)
-        self._abort(stopped)
+        if self._cancelled_completions is not None:
+            self._cancelled_completions.cancel_complete(ids)
+        self._abort(trajectories)
 
     def statistics(self) -> RolloutStatistics:
-        """Counters since the start. Trajectories that are paused, or in their environment, do not run."""
+        """Counters since the start. Trajectories that are paused, or in their environment, do not count as running."""
         self._count()
         return RolloutStatistics(
             launched=self._launched,
@@ -419,42 +477,53 @@ class Episodes:
         )
 
     def engines_paused(self, paused: bool) -> None:
-        """Note that all engines were paused, or that it has ended: requests submitted meanwhile keep no engine busy."""
+        """Note that all engines are paused, or serve again. Requests add no busy time while engines are paused."""
         self._count()
         self._engines_paused = paused
 
     def _still_open(self, ids: Collection[TrajectoryId]) -> list[_OpenTrajectory]:
         return [self._open[identity] for identity in ids if identity in self._open]
 
-    def _abort(self, stopped: Collection[_OpenTrajectory]) -> None:
-        """Have the engine stop what it samples of them, without waiting for it: control has more to order."""
-        if running := [one.turns[-1].request.request_id for one in stopped if one.samples and not one.waits]:
-            self._tasks.start_soon(self._engine.abort, running)
+    def _abort(self, trajectories: Collection[_OpenTrajectory]) -> None:
+        """Let the engine abort the requests of trajectories, without waiting for it: control has more to order."""
+        in_engine = [
+            trajectory for trajectory in trajectories if trajectory.is_sampling and not trajectory.has_left_engine
+        ]
+        if in_engine:
+            request_ids = [trajectory.turns[-1].request.request_id for trajectory in in_engine]
+            self._tasks.start_soon(self._engine.abort, request_ids)
 
     async def _live(self, trajectory: _OpenTrajectory) -> None:
-        """The life of one trajectory: sampled, recorded, scored."""
+        """Sample one trajectory, record it, and score it."""
         order = trajectory.order
-        refused = ""
+        refusal = ""
         end = None
-        if order.sampled is None:
+        if order.sampled_trajectory is None:
             try:
                 with trajectory.scope:
                     sample = partial(self._sample, trajectory)
                     note = self._journal.returned
                     end = await self._episode(EpisodeModel(order, sample, trajectory, note))
             except RequestRefused as error:
-                refused = str(error)
+                refusal = str(error)
             except EpisodeCancelled:
-                pass  # ``cancelled`` says why, also where an episode catches it
+                pass  # ``cancel_reason`` has the reason, also where the episode itself catches the error
         self._count()
         del self._open[order.id]
-        self._ended(str(order.id))
-        self._keep(trajectory)
-        sampled = order.sampled or self._whole(trajectory, end := end or EpisodeEnd())
-        if trajectory.cancelled or refused or (not sampled.segments and end is not None and end.kind is None):
-            reason = refused or trajectory.cancelled or "its episode sampled nothing"
-            tokens = trajectory.tokens
-            lost = TrajectoryLost(id=order.id, cancelled=bool(trajectory.cancelled), reason=reason, tokens=tokens)
+        self._on_end(str(order.id))
+        self._store_tokens(trajectory)
+        sampled = order.sampled_trajectory
+        if sampled is None:
+            end = end or EpisodeEnd()
+            sampled = self._complete(trajectory, end)
+        is_empty = not sampled.segments and end is not None and end.kind is None
+        if trajectory.cancel_reason or refusal or is_empty:
+            lost = TrajectoryLost(
+                id=order.id,
+                cancelled=bool(trajectory.cancel_reason),
+                reason=refusal or trajectory.cancel_reason or "its episode sampled nothing",
+                tokens=trajectory.tokens,
+            )
             await trajectory.take(lost)
             await self._scorer.lost(order.id, order.group_size)
         elif end is not None and (failure := end.failure(sampled)) is not None:
@@ -464,7 +533,8 @@ class Episodes:
             await self._journal.sampled(sampled)
             await trajectory.take(await self._scorer.score(sampled, order.group_size))
 
-    def _whole(self, trajectory: _OpenTrajectory, end: EpisodeEnd) -> Trajectory:
+    def _complete(self, trajectory: _OpenTrajectory, end: EpisodeEnd) -> Trajectory:
+        """Make the sampled trajectory, without turns that its episode has not received."""
         if end.turns is not None and end.turns < len(trajectory.ends):
             trajectory.drop_turns(end.turns)
         order = trajectory.order
@@ -478,7 +548,7 @@ class Episodes:
             finish_reason=end.finish or trajectory.finish or FinishReason.ABORT,
             rollout_seconds=sum(turn.seconds for turn in trajectory.turns),
             evaluation=order.evaluation,
-            environment=end.result and trajectory.result(end.result),
+            environment=end.result and trajectory.with_turns(end.result),
         )
 
     async def _sample(
@@ -489,98 +559,98 @@ class Episodes:
         after: int | None = None,
         most_tokens: int = 0,
     ) -> Completion:
-        """Sample until the turn ends by itself or was cancelled, going on after every other cut."""
+        """Sample a turn until it is complete or cancelled. A turn that an engine or a pause interrupts is continued."""
         turn = trajectory.next_turn(appended, after, most_tokens)
-        if len(trajectory.ends) == len(trajectory.turns) and turn.done is not None:
-            return turn.done  # of an episode that has begun again
-        trajectory.samples = True
-        self._changed_sampling(1)
+        if len(trajectory.ends) == len(trajectory.turns) and turn.completion is not None:
+            return turn.completion  # the episode has begun again, and has this turn already
+        trajectory.is_sampling = True
+        self._count_sampling(1)
         self._in_turns += 1
         try:
-            while not trajectory.cancelled and not turn.whole:
+            while not trajectory.cancel_reason and not turn.is_complete:
                 if trajectory.paused:
                     await self._until_resumed(trajectory, turn)
                     continue
-                async with self._alone:
-                    if trajectory.cancelled or trajectory.paused:  # while it waited for its turn
+                async with self._engine_lock:
+                    if trajectory.cancel_reason or trajectory.paused:  # while it waited for the engine
                         continue
                     started = anyio.current_time()
-                    piece = await self._engine.generate(turn.request)
-                self._generated_tokens += len(piece.token_ids) - self._accepted(turn, piece)
-                turn.add(piece, anyio.current_time() - started)
+                    part = await self._engine.generate(turn.request)
+                self._generated_tokens += len(part.token_ids) - self._accepted(turn, part)
+                turn.add(part, anyio.current_time() - started)
         finally:
-            self._changed_sampling(-1)
+            self._count_sampling(-1)
             self._in_turns -= 1
-            trajectory.samples = False
-        if trajectory.cancelled or turn.done is None:
-            raise EpisodeCancelled(trajectory.cancelled)
+            trajectory.is_sampling = False
+        if trajectory.cancel_reason or turn.completion is None:
+            raise EpisodeCancelled(trajectory.cancel_reason)
         trajectory.add(turn)
         if self._has_environment and not trajectory.order.evaluation:
-            so_far = TurnSoFar(appended=appended, after=after, completion=turn.done, seconds=turn.seconds)
-            await self._journal.turn(trajectory.order.id, len(trajectory.ends) - 1, so_far)
-        return turn.done
+            complete_turn = TurnSoFar(appended=appended, after=after, completion=turn.completion, seconds=turn.seconds)
+            await self._journal.turn(trajectory.order.id, len(trajectory.ends) - 1, complete_turn)
+        return turn.completion
 
     async def _until_resumed(self, trajectory: _OpenTrajectory, turn: _Turn) -> None:
         identity = trajectory.order.id
         resumed = trajectory.resumed
-        # With an environment the journal has each turn that is whole; a later life samples the paused one anew.
-        if turn.done is not None and not self._has_environment:
-            done = SampledSoFar(completion=turn.done, parts=turn.parts, seconds=turn.seconds)
-            await self._journal.paused(identity, done)
+        # With an environment the journal has only complete turns: a restarted controller samples a paused turn again.
+        if turn.completion is not None and not self._has_environment:
+            sampled = SampledSoFar(completion=turn.completion, parts=turn.parts, seconds=turn.seconds)
+            await self._journal.paused(identity, sampled)
         await trajectory.take(TrajectoryPaused(id=identity, tokens=trajectory.tokens))
-        trajectory.waits = True
-        self._changed_sampling(-1)
+        trajectory.has_left_engine = True
+        self._count_sampling(-1)
         await resumed.wait()
-        self._changed_sampling(1)
-        trajectory.waits = False
+        self._count_sampling(1)
+        trajectory.has_left_engine = False
 
-    def _changed_sampling(self, by: int) -> None:
-        """Count trajectories of which a turn is sampled."""
+    def _count_sampling(self, change: int) -> None:
+        """Count the trajectories of which a turn is sampled."""
         self._count()
-        self._sampling_now += by
+        self._sampling_now += change
 
-    def _kept_of(self, order: LaunchTrajectory) -> TokenArray:
-        """Return what was sampled of this draw before it was cancelled; empty where deferred completions are not
-        verified."""
-        if self._kept is None or order.evaluation:
+    def _unverified_tokens_of(self, order: LaunchTrajectory) -> TokenArray:
+        """Return the tokens of this draw that were sampled before it was cancelled; empty where deferred completions
+        are not verified."""
+        if self._cancelled_completions is None or order.evaluation:
             return token_array()
-        self._kept.open(len(self._open) + 1)
-        return self._kept.take(order.seed) or token_array()
+        self._cancelled_completions.note_open(len(self._open) + 1)
+        return self._cancelled_completions.take(order.seed) or token_array()
 
-    def _accepted(self, turn: _Turn, piece: Completion) -> int:
-        """Count the kept tokens that ``piece`` begins with: those need not be decoded."""
-        if not turn.request.kept or not piece.token_ids:
+    def _accepted(self, turn: _Turn, part: Completion) -> int:
+        """Count the unverified tokens that ``part`` begins with: the engine did not have to decode them."""
+        if not turn.request.unverified_tokens or not part.token_ids:
             return 0
-        accepted = accepted_prefix(turn.kept, piece.token_ids)
-        self._verified_tokens += len(turn.kept)
+        accepted = accepted_prefix(turn.unverified_tokens, part.token_ids)
+        self._verified_tokens += len(turn.unverified_tokens)
         self._accepted_tokens += accepted
         return accepted
 
-    def _keep(self, trajectory: _OpenTrajectory) -> None:
-        """Keep the tokens of a trajectory that ended. It may be launched again, if it was cancelled or its group still
-        loses."""
+    def _store_tokens(self, trajectory: _OpenTrajectory) -> None:
+        """Store the tokens of a trajectory that has ended. It may be launched again, if it was cancelled or its group
+        is still deferred."""
         order = trajectory.order
-        if self._kept is None or order.evaluation or len(trajectory.turns) != 1:
+        if self._cancelled_completions is None or order.evaluation or len(trajectory.turns) != 1:
             return
         turn = trajectory.turns[0]
-        if turn.done is None:
+        if turn.completion is None:
             return
-        tokens = turn.done.token_ids[: turn.own_seed_tokens]
-        if turn.whole and len(tokens) == turn.tokens:
-            tokens = tokens[:-1]  # the engine is to come to its end by itself
-        if trajectory.cancelled:
-            self._kept.lost(order.seed, tokens)
+        tokens = turn.completion.token_ids[: turn.own_seed_tokens]
+        if turn.is_complete and len(tokens) == turn.tokens:
+            tokens = tokens[:-1]  # the engine has to sample the end again
+        if trajectory.cancel_reason:
+            self._cancelled_completions.add_cancelled(order.seed, tokens)
         else:
-            self._kept.ended(order.id, order.seed, tokens)
+            self._cancelled_completions.add_complete(order.id, order.seed, tokens)
 
     def _request(self, order: LaunchTrajectory) -> Generate:
         return Generate(
             request_id=part_id(str(order.id), 0),
             token_ids=order.prompt.token_ids,
             seed=order.seed,
-            # A later turn before the first turns of what was launched after it: groups end in the order of launches.
+            # A later turn goes before the first turns of later launches: groups end in the order of their launches.
             priority=self._launched if self._has_environment else 0,
-            routed=None if order.evaluation else 0,
+            routed_tokens=None if order.evaluation else 0,
             **self._sampling | order.sampling,
         )
 
@@ -589,6 +659,9 @@ class Episodes:
         if not self._engines_paused and (running := self._sampling_now):
             self._busy_seconds += min(running, self._capacity) * (now - self._counted_at)
             self._working_seconds += now - self._counted_at
-        away = min(len(self._open) - self._in_turns, self._capacity - min(self._sampling_now, self._capacity))
-        self._environment_seconds += away * (now - self._counted_at) * self._has_environment
+        if self._has_environment:
+            # Requests that the engines could serve besides, if trajectories were not in their environment.
+            free_capacity = self._capacity - min(self._sampling_now, self._capacity)
+            in_environment = min(len(self._open) - self._in_turns, free_capacity)
+            self._environment_seconds += in_environment * (now - self._counted_at)
         self._counted_at = now

@@ -1,14 +1,14 @@
-"""The reward stage: one outcome for each trajectory, computed by reward workers in their own processes.
+"""The reward stage, in the controller: reward workers, which are processes, compute an outcome for each trajectory.
 
-A worker that must be replaced (a function that cannot be stopped) shows as a broken stream: what it had been scoring
-for longer than the time limit is recorded as timed out, the rest is scored again by its successor.
+``launch.reward_workers`` makes the stage; ``episodes`` calls it for each trajectory. A worker that must be replaced
+(its function cannot be stopped) breaks its stream. Orders that it was scoring for longer than the time limit are
+recorded as timed out, and its successor scores its other orders again.
 
-Results that end together are sent together: an order goes to a worker at once when it is alone, and while a worker is
-busy the orders gather, so that under load a message carries as many as there are, in the order that closes rounds
-soonest.
+A single order goes to a worker at once. While a worker is busy, orders wait, so that under load a message has many
+orders, and the orders that close rounds soonest are first.
 
-The functions are a value with a version. ``load`` replaces it while trajectories flow. The version that is attached
-when the first of a group arrives scores all of the group, because siblings are compared with each other."""
+The reward functions have a version, and ``load`` replaces them while trajectories are scored. The version that is
+attached when the first member of a group arrives scores the whole group, because siblings are compared."""
 
 from __future__ import annotations
 
@@ -44,20 +44,27 @@ from streamrl.stages.scoring_order import ScoringOrder, WaitingOrder
 
 WorkerStreams = tuple[SendStream[RewardOrder], ReceiveStream[RewardResult]]
 MOST_IN_MESSAGE = 64
-"""Enough that the price of a message is small beside that of what it carries, and little to wait for."""
+"""Largest number of orders in a message: enough to make the cost of a message small, and few enough to wait for."""
 
 ORDERS_WINDOW = 4
-"""Messages with orders that a worker may not have taken yet. A few: while it is busy, orders gather here, where what
-closes a round sooner still overtakes them."""
+"""Messages with orders that a worker may have before it reads them. Only a few: while it is busy, orders wait in the
+stage, where an order that closes a round sooner still goes first."""
 
-_MOST_DEATHS = 2  # of all workers while they load the same functions: once may have been for another reason
+_MOST_DEATHS = 2
+"""Deaths of all workers, while they load the same functions, after which loading fails: a single death may have had
+another cause."""
 
 OpenWorker = Callable[[], AbstractAsyncContextManager[WorkerStreams]]
 
 
 class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``per_group``: some function scores whole groups. ``timeout_s``: the largest of all functions.
-    ``attached``: what scores instead of the recipe's functions, which workers begin with as version 0."""
+    """Settings of the reward stage.
+
+    ``functions``: labels of the functions, for messages.
+    ``per_group``: whether a function scores whole groups.
+    ``timeout_s``: largest time limit of all functions.
+    ``concurrency``: largest number of orders that a worker scores at once.
+    ``attached``: functions that score in place of the recipe's, which workers begin with as version 0."""
 
     functions: str
     per_group: bool
@@ -67,8 +74,10 @@ class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardStage:
-    """Feeds reward workers; a ``Scorer`` while it is ``running``. ``limits``: what they learnt of time limits;
-    ``notify``: gets what a person should know of the completions."""
+    """Sends orders to reward workers; a ``Scorer`` while it is ``running``.
+
+    ``limits``: time limits that workers have learnt.
+    ``notify``: coroutine that gets notices of workers for the user."""
 
     def __init__(
         self,
@@ -80,69 +89,73 @@ class RewardStage:
         self.limits = limits or LearntLimits()
         self._notify = notify
         self._settings = settings
-        self._open = list(workers)
+        self._openers = list(workers)
         self._waiting = ScoringOrder()
-        self._gathering: dict[int, list[Trajectory]] = {}
+        self._unordered: dict[int, list[Trajectory]] = {}
         self._answers: dict[TrajectoryId, Future[Scored]] = {}
-        self._heard: dict[int, int] = {}
+        self._arrivals: dict[int, int] = {}
         self._next_order = 0
         self._open_orders = 0
-        self._ended = False
+        self._closing = False
         self._changed = Notifier()
         self._versions = _Versions(settings.attached, per_group=settings.per_group)
         self._workers: set[_Worker] = set()
-        self._given_out = 0
+        self._sent_orders = 0
         self._changing = anyio.Lock()
 
     @property
     def reward_version(self) -> int:
-        """The version that scores groups of which nothing has arrived yet."""
+        """Version of the functions that score groups of which no member has arrived."""
         return self._versions.attached.version
 
     def in_flight(self) -> int:
-        """Trajectories, or groups, that wait for their reward or are being scored."""
+        """Number of trajectories, or of groups, that wait for a worker or are being scored."""
         return self._open_orders
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Score for the block, which ends when every order was answered and every worker has ended."""
+        """Context manager that runs the stage. It ends when every order was answered and every worker has ended."""
         async with anyio.create_task_group() as children:
-            for open_worker in self._open:
+            for open_worker in self._openers:
                 children.start_soon(self._serve, open_worker)
             yield
-            self._ended = True
+            self._closing = True
             self._changed.notify()
 
     async def score(self, trajectory: Trajectory, group_size: int) -> Scored:
-        """Return the outcome of a trajectory. Functions of groups score it when its last sibling was sampled."""
+        """Return the outcome of a trajectory. Functions of groups score it once its last sibling was sampled."""
         answer: Future[Scored] = get_running_loop().create_future()
         self._answers[trajectory.id] = answer
-        self._gathering.setdefault(group_id := trajectory.id.group_id, []).append(trajectory)
-        self._ended_sampling(group_id, group_size)
+        self._unordered.setdefault(trajectory.id.group_id, []).append(trajectory)
+        self._member_arrived(trajectory.id.group_id, group_size)
         return await answer
 
     async def lost(self, trajectory: TrajectoryId, group_size: int) -> None:
-        """Note that a sibling will not be scored, and score those that have waited for it."""
-        self._ended_sampling(group_id := trajectory.group_id, group_size)
-        await self._close_unused(self._versions.ended(group_id, last=self._waiting.ended(group_id)))
+        """Note that a trajectory will not be scored, and score siblings that have waited for it."""
+        group_id = trajectory.group_id
+        self._member_arrived(group_id, group_size)
+        is_last = self._waiting.member_ended(group_id)
+        await self._close_unused(self._versions.member_ended(group_id, last=is_last))
         self._changed.notify()
 
-    async def load(self, version: int, rewards: tuple[Reward, ...], noted: Callable[[], None]) -> None:
-        """Attach other functions; groups of which something has arrived are scored by those that were attached then.
+    async def load(self, version: int, rewards: tuple[Reward, ...], on_attached: Callable[[], None]) -> None:
+        """Attach other functions. Groups of which a member has arrived are still scored by the functions that were
+        attached at its arrival.
 
-        ``noted`` is called before the first group is theirs. Raises ``RecipeError`` where they cannot be loaded, or
-        end the process that loads them: then nothing has changed."""
+        ``on_attached``: function that is called before the new functions score their first group. Raises
+        ``RecipeError`` where the functions cannot be loaded, or end the process that loads them: then nothing has
+        changed."""
         order = LoadRewardSet(reward_version=version, rewards=rewards)
         replies: list[RewardSetLoaded] = []
         deaths = 0
-        while not replies:  # also where the last worker is just being replaced
+        while not replies:  # there may be no worker for a while, until the last one is replaced
             if deaths >= _MOST_DEATHS:
-                what = f"when they were to load {', '.join(reward.label for reward in rewards)}"
-                raise RecipeError(f"reward workers ended, {deaths} times, {what}: see the log of the last")
+                moment = f"when they were to load {', '.join(reward.label for reward in rewards)}"
+                raise RecipeError(f"reward workers ended, {deaths} times, {moment}: see the log of the last")
             while not self._workers:
                 await self._changed.wait()
             async with self._changing:
-                had_workers = bool(self._workers)  # the last may have gone while others changed functions
+                had_workers = bool(self._workers)  # the last one may have ended while this call waited for the lock
                 replies = await self._ask_all(order)
                 deaths += had_workers and not replies
                 problems = [problem for reply in replies for problem in reply.problems]
@@ -150,7 +163,7 @@ class RewardStage:
                     await self._send_all(CloseRewardSet(reward_version=version))
                     raise RecipeError(*dict.fromkeys(problems))
                 if replies:
-                    noted()
+                    on_attached()
                     for remembered in self.limits.pieces(version):
                         await self._send_all(RememberLimits(reward_version=version, slowest_s=remembered))
                     await self._attach(order, per_group=any(reply.per_group for reply in replies))
@@ -161,47 +174,54 @@ class RewardStage:
             functions="+".join(reward.label for reward in order.rewards),
             timeout_s=max(reward.timeout_s for reward in order.rewards),
         )
-        before = self._versions.attach(order, per_group=per_group)
-        await self._close_unused(before)
+        replaced = self._versions.attach(order, per_group=per_group)
+        await self._close_unused(replaced)
 
     async def _close_unused(self, attachment: _Attachment) -> None:
-        """End functions that were replaced and have no group left."""
+        """Unload functions in the workers, if they were replaced and score no group any more."""
         if self._versions.remove_unused(attachment):
             await self._send_all(CloseRewardSet(reward_version=attachment.version))
 
     async def _ask_all(self, order: LoadRewardSet) -> list[RewardSetLoaded]:
         replies = []
         for worker in list(self._workers):
-            with suppress(StreamBroken):  # its successor loads it as soon as this is over
-                if (reply := await worker.load(order)) is not None:
+            with suppress(StreamBroken):  # the successor of a worker that ended loads the functions after this call
+                reply = await worker.load(order)
+                if reply is not None:
                     replies.append(reply)
         return replies
 
     async def _send_all(self, order: RewardOrder) -> None:
         for worker in list(self._workers):
-            with suppress(StreamBroken):  # its successor never had that version
+            with suppress(StreamBroken):  # the successor of a worker that ended does not have the version
                 await worker.orders.send(order)
 
     # ---- what arrives ----------------------------------------------------------------------------
 
-    def _ended_sampling(self, group_id: int, group_size: int) -> None:
-        """Make the order that one more of a group completes, if any. A group waits for those that are paused."""
+    def _member_arrived(self, group_id: int, group_size: int) -> None:
+        """Count one more member of a group, sampled or lost, and make an order of its trajectories. Functions of groups
+        get one order when all members have arrived: the group waits for members that are paused."""
         attachment = self._versions.of(group_id)
         self._waiting.launched(group_id, group_size)
-        heard = self._heard[group_id] = self._heard.get(group_id, 0) + 1
-        if whole := heard >= group_size:
-            del self._heard[group_id]
-        if (whole or not attachment.per_group) and (gathered := self._gathering.pop(group_id, None)):
+        arrivals = self._arrivals.get(group_id, 0) + 1
+        self._arrivals[group_id] = arrivals
+        is_complete = arrivals >= group_size
+        if is_complete:
+            del self._arrivals[group_id]
+        if attachment.per_group and not is_complete:
+            return
+        trajectories = self._unordered.pop(group_id, None)
+        if trajectories:
             self._next_order += 1
             self._open_orders += 1
             now = anyio.current_time()
-            self._waiting.add(WaitingOrder(self._next_order, tuple(gathered), attachment.version, now))
+            self._waiting.add(WaitingOrder(self._next_order, tuple(trajectories), attachment.version, now))
             self._changed.notify()
 
     # ---- workers ---------------------------------------------------------------------------------
 
     async def _serve(self, open_worker: OpenWorker) -> None:
-        """One worker and its successors."""
+        """Serve one worker, and the workers that replace it when it ends."""
         unanswered: Unanswered = {}
         while True:
             try:
@@ -209,8 +229,8 @@ class RewardStage:
                     worker = _Worker(orders)
                     try:
                         await converse(
-                            partial(self._give_orders, worker, unanswered),
-                            partial(self._take_answers, worker, results, unanswered),
+                            partial(self._send_orders, worker, unanswered),
+                            partial(self._receive_answers, worker, results, unanswered),
                         )
                     finally:
                         self._workers.discard(worker)
@@ -218,15 +238,15 @@ class RewardStage:
                     return
             except StreamBroken:
                 await self._after_break(unanswered)
-            if self._ended and not self._open_orders:
-                return  # it may have ended well: nobody would answer
+            if self._closing and not self._open_orders:
+                return  # the worker may have ended as it should: a successor would get no order
 
-    async def _give_orders(self, worker: _Worker, unanswered: Unanswered) -> None:
+    async def _send_orders(self, worker: _Worker, unanswered: Unanswered) -> None:
         async with self._changing:
             await self._bring_up_to_date(worker)
             self._workers.add(worker)
             self._changed.notify()
-        while self._open_orders or not self._ended:
+        while self._open_orders or not self._closing:
             free = self._settings.concurrency - len(unanswered)
             if not self._waiting or free <= 0:
                 await self._changed.wait()
@@ -235,22 +255,23 @@ class RewardStage:
             await worker.orders.send(message.message())
         await worker.orders.aclose()
 
-    def _next_message(self, most: int, unanswered: Unanswered) -> OrderMessage:
-        """Take at most ``most`` of the orders that wait, and no more than a message may be large. They are registered
-        before anything can wait: a break must find them."""
+    def _next_message(self, limit: int, unanswered: Unanswered) -> OrderMessage:
+        """Take at most ``limit`` of the waiting orders, up to the size limit of a message. The orders are added to
+        ``unanswered`` before the caller awaits anything, so that none is lost when the stream breaks."""
         message = OrderMessage()
         now = anyio.current_time()
-        while self._waiting and len(message) < most:
+        while self._waiting and len(message) < limit:
             order = self._waiting.first()
-            rank = self._given_out + 1  # they are numbered in the order in which they close rounds
+            rank = self._sent_orders + 1  # numbers orders by how soon they close a round
             if not message.add(order.order_id, order.trajectories, reward_version=order.reward_version, rank=rank):
                 break
-            self._given_out = rank
+            self._sent_orders = rank
             unanswered[order.order_id] = (self._waiting.pop(), now)
         return message
 
     async def _bring_up_to_date(self, worker: _Worker) -> None:
-        """A successor has loaded what the recipe says, and knows nothing of what its predecessor learnt."""
+        """Send a new worker the attached functions and the learnt time limits: a successor has only the recipe's
+        functions."""
         for load in self._versions.orders():
             reply = await worker.load(load)
             if reply is not None and reply.problems:
@@ -261,7 +282,7 @@ class RewardStage:
             for remembered in self.limits.pieces(version):
                 await worker.orders.send(RememberLimits(reward_version=version, slowest_s=remembered))
 
-    async def _take_answers(
+    async def _receive_answers(
         self, worker: _Worker, results: ReceiveStream[RewardResult], unanswered: Unanswered
     ) -> None:
         async for result in results:
@@ -274,43 +295,45 @@ class RewardStage:
                 case GroupsScored():
                     if result.notice and self._notify is not None:
                         await self._notify(result.notice)
-                    known = [
-                        (order[0], group.rewards)
-                        for group in result.groups
-                        if (order := unanswered.pop(group.order_id, None)) is not None
-                    ]
-                    await self._deliver(known)
+                    answers = []
+                    for group in result.groups:
+                        order, _ = unanswered.pop(group.order_id, (None, 0.0))
+                        if order is not None:
+                            answers.append((order, group.rewards))
+                    await self._deliver(answers)
 
-    async def _deliver(self, answered: Iterable[tuple[WaitingOrder, Sequence[SampleReward]]]) -> None:
-        """Answer those who wait for what was scored."""
+    async def _deliver(self, answers: Iterable[tuple[WaitingOrder, Sequence[SampleReward]]]) -> None:
+        """Return the outcomes of scored orders to the callers of ``score``."""
         now = anyio.current_time()
         unused: set[_Attachment] = set()
-        for order, rewards in answered:
+        for order, rewards in answers:
             for trajectory, reward in zip(order.trajectories, rewards, strict=True):
                 outcome = outcome_of(trajectory, reward, order.reward_version)
                 answer = self._answers.pop(trajectory.id)
-                if not answer.done():  # its trajectory was cancelled
+                if not answer.done():  # done: its trajectory was cancelled
                     answer.set_result(Scored(outcome=outcome, reward_s=now - order.arrived_at))
-                last = self._waiting.ended(group_id := trajectory.id.group_id)
-                unused.add(self._versions.ended(group_id, last=last))
+                group_id = trajectory.id.group_id
+                is_last = self._waiting.member_ended(group_id)
+                unused.add(self._versions.member_ended(group_id, last=is_last))
             self._open_orders -= 1
         self._changed.notify()
         for attachment in unused:
             await self._close_unused(attachment)
 
     async def _after_break(self, unanswered: Unanswered) -> None:
+        """Let orders of a worker that ended wait again, except for those that exceeded the time limit: they fail."""
         now = anyio.current_time()
-        left = list(unanswered.values())
-        limit = self._settings.timeout_s
+        interrupted = list(unanswered.values())
         unanswered.clear()
-        late: list[tuple[WaitingOrder, Sequence[SampleReward]]] = []
-        for work, started in left:
-            if now - started < limit:
-                self._waiting.add(work)
+        failures: list[tuple[WaitingOrder, Sequence[SampleReward]]] = []
+        for order, started_at in interrupted:
+            seconds = now - started_at
+            if seconds < self._settings.timeout_s:
+                self._waiting.add(order)
                 continue
-            failure = _timed_out(self._settings, now - started)
-            late.append((work, (failure,) * len(work.trajectories)))
-        await self._deliver(late)
+            failure = _timed_out(self._settings, seconds)
+            failures.append((order, (failure,) * len(order.trajectories)))
+        await self._deliver(failures)
 
 
 def _timed_out(settings: RewardSettings, seconds: float) -> SampleReward:
@@ -324,11 +347,11 @@ def _timed_out(settings: RewardSettings, seconds: float) -> SampleReward:
 
 
 Unanswered = dict[int, tuple[WaitingOrder, float]]
-"""What a worker was given and has not answered, by order id, and when."""
+"""Orders that a worker has and has not answered, by order id, each with the time when it was sent."""
 
 
 class _Worker:
-    """A worker that is connected. ``loaded`` is set when it answered an order to load, or is gone."""
+    """A worker that is connected. ``loaded``: event that is set once it has answered an order to load, or ended."""
 
     def __init__(self, orders: SendStream[RewardOrder]) -> None:
         self.orders = orders
@@ -336,7 +359,7 @@ class _Worker:
         self.reply: RewardSetLoaded | None = None
 
     async def load(self, order: LoadRewardSet) -> RewardSetLoaded | None:
-        """Send ``order`` and return the worker's reply; None: it is gone. Raises ``StreamBroken``."""
+        """Send ``order`` and return the worker's reply; None: the worker has ended. Raises ``StreamBroken``."""
         self.loaded = anyio.Event()
         self.reply = None
         await self.orders.send(order)
@@ -345,7 +368,7 @@ class _Worker:
 
 
 class _Attachment(msgspec.Struct, frozen=True, eq=False):
-    """Functions that score. ``order``: what loads them in a worker (None: the recipe)."""
+    """A version of the reward functions. ``order``: order that loads them in a worker; None: the recipe's functions."""
 
     version: int
     order: LoadRewardSet | None
@@ -353,8 +376,10 @@ class _Attachment(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Versions:
-    """Versions of the functions that score groups. ``attached``: for groups of which nothing has arrived; ``scoring``:
-    all that some group still needs, by version."""
+    """Versions of the reward functions that score groups.
+
+    ``attached``: functions that score groups of which no member has arrived.
+    ``scoring``: all functions that groups still need, by version."""
 
     def __init__(self, first: LoadRewardSet | None, *, per_group: bool) -> None:
         self.attached = _Attachment(first.reward_version if first else 0, first, per_group)
@@ -362,34 +387,36 @@ class _Versions:
         self._of_group: dict[int, _Attachment] = {}
 
     def attach(self, order: LoadRewardSet, *, per_group: bool) -> _Attachment:
-        """Let other functions score from now on: those that did before."""
-        before = self.attached
-        self.attached = self.scoring[order.reward_version] = _Attachment(order.reward_version, order, per_group)
-        return before
+        """Attach other functions, and return the functions that were attached before."""
+        replaced = self.attached
+        self.attached = _Attachment(order.reward_version, order, per_group)
+        self.scoring[order.reward_version] = self.attached
+        return replaced
 
     def orders(self) -> list[LoadRewardSet]:
-        """Orders that a worker with the recipe's functions has to load."""
-        return [a.order for a in self.scoring.values() if a.order is not None]
+        """Orders that a worker with only the recipe's functions has to load."""
+        return [attachment.order for attachment in self.scoring.values() if attachment.order is not None]
 
     def of(self, group_id: int) -> _Attachment:
-        """The functions that score a group: those attached when its first member arrived."""
+        """Functions that score a group: the functions that were attached when its first member arrived."""
         return self._of_group.setdefault(group_id, self.attached)
 
-    def ended(self, group_id: int, *, last: bool) -> _Attachment:
-        """A member of a group has ended, perhaps the last: the functions that scored it."""
+    def member_ended(self, group_id: int, *, last: bool) -> _Attachment:
+        """Note that a member of a group was scored or lost, and return the functions of the group. ``last``: whether it
+        was the last member."""
         if last:
             return self._of_group.pop(group_id, self.attached)
         return self._of_group.get(group_id, self.attached)
 
     def remove_unused(self, attachment: _Attachment) -> bool:
-        """Forget functions that were replaced and have no group left. Whether they were."""
+        """Remove functions if they were replaced and no group needs them. Returns whether they were removed."""
         unused = attachment is not self.attached and attachment not in self._of_group.values()
         return unused and self.scoring.pop(attachment.version, None) is not None
 
 
 async def wait_ready(orders: SendStream[RewardOrder], results: ReceiveStream[RewardResult]) -> None:
-    """Wait for the hello of a worker. Raises ``StreamBroken`` when it says something else first, or when ``orders``
-    breaks before: a worker died while it connected, and its successor would never be given an order, nor an end."""
+    """Wait for the hello of a worker. Raises ``StreamBroken`` when another message comes first, or when ``orders``
+    breaks: a worker died while it connected, and its successor would get neither an order nor the end of orders."""
     await exchange_hello(partial(_receive_hello, results), orders)
 
 

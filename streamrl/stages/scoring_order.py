@@ -1,6 +1,7 @@
-"""Order of scoring: first what closes a round soonest. Pure. A round closes when whole groups are complete, so a group
-that lacks one member goes before one that lacks five; among equals, what came first. Held-out work, for which no round
-waits, goes last."""
+"""Order of scoring: the work that closes a round soonest is first. Pure; ``reward`` calls it in the controller.
+
+A round closes when groups are complete, so a group that lacks one member goes before a group that lacks five. Among
+equal groups the first to arrive goes first. Held-out work, for which no round waits, goes last."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from streamrl.base.types import Trajectory
 
 
 class WaitingOrder(msgspec.Struct, frozen=True):
-    """Trajectories of one group to be scored together. ``arrived_at``: when they were complete, on the loop's clock."""
+    """Trajectories of one group to be scored together. ``arrived_at``: time of their arrival, on the loop's clock."""
 
     order_id: int
     trajectories: tuple[Trajectory, ...]
@@ -30,7 +31,7 @@ class _Rank(NamedTuple):
 
 
 class ScoringOrder:
-    """Orders that wait for a worker. ``missing``: members of a group that have not ended, waiting ones among them."""
+    """Orders that wait for a worker. Members of a group are missing until they have ended, even while they wait."""
 
     def __init__(self) -> None:
         self._missing: dict[int, int] = {}
@@ -43,22 +44,22 @@ class ScoringOrder:
         return self._count
 
     def launched(self, group_id: int, group_size: int) -> None:
-        """A member of a group was heard of; only the first time counts."""
+        """Note that a member of a group exists; only the first call for a group counts."""
         self._missing.setdefault(group_id, group_size)
 
-    def ended(self, group_id: int) -> bool:
-        """A member was scored, failed, or was lost. Whether it was the last."""
-        left = self._missing.get(group_id, 1) - 1
-        if left > 0:
-            self._missing[group_id] = left
+    def member_ended(self, group_id: int) -> bool:
+        """Note that a member was scored, failed, or was lost. Returns whether it was the last member of its group."""
+        missing = self._missing.get(group_id, 1) - 1
+        if missing > 0:
+            self._missing[group_id] = missing
         else:
             self._missing.pop(group_id, None)
         if group_id in self._waiting:
             self._rank(group_id)
-        return left <= 0
+        return missing <= 0
 
     def add(self, order: WaitingOrder) -> None:
-        """An order of one group."""
+        """Add an order."""
         first = order.trajectories[0]
         group_id = first.id.group_id
         self._arrivals += 1
@@ -71,16 +72,16 @@ class ScoringOrder:
             self._rank(group_id)
 
     def first(self) -> WaitingOrder:
-        """The order to score next, which stays. Raises ``IndexError`` when there is none."""
+        """Return the next order to score, without removing it. Raises ``IndexError`` when there is none."""
         while True:
             rank = self._ranks[0]
             waiting = self._waiting.get(rank.group_id)
             if waiting and rank == self._rank_of(rank.group_id):
                 return waiting[0][2]
-            heapq.heappop(self._ranks)  # overtaken
+            heapq.heappop(self._ranks)  # outdated: the group has another rank now
 
     def pop(self) -> WaitingOrder:
-        """The order to score next. Raises ``IndexError`` when there is none."""
+        """Remove and return the next order to score. Raises ``IndexError`` when there is none."""
         order = self.first()
         group_id = heapq.heappop(self._ranks).group_id
         waiting = self._waiting[group_id]
@@ -91,7 +92,7 @@ class ScoringOrder:
         else:
             del self._waiting[group_id]
             if not self._waiting:
-                self._ranks.clear()  # what is left has been overtaken, or nothing would be waiting
+                self._ranks.clear()  # no order waits, so the remaining ranks are outdated
         return order
 
     def _rank(self, group_id: int) -> None:

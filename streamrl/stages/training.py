@@ -1,13 +1,12 @@
-"""The training stage: orders in, reports out, torch in one thread of its own.
+"""The training stage: it receives the controller's orders, and calls the trainer in a separate thread.
 
-The loop is never blocked: while torch computes, orders keep being read, so groups flow. When nothing was ordered and
-enough tokens wait, what is pending is trained: training overlaps the rollout of the same batch."""
+``launch.roles`` runs it in each trainer rank. The event loop is never blocked: while torch computes, orders are still
+read, so groups continue to arrive. Without a waiting order, pending groups are trained once they have enough tokens:
+training overlaps the rollout of the same batch."""
 
 from __future__ import annotations
 
-import os
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
@@ -18,11 +17,11 @@ from streamrl.base.concurrent_calls import first_error
 from streamrl.base.dedicated_thread import DedicatedThread
 from streamrl.comm.stream import ReceiveStream, SendStream
 
-if TYPE_CHECKING:  # it brings torch
+if TYPE_CHECKING:  # importing it would import torch
     from streamrl.learning.trainer import TorchTrainer
 
 READ_AHEAD = 4096
-"""Orders held while torch computes; then the sender waits for credit. Far above the groups of one batch in flight."""
+"""Orders that are read while torch computes; then the sender waits for credit. One batch has far fewer groups."""
 CLOSE_TIMEOUT_S = 60.0
 
 
@@ -30,13 +29,13 @@ async def run_training(
     trainer: TorchTrainer, batches: ReceiveStream[messages.TrainingOrder], reports: SendStream[messages.TrainingEvent]
 ) -> None:
     """Serve the controller until its orders end. Returns after the trainer is closed; the caller owns the streams.
-    Raises what the trainer raised (``StreamRLError``), and what the streams raise."""
+    Raises errors of the trainer (``StreamRLError``) and of the streams."""
     thread = DedicatedThread("trainer")  # OpenMP and CUDA keep state for each thread
     try:
         await reports.send(await thread.call(trainer.start))
         await _converse(trainer, thread, batches, reports)
     finally:
-        # Also while being cancelled: what torch computes cannot be interrupted.
+        # Shielded from cancellation: torch cannot be interrupted while it computes.
         with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await thread.call(trainer.close)
         thread.close()
@@ -49,24 +48,24 @@ async def _converse(
     reports: SendStream[messages.TrainingEvent],
 ) -> None:
     try:
-        orders_in, orders = anyio.create_memory_object_stream[messages.TrainingOrder](READ_AHEAD)
+        buffer, orders = anyio.create_memory_object_stream[messages.TrainingOrder](READ_AHEAD)
         async with orders, anyio.create_task_group() as tasks:
-            tasks.start_soon(_read, batches, orders_in)
-            # One stream may break alone, and nobody would ever order anything of a rank that only waits.
+            tasks.start_soon(_read, batches, buffer)
+            # The reports may break while the orders do not: without a watch, this rank would wait for ever.
             tasks.start_soon(reports.watch)
             await _serve(trainer, thread, orders, reports)
             tasks.cancel_scope.cancel()
     except ExceptionGroup as group:
-        # One child failed and the other was cancelled: the first error is what the caller should see.
+        # One child failed and the other was cancelled: the caller gets the first error.
         raise first_error(group) from group
 
 
 async def _read(
-    batches: ReceiveStream[messages.TrainingOrder], into: MemoryObjectSendStream[messages.TrainingOrder]
+    batches: ReceiveStream[messages.TrainingOrder], buffer: MemoryObjectSendStream[messages.TrainingOrder]
 ) -> None:
-    async with into:
+    async with buffer:
         async for order in batches:
-            await into.send(order)
+            await buffer.send(order)
 
 
 async def _serve(
@@ -89,7 +88,7 @@ async def _serve(
 
 
 def _carry_out(trainer: TorchTrainer, order: messages.TrainingOrder) -> messages.TrainingEvent | None:
-    """One order, in the trainer's thread."""
+    """Carry out one order, in the trainer's thread. Returns the event to report, if any."""
     match order:
         case messages.TrainGroup(group=group):
             trainer.train_group(group)
@@ -105,7 +104,4 @@ def _carry_out(trainer: TorchTrainer, order: messages.TrainingOrder) -> messages
             trainer.engines_freed(count)
         case messages.SaveCheckpoint():
             return trainer.save_checkpoint(order)
-        case messages.ReadFile(path=path):
-            content = Path(path).read_bytes() if os.access(path, os.R_OK) else None
-            return messages.FileRead(content=content)
     return None

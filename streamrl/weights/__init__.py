@@ -1,20 +1,22 @@
-"""The weight path without torch: codec, state hash, manifest, publisher, fetch client, checkpoint replica.
+"""Weight pushes as deltas: codec, state hash, manifest, publisher, fetch client, checkpoint replica, vLLM's receiver.
 
-Weights are handled as integers only: a bfloat16 or float16 element is a uint16 bit pattern, a float32
-element a uint32 one. Nothing is ever compared or copied as a floating-point number, so ``-0.0`` and
-every NaN payload survive.
+A trainer rank's process publishes a version. The process that owns an engine starts the push, and vLLM's worker
+processes fetch and apply the version. Weights are handled as integers only: a bfloat16 or float16 element is a uint16
+bit pattern, a float32 element a uint32 one. No element is compared or copied as a floating-point number, so ``-0.0``
+and every NaN payload survive.
 
-What is listed here is public, and enough to feed any vLLM from any training loop (``docs/weights_outside.md``):
+The names below are public, and enough to feed any vLLM from any training loop (``docs/weights_outside.md``). None of
+them imports torch or vllm:
 
 =============  =====================================================================================================
 trainer        ``WeightPublisher``, ``ShardSpec``, ``Published``, ``announcement_of``, ``WeightAnnouncement``
-vLLM           ``push`` (``stage``, ``commit``) into an ``AsyncLLM`` or a ``VllmServer``; how both are started:
-               ``WEIGHT_BACKEND``, ``engine_environment``, ``SERVER_OPTIONS``, ``server_environment``. The plugin itself
-               registers when streamrl is installed beside vLLM: entry point ``vllm.general_plugins``
-receivers      ``fetch_version``, ``FetchedVersion``, ``KeptParts``, ``CheckpointReplica``, ``StagedVersion``,
-               ``CheckpointBase``: to hold the weights of a publisher in a process that is no vLLM
+vLLM           ``push`` (``stage``, ``commit``) into an ``AsyncLLM`` or a ``VllmServer``; to start either:
+               ``WEIGHT_BACKEND``, ``engine_environment``, ``SERVER_OPTIONS``, ``server_environment``. vLLM finds the
+               plugin by the entry point ``vllm.general_plugins`` where streamrl is installed beside it
+receivers      ``fetch_version``, ``FetchedVersion``, ``KeptParts``, ``CheckpointReplica``, ``StagedVersion`` and
+               ``CheckpointBase`` hold a publisher's weights in a process without vLLM
 codec          ``encode_patch``, ``encode_complete``, ``decode_patch``, ``EncodedPatch``, ``WeightPatch``
-errors         ``WeightError``: a version is refused, nothing has changed
+errors         ``WeightError``: a version was refused, and the weights have not changed
 =============  ====================================================================================================="""
 
 from __future__ import annotations
@@ -64,13 +66,13 @@ __all__ = [
 ]
 
 ENGINE_VARIABLE = "STREAMRL_ENGINE"
-"""Environment variable that must be "1" in a vLLM that is to have the backend."""
+"""Environment variable that must be "1" in the processes of a vLLM that is to have the backend."""
 
 WEIGHT_BACKEND = "streamrl"
-"""``WeightTransferConfig(backend=...)``."""
+"""The value of ``backend`` in vLLM's ``WeightTransferConfig``."""
 
 SERVER_OPTIONS = ("--weight-transfer-config", json.dumps({"backend": WEIGHT_BACKEND}))
-"""What ``vllm serve MODEL`` needs on its command line."""
+"""Options that ``vllm serve MODEL`` needs on its command line."""
 
 _HOMES = {
     "streamrl.weights.pull.loaded_checkpoint": ("CheckpointBase",),
@@ -84,10 +86,11 @@ _HOMES = {
     "streamrl.base.errors": ("WeightError",),
     "streamrl.base.messages": ("WeightAnnouncement", "announcement_of"),
 }
+"""Public names by the module that defines them."""
 
 
 def engine_environment() -> dict[str, str]:
-    """Environment of the process that owns an engine, to be set before vllm is imported."""
+    """Environment variables for the process that owns an engine, to be set before vllm is imported."""
     return {"VLLM_PLUGINS": "streamrl", ENGINE_VARIABLE: "1"}
 
 
@@ -97,7 +100,7 @@ def server_environment() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: vLLM's processes import the names above, and the simulator runs without ZeroMQ.
+    # Imported when first used: vLLM's processes need only the constants above, and the simulator runs without ZeroMQ.
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(home), name)

@@ -1,8 +1,9 @@
-"""The owner's side of a weight push into one engine: stage while it samples, commit while it is paused.
+"""Pushes weights into one vLLM engine: stage while the engine samples, commit while it is paused.
 
-The worker's side is ``streamrl.weights.vllm.weight_receiver``. The engine is an ``AsyncLLM`` that was made with
+The engine of a run (``engines/vllm/engine.py``) calls ``stage`` and ``commit`` in its process; an outside training loop
+calls ``push``. The workers run ``streamrl.weights.vllm.weight_receiver``. ``llm`` is an ``AsyncLLM`` that was made with
 ``weight_transfer_config=WeightTransferConfig(backend=WEIGHT_BACKEND)`` and under ``engine_environment()``, or a
-``vllm_server.VllmServer``. Nothing here imports vllm: a trainer may call it."""
+``vllm_server.VllmServer``. This file does not import vllm, so that a trainer may call it."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ import msgspec
 from streamrl.base.errors import EngineError, WeightError
 from streamrl.base.messages import HASH_MODULUS, OrderDone, WeightAnnouncement
 
-# seconds between two questions; each costs the engine one short call
+# Seconds between two calls for the workers' progress. Each call costs the engine a little.
 _SHORTEST_WAIT = 0.002
 _LONGEST_WAIT = 0.05
-_WAIT_SHARE = 0.1  # of the time that has passed: so much later than it was done it is noticed, at most
+_WAIT_SHARE = 0.1  # wait as share of the elapsed time: the end of staging is noticed at most a tenth late
 
 
 async def push(llm: Any, announcement: WeightAnnouncement, *, clear_cache: bool = True) -> OrderDone:
-    """Stage, pause (requests in flight are kept), commit, resume: the whole push into one engine.
+    """Push a version into one engine: stage, pause (requests in flight are kept), commit, resume.
 
-    ``clear_cache``: compute the KV of what was sampled so far anew under the new weights. Raises as ``stage`` and
-    ``commit`` do: after a ``WeightError`` the engine goes on with what it holds, after an ``EngineError`` of the commit
-    it stays paused, since nobody knows what it holds. Cancelled, it ends after the pause, never in the midst of it.
-    ``seconds`` of the answer are those of the commit."""
+    ``clear_cache``: whether the KV cache of tokens sampled so far is computed again under the new weights. Raises as
+    ``stage`` and ``commit`` do. After a ``WeightError`` the engine samples on with the weights that it holds; after an
+    ``EngineError`` of the commit it stays paused, since its weights are unknown. Cancellation takes effect before the
+    pause or after it, never in between. ``seconds`` of the result is the time of the commit."""
     staged = await stage(llm, announcement)
     with anyio.CancelScope(shield=True):
         try:
@@ -37,24 +38,24 @@ async def push(llm: Any, announcement: WeightAnnouncement, *, clear_cache: bool 
             await llm.resume_generation()
             raise
         try:
-            done = await commit(llm, announcement.policy_version)
+            committed = await commit(llm, announcement.policy_version)
         except WeightError:
             await llm.resume_generation()
             raise
         await llm.resume_generation()
-    return msgspec.structs.replace(done, payload_bytes=staged.payload_bytes)
+    return msgspec.structs.replace(committed, payload_bytes=staged.payload_bytes)
 
 
 async def stage(llm: Any, announcement: WeightAnnouncement) -> OrderDone:
-    """Fetch, check and decode a version on every worker while the engine samples. ``order_id`` is 0. Raises
-    ``WeightError`` with the worker's reason; nothing live has changed then."""
+    """Fetch, check and decode a version on every worker while the engine samples. ``order_id`` of the result is 0.
+    Raises ``WeightError`` with the worker's reason; live weights are unchanged then."""
     started = time.monotonic()
     text = base64.b64encode(msgspec.msgpack.encode(announcement)).decode()  # ``vllm serve`` passes on text only
     await llm.collective_rpc("streamrl_begin_stage", args=(text,))
     reports = await llm.collective_rpc("streamrl_stage_report")
     while not all(report["fetched"] for report in reports):
-        passed = time.monotonic() - started
-        await anyio.sleep(min(max(_SHORTEST_WAIT, _WAIT_SHARE * passed), _LONGEST_WAIT))
+        elapsed = time.monotonic() - started
+        await anyio.sleep(min(max(_SHORTEST_WAIT, _WAIT_SHARE * elapsed), _LONGEST_WAIT))
         reports = await llm.collective_rpc("streamrl_stage_report")
     _raise_first(reports)
     reports = await llm.collective_rpc("streamrl_finish_stage")
@@ -63,10 +64,11 @@ async def stage(llm: Any, announcement: WeightAnnouncement) -> OrderDone:
 
 
 async def commit(llm: Any, policy_version: int) -> OrderDone:
-    """Apply the staged version to the live weights of every worker. Only while paused. ``order_id`` is 0.
+    """Apply the staged version to the live weights of every worker of a paused engine. ``order_id`` of the result is 0,
+    ``state_hash`` is computed from the live weights.
 
-    ``state_hash`` of the answer is computed from the live weights. Raises ``WeightError`` when the version is not
-    staged or does not verify; the engine then holds what it held. Raises ``EngineError`` when that cannot be said."""
+    Raises ``WeightError`` when the version is not staged or does not verify; the engine then holds the version that it
+    held before. Raises ``EngineError`` when nobody knows which version the engine holds."""
     started = time.monotonic()
     try:
         reports = await llm.collective_rpc("streamrl_apply", args=(str(policy_version),))
@@ -87,6 +89,7 @@ async def commit(llm: Any, policy_version: int) -> OrderDone:
 
 
 def _raise_first(reports: list[dict[str, Any]]) -> None:
+    """Raise ``WeightError`` with the first error that a worker reports."""
     for worker, report in enumerate(reports):
         if report["error"]:
             raise WeightError(report["error"] if len(reports) == 1 else f"worker {worker}: {report['error']}")

@@ -1,7 +1,8 @@
-"""The manifest of one rank's part of one version (its identity, its units, its chunks), and the units it is coded in.
+"""The manifest of one trainer rank's part of one version, and the work units in which the part is encoded.
 
-The digest of the encoded manifest is the identity of the part; everything else hangs on it: the manifest
-names the digest of every chunk, so the bytes are checked, no matter which process serves them."""
+``publish.publisher`` writes manifests in the trainer rank's process; ``pull`` reads them in vLLM's worker processes,
+``relay`` in the engine's process. The digest of the encoded manifest identifies the part. The manifest has the digest
+of every chunk, so that all bytes can be checked, no matter which process serves them."""
 
 from __future__ import annotations
 
@@ -24,24 +25,26 @@ from streamrl.weights.requests import MANIFEST_LIMIT
 
 FORMAT_VERSION = 8
 CHECKPOINT_VERSION = -1
-"""Base version of a delta that is made on the checkpoint files both sides began with: no published version."""
-_UNFOLDED_AT_LEAST = 1 << 20
-_UNFOLDED_TIMES = 256
-"""Names of tensors are like each other: a manifest shrinks to a tenth, but not to nothing."""
+"""Base version of a delta on the checkpoint files that trainer and engines start from, which are no published
+version."""
+_ALWAYS_ALLOWED_BYTES = 1 << 20
+_LARGEST_COMPRESSION = 256
+"""A decompressed manifest may have ``_ALWAYS_ALLOWED_BYTES``, and this many times its compressed bytes in addition.
+Real manifests shrink to a tenth, since tensor names are similar."""
 
 MOST_SIDES = 16
-"""Of a tensor."""
+"""Largest number of dimensions of a tensor."""
 
 UNIT_ELEMENTS = 1 << 23
-"""Elements that are compared, encoded and decoded in one go, at most: threads share a large model by such units."""
+"""Largest number of elements of a work unit. Threads encode and decode different units of a large model."""
 
 
 class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part of one checkpoint tensor. ``dtype``: bfloat16, float16 or float32. ``shape``: of the full tensor.
-    ``offset``, ``count``: flat start and number of elements in the full tensor; a shard may be empty.
+    """One rank's part of one checkpoint tensor. ``dtype``: bfloat16, float16 or float32. ``shape``: sizes of the full
+    tensor. ``offset``, ``count``: flat start and number of elements in the full tensor; a shard may be empty.
 
-    ``run`` 0: the elements lie in a row. Else they are columns of a matrix: ``run`` elements in a row, the next ones
-    ``stride`` further on, and so on from ``offset``, of which the first ``skipped`` elements are left out."""
+    With ``run`` 0 the elements are contiguous. Otherwise they are columns of a matrix: from ``offset`` on, ``run``
+    contiguous elements every ``stride`` elements, without the first ``skipped`` of these elements."""
 
     name: str
     dtype: str
@@ -75,84 +78,88 @@ class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
             )
 
     def piece(self, start: int, count: int) -> ShardSpec:
-        """``count`` elements of the shard, from its element ``start`` on."""
+        """Return the spec of ``count`` elements of the shard, from its element ``start`` on."""
         if self.run:
             return msgspec.structs.replace(self, skipped=self.skipped + start, count=count)
         return msgspec.structs.replace(self, offset=self.offset + start, count=count)
 
     def places(self, positions: PositionArray | None = None) -> PositionArray:
-        """Flat indices in the full tensor of these elements of the shard (None: of all), int64."""
-        chosen = np.arange(self.count) if positions is None else positions
+        """Return where elements of the shard are in the full tensor: flat indices, int64. ``positions``: indices in the
+        shard (None: all elements)."""
+        indices = np.arange(self.count) if positions is None else positions
         if self.run:
-            chosen = chosen + self.skipped
-            chosen = chosen // self.run * self.stride + chosen % self.run
-        return cast("PositionArray", chosen + self.offset)
+            indices = indices + self.skipped
+            indices = indices // self.run * self.stride + indices % self.run
+        return cast("PositionArray", indices + self.offset)
 
     def of(self, bits: BitArray) -> BitArray:
-        """The shard's elements of the full tensor's flat ``bits``; a view where they lie in a row."""
+        """Select the shard's elements from the full tensor's flat ``bits``; a view where they are contiguous."""
         if not self.run:
             return bits[self.offset : self.offset + self.count]
         row, column = divmod(self.offset, self.stride)
-        first = self.skipped // self.run
-        last = -(-(self.skipped + self.count) // self.run)
-        lines = bits.reshape(-1, self.stride)[row + first : row + last, column : column + self.run]
-        return lines.reshape(-1)[self.skipped % self.run :][: self.count]
+        first_row = row + self.skipped // self.run
+        end_row = row - (-(self.skipped + self.count) // self.run)  # rounded up
+        columns = bits.reshape(-1, self.stride)[first_row:end_row, column : column + self.run]
+        return columns.reshape(-1)[self.skipped % self.run :][: self.count]
 
     def share_of_hash(self, bits: BitArray, positions: PositionArray | None = None) -> int:
-        """Terms in the state hash of ``bits``, the elements at ``positions`` of the shard (None: all)."""
+        """Return the sum that elements add to the state hash. ``bits``: patterns of the elements at ``positions`` of
+        the shard (None: all elements)."""
         if positions is None and not self.run:
             return hash_range(self.name, self.offset, bits)
         return hash_elements(self.name, self.places(positions), bits) if bits.size else 0
 
 
 class WorkUnit(msgspec.Struct, frozen=True, array_like=True):
-    """Shards of one dtype in a row, or pieces of them, up to ``UNIT_ELEMENTS``, that are compared, encoded and decoded
-    in one go. A patch has tables of its own, so one of a few thousand elements costs half as much again as the same
-    changes among many. Each shard stays a tensor of its own for everything else: its hash, its place on the engine."""
+    """Consecutive shards of one dtype, or slices of shards, with at most ``UNIT_ELEMENTS`` elements together, that are
+    encoded as one patch. Each patch has tables, so the changes of a few thousand elements would take half as many bytes
+    again in a patch of their own. The state hash and the routes of an engine are per tensor, not per unit."""
 
     shards: tuple[ShardSpec, ...]
 
     @property
     def dtype(self) -> str:
-        """The published dtype of all."""
+        """The published dtype of all shards."""
         return self.shards[0].dtype
 
     @property
     def bits(self) -> BitType:
-        """Integer type that the elements are written as."""
+        """Integer type that holds one element."""
         return bit_type(self.dtype, self.name)
 
     @property
     def count(self) -> int:
-        """Elements of all."""
+        """Number of elements of all shards."""
         return sum(shard.count for shard in self.shards)
 
     @property
     def name(self) -> str:
         """Name of the unit in error messages."""
-        first, *others = (shard.name for shard in self.shards)
-        return f"{first} and {len(others)} more" if others else first
+        first = self.shards[0].name
+        return f"{first} and {len(self.shards) - 1} more" if len(self.shards) > 1 else first
 
     def join(self, bits_of: Callable[[ShardSpec], BitArray]) -> BitArray:
-        """All elements in a row. Not copied where it is one shard."""
-        parts = [bits_of(shard) for shard in self.shards]
-        return parts[0] if len(parts) == 1 else cast("BitArray", np.concatenate(parts))
+        """Concatenate the bits of all shards. A single shard is not copied."""
+        bits = [bits_of(shard) for shard in self.shards]
+        return bits[0] if len(bits) == 1 else cast("BitArray", np.concatenate(bits))
 
-    def cut(self, patch: WeightPatch) -> list[WeightPatch]:
-        """Cut a patch of the unit into one for each shard. ``patch``: its positions rise within ``count``."""
+    def split(self, patch: WeightPatch) -> list[WeightPatch]:
+        """Split a patch of the unit into one patch for each shard. The positions of ``patch`` must rise and be below
+        ``count``."""
         if len(self.shards) == 1:
             return [patch]
         edges = list(accumulate((shard.count for shard in self.shards), initial=0))
         if patch.positions is None:
             return [WeightPatch(None, patch.values[start:stop]) for start, stop in pairwise(edges)]
-        places = np.searchsorted(patch.positions, edges).tolist()
+        bounds = np.searchsorted(patch.positions, edges).tolist()
         return [
             WeightPatch(patch.positions[first:last] - edge, patch.values[first:last])
-            for (first, last), edge in zip(pairwise(places), edges, strict=False)
+            for (first, last), edge in zip(pairwise(bounds), edges, strict=False)
         ]
 
     def check(self) -> None:
-        """Raise ``WeightError`` for shards that leave their tensor, or that nobody would code together."""
+        """Raise ``WeightError`` for a shard that leaves its tensor, and for shards that ``work_units`` would not put
+        into one unit."""
         for shard in self.shards:
             shard.check()
         dtypes = {shard.dtype for shard in self.shards}
@@ -164,26 +171,27 @@ class WorkUnit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UnitEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One encoded patch: the unit that it decodes to, and its bytes in the payload."""
+    """One encoded patch: the unit that it decodes to, and its size in the payload."""
 
     unit: WorkUnit
     payload_bytes: int
 
 
 class ChunkEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One piece of the payload: BLAKE2b-128 digest (hexadecimal) and length in bytes."""
+    """One chunk of the payload: BLAKE2b-128 digest (hexadecimal) and size."""
 
     digest: str
     payload_bytes: int
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Manifest of one rank's part of one version. The payload is the patches of ``units``, one after another, cut into
-    ``chunks``. A delta lists only units that changed; an anchor (``base_version`` None) lists all.
+    """Manifest of one rank's part of one version. The payload is the concatenation of the patches of ``units``, split
+    into ``chunks``. A delta lists only units that changed; an anchor (``base_version`` None) lists all units.
 
-    ``base_part_hash`` and ``part_hash``: the rank's part of the state hash before and after. ``base_digest``: of the
-    manifest of the base version (empty: there is none), for receivers that lack it too. ``shards``: all that the rank
-    publishes, with a delta on the checkpoint only: its reader cannot know that from earlier versions."""
+    ``base_part_hash`` and ``part_hash``: the rank's part of the state hash before and after the change.
+    ``base_digest``: digest of the manifest of the base version (empty: no such manifest), for receivers that must fetch
+    the base version too. ``shards``: all shards that the rank publishes; only in a delta on the checkpoint, whose
+    receiver has no earlier version to know them from."""
 
     format_version: int
     run_id: str
@@ -199,7 +207,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all chunks."""
+        """Size of all chunks."""
         return sum(chunk.payload_bytes for chunk in self.chunks)
 
 
@@ -208,35 +216,37 @@ _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def digest_of(payload: bytes | memoryview) -> str:
-    """BLAKE2b-128, hexadecimal."""
+    """Return the BLAKE2b-128 digest, hexadecimal."""
     return hashlib.blake2b(payload, digest_size=16).hexdigest()
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes whose digest is the identity of the part: msgpack in one zstd frame, since names are like each other.
-    They would be ten times the changes of a small model otherwise."""
+    """Encode a manifest to the bytes whose digest identifies the part: msgpack in one zstd frame. Uncompressed, the
+    names of a small model's tensors would take ten times the bytes of its changes."""
     return zstandard.ZstdCompressor(level=3, write_checksum=False).compress(_encoder.encode(manifest))
 
 
-def _unfold(encoded: bytes | memoryview) -> bytes:
-    """The inverse. Memory is taken only once the frame has said that it fits in ``MANIFEST_LIMIT``."""
+def _decompressed(encoded: bytes | memoryview) -> bytes:
+    """Decompress the zstd frame of a manifest, after the size in the frame's header was checked against the limits.
+    Raises ``ZstdError``."""
     claimed = zstandard.get_frame_parameters(encoded).content_size
-    most = min(MANIFEST_LIMIT, _UNFOLDED_AT_LEAST + _UNFOLDED_TIMES * len(encoded))
-    if claimed > most:
-        raise zstandard.ZstdError(f"its frame of {len(encoded)} bytes claims {claimed}; {most} are the most")
-    unfolded = zstandard.ZstdDecompressor().decompress(encoded, allow_extra_data=False)
-    if takes_more(unfolded, 8 * len(unfolded) + SPARE_BYTES):
-        raise zstandard.ZstdError(f"its {len(unfolded)} bytes are very many small values")
-    return unfolded
+    limit = min(MANIFEST_LIMIT, _ALWAYS_ALLOWED_BYTES + _LARGEST_COMPRESSION * len(encoded))
+    if claimed > limit:
+        raise zstandard.ZstdError(f"its frame of {len(encoded)} bytes claims {claimed}; {limit} are the most")
+    content = zstandard.ZstdDecompressor().decompress(encoded, allow_extra_data=False)
+    if takes_more(content, 8 * len(content) + SPARE_BYTES):
+        raise zstandard.ZstdError(f"its {len(content)} bytes are very many small values")
+    return content
 
 
 def decode_manifest(encoded: bytes | memoryview, expected_digest: str, endpoint: str) -> Manifest:
-    """Check the digest, then decode and check the tables against each other."""
+    """Check the digest, decode the manifest, and check its tables against each other. ``endpoint``: source of the
+    bytes, for errors. Raises ``WeightError``."""
     actual = digest_of(encoded)
     if actual != expected_digest:
         raise WeightError(f"manifest from {endpoint} has digest {actual}; announced was {expected_digest}")
     try:
-        manifest = _decoder.decode(_unfold(encoded))
+        manifest = _decoder.decode(_decompressed(encoded))
     except (zstandard.ZstdError, *UNDECODABLE) as error:
         raise WeightError(f"manifest {expected_digest} from {endpoint} cannot be decoded: {error}") from error
     if manifest.format_version != FORMAT_VERSION:
@@ -257,26 +267,27 @@ def decode_manifest(encoded: bytes | memoryview, expected_digest: str, endpoint:
 
 
 def work_units(shards: Iterable[ShardSpec]) -> list[WorkUnit]:
-    """All that a rank publishes, dtype by dtype, cut where a unit is full. Empty shards are part of one too."""
+    """Group a rank's shards into work units, dtype by dtype. A shard that does not fit into a unit goes on in the next
+    one. An empty shard is part of a unit too."""
     shards = list(shards)
     units = []
     for dtype in dict.fromkeys(shard.dtype for shard in shards):
-        together: list[ShardSpec] = []
-        room = UNIT_ELEMENTS
+        slices: list[ShardSpec] = []
+        free_elements = UNIT_ELEMENTS
         for shard in (shard for shard in shards if shard.dtype == dtype):
             start = 0
-            count = min(room, shard.count)
+            count = min(free_elements, shard.count)
             while True:
-                together.append(shard.piece(start, count))
+                slices.append(shard.piece(start, count))
                 start = start + count
-                room = room - count
-                if not room:
-                    units.append(WorkUnit(tuple(together)))
-                    together = []
-                    room = UNIT_ELEMENTS
-                count = min(room, shard.count - start)
+                free_elements = free_elements - count
+                if not free_elements:
+                    units.append(WorkUnit(tuple(slices)))
+                    slices = []
+                    free_elements = UNIT_ELEMENTS
+                count = min(free_elements, shard.count - start)
                 if not count:
                     break
-        if together:
-            units.append(WorkUnit(tuple(together)))
+        if slices:
+            units.append(WorkUnit(tuple(slices)))
     return units

@@ -1,9 +1,9 @@
-"""Requests of a receiver to a publisher, the replies, and their sockets. One request is one credit: it is answered
-once.
+"""Requests of a receiver for manifests and chunks, the publisher's replies, and the sockets of both.
 
-A reply has two frames: the encoded header, and the bytes asked for (empty for ``NotServed``). The ZeroMQ context is not
-shared with the streams: the trainer publishes from a plain thread, and the receiver lives in vLLM's worker process,
-which uses ZeroMQ itself."""
+``publish.server`` answers in a trainer rank's process; ``pull.fetch`` asks in vLLM's worker processes, and
+``relay`` does both in the engine's process. One request is one credit: each is answered once, by two frames, the
+encoded header and the payload (empty for ``NotServed``). The ZeroMQ context is not the one of the streams: the trainer
+publishes from a plain thread, and vLLM's worker uses ZeroMQ itself."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from streamrl.comm.zmq_sockets import transport_of
 CHUNK_BYTES = 1 << 20
 MANIFEST_LIMIT = 64 << 20
 MANIFEST = -1
-"""The piece of a part that is its manifest; its chunks are the pieces from 0 on."""
+"""Number of the piece that is the manifest of a part. The chunks of the part are the pieces from 0 on."""
 
 
 class GetPiece(msgspec.Struct, frozen=True):
-    """Ask for a piece of the part with this manifest digest."""
+    """Request for one piece of the part with this manifest digest."""
 
     manifest_digest: str
     piece: int
 
 
 class Piece(msgspec.Struct, frozen=True, tag=True):
-    """Header of the frame with one piece."""
+    """Header of a reply whose payload is the piece."""
 
     manifest_digest: str
     piece: int
 
 
 class NotServed(msgspec.Struct, frozen=True, tag=True):
-    """The publisher does not hold what was asked for (any more)."""
+    """Header of a reply of a publisher that does not hold the piece (any more)."""
 
     manifest_digest: str
     reason: str
 
 
 Reply = Piece | NotServed
-Kind = TypeVar("Kind")
+Message = TypeVar("Message")
 
 REQUEST_LIMIT = 4096
 encoder = msgspec.msgpack.Encoder()
@@ -56,21 +56,21 @@ _announcement_decoder = msgspec.msgpack.Decoder(WeightAnnouncement)
 
 
 def decode_request(frame: bytes | memoryview) -> GetPiece:
-    """Raises ``WeightError`` for anything else."""
+    """Decode a request. Raises ``WeightError`` for other bytes."""
     return _decoded(_request_decoder, frame)
 
 
 def decode_reply(frame: bytes | memoryview) -> Reply:
-    """Raises ``WeightError`` for anything else."""
+    """Decode the header of a reply. Raises ``WeightError`` for other bytes."""
     return _decoded(_reply_decoder, frame)
 
 
 def decode_announcement(encoded: bytes | memoryview) -> WeightAnnouncement:
-    """Decode the announcement that an engine gives its workers. Raises ``WeightError`` for anything else."""
+    """Decode the announcement that an engine gives its workers. Raises ``WeightError`` for other bytes."""
     return _decoded(_announcement_decoder, encoded)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Kind], frame: bytes | memoryview) -> Kind:
+def _decoded(decoder: msgspec.msgpack.Decoder[Message], frame: bytes | memoryview) -> Message:
     try:
         return decoder.decode(frame)
     except UNDECODABLE as error:
@@ -78,6 +78,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Kind], frame: bytes | memoryview) 
 
 
 def pull_socket(context: GuardedContext, kind: int, endpoint: str, *, max_frame_bytes: int) -> zmq.Socket[bytes]:
-    """A socket that drops what is unsent when it is closed, and whose peer is cut off above ``max_frame_bytes``."""
+    """Make a socket that drops unsent frames when it is closed, and disconnects a peer that sends a larger frame than
+    ``max_frame_bytes``."""
     transport_of(endpoint)
     return make_socket(context, kind, endpoint=endpoint, max_frame_bytes=max_frame_bytes)

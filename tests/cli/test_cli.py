@@ -23,9 +23,9 @@ import streamrl.cli.train
 from streamrl.base.errors import ProcessDied, RecipeError
 from streamrl.base.run_events import RunEvent, RunFinished, RunStarted, StepFinished
 from streamrl.cli.main import main, report_error
-from streamrl.prepare.preflight import preflight, recipe_of_resumed_run
 from streamrl.learning.state.durable_files import files_below, flush_and_digest, read_digests, write_digests
 from streamrl.observe.telemetry import Telemetry, TelemetryPublisher, TelemetrySubscriber
+from streamrl.prepare.preflight import preflight, recipe_of_resumed_run
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 
@@ -222,8 +222,7 @@ def test_engine_not_installed(project: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = problems(project, "lora.rank=8", "training.optimizer=adamw_8bit")[-2:]
     assert found[0] == "peft is not installed, and lora.rank = 8 needs it: run `pip install peft`"
     assert found[1].startswith('bitsandbytes is not installed, and training.optimizer = "adamw_8bit" needs it')
-    external = ("transport.kind=tcp", "transport.engines=external", "transport.training=external")
-    preflight(load_recipe(project / "recipe.toml", external))
+    preflight(load_recipe(project / "recipe.toml", ["cluster.kind=ray"]))
 
 
 def test_a_disk_that_takes_no_checkpoint_is_named_before_anything_is_trained(project: Path) -> None:
@@ -270,22 +269,20 @@ def test_an_adapter_on_a_base_that_is_not_bfloat16(project: Path) -> None:
 
 def test_dry_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = project / "recipe.toml"
-    arguments = ["--set", "transport.kind=tcp", "--set", "transport.engines=external", "--set", "transport.port=45700"]
+    arguments = ["--set", "transport.kind=tcp", "--set", "transport.port=45700"]
     assert main(["train", str(recipe), "--dry-run", *arguments]) == 0
     text = capsys.readouterr().out
     assert 'path = "' + str(project / "model") + '"' in text
     assert "batch       4 prompts x 2 samples = 8 trajectories, one optimizer step" in text
     assert "bound       staleness 0: every token is trained by the version that sampled it" in text
     assert 'objective   grpo: surrogate = "token_clip"' in text
-    assert "engine-0     started by hand (external)" in text
+    assert "engine-0     started by this run" in text
     shown = text.partition("# the prompt of the first row, as the model will see it\n\n")[2].splitlines()
     assert shown[0].endswith(", 3 tokens: 1, 2, 3") and shown[1:3] == [
         "text        1 2 3",
         "completion  ends with 0 (0)",
     ]
     assert "engine-0.orders        tcp://127.0.0.1:45703" in text
-    command = next(line for line in text.splitlines() if line.startswith("  streamrl serve"))
-    assert command == f"  streamrl serve engine {recipe} {' '.join(arguments)} --index 0"
     assert text.endswith("all checks passed; nothing was started\n")
     assert "the model was not tried with vLLM: this host starts no engine of it\n" in text
     assert not (project / "runs").exists()

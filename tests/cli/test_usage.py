@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lint.completion import SHELLS, completion
 from streamrl.cli.command import parse_command
 from streamrl.cli.main import COMMANDS, load_command, main
+from streamrl.cli.usage.completion import completion
 from streamrl.cli.usage.examples import EXAMPLES
 
 
@@ -60,10 +60,11 @@ def test_json_is_all_that_is_on_stdout(
     assert (code, out) == (2, "") if found == "" else json.loads(out)[found]
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_completion_that_is_shipped_is_of_these_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_has_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
-    assert capsys.readouterr().out == completion(shell).rstrip() + "\n", "python lint/completion.py"
+    text = capsys.readouterr().out
+    assert not [name for name in COMMANDS if name.split()[-1] not in text]
 
 
 def test_bash_completes_commands_flags_and_keys() -> None:

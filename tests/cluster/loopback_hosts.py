@@ -79,7 +79,7 @@ class LoopbackHosts:
 
     async def offers(self) -> list[HostOffer]:
         return [
-            HostOffer(name=name, address=f"127.0.0.{10 + int(name[1:])}", gpus=self.gpus, here=name == "h0")
+            HostOffer(name=name, address=f"127.0.0.{10 + int(name[1:])}", gpus=self.gpus, is_run_host=name == "h0")
             for name in self.names
         ]
 

@@ -34,11 +34,11 @@ from streamrl.processes.cluster.agent_messages import (
     StartProcess,
 )
 from streamrl.processes.cluster.cluster import ClusterLauncher, cluster_launcher
-from streamrl.processes.exit_files import read_reason
-from streamrl.processes.local import LocalLauncher
 from streamrl.processes.cluster.placement import GpuNeed
 from streamrl.processes.cluster.this_host import free_ports
 from streamrl.processes.engine_orders import EngineOrders
+from streamrl.processes.exit_files import read_reason
+from streamrl.processes.local import LocalLauncher
 from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
@@ -79,7 +79,7 @@ def setup_of(run: Path, **changes: object) -> AgentSetup:
         port_count=3,
         interface="",
         address="127.0.0.1",
-        environment={},
+        variables={},
     )
     return msgspec.structs.replace(setup, **changes)
 
@@ -103,10 +103,10 @@ async def test_a_repeated_request_repeats_nothing(run: Path) -> None:
         pids = {(await agent.answer(asked(0, start))).processes[1].pid for _ in range(3)}
         await until((run / "pids" / "engine-0.0").exists)
         answer = await agent.answer(asked(0, start, SignalProcess(1, signal.SIGKILL)))
-        assert answer.done == 2
+        assert answer.orders_done == 2
         while answer.processes[1].exit_code is None:
             answer = await agent.answer(asked(1, SignalProcess(1, signal.SIGKILL)))
-        assert (len(pids), answer.done, answer.processes[1].exit_code) == (1, 2, -signal.SIGKILL)
+        assert (len(pids), answer.orders_done, answer.processes[1].exit_code) == (1, 2, -signal.SIGKILL)
         assert [path.name for path in (run / "pids").glob("engine-0.*")] == ["engine-0.0"]
 
 
@@ -161,7 +161,7 @@ async def test_what_a_process_left_is_ended(run: Path) -> None:
         assert len(pids) == 2 and all(map(lives, pids))
         answer = await agent.answer(asked(1, SignalProcess(1, signal.SIGKILL), EndLeftBehind(1)))
         assert not any(map(lives, pids)) and not answer.survivors
-        assert (await agent.answer(asked(3, EndAll()))).done == 4
+        assert (await agent.answer(asked(3, EndAll()))).orders_done == 4
 
 
 async def test_an_engine_outlives_the_threads_of_an_idle_pool(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from builders import small_recipe
 
@@ -13,7 +12,7 @@ from streamrl.engines.vllm.gpus import Gpu
 from streamrl.prepare.placement import Demand, Placement, place
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import RewardLimits
-from streamrl.recipe.sections import Engines, EngineShape, LaunchedBy, Recipe, Training, Transport
+from streamrl.recipe.sections import Engines, EngineShape, Recipe, Training
 from streamrl.recipe.topology import plan_topology
 
 GIB = 1 << 30
@@ -91,21 +90,6 @@ def test_prepared_sets_have_the_same_gpus_and_the_memory_of_one_set() -> None:
     expected = {f"engine-{number}": str(number) for number in range(4)} | {"engine-4": "0,1", "engine-5": "2,3"}
     assert names(found) == expected | {f"trainer-{number}": str(number + 4) for number in range(4)}
     assert found.used(found.gpus[0]) == int(0.85 * 80 * GIB)
-
-
-def test_processes_started_by_hand_fill_one_host_after_another() -> None:
-    by_hand = Transport(engines=LaunchedBy.EXTERNAL, training=LaunchedBy.EXTERNAL)
-
-    def spots(count: int, ranks: int, **engines: int) -> dict[str, tuple[int, str]]:
-        made = msgspec.structs.replace(recipe(count, ranks, **engines), transport=by_hand)
-        assert place(made, gpus(8), SMALL).tenants == {}, "the run itself starts none of them"
-        found = place(made, gpus(8, hosts=3), SMALL, by_hand=True)
-        return {name: (found.tenants[name].gpus[0].host, text) for name, text in names(found).items()}
-
-    two_hosts = {f"engine-{number}": (number // 8, str(number % 8)) for number in range(16)}
-    assert spots(16, 2) == two_hosts | {"trainer-0": (2, "0"), "trainer-1": (2, "1")}
-    wide = spots(3, 1, tensor_parallel_size=3)
-    assert wide == {"engine-0": (0, "0,1,2"), "engine-1": (0, "3,4,5"), "engine-2": (1, "0,1,2"), "trainer-0": (0, "6")}
 
 
 @pytest.mark.parametrize(

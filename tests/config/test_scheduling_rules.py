@@ -11,8 +11,7 @@ from streamrl.control.settings import control_settings
 from streamrl.learning.threads import trainer_threads
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.scheduling import Rollout, RoundKind
-from streamrl.recipe.sections import Engines, LaunchedBy, Transport
-from streamrl.recipe.sections import TransportKind as Kind
+from streamrl.recipe.sections import Cluster, ClusterKind, Engines
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_rounds.py")
 
@@ -27,5 +26,5 @@ def test_the_cores_of_a_freed_engine_are_for_training() -> None:
     made = recipe(engines=Engines(count=4))
     threads = [trainer_threads(made, 16, engines_on_cpu=True, freed=freed) for freed in range(5)]
     assert threads == [8, 10, 12, 14, 16]
-    elsewhere = recipe(engines=Engines(count=4), transport=Transport(kind=Kind.TCP, engines=LaunchedBy.EXTERNAL))
+    elsewhere = recipe(engines=Engines(count=4), cluster=Cluster(kind=ClusterKind.RAY))
     assert trainer_threads(elsewhere, 16, engines_on_cpu=True, freed=1) == 16

@@ -34,7 +34,7 @@ def test_a_value_model_is_whole_on_every_rank() -> None:
 
 def test_parameters_are_gathered_for_a_batch_where_that_fits() -> None:
     def chosen(sizes: TrainingSizes, wanted: Gathered = Gathered.AUTO, room: int = ROOM) -> tuple[Gathered, str]:
-        return choose_gathered(wanted, sizes, room, beside=4 << 30)
+        return choose_gathered(wanted, sizes, room, activations=4 << 30)
 
     assert chosen(SEVEN_B) == (
         Gathered.BATCH,

@@ -54,11 +54,11 @@ class Ranks:
         self.asked: list[tuple[str, int, int]] = []
 
     async def save_checkpoint(
-        self, directory: str, policy_version: int, min_free_bytes: int, beside: dict[str, bytes]
+        self, directory: str, policy_version: int, min_free_bytes: int, sidecar_digests: dict[str, bytes]
     ) -> None:
         self.asked.append((Path(directory).name, policy_version, min_free_bytes))
         write_anew(Path(directory))
-        take_sidecar(Path(directory), Path(directory), beside)
+        take_sidecar(Path(directory), Path(directory), sidecar_digests)
 
 
 def write_anew(directory: Path) -> None:
@@ -79,7 +79,7 @@ def keeper_of(
         directory,
         Checkpoint(**rules),  # type: ignore[arg-type]
         limit=limit,
-        held=held,
+        held_version=held,
     )
 
 
@@ -194,7 +194,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(tmp_path: Path,
 
     class WritesDigests(Ranks):
         async def save_checkpoint(
-            self, directory: str, policy_version: int, min_free_bytes: int, beside: dict[str, bytes]
+            self, directory: str, policy_version: int, min_free_bytes: int, sidecar_digests: dict[str, bytes]
         ) -> None:
             assert steps_in(Path(directory).parent) == [10, 20], "nothing goes before the next one is there"
             write_anew(Path(directory))
@@ -234,7 +234,7 @@ def test_what_ranks_hold_beyond_the_last_checkpoint_leaves_it_the_last(tmp_path:
 def test_a_failed_save_moves_and_removes_nothing(tmp_path: Path) -> None:
     class FullDisk(Ranks):
         async def save_checkpoint(
-            self, directory: str, policy_version: int, min_free_bytes: int, beside: dict[str, bytes]
+            self, directory: str, policy_version: int, min_free_bytes: int, sidecar_digests: dict[str, bytes]
         ) -> None:
             raise OSError("disk full")
 
@@ -263,7 +263,7 @@ async def test_what_control_keeps_reaches_a_checkpoint_whatever_its_size(tmp_pat
         assert isinstance(order, SaveCheckpoint)
         WireCodec[TrainingOrder](TrainingOrder).encode(order)
         write_anew(Path(order.directory))
-        take_sidecar(Path(order.directory), Path(order.directory), order.beside)
+        take_sidecar(Path(order.directory), Path(order.directory), order.sidecar_digests)
         await answers.send(CheckpointSaved(rank=0, directory=order.directory, policy_version=3, seconds=0.0))
 
     async with anyio.create_task_group() as tasks:

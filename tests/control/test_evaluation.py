@@ -216,7 +216,7 @@ async def test_at_most_so_many_requests_are_open_and_every_sample_is_its_own() -
             assert not figures
             assert orders.ended == ended
             await orders.end(orders.launched[ended])
-    assert evaluation.wanted == 9
+    assert evaluation.completions == 9
     assert len({order.seed for order in orders.launched}) == len({str(order.id) for order in orders.launched}) == 9
     assert [(o.id.prompt_id, o.id.sample) for o in orders.launched] == [
         (f"p{p}", s) for p in range(3) for s in range(3)

@@ -585,7 +585,7 @@ def test_a_race_hides_no_stragglers(launched: int, spread: float) -> None:
     lengths_GL = np.maximum(1, 400 * np.exp(spread * rng.standard_normal((3000, launched)))).astype(int)
     kept_GL = np.sort(lengths_GL, axis=1)[:, :8]
     seen_GL = np.where(lengths_GL <= kept_GL[:, -1:], lengths_GL, 0)
-    raced = [np.array([sagc.with_cut_members(row) for row in seen_GL[:, :8].tolist()])]
+    raced = [np.array([sagc.with_dropped_members(row) for row in seen_GL[:, :8].tolist()])]
     for size in (4, 8):
         straggled, number = sagc.count_stragglers([lengths_GL[:, :8].astype(float)], size, 2.0)
         estimated, _ = sagc.count_stragglers(raced, size, 2.0)
@@ -612,9 +612,9 @@ def test_control_judges_as_many_of_those_that_were_launched_as_a_batch_takes(str
 
 
 def test_a_member_that_was_cut_is_no_shorter_than_those_that_ended() -> None:
-    assert sagc.with_cut_members([100, 0, 50, 80]) == [100, 160, 50, 80]
-    assert sagc.with_cut_members([100, 0, 90, 0, 60, 80]) == [100, 150, 90, 112.5, 60, 80]
-    assert sagc.with_cut_members([0, 0, 0, 70]) == [70, 70, 70, 70], "too many were cut to say more"
+    assert sagc.with_dropped_members([100, 0, 50, 80]) == [100, 160, 50, 80]
+    assert sagc.with_dropped_members([100, 0, 90, 0, 60, 80]) == [100, 150, 90, 112.5, 60, 80]
+    assert sagc.with_dropped_members([0, 0, 0, 70]) == [70, 70, 70, 70], "too many were cut to say more"
     assert by_chance(4).observe([group(0, 0, 0, 0), *calm(4)]).figures["sizing/straggler_rate"] == 0
 
 

@@ -57,17 +57,17 @@ def test_a_cut_group_is_longer_than_where_it_was_cut() -> None:
     predictor = PromptLengthPredictor()
     feed(predictor, persistence=0.8, epochs=4)
     before = predictor.predict("deferred", 30)
-    predictor.observe("deferred", 30, round(2 * before), cut=True)
+    predictor.observe("deferred", 30, round(2 * before), stopped=True)
     assert predictor.predict("deferred", 30) > 1.5 * before
     # Cut where it says little: the prediction stays, instead of falling to the short length that was seen.
-    predictor.observe("early", 30, 2, cut=True)
+    predictor.observe("early", 30, 2, stopped=True)
     assert predictor.predict("early", 30) == pytest.approx(before, rel=0.15)
 
 
 def test_where_every_group_is_cut_predictions_stay_within_what_was_seen() -> None:
     predictor = PromptLengthPredictor()
     for step in range(20_000):
-        predictor.observe(f"p{step % 500}", step % 40, 50 + 37 * step % 400, cut=True)
+        predictor.observe(f"p{step % 500}", step % 40, 50 + 37 * step % 400, stopped=True)
     assert 1 <= max(predictor.predict(f"p{n}", n % 40) for n in range(500)) < 2 * 450
 
 

@@ -164,7 +164,7 @@ async def test_a_request_is_answered_whatever_is_wrong_with_it_and_says_where_no
 
     def notify(event: on.ControlEvent) -> None:
         world.tell(event)
-        service._taken.set()
+        service._event_handled.set()
 
     async def answer(request: SteerRun | ChangeSettings) -> SteeringTaken:
         with anyio.fail_after(60):

@@ -41,7 +41,7 @@ from streamrl.control.actions import Drop, LaunchGroup, PublishWeights, StepOpti
 from streamrl.control.events import ControlEvent, PromptsDrawn, RunBegan
 from streamrl.control.policies.round_policies import make_control
 from streamrl.observe.report.alarms import Alarms, alarm_rules
-from streamrl.observe.report.run_report import RunReport
+from streamrl.observe.report.run_report import FigureSources, RunReport
 from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace, read_trace
 from streamrl.recipe.scheduling import TailBatching
@@ -320,9 +320,8 @@ class Story:
             self.emit,
             self.control,
             self.store,
-            self.rollout,
+            FigureSources(rollout=self.rollout, serving=lambda: self.serving),
             4,
-            serving=lambda: self.serving,
             trace=trace,
             clock=self.clock,
             resumption=resumption,

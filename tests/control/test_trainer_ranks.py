@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from pathlib import Path
-
 import anyio
 import pytest
 
-from streamrl.base.errors import StreamBroken, StreamRLError, VersionLeft, WeightError
+from streamrl.base.errors import StreamBroken, VersionLeft, WeightError
 from streamrl.base.messages import (
     CheckpointSaved,
     CloseBatch,
     EnginesFreed,
-    FileRead,
     PublishAnchor,
-    ReadFile,
     TrainerReady,
     TrainGroup,
     TrainingOrder,
@@ -53,26 +48,6 @@ async def test_an_answer_after_the_caller_was_cancelled_is_no_error_of_its_own()
         await answers.send(CheckpointSaved(rank=0, directory="somewhere", policy_version=3, seconds=0.0))
         await answers.aclose()
     assert ranks.answers() == 1
-
-
-@pytest.mark.parametrize("seen", [b"topology", b"another", None])
-async def test_a_rank_that_does_not_see_the_files_of_the_controller_is_refused(
-    seen: bytes | None, tmp_path: Path
-) -> None:
-    (path := tmp_path / "topology.json").write_bytes(b"topology")
-    (orders, taken), (answers, events) = memory_stream(4), memory_stream(4)
-    ranks = TrainerRanks([(orders, events)])
-
-    async def answer() -> None:
-        assert await taken.receive() == ReadFile(path=str(path))
-        await answers.send(FileRead(content=seen))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ranks.run)
-        tasks.start_soon(answer)
-        with nullcontext() if seen == b"topology" else pytest.raises(StreamRLError, match="trainer-0 does not see"):
-            await ranks.refuse_other_files(path)
-        await answers.aclose()
 
 
 async def test_who_waits_for_an_answer_and_cannot_be_cancelled_is_notified_that_the_ranks_are_gone() -> None:

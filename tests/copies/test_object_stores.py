@@ -17,12 +17,12 @@ import pytest
 from streamrl.base.errors import EpochLost, StoreError, StreamRLError, WeightError
 from streamrl.base.messages import announcement_of
 from streamrl.comm.object_store import ObjectStore, access_problem
-from streamrl.run.copies.checkpoint_copies import CheckpointCopies
-from streamrl.run.copies.epochs import Epoch, take_epoch
-from streamrl.run.copies.fetched import fetch_checkpoint
 from streamrl.learning.state.durable_files import flush_and_digest, verify, write_digests
 from streamrl.recipe.store_urls import url_problem
 from streamrl.recipe.toml_text import toml_value
+from streamrl.run.copies.checkpoint_copies import CheckpointCopies
+from streamrl.run.copies.epochs import Epoch, take_epoch
+from streamrl.run.copies.fetched import fetch_checkpoint
 from streamrl.weights.pull.fetch import fetch_version
 from tests.weights.test_weight_publisher import changed, publisher_of, random_bits
 
@@ -115,9 +115,9 @@ async def test_copies_follow_what_is_kept_and_come_back_whole(tmp_path: Path, ur
     for version in (2, 4, 6):
         checkpoint(run, version)
     assert await first.bring(2, 4) == {"step-000002", "step-000004"}
-    assert first.copies.sent() == 0  # tries after the first are no progress of the run
+    assert first.copies.sent_bytes() == 0  # tries after the first are no progress of the run
     first.copies.want((2, 4))
-    assert first.copies.sent() == 2 * len(b"weights.")  # a copy that takes long is no stall of it
+    assert first.copies.sent_bytes() == 2 * len(b"weights.")  # a copy that takes long is no stall of it
     assert await first.bring(4, 6) == {"step-000004", "step-000006"}
     for name in ("latest", "latest/"):
         fetched = fetch_checkpoint(f"{url}/run/checkpoints/{name}", tmp_path / "fetched")

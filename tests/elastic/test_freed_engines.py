@@ -61,8 +61,8 @@ class Rounds:
         freeing = Freeing(300, settings=FreeingSettings(least_lengths=4))
         for number, tokens in enumerate(range(20, 120, 2)):  # of long rounds before the first one
             identity = TrajectoryId(prompt_id="before", group_id=-1, sample=number)
-            freeing.launched("long", [identity])
-            freeing.ended(identity, tokens)
+            freeing.note_launch("long", [identity])
+            freeing.note_end(identity, tokens)
         freeing.begin_round()
         one = PreparedSet(count=4, tensor_parallel_size=1, kv_tokens=4_000, max_num_seqs=32)
         store = TrajectoryStore()

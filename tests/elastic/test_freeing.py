@@ -56,16 +56,16 @@ class Round:
 
     def __init__(self, known: int = 20) -> None:
         self.freeing = Freeing(400)
-        self.freeing.launched("long", identities("before", known))
+        self.freeing.note_launch("long", identities("before", known))
         for identity in identities("before", known):
-            self.freeing.ended(identity, 100)
+            self.freeing.note_end(identity, 100)
         self.freeing.begin_round()
-        self.freeing.launched("long", identities("now", 100))
+        self.freeing.note_launch("long", identities("now", 100))
         self.finished = 0
 
     def due_at(self, finished: int) -> bool:
         for identity in identities("now", 100)[self.finished : finished]:
-            self.freeing.ended(identity, None)
+            self.freeing.note_end(identity, None)
         self.finished = finished
         return self.freeing.is_due
 
@@ -89,7 +89,7 @@ def test_engines_are_freed_in_the_window_after_each_step_of_progress_and_once() 
 def test_late_results_of_the_last_round_do_not_count() -> None:
     one = Round()
     one.freeing.begin_round()
-    one.freeing.launched("long", identities("next", 100))
+    one.freeing.note_launch("long", identities("next", 100))
     assert not one.due_at(40) and one.freeing.progress == 0.0
 
 

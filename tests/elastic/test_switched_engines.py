@@ -106,7 +106,7 @@ class World:
                 decode_tokens=self.state.decode_tokens + 250 * running,
             )
             for identity in half:
-                self.chooser.ended(identity, 400)
+                self.chooser.note_end(identity, 400)
             self.elastic.on_outcome(TrajectoryLost(id=half[0], cancelled=True, reason="", tokens=0))
         await self.elastic.on_action(CLOSE)
         self.now += 50.0  # training is no part of a round

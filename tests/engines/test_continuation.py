@@ -25,8 +25,8 @@ from streamrl.engines.resumption import (
     accepted_prefix,
     join_completions,
     resumed_request,
-    with_kept,
-    without_kept,
+    with_unverified_tokens,
+    without_unverified_tokens,
 )
 
 END, WORDS, LONGEST = 0, 4, 5
@@ -102,21 +102,21 @@ def test_accepted_prefix_by_hand() -> None:
 
 def test_kept_tokens_in_a_request(make_request: Callable[..., Generate]) -> None:
     plain = make_request(token_ids=token_array([4, 5]), max_tokens=10)
-    asked = with_kept(plain, token_array([7, 8, 9]))
-    assert (asked.token_ids, asked.kept, asked.prefix_length) == (token_array([4, 5, 7, 8, 9]), 3, 0)
-    assert without_kept(asked) == plain
-    assert without_kept(plain) is plain
+    asked = with_unverified_tokens(plain, token_array([7, 8, 9]))
+    assert (asked.token_ids, asked.unverified_tokens, asked.prefix_length) == (token_array([4, 5, 7, 8, 9]), 3, 0)
+    assert without_unverified_tokens(asked) == plain
+    assert without_unverified_tokens(plain) is plain
     part = accepted_part(token_array([7, 8, 9]), [-1.0, -2.0, -3.0], 2, 6)
     assert part.token_ids == token_array([7, 8])
     assert part.version_spans == (VersionSpan(start=0, end=2, policy_version=6),)
     assert accepted_part(token_array([7]), [-1.0], 0, 6).version_spans == ()
     rest = resumed_request(asked, part, seed=plain.seed)
-    assert (rest.token_ids, rest.prefix_length, rest.kept) == (token_array([4, 5, 7, 8]), 2, 0)
+    assert (rest.token_ids, rest.prefix_length, rest.unverified_tokens) == (token_array([4, 5, 7, 8]), 2, 0)
     # Moved before anything was known: it is to be verified elsewhere.
     nothing = Completion(
         token_ids=token_array(), behavior_logprobs=float_array(), finish_reason=FinishReason.ABORT, version_spans=()
     )
-    assert resumed_request(asked, nothing, seed=plain.seed).kept == 3
+    assert resumed_request(asked, nothing, seed=plain.seed).unverified_tokens == 3
     assert join_completions(nothing, part) == part
 
 
@@ -130,25 +130,25 @@ def tokens_of(count: int) -> TokenArray:
 
 def test_deferred_tokens_are_kept_until_they_are_launched_again() -> None:
     kept = CancelledCompletions()
-    kept.open(4)
-    kept.lost(11, tokens_of(50))
-    kept.ended(identity(1), 12, tokens_of(60))
+    kept.note_open(4)
+    kept.add_cancelled(11, tokens_of(50))
+    kept.add_complete(identity(1), 12, tokens_of(60))
     assert kept.take(12) is None, "it is complete, and its group may win"
-    kept.cancelled([identity(1), identity(2)])
+    kept.cancel_complete([identity(1), identity(2)])
     assert kept.take(12) == tokens_of(60)
     assert kept.take(11) == tokens_of(50)
     assert kept.take(11) is None
-    kept.lost(13, tokens_of(FEWEST_KEPT - 1))
+    kept.add_cancelled(13, tokens_of(FEWEST_KEPT - 1))
     assert len(kept) == 0
 
 
 def test_kept_tokens_are_bounded() -> None:
     kept = CancelledCompletions()
-    kept.open(3)
+    kept.note_open(3)
     for seed in range(1_000):
-        kept.ended(identity(seed), seed, tokens_of(40))
-        kept.lost(10_000 + seed, tokens_of(40))
+        kept.add_complete(identity(seed), seed, tokens_of(40))
+        kept.add_cancelled(10_000 + seed, tokens_of(40))
     assert len(kept) == 3 * ROUNDS_KEPT
-    kept.cancelled([identity(seed) for seed in range(1_000)])
+    kept.cancel_complete([identity(seed) for seed in range(1_000)])
     assert len(kept) == 3 * ROUNDS_KEPT
     assert [kept.take(seed) is not None for seed in (996, 997, 998, 999)] == [False, True, True, True]

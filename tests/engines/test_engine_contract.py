@@ -19,7 +19,7 @@ from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.contracts import Engine
 from streamrl.engines.pool import EnginePool
-from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request, with_kept
+from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request, with_unverified_tokens
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.engines.vllm.options import CPU_TURN_BLOCK_TOKENS
 from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
@@ -275,7 +275,7 @@ async def test_whatever_is_kept_a_completion_is_the_one_of_its_seed(
         wrong[len(wrong) // 2] = 2 + (wrong[len(wrong) // 2] - 1) % 28
         kept = (found.token_ids[:-1], found.token_ids[: len(found.token_ids) // 2], wrong[:-1], warm.token_ids[:-1])
         kept_request = msgspec.structs.replace(request, request_id=f"{name}-kept-{place}")
-        asked.append(with_kept(kept_request, kept[place % 4]))
+        asked.append(with_unverified_tokens(kept_request, kept[place % 4]))
     verified, before = Burst(engine, asked), await sampled_tokens(engine)
     async with anyio.create_task_group() as group:
         verified.start(group)

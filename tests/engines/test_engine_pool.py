@@ -66,7 +66,7 @@ async def generate_all(pool: EnginePool, requests: list[Generate]) -> None:
 
 def open_on(pool: EnginePool, *names: str) -> list[str]:
     """Ids of the requests that these engines serve; all by default."""
-    served = pool.served()
+    served = pool.open_requests()
     return [request.request_id for name in names or served for request in served[name]]
 
 
@@ -118,7 +118,7 @@ async def test_turns_go_to_the_engine_of_the_turn_before(make_request: MakeReque
     pool.readmit("engine-0", "test")
     assert (await turn(6))[0] == set(), "they stay where the drain sent them"
     for one in range(8):
-        pool.ended(f"{one}.0.0")
+        pool.forget_trajectory(f"{one}.0.0")
     assert not pool._router._turns
 
 
@@ -233,9 +233,9 @@ async def test_a_drained_engine_ends_empty_and_what_it_served_goes_on_elsewhere(
         assert moved
         await roll.pool.drain("engine-1", "test")
         assert roll.engines[1].load().running == 0
-        served = {name: {r.request_id for r in requests} for name, requests in roll.pool.served().items()}
+        served = {name: {r.request_id for r in requests} for name, requests in roll.pool.open_requests().items()}
         assert served["engine-1"] == set() and len(served["engine-0"] | served["engine-2"]) == 24
-        went_on = [r for r in roll.pool.served()["engine-0"] if r.request_id.endswith("/1")]
+        went_on = [r for r in roll.pool.open_requests()["engine-0"] if r.request_id.endswith("/1")]
         assert all((r.prompt, r.sampled > 0) == (2, True) for r in went_on)
         assert all(roll.engines[1].pieces[request].token_ids for request in moved), "they had sampled something"
         await roll.push()  # the drained engine is not left out
@@ -270,13 +270,13 @@ async def test_what_a_lost_engine_served_is_reported_until_it_has_come_back() ->
 
     async def during() -> None:
         await roll.steps(5)
-        before = roll.pool.served()
+        before = roll.pool.open_requests()
         assert len(before["engine-0"]) == 4
         roll.pool.lose("engine-0")
-        assert roll.pool.served() == before and tuple(roll.pool.loads()) == ("engine-1",)
+        assert roll.pool.open_requests() == before and tuple(roll.pool.loads()) == ("engine-1",)
 
     await roll.run(during)
-    assert roll.pool.served() == {"engine-1": ()}
+    assert roll.pool.open_requests() == {"engine-1": ()}
 
 
 async def test_while_no_engine_serves_requests_wait_and_an_aborted_one_comes_back_cut() -> None:

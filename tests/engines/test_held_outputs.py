@@ -159,7 +159,7 @@ def test_the_host_gets_the_same_in_one_piece(operations: list[Any]) -> None:
         assert all(held[name] == alone[name] for name in alone if int(name[-1]) not in HELD), "these stream"
     core.abort(sorted({of_kind(name) for name in NAMES} - ended))
     sent += core.all_sent()
-    assert core.outputs._held == {}
+    assert core.outputs._pending == {}
     alone, held = received(core.alone), received(sent)
     for name in alone:  # who has an end without tokens has no version to compare
         assert held[name] == alone[name], name
@@ -169,12 +169,12 @@ def test_many_steps_are_joined_and_pieces_of_the_prefill_are_kept() -> None:
     core = Core()
     for step in range(1000):
         core.step({"a-1": 1, "b-0": 1}, {"a-1"} if step == 999 else set())
-        assert all(len(held._logprobs) < held_outputs._JOIN_FROM for held in core.outputs._held.values() if held)
+        assert all(len(held._logprobs) < held_outputs._JOIN_FROM for held in core.outputs._pending.values() if held)
     (message,) = core.all_sent()
     (output,) = message.outputs
     assert output.new_token_ids == list(range(0, 2000, 2)) == output.new_logprobs.logprob_token_ids[:, 0].tolist()
     core.outputs.discard(["b-0"])
-    assert core.outputs._held == {} and core.sent.empty()
+    assert core.outputs._pending == {} and core.sent.empty()
 
 
 def test_steps_are_counted_and_what_a_pause_preempts_is_no_want_of_memory() -> None:

@@ -87,7 +87,7 @@ async def samples_of(engine: RemoteEngine) -> list[TrainingSample]:
         prompt = token_array([(7 * group + 3 * place) % (VOCABULARY - 1) + 1 for place in range(130 + group)])
         request = Generate(
             request_id=f"{group}.{sample}", token_ids=prompt, max_tokens=TOKENS, seed=10 * group + sample,
-            temperature=1.0, routed=0,
+            temperature=1.0, routed_tokens=0,
         )  # fmt: skip
         done = await sampled(engine, request, 0.2 + 0.1 * sample)
         segment = Segment(

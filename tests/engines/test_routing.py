@@ -41,7 +41,7 @@ class Walk:
                 self.submit(f"{number % 3}.{len(self.parts)}.0")
             case "whole" if self.open:
                 whole = open_now[number % len(open_now)]
-                self.router.answered(part_id(whole, self.parts[whole]))
+                self.router.note_turn(part_id(whole, self.parts[whole]))
                 self.before[whole] = self.close(whole)
                 self.between[whole] = None
             case "cut" if self.open:
@@ -53,14 +53,14 @@ class Walk:
                     self.submit(whole)
                 else:
                     self.before.pop(whole, None)
-                    self.router.ended(whole)
+                    self.router.forget_trajectory(whole)
             case "serve" if self.serving != {engine}:
                 self.serving ^= {engine}
                 self.order = tuple(sorted(self.serving))
             case "pause":
                 self.paused ^= {engine}
             case "lose":  # and started again
-                self.router.lost(engine)
+                self.router.forget_engine(engine)
                 self.before = {whole: was for whole, was in self.before.items() if was != engine}
         assert self.router._turns == self.before, "ended ones are forgotten"
 
@@ -78,11 +78,11 @@ class Walk:
             assert chosen == min(serving, key=loads.__getitem__), "the idlest, the first of equals"
         self.prompts.add(whole[0])
         request = {"request_id": part_id(whole, part), "prompt": 4, "sampled": 0, "most_tokens": 9, "since": 0.0}
-        self.router.opened(ServedRequest(engine=chosen, **request))  # type: ignore[arg-type]
+        self.router.add_request(ServedRequest(engine=chosen, **request))  # type: ignore[arg-type]
         self.open[whole] = chosen
 
     def close(self, whole: str) -> int:
-        self.router.closed(part_id(whole, self.parts[whole]))
+        self.router.remove_request(part_id(whole, self.parts[whole]))
         return self.open.pop(whole)
 
 
@@ -106,14 +106,14 @@ class ByPromptOnly(Router[int]):
 
 
 class NeverForgets(Router[int]):
-    def ended(self, whole: str) -> None:
+    def forget_trajectory(self, completion_id: str) -> None:
         return
 
 
 class RanksOnce(Router[int]):
     """The planted bug: loads are ranked when the engines change, and no request moves one."""
 
-    def _changed(self, engine: int) -> None:
+    def _rank_again(self, engine: int) -> None:
         return
 
 
@@ -147,7 +147,7 @@ class Turns:
         ends = {"finish_reason": FinishReason.STOP, "version_spans": spans, "cached": known}
         completion = Completion(token_ids=token_array([7] * 30), behavior_logprobs=float_array([-1.0] * 30), **ends)
         request = Generate(**asked, temperature=1.0, prefix_length=more.get("prefix_length", 0))
-        assert self.hits.answered(request, engine, completion, more.get("paused", ())).cached is None
+        assert self.hits.note_answer(request, engine, completion, more.get("paused", ())).cached is None
         self.parts, self.context = self.parts + 1, self.context + completion.token_ids
 
 
@@ -183,9 +183,9 @@ def test_misses_have_their_cause(second: tuple, tokens: tuple[int, ...], of_poss
 def test_an_engine_that_was_lost_and_a_trajectory_that_has_ended_are_forgotten() -> None:
     turns = Turns()
     turns.turn()
-    turns.hits.lost("a")
+    turns.hits.forget_engine("a")
     turns.turn()
     assert turns.hits.take()["engines/prefix_miss_engine_ratio"] > 0.5
-    turns.hits.ended("0.0.0")
+    turns.hits.forget_trajectory("0.0.0")
     turns.turn()
     assert turns.hits.take() == {} and len(turns.hits._contexts) == 1

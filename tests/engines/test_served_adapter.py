@@ -50,8 +50,8 @@ class Trainer:
     def step(self, seed: int) -> None:
         """Move the adapter, less and less, so that a delta has few elements."""
         generator = torch.Generator().manual_seed(seed)
-        moved = torch.randn(self.weights.masters.whole().shape, generator=generator)
-        self.weights.masters.load(self.weights.masters.whole() + 0.06 * moved * (moved.abs() > 0.5 * seed))
+        moved = torch.randn(self.weights.masters.full().shape, generator=generator)
+        self.weights.masters.load(self.weights.masters.full() + 0.06 * moved * (moved.abs() > 0.5 * seed))
         self.weights.refresh_forward()
 
     def publish(self) -> Any:
@@ -88,7 +88,7 @@ async def push(engine: RemoteEngine, announcement: Any) -> None:
 
 
 async def computes_what_the_trainer_does(engine: RemoteEngine, trainer: Trainer) -> None:
-    scored = await engine.generate(request(scored=len(TOKENS) - 1))
+    scored = await engine.generate(request(scored_tokens=len(TOKENS) - 1))
     assert {span.policy_version for span in scored.version_spans} == {trainer.version}
     assert np.abs(np.array(scored.behavior_logprobs) - trainer.logprobs()).max() < 1e-4
     # Merged weights are rounded to 8 bits of mantissa, and those of this model are large.

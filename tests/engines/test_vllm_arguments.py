@@ -151,7 +151,7 @@ async def test_speculation_samples_from_the_same_distribution(
                 max_tokens=1,
                 seed=0,
                 temperature=1.0,
-                scored=27,
+                scored_tokens=27,
             )
             given = await engine.generate(scored)
             while engine.load().running:

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import RecipeError
-from streamrl.prepare.hub.data_files import chosen_split, compact, declared_splits, matching, model_files, splits_by_name
+from streamrl.prepare.hub.data_files import (
+    chosen_split,
+    compact,
+    declared_splits,
+    matching,
+    model_files,
+    splits_by_name,
+)
 from streamrl.recipe.rules.hub_names import HubName, cached_name, read_hub_name
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
 

@@ -62,7 +62,7 @@ def flat(groups: Sequence[Sequence[bytes]]) -> list[bytes]:
 
 async def test_records_and_bases_come_back(tmp_path: Path) -> None:
     async with writing(tmp_path, fsync=True) as journal:
-        assert journal.found.segments == () and list(journal.found.records()) == []
+        assert journal.initial_content.segments == () and list(journal.initial_content.records()) == []
         journal.begin_segment([b"nothing yet"])
         await journal.durable(journal.append(b"x" * 5000))
         await journal.durable(journal.begin_segment(BASE))

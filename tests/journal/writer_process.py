@@ -43,11 +43,11 @@ def say(line: str) -> None:
 
 async def write(directory: Path, rng: random.Random, records: int) -> None:
     journal = JournalFile(directory)
-    last = last_of(journal.found.records())
+    last = last_of(journal.initial_content.records())
     say(f"opened {last}")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(journal.run)
-        if not journal.found.segments:
+        if not journal.initial_content.segments:
             journal.begin_segment([BASE + b"0"])
         while last < records:
             await journal.room()

@@ -64,7 +64,7 @@ def main(
     if ranks > 1:
         shard(policy, split_of(options, device).data, gathered, sixteen_bit=False)
     weights = make_weights(options, policy)
-    optimizer = MasterOptimizer(options, weights.masters, weights.decayed)
+    optimizer = MasterOptimizer(options, weights.masters, weights.decayed_places)
     arrays: dict[str, np.ndarray] = {}
     for step in range(STEPS):
         weights.clear_gradient()
@@ -87,7 +87,7 @@ def main(
         arrays[f"norm.{step}"] = np.float64(global_norm(gradient_L))
         optimizer.step(gradient_L, 1e-2)
         weights.refresh_forward()
-    masters = weights.as_tensors(weights.masters.whole())
+    masters = weights.as_tensors(weights.masters.full())
     arrays |= {f"master.{n}": (t.full_tensor() if ranks > 1 else t).numpy() for n, t in masters.items()}
     arrays |= {f"published.{n}": t.float().numpy() for n, t in weights.full_published().items()}  # of the first rank
     arrays |= {f"bits.{n}": bits for n, bits in weights.bits().items()}

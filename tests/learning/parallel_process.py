@@ -82,7 +82,7 @@ def of_shards(trainer: TorchTrainer, kind: str, flat_L: Tensor) -> dict[str, np.
     arrays: dict[str, np.ndarray] = {}
     for shard in trainer._updates.weights.master_shards:
         arrays[f"{kind}/{shard.name}"] = flat_L[shard.place].detach().numpy().reshape(shard.local_shape).copy()
-        arrays |= {f"held/{side}/{shard.name}": indices for side, indices in enumerate(shard.held)}
+        arrays |= {f"held/{side}/{shard.name}": indices for side, indices in enumerate(shard.indices)}
         arrays[f"shape/{shard.name}"] = np.array(shard.shape)
     return arrays
 
@@ -124,7 +124,7 @@ def run(rank: int, ranks: list[Case]) -> None:
     whole = {name: full.flatten().view(int16).numpy() for name, full in weights.full_published().items()}
     hashes = [hash_range(name, 0, bits.view(np.uint16)) for name, bits in whole.items()]
     arrays["exported"] = np.uint64(sum(hashes) % (1 << 64))
-    arrays |= of_shards(trainer, "master", weights.masters.whole())
+    arrays |= of_shards(trainer, "master", weights.masters.full())
     if case.save:
         trainer.save_checkpoint(SaveCheckpoint(directory=case.save, policy_version=trainer.policy_version))
     arrays |= {"cut_prompts": cuts["prompts"], "cut_continuations": cuts["continuations"]}

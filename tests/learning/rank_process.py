@@ -139,7 +139,7 @@ def publish_odd(rank: int, ranks: int) -> None:
             publisher.publish(version, weights.values())
             publisher.acknowledge(version)
         assert len({publisher._chain.newest_digest for publisher in publishers}) == 1
-        weights.masters.load(weights.masters.whole() * 1.01)
+        weights.masters.load(weights.masters.full() * 1.01)
 
 
 def save_odd(rank: int, ranks: int, directory: Path) -> None:
@@ -150,8 +150,8 @@ def save_odd(rank: int, ranks: int, directory: Path) -> None:
     process_group.join(options, torch.device("cpu"))
     publish_odd(rank, ranks)
     weights = odd_weights(1, ranks)
-    optimizer = MasterOptimizer(options, weights.masters, weights.decayed)
-    optimizer.load_moments({"exp_avg": 2 * weights.masters.whole(), "exp_avg_sq": weights.masters.whole() ** 2}, 9)
+    optimizer = MasterOptimizer(options, weights.masters, weights.decayed_places)
+    optimizer.load_moments({"exp_avg": 2 * weights.masters.full(), "exp_avg_sq": weights.masters.full() ** 2}, 9)
     state = checkpoint.TrainerState(policy_version=9)
     model, extra = directory / "model", {"replicated": torch.arange(3.0)}
     checkpoint.save(directory / "odd", weights, optimizer, state=state, model_path=model, extra=extra)

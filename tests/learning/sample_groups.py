@@ -62,7 +62,7 @@ def close_of(groups: list[TrainingGroup], policy_version: int, batches: int = 1)
 def master_values(trainer: Any) -> dict[str, np.ndarray]:
     """A trainer's float32 masters as flat vectors, by tensor."""
     weights = trainer._updates.weights
-    masters_L = weights.masters.whole().cpu().numpy()
+    masters_L = weights.masters.full().cpu().numpy()
     return {shard.name: masters_L[shard.place] for shard in weights.master_shards}
 
 

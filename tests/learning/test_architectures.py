@@ -211,7 +211,7 @@ def test_each_rank_reads_its_rows_of_every_tensor(family: str, tmp_path: Path) -
     for rank in range(3):
         torch.distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
         try:
-            policy = loading._placed(path, CPU)
+            policy = loading._empty_on_device(path, CPU)
             # A name of its own: torch takes equal meshes for one, also where this process was another rank then.
             mesh = init_device_mesh("cpu", (3,), mesh_dim_names=(f"of rank {rank}",))
             shard(policy, mesh, Gathered.LAYER, sixteen_bit=False)
@@ -232,9 +232,9 @@ def test_gradients_of_gathered_weights_are_float32_also_beside_tensor_parallel_o
     torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tensor"))
-        policy = loading._placed(path, CPU, Split(mesh["fsdp"], mesh["tensor"]))
+        policy = loading._empty_on_device(path, CPU, Split(mesh["fsdp"], mesh["tensor"]))
         shard(policy, mesh["fsdp"], Gathered.LAYER, sixteen_bit=True)
-        loading._take(policy, loading._read_parameters(policy, loading._check_names(policy, Path(path)), CPU))
+        loading._assign(policy, loading._read_parameters(policy, loading._check_names(policy, Path(path)), CPU))
         with torch.autocast("cpu", torch.bfloat16):
             policy(pack(one_row(), 0, CPU)).sum().backward()
         gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
@@ -328,8 +328,8 @@ def test_pieces_of_a_sharded_parameter_are_ranges_of_it(tmp_path: Path) -> None:
     width = size // fused.shape[0]
     for experts in (range(1), range(1, 3), range(3, 4)):
         first, last = experts.start * width, experts.stop * width
-        held = (np.array(experts), *fused.held[1:])
-        part = LocalShard(fused.name, fused.shape, (), first, 100, 100 + last - first, held=held)
+        indices = (np.array(experts), *fused.indices[1:])
+        part = LocalShard(fused.name, fused.shape, (), first, 100, 100 + last - first, indices=indices)
         for piece, here in zip(pieces, published_shards([part], pieces), strict=True):
             if here.stop > here.start:
                 assert here.start - 100 + first == piece.start + here.offset

@@ -59,9 +59,9 @@ def part(seed: int, steps: int = 0) -> tuple[FullWeights, MasterOptimizer, dict[
     torch.manual_seed(seed)
     shapes = {"a.weight": (3, 5), "b.bias": (7,), "c.weight": (2, 3)}
     weights = FullWeights({name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
-    optimizer = MasterOptimizer(OPTIONS, weights.masters, weights.decayed)
+    optimizer = MasterOptimizer(OPTIONS, weights.masters, weights.decayed_places)
     for _ in range(steps):
-        optimizer.step(torch.randn_like(weights.masters.whole()), 1e-2)
+        optimizer.step(torch.randn_like(weights.masters.full()), 1e-2)
     extra = {"critic.weight": torch.randn(1, 3), "critic.weight.step": torch.tensor(float(steps))}
     return weights, optimizer, extra
 
@@ -82,10 +82,10 @@ def test_a_loaded_checkpoint_goes_on_with_the_same_bits(tmp_path: Path, model_pa
     assert all(torch.equal(other_extra[name], extra[name]) for name in extra)
     for name, moment in optimizer.moments().items():
         assert torch.equal(other_optimizer.moments()[name], moment)
-    gradient_L = torch.randn_like(weights.masters.whole())
+    gradient_L = torch.randn_like(weights.masters.full())
     optimizer.step(gradient_L.clone(), 1e-2)
     other_optimizer.step(gradient_L.clone(), 1e-2)
-    assert torch.equal(other_weights.masters.whole(), weights.masters.whole())
+    assert torch.equal(other_weights.masters.full(), weights.masters.full())
 
     files = durable_files.files_below(tmp_path / "step-7")
     assert [name for name in files if name.startswith("hf/")] == [
@@ -211,7 +211,7 @@ def test_files_of_the_controller_are_listed_with_digests_and_go_with_a_write_tha
 
     def save() -> None:
         beside = stage_sidecar(directory, {"control.msgpack": b"kept"})
-        checkpoint.save(directory, weights, optimizer, state=STATE, model_path=model_path, beside=beside)
+        checkpoint.save(directory, weights, optimizer, state=STATE, model_path=model_path, sidecar_digests=beside)
 
     save()
     assert (directory / "control.msgpack").read_bytes() == b"kept"
@@ -240,7 +240,7 @@ def test_a_failed_write_leaves_what_was_there(
     else:
         monkeypatch.setattr(checkpoint, "HuggingFaceStorageWriter", lambda path, **_: _writer_that_fails(path))
         reason = "cannot write checkpoint files .* rank 0: .*No space left"
-    optimizer.step(torch.ones_like(weights.masters.whole()), 1e-2)
+    optimizer.step(torch.ones_like(weights.masters.full()), 1e-2)
     with pytest.raises(StreamRLError, match=reason):
         checkpoint.save(directory, weights, optimizer, state=STATE, model_path=model_path)
     assert [path.name for path in directory.parent.iterdir()] == ["step-7"]
@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path, model_path: 
         checkpoint.load(directory, weights, optimizer, extra=extra)
     other = FullWeights({"a.weight": nn.Parameter(torch.zeros(4, 5))})
     with pytest.raises(StreamRLError, match="does not fit this model"):
-        checkpoint.load(directory, other, MasterOptimizer(OPTIONS, other.masters, other.decayed))
+        checkpoint.load(directory, other, MasterOptimizer(OPTIONS, other.masters, other.decayed_places))
     with pytest.raises(StreamRLError, match=r"'digests' cannot be read .*; give a step directory"):
         checkpoint.load(tmp_path / "model", weights, optimizer)
     scalars = directory / checkpoint.SCALARS

@@ -48,7 +48,7 @@ def test_the_elements_that_are_trained_are_counted(tiny_model: str) -> None:
     q_proj = model.model.layers[0].self_attn.q_proj.weight.shape
     v_proj = model.model.layers[0].self_attn.v_proj.weight.shape
     a_layer = RANK * (sum(q_proj) + sum(v_proj))
-    assert weights.adapter_elements == len(model.model.layers) * a_layer == weights.masters.whole().numel()
+    assert weights.adapter_elements == len(model.model.layers) * a_layer == weights.masters.full().numel()
     whole = PackedPolicy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval())
     assert make_weights(msgspec.structs.replace(options, lora=Lora()), whole).adapter_elements == 0
 
@@ -65,7 +65,7 @@ def loss_of(model: Any, tokens_BT: Any, parameters: dict[str, Any] | None = None
 
 def move_adapters(weights: AdapterWeights) -> None:
     """B starts at 0, where A has no gradient: move both."""
-    weights.masters.whole().normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
+    weights.masters.full().normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
     weights.refresh_forward()
 
 
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_an_explicit_product_in_float64(tiny_model: str, 
         loss_of(model, some_tokens(seed)).backward()
     mine = weights.as_tensors(weights.collect_gradient())
 
-    adapters = {n: t.double().requires_grad_() for n, t in weights.as_tensors(weights.masters.whole()).items()}
+    adapters = {n: t.double().requires_grad_() for n, t in weights.as_tensors(weights.masters.full()).items()}
     merged = {}
     for name, base in base_of(tiny_model).items():
         merged[name] = base.double()
@@ -120,7 +120,7 @@ def test_steps_lower_the_loss_and_move_the_adapted_weights_only(tiny_model: str)
     before = {name: bits.copy() for name, bits in weights.bits().items()}
     for name, tensor in base.items():  # B is 0 at the start: the first version is the base
         assert (before[name] == tensor.view(torch.int16).numpy().view(np.uint16).ravel()).all(), name
-    optimizer = MasterOptimizer(options, weights.masters, weights.decayed)
+    optimizer = MasterOptimizer(options, weights.masters, weights.decayed_places)
     losses = []
     for _ in range(8):
         loss = loss_of(model, some_tokens(0))
@@ -133,7 +133,7 @@ def test_steps_lower_the_loss_and_move_the_adapted_weights_only(tiny_model: str)
     assert losses[-1] < losses[0] - 0.2
 
     after, full = weights.bits(), weights.full_published()
-    adapters = weights.as_tensors(weights.masters.whole())
+    adapters = weights.as_tensors(weights.masters.full())
     assert [shard.name for shard in weights.shards] == list(after) == list(base)
     assert weights.total_elements == sum(tensor.numel() for tensor in base.values())
     adapted = {name for name in base if name.endswith(("q_proj.weight", "v_proj.weight"))}
@@ -176,7 +176,7 @@ def test_the_seed_decides_the_start(tiny_model: str) -> None:
     def start(seed: int) -> Any:
         options = TrainerOptions(model_path="", run_id="", weights_endpoint="", seed=seed, lora=Lora(rank=RANK))
         policy = PackedPolicy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
-        return make_weights(options, policy).masters.whole()
+        return make_weights(options, policy).masters.full()
 
     torch.manual_seed(5)
     first = start(1)

@@ -33,14 +33,14 @@ def test_every_low_half_is_read_back_but_for_the_tie_that_has_no_room(high: int,
     values_L = sign * patterns(high << 16, (high + 1) << 16)
     forward_L, masters = split(values_L)
     assert torch.equal(forward_L, values_L.bfloat16().float())  # the published bits, ties to even
-    read_L = masters.whole()
+    read_L = masters.full()
     moved = (read_L.view(torch.int32) != values_L.view(torch.int32)).nonzero().flatten().tolist()
     assert moved == ([0x8000] if high % 2 == 0 else [])
     for place in moved:  # one float32 nearer to zero, where it is published as before
         assert int(values_L.view(torch.int32)[place]) - int(read_L.view(torch.int32)[place]) == 1
         assert torch.equal(read_L[place].bfloat16().float(), forward_L[place])
     masters.load(read_L)  # a checkpoint: nothing moves a second time
-    assert torch.equal(masters.whole().view(torch.int32), read_L.view(torch.int32))
+    assert torch.equal(masters.full().view(torch.int32), read_L.view(torch.int32))
     assert torch.equal(forward_L, read_L.bfloat16().float())
 
 
@@ -51,10 +51,10 @@ def test_parts_cross_the_vectors_of_the_forward(monkeypatch: pytest.MonkeyPatch)
     values_L = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0))
     vectors = [part.clone() for part in torch.split(values_L, sizes)]
     masters = SplitMasters([partial(vectors.__getitem__, i) for i in range(len(sizes))], sizes, torch.device("cpu"))
-    assert torch.equal(masters.whole(), values_L)
+    assert torch.equal(masters.full(), values_L)
     places = list(masters.steps())
     assert [place.stop - place.start for place in places] == [256, 256, 256, 132]
     for place in places:
         masters.write(place, masters.read(place).mul_(3.0))
-    assert torch.equal(masters.whole(), values_L * 3.0)
+    assert torch.equal(masters.full(), values_L * 3.0)
     assert torch.equal(torch.cat(vectors), (values_L * 3.0).bfloat16().float())

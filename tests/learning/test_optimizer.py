@@ -121,14 +121,14 @@ def test_host_masters_step_as_device_masters_do() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
         on_host = kind is OptimizerKind.ADAMW_OFFLOADED
         weights = FullWeights(dict(model.named_parameters()), masters_on_host=on_host)
-        optimizer = MasterOptimizer(options_of(kind, weight_decay=0.1), weights.masters, weights.decayed)
+        optimizer = MasterOptimizer(options_of(kind, weight_decay=0.1), weights.masters, weights.decayed_places)
         for step in range(3):
             weights.clear_gradient()
             model(torch.randn(5, 8, generator=torch.Generator().manual_seed(step))).square().sum().backward()
             optimizer.step(weights.collect_gradient(), 1e-2)
             weights.refresh_forward()
-        assert weights.decayed == [slice(0, 128), slice(176, 240)]  # not the bias, not the norm between them
-        outcomes.append((weights.masters.whole(), weights.bits()))
+        assert weights.decayed_places == [slice(0, 128), slice(176, 240)]  # not the bias, not the norm between them
+        outcomes.append((weights.masters.full(), weights.bits()))
     (masters_L, bits), (host_masters_L, host_bits) = outcomes
     assert torch.equal(masters_L, host_masters_L)
     assert all((bits[name] == host_bits[name]).all() for name in bits)

@@ -223,7 +223,7 @@ def test_each_sampled_token_of_any_tree_is_trained_once_behind_its_own_context(
             prepared.append(PreparedSample(sample, reference=np.array(trained, np.float32)))
             last = max(place for place, segment in enumerate(segments) if segment.trained and segment.token_ids)
             assert trained[-1] == segments[last].token_ids[-1]  # a reward at the end is behind all that was sampled
-    rows, found, members_of = plan_micro_batches(prepared, budget, whole=whole), {}, []
+    rows, found, members_of = plan_micro_batches(prepared, budget, whole_trajectories=whole), {}, []
     for row in rows:
         packed = pack(row, 9, CPU)
         targets, inputs = packed.targets_N.tolist(), packed.inputs

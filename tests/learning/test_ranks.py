@@ -7,12 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
 import numpy as np
 import pytest
@@ -21,27 +19,19 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from builders import small_recipe  # noqa: E402
-from rank_process import SIZES, Phase, odd_weights  # noqa: E402
-from sample_groups import close_of, make_groups  # noqa: E402
+from rank_process import Phase, odd_weights  # noqa: E402
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # noqa: E402
 
-from streamrl.base.messages import StepReport, TrainingEvent, TrainingOrder  # noqa: E402
-from streamrl.comm.guarded_sockets import KeyGuard  # noqa: E402
-from streamrl.comm.transport_keys import KeyRole  # noqa: E402
-from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender  # noqa: E402
-from streamrl.prepare.memory import rank_bytes  # noqa: E402
 from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.learning.state import checkpoint, durable_files  # noqa: E402
 from streamrl.learning.state.optimizer import MasterOptimizer  # noqa: E402
+from streamrl.prepare.memory import rank_bytes  # noqa: E402
 from streamrl.pretrained.model_facts import read_model_facts  # noqa: E402
 from streamrl.recipe.objective import Objective, objective_settings  # noqa: E402
 from streamrl.recipe.objectives.ppo import ValueModel  # noqa: E402
-from streamrl.recipe.rules.load import dump_recipe  # noqa: E402
-from streamrl.recipe.sections import ComputeDtype, Gathered, LaunchedBy, Training, Transport, TransportKind  # noqa: E402
-from streamrl.recipe.topology import Topology, plan_topology  # noqa: E402
-from streamrl.run.trainer_ranks import TrainerRanks  # noqa: E402
+from streamrl.recipe.sections import ComputeDtype, Gathered, Training  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 SCRIPT = Path(__file__).parent / "rank_process.py"
@@ -296,12 +286,12 @@ def test_another_number_of_ranks_holds_the_same_bits(launch: Trainers) -> None:
 def test_what_four_ranks_cut_unevenly_is_loaded_whole_by_one(launch: Trainers) -> None:
     options = TrainerOptions(model_path="", run_id="", weights_endpoint="")
     process_group.join(options, torch.device("cpu"))
-    weights, wanted = odd_weights(2), odd_weights(1).masters.whole()
-    optimizer = MasterOptimizer(options, weights.masters, weights.decayed)
+    weights, wanted = odd_weights(2), odd_weights(1).masters.full()
+    optimizer = MasterOptimizer(options, weights.masters, weights.decayed_places)
     extra = {"replicated": torch.zeros(3)}
     assert checkpoint.load(launch.directory / "odd", weights, optimizer, extra=extra).policy_version == 9
     process_group.leave()
-    assert torch.equal(weights.masters.whole(), wanted)
+    assert torch.equal(weights.masters.full(), wanted)
     assert torch.equal(optimizer.moments()["exp_avg"], 2 * wanted)
     assert torch.equal(optimizer.moments()["exp_avg_sq"], wanted**2)
     assert optimizer.steps == 9 and extra["replicated"].tolist() == [0, 1, 2]
@@ -316,67 +306,3 @@ def test_the_other_rank_ends_with_a_reason(launch: Trainers, name: str) -> None:
     assert found["noticed"] < 150 and found["closed"] < 150, found
     if name == "death":
         assert found["threads"] == 2  # what the options say, not OMP_NUM_THREADS
-
-
-# ---- torchrun ------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def controller_of(topology: Topology, ranks: int) -> AsyncIterator[TrainerRanks]:
-    """The controller's ends of the streams of all ranks."""
-    guard = KeyGuard(KeyRole.TRAINER)
-    async with AsyncExitStack() as streams:
-        ends = []
-        for name in (f"trainer-{rank}" for rank in range(ranks)):
-            orders = zmq_sender(TrainingOrder, topology.endpoint(name, "batches"), bind=True, window=64, guard=guard)
-            events = zmq_receiver(TrainingEvent, topology.endpoint(name, "reports"), bind=True, guard=guard)
-            ends.append((await streams.enter_async_context(orders), await streams.enter_async_context(events)))
-        yield TrainerRanks(ends)
-
-
-async def train_two_batches(topology: Topology, ranks: int) -> list[list[StepReport]]:
-    """Be the controller: two batches, then the end of the run."""
-    steps = []
-    async with controller_of(topology, ranks) as trainer, anyio.create_task_group() as tasks:
-        hellos = await trainer.ready()
-        assert [hello.rank for hello in hellos] == list(range(ranks))
-        tasks.start_soon(trainer.run)
-        for version in range(2):
-            groups = make_groups(version, SIZES, seed=version, version=version)
-            for group in groups:
-                await trainer.train_group(group)
-            gather = await trainer.close_batch(close_of(groups, version + 1))
-            steps.append(await gather())
-            await trainer.acknowledge(version + 1)
-        await trainer.aclose()
-    return steps
-
-
-def test_torchrun_starts_the_ranks_of_a_recipe(
-    tiny_model: str, tmp_path: Path, free_ports: Callable[[int], int]
-) -> None:
-    recipe = small_recipe(
-        tiny_model,
-        training=Training(ranks=2, device="cpu", threads=1, learning_rate=1e-3, micro_batch_tokens=64),
-        transport=Transport(
-            kind=TransportKind.TCP,
-            port=free_ports(16),
-            training=LaunchedBy.EXTERNAL,
-            training_hosts=("127.0.0.2", "127.0.0.3"),  # not the controller's
-        ),
-    )
-    (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "streamrl", "serve", "trainer", str(tmp_path / "recipe.toml")]
-    with (tmp_path / "log").open("wb") as log:
-        torchrun = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path)
-    try:
-        steps = anyio.run(train_two_batches, plan_topology(recipe, tmp_path), 2)
-        code = torchrun.wait(timeout=900)
-    finally:
-        torchrun.terminate()
-        torchrun.wait()
-    assert code == 0, (tmp_path / "log").read_text()
-    for reports in steps:
-        first, second = ({k: v for k, v in r.metrics.items() if k.startswith(("policy/", "optim/"))} for r in reports)
-        assert first == second and first["optim/grad_norm"] > 0

@@ -42,7 +42,7 @@ def contents(bundle: Path) -> dict[str, bytes]:
 def test_a_bundle_holds_what_tells_and_no_secret(run: Path) -> None:
     shown = {"VLLM_X": f"with {CANARIES['HF_TOKEN']}", "OMP_X": CANARIES["JUDGE"]}
     environment = {**CANARIES, **shown, "HOME": "/home/somebody", "MAIL": "me@x.org"}
-    bundle = write_crash_bundle(run, f"engine-0 died of {CANARIES['JUDGE']}", environment=environment)
+    bundle = write_crash_bundle(run, f"engine-0 died of {CANARIES['JUDGE']}", variables=environment)
     files = contents(bundle)
     told = {"recipe.toml", "topology.json", "metrics.jsonl", "exit/engine-0.json", "stalls/1.txt"}
     assert set(files) == {*told, "logs/engine-0.log", "bundle.json"}, "and neither the key nor anything else"
@@ -61,23 +61,23 @@ def test_a_bundle_holds_what_tells_and_no_secret(run: Path) -> None:
 def test_it_never_grows_beyond_its_limit_and_says_what_is_missing(run: Path) -> None:
     (run / "metrics.jsonl").write_bytes(os.urandom(1 << 18).hex().encode())
     limit = 600 << 10
-    bundle = write_crash_bundle(run, "failed", environment={}, largest=limit)
+    bundle = write_crash_bundle(run, "failed", variables={}, largest=limit)
     assert bundle.stat().st_size <= limit
     files, manifest = contents(bundle), read_manifest(bundle)
     assert "metrics.jsonl" not in files and "recipe.toml" in files
     assert "metrics.jsonl: the bundle is full" in manifest.left_out
     assert any(text.startswith(f"{SUMMARY}: error: ") for text in manifest.left_out), "a run without a journal"
-    assert "metrics.jsonl" in contents(write_crash_bundle(run, "failed", environment={}))
+    assert "metrics.jsonl" in contents(write_crash_bundle(run, "failed", variables={}))
 
 
 def test_two_in_one_second_and_nothing_half_written(run: Path) -> None:
-    bundles = [write_crash_bundle(run, "failed", environment={}, now=0.0) for _ in range(2)]
+    bundles = [write_crash_bundle(run, "failed", variables={}, now=0.0) for _ in range(2)]
     assert len(set(bundles)) == 2
     assert sorted(path.name for path in (run / "crash").iterdir()) == sorted(path.name for path in bundles)
 
 
 def test_a_run_that_wrote_nothing_has_a_bundle(tmp_path: Path) -> None:
-    assert read_manifest(write_crash_bundle(tmp_path, "nothing began", environment={})).failure == "nothing began"
+    assert read_manifest(write_crash_bundle(tmp_path, "nothing began", variables={})).failure == "nothing began"
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(run: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write_crash_bundle(run, "failed", environment={})
+        write_crash_bundle(run, "failed", variables={})
     assert list((run / "crash").iterdir()) == []
 
 

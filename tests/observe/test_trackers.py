@@ -28,10 +28,6 @@ from lint.metrics_page import METRICS
 from streamrl.base.atomic_files import remove_oldest
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile
-from streamrl.processes import followers as followers_module
-from streamrl.processes import restart_policy
-from streamrl.processes.followers import Followers
-from streamrl.processes.log_files import LogFiles
 from streamrl.observe.follow.file_sizes import SHARES, most_bytes
 from streamrl.observe.trackers import follower
 from streamrl.observe.trackers.installed import make_tracker, tracker_problems
@@ -40,6 +36,10 @@ from streamrl.observe.trackers.prometheus import Prometheus, name_and_labels
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
 from streamrl.observe.trackers.trackio import _hashes
 from streamrl.observe.trackers.wandb import Rows
+from streamrl.processes import followers as followers_module
+from streamrl.processes import restart_policy
+from streamrl.processes.followers import Followers
+from streamrl.processes.log_files import LogFiles
 
 FOLLOWER = [sys.executable, "-P", "-m", "streamrl.observe.trackers"]
 GRAFANA = Path(__file__).parents[2] / "examples" / "grafana" / "streamrl.json"

@@ -50,7 +50,7 @@ from streamrl.engines.push.verify import WeightAudit
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.observe.report.alarms import Alarms, alarm_rules
-from streamrl.observe.report.run_report import RunReport
+from streamrl.observe.report.run_report import FigureSources, RunReport
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Evaluation as EvaluationSettings
 from streamrl.recipe.sections import ReleaseKind, Sampling
@@ -337,7 +337,7 @@ class SimulatedRun:
                 RewardSettings(functions="parity", per_group=False, timeout_s=300, concurrency=8),
                 [scorer_streams(self.scorer, parts)],
             )
-            episodes = Episodes(pool, Sampling(max_tokens=64), reward, journal, ended=pool.ended)
+            episodes = Episodes(pool, Sampling(max_tokens=64), reward, journal, on_end=pool.forget_trajectory)
 
             async def emit(event: RunEvent) -> None:
                 self.events.append(event)
@@ -367,10 +367,8 @@ class SimulatedRun:
                 emit,
                 control,
                 contents,
-                episodes.statistics,
+                FigureSources(rollout=episodes.statistics, load=pool.load, more_metrics=lambda: elastic.figures),
                 64,
-                load=pool.load,
-                figures=lambda: elastic.figures,
                 alarms=Alarms(alarm_rules(0.05)),
                 evaluations=evaluations,
                 resumption=resumption,
@@ -406,7 +404,7 @@ class SimulatedRun:
         if not self._kept:
             return None, None
         file = JournalFile(self.directory / "journal", fsync=False)
-        return file, recovered_run(file.found, partial(make_control, self.settings), self.ranks[0].version)
+        return file, recovered_run(file.initial_content, partial(make_control, self.settings), self.ranks[0].version)
 
     def summary(self) -> RunSummary:
         """What its journal says."""
@@ -450,7 +448,7 @@ class SimulatedRun:
     @staticmethod
     def _save(trainer: TrainerRanks) -> object:
         async def save(policy_version: int, beside: Mapping[str, bytes]) -> None:
-            await trainer.save_checkpoint(f"step-{policy_version}", policy_version, beside=beside)
+            await trainer.save_checkpoint(f"step-{policy_version}", policy_version, sidecar_digests=beside)
 
         return save
 

@@ -1,4 +1,4 @@
-"""The real entry point ``python -m streamrl.launch``, and the rules for processes started by hand."""
+"""The real entry point ``python -m streamrl.launch``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ import msgspec
 import pytest
 from builders import small_recipe
 
-from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import PARENT_PID
 from streamrl.base.waits import start_phases
-from streamrl.launch.external import serve_external
-from streamrl.processes.exit_files import ExitKind, read_reason
 from streamrl.launch.roles import role_main
+from streamrl.processes.exit_files import ExitKind, read_reason
 from streamrl.processes.exit_reason import TERMINATED_CODE
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
-from streamrl.recipe.sections import Transport, TransportKind
 from streamrl.recipe.topology import Role, plan_topology
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
@@ -95,20 +92,6 @@ def test_roles_load_nothing_that_is_slow_to_import(role: Role) -> None:
 def test_trainer_role_loads() -> None:
     pytest.importorskip("torch")
     assert callable(role_main(Role.TRAINER))
-
-
-@pytest.mark.parametrize(
-    ("role", "index", "kind", "names"),
-    [
-        (Role.CONTROLLER, 0, TransportKind.TCP, "controller cannot be started by hand"),
-        (Role.ENGINE, 1, TransportKind.TCP, "engine 1 is not in this recipe: it has 0 to 0"),
-        (Role.TRAINER, 0, TransportKind.IPC, 'set it to "tcp"'),
-    ],
-)
-def test_what_cannot_be_served_by_hand(role: Role, index: int, kind: TransportKind, names: str) -> None:
-    recipe = msgspec.structs.replace(RECIPE, transport=Transport(kind=kind))
-    with pytest.raises(RecipeError, match=names):
-        serve_external(role, recipe, index)
 
 
 def test_the_phase_of_a_start_is_the_last_note_of_its_log(tmp_path: Path) -> None:

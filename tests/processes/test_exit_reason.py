@@ -21,7 +21,7 @@ from streamrl.processes.exit_reason import (
     notice_of,
     reason_of,
 )
-from streamrl.recipe.topology import Role, local_engine, plan_topology
+from streamrl.recipe.topology import Role, plan_topology, planned_engine
 from streamrl.run.journal.log_errors import JournalFailed
 from tests.builders import small_recipe
 
@@ -61,7 +61,7 @@ def test_which_death_was_first(later: Death, first: Death) -> None:
 def test_an_engine_that_had_no_host_to_start_on_is_no_cause(tmp_path: Path) -> None:
     topology = plan_topology(small_recipe(), tmp_path)
     monitor = ExitMonitor(topology, tmp_path, replacements=0, others_end_s=1.0)
-    monitor.without_host(local_engine(topology, "engine-0"))
+    monitor.without_host(planned_engine(topology, "engine-0"))
     assert monitor.notice([death("reward-0", 1, 1e9)]).startswith("reward-0") and "engine-0" in monitor.policy.retired
 
 

@@ -18,8 +18,8 @@ from test_supervisor import STAND_IN, until
 
 import streamrl.launch.pipeline
 from streamrl.base.errors import ProcessDied
-from streamrl.processes.cluster import opened
 from streamrl.launch.pipeline import Pipeline
+from streamrl.processes.cluster import opened
 from streamrl.processes.crash_bundle import read_manifest
 from streamrl.processes.watchdog import ask_for_stacks
 from streamrl.recipe.rewards import Reward

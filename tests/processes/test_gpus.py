@@ -19,7 +19,6 @@ from streamrl.cli.main import main
 from streamrl.engines.vllm import gpus
 from streamrl.engines.vllm.gpus import Gpu
 from streamrl.engines.vllm.options import installed_device
-from streamrl.launch import external
 from streamrl.launch.pipeline import Pipeline
 from streamrl.prepare.gpu_demand import gpu_placement
 from streamrl.prepare.preflight import preflight
@@ -233,21 +232,6 @@ def test_shared_memory_that_is_too_small_for_several_gpus_is_refused(
         "and 1 GiB is needed: in a container use --shm-size=2g or --ipc=host"
     )
     preflight(recipe())
-
-
-def test_hosts_of_processes_started_by_hand_are_filled_in_order(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[ChildContext] = []
-    monkeypatch.setattr(external, "run_role", lambda context, main: served.append(context))
-    by_hand = ["transport.kind=tcp", "transport.engines=external", "transport.training=external"]
-    sixteen = recipe("engines.count=16", "training.ranks=2", *by_hand)
-    for index in (0, 7, 8, 15):
-        external.serve_external(Role.ENGINE, sixteen, index)
-    external.serve_external(Role.TRAINER, sixteen, 1)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")  # a person, or a scheduler, has chosen
-    external.serve_external(Role.ENGINE, sixteen, 3)
-    assert [context.plan.gpus for context in served] == [("0",), ("7",), ("0",), ("7",), ("1",), ("5",)]
-    with pytest.raises(RecipeError, match=r"engines\.tensor_parallel_size: engines 1x2 need 1 x 2 GPUs"):
-        external.serve_external(Role.ENGINE, recipe("engines.tensor_parallel_size=2", *by_hand), 0)
 
 
 def test_a_rank_takes_the_only_gpu_that_it_sees(cuda: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from trials import NAMES, Trial, death_in, drain, lives, surviving, until, watch
 
 from streamrl.base.errors import CannotContinue, RecipeError, StreamRLError
 from streamrl.base.run_events import KillEngine, StartEngine, StopEngine
-from streamrl.processes.exit_files import ExitKind
-from streamrl.processes.local import LocalLauncher
 from streamrl.processes import engine_orders, restart_policy
 from streamrl.processes.engine_orders import EngineOrders
+from streamrl.processes.exit_files import ExitKind
 from streamrl.processes.exit_reason import reason_of
+from streamrl.processes.local import LocalLauncher
 from streamrl.processes.restart_policy import RENEWED_AFTER_S, SETTLED_AFTER_S, Restarts
 from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.topology import RENDEZVOUS_FILE, ProcessPlan, Role
@@ -37,13 +37,13 @@ def test_a_budget_pauses_longer_each_time_and_is_whole_again_after_long_service(
     one = Restarts(4)
     assert [one.next_pause(0.1) for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, None]
     assert one.next_pause(RENEWED_AFTER_S - 1) is None
-    assert one.next_pause(RENEWED_AFTER_S) == 0.0 and one.left == 3
+    assert one.next_pause(RENEWED_AFTER_S) == 0.0 and one.remaining == 3
 
 
 def test_who_lived_for_a_while_is_not_made_to_wait_for_its_successor() -> None:
     one = Restarts(4)
     assert [one.next_pause(uptime_s) for uptime_s in (0.0, SETTLED_AFTER_S, SETTLED_AFTER_S - 1)] == [0.0, 0.0, 1.0]
-    assert one.left == 1, "the budget is spent as before"
+    assert one.remaining == 1, "the budget is spent as before"
 
 
 @pytest.mark.parametrize("error", [CannotContinue("too many"), RecipeError("wrong")])
@@ -310,7 +310,7 @@ async def test_the_death_of_an_engine_before_it_should_stop_or_after_it_was_star
         supervisor.start_engine("engine-0")
         await until(lambda: one.started("engine-0", 1))
         os.kill(one.pid("engine-0", 1), signal.SIGKILL)
-        host = supervisor.engine_host("engine-0")
+        host = supervisor.engine_process("engine-0")
         # Not ``lives``: the first thread of a killed process is a zombie before the process can be waited for.
         await until(lambda: host is not None and host.exit_code is not None)
         await supervisor.stop_engine("engine-0")

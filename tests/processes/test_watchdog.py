@@ -34,7 +34,7 @@ from streamrl.processes.watchdog import (
     task_stacks,
 )
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
-from streamrl.recipe.sections import Engines, LaunchedBy, Recipe, Reward, Run, Transport, TransportKind, Weights
+from streamrl.recipe.sections import Engines, Recipe, Reward, Run, Weights
 from streamrl.run.wait_reason import RunWaits, ShellView
 
 QUICK = small_recipe(
@@ -167,16 +167,6 @@ async def test_a_signal_asks_where_everything_stands_and_nothing_ends(tmp_path: 
     [report] = (tmp_path / "stalls").glob("*.txt")
     assert "publisher waits for engine-0 to stage version 7" in report.read_text()
     assert trial.seen == [] and trial.watch.take_loop_lag() >= 0.0
-
-
-async def test_a_person_who_starts_a_process_may_take_their_time(tmp_path: Path) -> None:
-    by_hand = Transport(kind=TransportKind.TCP, engines=LaunchedBy.EXTERNAL)
-    trial = Trial(tmp_path, replace(QUICK, transport=by_hand, run=Run(stall_timeout_s=0.05)))
-    async with anyio.create_task_group() as nursery:
-        nursery.start_soon(trial.watch.run)
-        await anyio.sleep(0.4)  # of a limit of 0.1
-        trial.watch.end()
-    assert trial.seen == []
 
 
 async def test_what_trackers_log_is_no_progress_of_a_start(tmp_path: Path) -> None:

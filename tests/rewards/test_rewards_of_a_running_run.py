@@ -26,8 +26,8 @@ from streamrl.cli.main import main
 from streamrl.launch.attached_rewards import AttachedRewards
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.pipeline import carry_out
-from streamrl.prepare.preflight import preflight, with_checkpoint_rewards
 from streamrl.launch.reward_workers import change_rewards, open_reward_stage
+from streamrl.prepare.preflight import preflight, with_checkpoint_rewards
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward
 from streamrl.recipe.sections import Recipe, ResumedRewards
 from streamrl.recipe.topology import Topology, control_socket, plan_topology, rewards_endpoint

@@ -37,7 +37,7 @@ async def sandbox() -> AsyncIterator[Sandbox]:
 async def no_sandbox() -> AsyncIterator[Sandbox]:
     """What ``allow_unsandboxed`` gives where no layer is available: limits only."""
     async with Sandbox(()) as started:
-        assert (await started.layers()).held == ()
+        assert (await started.layers()).active == ()
         yield started
 
 

@@ -49,7 +49,7 @@ tried("kill", lambda: os.kill(@PID@, 9))
 
 def test_this_machine_has_every_layer() -> None:
     found = available_layers()
-    assert set(found.held) | set(found.missing) == set(ALL_LAYERS)
+    assert set(found.active) | set(found.missing) == set(ALL_LAYERS)
     assert found.isolating  # the tests of this folder mean nothing without it
 
 
@@ -58,7 +58,7 @@ def test_this_machine_has_every_layer() -> None:
 )
 async def test_layers_hold_without_the_others(chosen: tuple[str, ...], host: Any, limits: Any) -> None:
     async with Sandbox(chosen) as sandbox:
-        assert (await sandbox.layers()).held == tuple(name for name in ALL_LAYERS if name in chosen)
+        assert (await sandbox.layers()).active == tuple(name for name in ALL_LAYERS if name in chosen)
         report, output = await sandbox.run_program(host.fill(REACH), b"", limits())
         ended, printed = await sandbox.run_program(b"print(sum(map(int, input().split())))", b"3 4", limits())
     assert [line.split()[1:] for line in output.decode().splitlines()] == [["held"]] * 8, output
@@ -89,7 +89,7 @@ async def test_an_unprivileged_user_has_the_same_layers(host: Any, limits: Any, 
     monkeypatch.setattr(sandbox_module.subprocess, "Popen", popen)
     try:
         async with Sandbox() as sandbox:
-            assert (await sandbox.layers()).held == ALL_LAYERS, await sandbox.layers()
+            assert (await sandbox.layers()).active == ALL_LAYERS, await sandbox.layers()
             _, output = await sandbox.run_program(host.fill(REACH), b"", limits())
             order = {"setup": "", "questions": ["f(2)"]}
             report, answer = await sandbox.run_module(b"def f(x): return x", order, limits())
@@ -101,7 +101,7 @@ async def test_an_unprivileged_user_has_the_same_layers(host: Any, limits: Any, 
 
 def test_landlock_alone_is_not_isolation() -> None:
     found = probe_layers(("landlock",))
-    assert found.held == ("landlock",) and not found.isolating
+    assert found.active == ("landlock",) and not found.isolating
 
 
 def test_without_a_layer_the_reward_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -124,7 +124,7 @@ def test_with_a_layer_it_is_not(caplog: Any) -> None:
 def test_another_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module.sys, "platform", "darwin")
     found = available_layers.__wrapped__()
-    assert found.held == () and "Linux only" in found.missing["namespaces"]
+    assert found.active == () and "Linux only" in found.missing["namespaces"]
 
 
 @pytest.mark.parametrize("options", [{"time_limit": 3}, {"timeout_s": "x"}, {"memory_mb": 0}, {"value": "some"}])

@@ -123,7 +123,7 @@ async def test_the_columns_are_in_the_signature(sandbox: Sandbox) -> None:
 )
 async def test_the_last_block_is_the_code(completion: str, code: str | None) -> None:
     assert extract_code(completion) == code
-    assert extract_code(completion, whole=True) == completion
+    assert extract_code(completion, whole_completion=True) == completion
 
 
 async def test_looking_for_code_takes_no_time_in_a_bad_completion() -> None:
@@ -238,5 +238,5 @@ async def test_each_case_of_a_prompt_has_the_limit_that_runs_which_passed_it_hav
 async def test_the_recipe_asks_for_limits_of_test_cases() -> None:
     asked = Reward(function="code", timeout_s=60.0, adaptive_timeout=AdaptiveTimeout())
     limits = TimeLimits(asked)
-    assert load_reward(asked, limits).call._learnt is limits  # type: ignore[attr-defined]
-    assert load_reward(Reward(function="code")).call._learnt is None  # type: ignore[attr-defined]
+    assert load_reward(asked, limits).call._case_limits is limits  # type: ignore[attr-defined]
+    assert load_reward(Reward(function="code")).call._case_limits is None  # type: ignore[attr-defined]

@@ -15,8 +15,8 @@ from streamrl import Pipeline, load_recipe
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.run_events import RunFinished, RunWarning, StepFinished
 from streamrl.launch import user_calls
-from streamrl.prepare.probe import problems_of_object
 from streamrl.observe.user_calls import MOST_WAITING, UserCalls
+from streamrl.prepare.probe import problems_of_object
 from streamrl.recipe.toml_text import toml_value
 from streamrl.recipe.user_code import load_user_object
 

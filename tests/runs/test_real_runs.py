@@ -145,8 +145,8 @@ def test_two_engines_and_two_ranks_train_on_policy_and_the_example_goes_on_apart
     apart = tmp_path / "apart"
     chosen = {**SMALL, "run.directory": str(apart), "run.steps": 2, "model.path": str(exported)}
     flags = [part for k, v in chosen.items() for part in ("--set", f"{k}={json.dumps(v)}")]
-    command = [sys.executable, str(EXAMPLES / "separate_processes.py"), str(EXAMPLE)]
-    command += ["--port", str(free_ports(8)), *flags]
+    command = [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags]
+    command += ["--set", "transport.kind=tcp", "--set", f"transport.port={free_ports(8)}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (apart / "latest" / "metrics.jsonl").read_text().splitlines()]

@@ -20,7 +20,7 @@ from streamrl.comm.transport_keys import (
     process_keys,
     public_keys,
     read_role_keys,
-    transport_environment,
+    transport_variables,
 )
 from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import Recipe, Reward, Transport, TransportSecurity
@@ -94,15 +94,15 @@ def test_keys_that_are_not_as_they_should_be_are_refused(
 def test_each_role_gets_its_own_keys_and_others_get_none(keys: Path) -> None:
     given = recipe(keys=str(keys))
     for role in Role:
-        told = transport_environment(given, role)
+        told = transport_variables(given, role)
         if role in (Role.REWARD, Role.ENVIRONMENT, Role.JUDGE):
             assert not any(told.values())
             assert set(told) == {KEYS_DIRECTORY, KEY_ROLE, OPEN_TO_ALL}, "and what was inherited is taken away"
         else:
             assert told == {KEYS_DIRECTORY: str(keys), KEY_ROLE: role.value, OPEN_TO_ALL: ""}
-    assert transport_environment(recipe(security=TransportSecurity.NONE), Role.ENGINE)[OPEN_TO_ALL] == "none"
+    assert transport_variables(recipe(security=TransportSecurity.NONE), Role.ENGINE)[OPEN_TO_ALL] == "none"
     with pytest.raises(StreamRLError, match="streamrl keys DIRECTORY"):
-        transport_environment(recipe(keys=str(keys / "nowhere")), Role.TRAINER)
+        transport_variables(recipe(keys=str(keys / "nowhere")), Role.TRAINER)
 
 
 def test_a_reward_that_is_looked_at_sees_no_tokens_and_no_keys(

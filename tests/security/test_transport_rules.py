@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 from builders import small_recipe
-from msgspec import structs
 
 from streamrl.base.hosts import host_of, is_loopback, is_public, is_wildcard
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.rules.transport_rules import insecure_notice, transport_metrics
-from streamrl.recipe.sections import LaunchedBy, Metrics, Recipe, Transport, TransportKind, TransportSecurity
+from streamrl.recipe.sections import Metrics, Recipe, Transport, TransportKind, TransportSecurity
 
 CURVE, NONE = TransportSecurity.CURVE, TransportSecurity.NONE
 
@@ -49,24 +48,6 @@ def test_streams_that_leave_the_host_need_keys(
     assert refused(recipe(host, keys=keys, security=security)) == fields
     # Over ipc there is no host.
     assert refused(recipe(host, kind=TransportKind.IPC, keys="")) == set()
-
-
-@pytest.mark.parametrize(
-    ("hosts", "training", "keys", "problems"),
-    [
-        (("127.0.0.2",), LaunchedBy.EXTERNAL, "", 0),
-        (("10.0.0.2", "10.0.0.3"), LaunchedBy.EXTERNAL, "/keys", 0),
-        (("10.0.0.2", "127.0.0.1"), LaunchedBy.EXTERNAL, "", 1),
-        (("0.0.0.0",), LaunchedBy.EXTERNAL, "/keys", 1),
-        (("8.8.8.8",), LaunchedBy.EXTERNAL, "/keys", 1),
-        (("127.0.0.1", "127.0.0.2", "127.0.0.3"), LaunchedBy.EXTERNAL, "", 1),
-        (("127.0.0.1",), LaunchedBy.LOCAL, "", 1),
-    ],
-)
-def test_hosts_of_ranks(hosts: tuple[str, ...], training: LaunchedBy, keys: str, problems: int) -> None:
-    given = recipe(training_hosts=hosts, training=training, keys=keys)
-    given = structs.replace(given, training=structs.replace(given.training, ranks=2))
-    assert [path for path, _ in broken_rules(given)] == ["transport.advanced.training_hosts"] * problems
 
 
 @pytest.mark.parametrize(

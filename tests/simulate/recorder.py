@@ -52,13 +52,13 @@ class Recorder(Simulation):
 
         self._carry_out[do.Drop] = cancelled
 
-    def _sampled(self, request: Request) -> None:
+    def _begin_reward(self, request: Request) -> None:
         now = self.queue.now
         self._turned(request)
         if not request.stopped:
             finish = "length" if request.length >= self.model.lengths.cap else "stop"
             self.trajectories[request.id] = self._line(request, finish)
-        super()._sampled(request)
+        super()._begin_reward(request)
         if self.samples and now - self._told_s >= 0.05:
             self._told_s = now
             seen = self.rollout.measure()

@@ -82,7 +82,7 @@ def test_rounds_pause_and_cancel_trajectories_in_their_environments(rounds: str)
     away = {0}
 
     def check(version: int) -> None:
-        away.add(getattr(simulation.core.rules.policy, "_away", 0))
+        away.add(getattr(simulation.core.rules.policy, "_in_environments", 0))
         rollout, paused = simulation.rollout, simulation.core.state.buffer.paused
         assert {one.request_id for one in rollout._router} <= {str(one) for one in rollout.requests}, "cancelled"
         running = [request.id.group_id for engine in rollout.engines for request in engine.running]

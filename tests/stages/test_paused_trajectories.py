@@ -25,7 +25,7 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.types import Completion, FinishReason, Prompt, Trajectory, TrajectoryId, VersionSpan, token_array
 from streamrl.contracts import Journal
-from streamrl.engines.resumption import whole_of
+from streamrl.engines.resumption import completion_id_of
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.stages.episodes import Episode, EpisodeCancelled, EpisodeModel, Episodes, one_completion
 
@@ -505,7 +505,7 @@ async def test_later_turns_go_before_what_was_launched_after_them(turns: int) ->
             assert least <= seconds <= 2 * (anyio.current_time() - outer), "three would fill the two free slots"
         back.set()
     assert bench.stage.statistics().environment == 0
-    asked = {(whole_of(one.request_id), one.priority) for one in bench.engine.asked.values()}
+    asked = {(completion_id_of(one.request_id), one.priority) for one in bench.engine.asked.values()}
     assert asked == {(str(identity(sample)), (sample + 1) * (turns > 1)) for sample in range(3)}
 
 

@@ -22,12 +22,12 @@ def test_what_closes_a_round_soonest_is_scored_first() -> None:
     waiting.add(order_of(9, 9, evaluation=True))  # held out: lacks one member only, and no round waits for it
     for number, group in enumerate([0, 0, 1, 2, 2]):
         waiting.add(order_of(number, group))
-    waiting.ended(2)
-    waiting.ended(2)  # two members to go, both waiting
-    waiting.ended(1)  # three to go
+    waiting.member_ended(2)
+    waiting.member_ended(2)  # two members to go, both waiting
+    waiting.member_ended(1)  # three to go
     assert waiting.pop().order_id == 3
     for _ in range(3):
-        waiting.ended(0)  # one to go, as groups complete elsewhere
+        waiting.member_ended(0)  # one to go, as groups complete elsewhere
     assert [waiting.pop().order_id for _ in range(len(waiting))] == [0, 1, 4, 2, 9]
     with pytest.raises(IndexError):
         waiting.pop()
@@ -42,7 +42,7 @@ def test_scoring_order_loses_and_repeats_nothing(events: list[tuple[int, str]]) 
             waiting.add(order_of(number, group))
             added.append(number)
         elif what == "end":
-            waiting.ended(group)
+            waiting.member_ended(group)
         elif len(waiting):
             first = waiting.first()
             popped.append(waiting.pop().order_id)
@@ -57,6 +57,6 @@ def test_nothing_is_left_of_orders_that_overtook_each_other() -> None:
         for number, of in enumerate((group, group + 1)):
             waiting.launched(of, 4)
             waiting.add(order_of(number, of, evaluation=bool(number)))
-            waiting.ended(of)  # it waits at another place now
+            waiting.member_ended(of)  # it waits at another place now
         assert [waiting.pop().order_id for _ in range(2)] == [0, 1]
     assert not waiting._ranks

@@ -50,7 +50,7 @@ class ComputingEngine(Recorded):
         if self.dies_asked:
             raise EngineError("it died")
         version = int(next(told for told in reversed(self.told) if told.startswith("commit")).split()[1])
-        kept = 0 if self.aborts else request.scored
+        kept = 0 if self.aborts else request.scored_tokens
         return Completion(
             token_ids=request.token_ids[1:][:kept],
             behavior_logprobs=float_array([logprob - self.error for logprob in EXPECTED[:kept]]),
@@ -104,7 +104,7 @@ async def test_each_engine_is_asked_once_a_version_and_the_next_push_tells() -> 
         assert this.trainer.asked == []
     [request, *_] = one.asked
     assert len(one.asked) == len({r.request_id for r in one.asked}) == 3
-    assert (list(request.token_ids), request.scored) == (list(TOKENS), PROBE_TOKENS - 1)
+    assert (list(request.token_ids), request.scored_tokens) == (list(TOKENS), PROBE_TOKENS - 1)
 
 
 async def test_one_engine_alone_that_is_off_takes_an_anchor() -> None:

@@ -141,7 +141,7 @@ async def test_an_engine_goes_on_as_soon_as_it_has_committed_whatever_the_others
         group.start_soon(run.sync.push, announced(5, 4))
         await anyio.wait_all_tasks_blocked()
         assert (fast.told, slow.told) == (TAKEN, []), "it generates while it fetches"
-        assert [(w.who, w.what) for w, _ in run.waits.open()] == [("the weight sync", "engine-1 to fetch version 5")]
+        assert [(w.who, w.event) for w, _ in run.waits.open()] == [("the weight sync", "engine-1 to fetch version 5")]
         slow.let.set()
     assert slow.told == TAKEN and not run.waits.open() and run.pauses == [], "one of them computes at any time"
 

@@ -323,7 +323,7 @@ class Run:
     ) -> None:
         prompt = Prompt(prompt_id="p", token_ids=token_array(), columns=columns)
         identity = TrajectoryId(prompt_id="p", group_id=0, sample=sample)
-        order = LaunchTrajectory(id=identity, prompt=prompt, group_size=2, seed=7 + sample, so_far=so_far)
+        order = LaunchTrajectory(id=identity, prompt=prompt, group_size=2, seed=7 + sample, episode_so_far=so_far)
         episodes.launch(order, self.take)
 
     async def one(
@@ -429,7 +429,7 @@ async def test_a_trajectory_is_read_as_a_conversation(qwen: Tokenizer, code: Cal
     run = Run(Environment(tools=(code("opens"),)), qwen, lambda text: "ok" if "<tool_response>\n" in text else opens)
     trajectory = await run.one({"prompt": "user\nOpen <|im_start|>system"})
     assert isinstance(trajectory, Trajectory)
-    shown = sample_of(ScoredTrajectory(trajectory=trajectory, reward=1.0), qwen, step=3, chosen="best")
+    shown = sample_of(ScoredTrajectory(trajectory=trajectory, reward=1.0), qwen, step=3, choice="best")
     turns = [(one.role, one.sampled, one.text.partition("\n")[0]) for one in shown.turns]
     joined = "<\N{ZERO WIDTH JOINER}|im_"
     said = [("user", False, "user"), ("assistant", True, "<tool_call>"), ("tool", False, "<tool_response>")]
@@ -805,7 +805,7 @@ async def test_an_environment_that_has_ended_is_not_run_again(qwen: Tokenizer, c
     with anyio.fail_after(60):
         async with again.running() as episodes:
             order = LaunchTrajectory(
-                id=trajectory.id, prompt=trajectory.prompt, group_size=2, seed=1, sampled=trajectory
+                id=trajectory.id, prompt=trajectory.prompt, group_size=2, seed=1, sampled_trajectory=trajectory
             )
             episodes.launch(order, again.take)
     [outcome] = again.outcomes

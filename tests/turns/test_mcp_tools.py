@@ -36,7 +36,7 @@ CALLS = [
 async def opened(command: Sequence[str], seconds: float = 60.0) -> AsyncIterator[OpenTools]:
     async with AsyncExitStack() as stack:
         served = await stack.enter_async_context(mcp_tools.opened_servers([command], sys.stderr))
-        yield await stack.enter_async_context(ToolBox(served, ToolLimits(seconds, characters=100)).opened())
+        yield await stack.enter_async_context(ToolBox(served, ToolLimits(seconds, characters=100)).open_for_episode())
 
 
 async def call(tools: OpenTools, name: str, **arguments: object) -> ToolResult:
@@ -57,7 +57,7 @@ async def test_a_call_has_a_result_whatever_the_server_does(mcp_server: tuple[st
         schema = served[0].schema["function"]
         assert (schema["name"], schema["description"]) == ("add", "Add two integers.")
         assert schema["parameters"]["required"] == ["a", "b"]
-        async with ToolBox(served, ToolLimits(seconds=2, characters=100)).opened() as tools:
+        async with ToolBox(served, ToolLimits(seconds=2, characters=100)).open_for_episode() as tools:
             for name, arguments, text, end in CALLS:
                 result = await call(tools, name, **arguments)
                 assert (result.text[: len(text)], result.end) == (text, end)

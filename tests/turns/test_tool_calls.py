@@ -66,8 +66,8 @@ def assert_no_prefix_calls(call_format: str | CallReader, text: str, calls: list
     for length in range(len(text)):
         begun = parse_turn(text[:length], call_format, TOOLS)
         assert list(begun.calls) in ([], calls[:1] if len(calls) > 1 else []), text[:length]
-        assert not parse_turn(text[:length], call_format, TOOLS, ended=False).calls
-    assert not parse_turn(text, call_format, TOOLS, ended=False).calls
+        assert not parse_turn(text[:length], call_format, TOOLS, finished=False).calls
+    assert not parse_turn(text, call_format, TOOLS, finished=False).calls
     assert not parse_turn(text, call_format, TOOLS, in_reasoning=True).calls, "it is still thinking"
 
 

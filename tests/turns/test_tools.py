@@ -129,7 +129,7 @@ async def test_a_call_has_a_result_whatever_the_tool_does(
     name: str, arguments: dict[str, Any], text: str, end: ToolEnd
 ) -> None:
     box = ToolBox([add, who, big, raises, hangs, hangs_too, odd], ToolLimits(seconds=0.2, characters=50))
-    async with box.opened() as tools:
+    async with box.open_for_episode() as tools:
         result = await tools.run(ToolCall(name, arguments), CONTEXT)
     assert result.end is end
     assert result.text[: len(text)] == text
@@ -139,7 +139,7 @@ async def test_a_class_is_made_for_a_trajectory_and_closed_whatever_happens() ->
     Counter.log.clear()
     box = ToolBox([Counter])
     with pytest.raises(ZeroDivisionError):
-        async with box.opened() as one, box.opened() as other:
+        async with box.open_for_episode() as one, box.open_for_episode() as other:
             for tools, by, count in ((one, 1, "1"), (other, 5, "5"), (one, 2, "3")):
                 assert (await tools.run(ToolCall("more", {"by": by}), CONTEXT)).text == count
             raise ZeroDivisionError

@@ -17,11 +17,11 @@ from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, Sha
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from streamrl.weights.vllm import load_plan_reload  # noqa: E402
+from streamrl.weights.vllm import rebuilt_layers  # noqa: E402
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
 from streamrl.weights.vllm.live_weights_layers import LiveLayers  # noqa: E402
 from streamrl.weights.vllm.load_plan import record_load_plan  # noqa: E402
-from streamrl.weights.vllm.load_plan_reload import observe_after_loading  # noqa: E402
+from streamrl.weights.vllm.post_load_changes import record_post_load_changes  # noqa: E402
 
 ROWS, COLUMNS = 4, 8
 TENSORS = {
@@ -84,7 +84,7 @@ def loaded_model(bits: Mapping[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
             layer: {"weight": torch.nn.Parameter(torch.empty_like(layer.weight, device="meta"), requires_grad=False)}
             for layer in (model.first, model.second)
         }
-        monkeypatch.setattr(load_plan_reload, "loading_parameters", lambda module: notes.get(module, {}))
+        monkeypatch.setattr(rebuilt_layers, "loading_parameters", lambda module: notes.get(module, {}))
     model.load_weights((name, as_tensor(name, b)) for name, b in bits.items())
 
     def finish() -> None:
@@ -92,7 +92,7 @@ def loaded_model(bits: Mapping[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
             layer.quant_method.process_weights_after_loading(layer)
             layer.quant_method.calls = 0
 
-    observe_after_loading(model, finish)
+    record_post_load_changes(model, finish)
     return model
 
 
@@ -233,15 +233,15 @@ def test_what_was_loaded_is_compared_with_what_a_rebuild_gives(monkeypatch: pyte
 
 
 def test_no_worker_rebuilds_when_another_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def agreed(failed: str) -> None:
-        told.append(failed)
-        if others or failed:
-            raise WeightError(failed or others)
+    def agree(failure: str) -> None:
+        told.append(failure)
+        if others or failure:
+            raise WeightError(failure or others)
 
     told: list[str] = []
     others = ""
     bits = random_bits(0)
-    model, live, replica = anchored(monkeypatch, bits, agreed=agreed)
+    model, live, replica = anchored(monkeypatch, bits, agree=agree)
     delta = staged(replica, 1, bits, some_changed(bits, "first.up", "norm"))
     writes = live.prepare(delta, replica)
     others = "worker 1: it failed"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
 from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, fit_rectangles, record_load_plan  # noqa: E402
-from streamrl.weights.vllm.load_plan_reload import observe_after_loading  # noqa: E402
+from streamrl.weights.vllm.post_load_changes import record_post_load_changes  # noqa: E402
 
 ROWS, COLUMNS = 6, 8
 TENSORS = {
@@ -318,7 +318,7 @@ def loaded_layer(finish: object = None) -> Layer:
     layer = Layer()
     tensors = {name: as_tensor(name, bits) for name, bits in random_bits(0).items() if name in ("turned", "norm")}
     layer.load_weights(tensors.items())
-    observe_after_loading(layer, lambda: finish(layer) if finish else None)  # type: ignore[operator]
+    record_post_load_changes(layer, lambda: finish(layer) if finish else None)  # type: ignore[operator]
     return layer
 
 

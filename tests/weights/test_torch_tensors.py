@@ -173,7 +173,7 @@ def test_weights_on_a_device_are_published_from_there(tmp_path: Path, closed: Ex
             publisher.publish(version, weights.values())
             publisher.acknowledge(version)
         assert_same_frames(*publishers)
-        weights.masters.load(weights.masters.whole() * 1.002)
+        weights.masters.load(weights.masters.full() * 1.002)
     assert isinstance(publishers[0]._source, DeviceTensors)
     assert isinstance(publishers[1]._source, TorchOnHost)
 

@@ -1,4 +1,5 @@
-"""Recipes that are compared with each other: one recipe under several systems or kinds of rounds."""
+"""Recipes to compare: one recipe under several systems or kinds of rounds. Called by ``compare`` and ``simulate`` in
+the command's own process."""
 
 from __future__ import annotations
 
@@ -12,27 +13,27 @@ from streamrl.recipe.sections import Recipe
 
 
 def compared_recipes(path: Path, overrides: Sequence[str], names: str, flag: str) -> list[tuple[str, Recipe]]:
-    """The recipe in ``path`` for each ``NAME[:key=value...]`` of ``names``, which commas part; a name is one of a
-    system or of a kind of rounds. Raises ``RecipeError`` with the problems of all of them, which name the ``flag``."""
-    load_recipe(path, overrides)  # its own problems once
-    chosen: dict[str, Recipe] = {}
+    """Return the recipe in ``path`` for each ``NAME[:key=value...]`` of ``names``, separated by commas; a name is that
+    of a system or of a kind of rounds. Raises ``RecipeError`` with the problems of all names, which name ``flag``."""
+    load_recipe(path, overrides)  # problems of the recipe itself are reported once
+    recipes: dict[str, Recipe] = {}
     problems: list[str] = []
     for text in filter(None, (part.strip() for part in names.split(","))):
         name, *settings = text.split(":")
         if name not in (*System, *RoundKind):
-            known = ", ".join(dict.fromkeys((*System, *RoundKind)))
-            problems.append(f"{flag}: {name!r} is no system and no kind of rounds: choose from {known}")
+            valid_names = ", ".join(dict.fromkeys((*System, *RoundKind)))
+            problems.append(f"{flag}: {name!r} is no system and no kind of rounds: choose from {valid_names}")
             continue
-        # A system of the recipe would contradict the rounds.
-        one = [f'rollout.system="{name}"']
+        # Kinds of rounds replace the system of the recipe, which would contradict them.
+        scheduling = [f'rollout.system="{name}"']
         if name not in set(System) - {System.SYNCHRONOUS}:
-            one = ['rollout.system=""', f'rollout.rounds="{name}"']
+            scheduling = ['rollout.system=""', f'rollout.rounds="{name}"']
         try:
-            chosen[text] = load_recipe(path, (*overrides, *one, *settings))
+            recipes[text] = load_recipe(path, (*overrides, *scheduling, *settings))
         except RecipeError as error:
             problems += [f"{text}: {line}" for line in error.problems]
     if problems:
         raise RecipeError(*problems)
-    if not chosen:
+    if not recipes:
         raise RecipeError(f"{flag} {names!r} names no policy: give some, such as synchronous,continuous")
-    return list(chosen.items())
+    return list(recipes.items())

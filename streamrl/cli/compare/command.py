@@ -1,4 +1,5 @@
-"""``streamrl compare RECIPE``: a recipe under several systems, in turns, as one report."""
+"""``streamrl compare RECIPE``: a recipe under several systems, alternately, as one report. The command's own process is
+the supervisor of one run after the other."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ class Compare(Command, frozen=True, kw_only=True):
         """1 when a run broke; what is finished is reported all the same."""
         if self.samples < 0 or self.repeats < 1:
             raise RecipeError(f"--samples {self.samples} --repeats {self.repeats}: at least 0 and 1")
-        chosen = compared_recipes(recipe_file(self.recipe), self.overrides, self.systems, "--systems")
-        first = with_steps_of_epochs(chosen[0][1])[0]
+        recipes = compared_recipes(recipe_file(self.recipe), self.overrides, self.systems, "--systems")
+        first = with_steps_of_epochs(recipes[0][1])[0]
         stem = f"compare-{first.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         out = self.out or Path(first.run.directory) / stem
         if (out / FIGURES).exists():
@@ -64,27 +65,35 @@ class Compare(Command, frozen=True, kw_only=True):
         samples = self.samples or first.run.steps * first.batch_trajectories
         plan = []
         for repeat in range(1, self.repeats + 1):
-            for name, recipe in chosen if repeat % 2 else reversed(chosen):
-                of_run = measured_recipe(recipe, samples, repeat, name.partition(":")[0], out)
-                plan.append((name, repeat, with_hub_folders(of_run)))
+            # Every second repeat runs in the opposite order, so that drifts of the machine cancel.
+            for name, recipe in recipes if repeat % 2 else reversed(recipes):
+                run_recipe = measured_recipe(recipe, samples, repeat, name.partition(":")[0], out)
+                plan.append((name, repeat, with_hub_folders(run_recipe)))
         check_all([(name, recipe) for name, repeat, recipe in plan if repeat == 1])
         make_directory(out.absolute())
         log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
+        notes: tuple[str, ...] = ()
+        if first.engines.kind is EngineKind.SIMULATED:
+            notes = (f"engines are {SIMULATED_SENTENCE}",)
         empty = Comparison(
             recipe=first.run.name,
             machine=f"{platform.node()}, {os.cpu_count()} cores, {first.engines.count} engines",
             samples=samples,
             repeats=self.repeats,
-            systems=tuple(name for name, _ in chosen),
-            notes=(f"engines are {SIMULATED_SENTENCE}",) if first.engines.kind is EngineKind.SIMULATED else (),
+            systems=tuple(name for name, _ in recipes),
+            notes=notes,
         )
         comparison = anyio.run(compare, plan, empty, out)
         if self.json:
             print_json(comparison)
         else:
-            rows = (zip(comparison.table()[0], row, strict=True) for row in comparison.table()[1])
+            heads, cells = comparison.table()
+            rows = (zip(heads, row, strict=True) for row in cells)
             Console(width=None if sys.stdout.isatty() else 150).print(results_table("", rows))
-            print("\n".join([*comparison.notes, *([f"report: {out / PAGE}"] if comparison.runs else [])]))
+            lines = list(comparison.notes)
+            if comparison.runs:
+                lines.append(f"report: {out / PAGE}")
+            print("\n".join(lines))
         return 1 if comparison.failures else 0
 
 
@@ -101,23 +110,27 @@ def check_all(recipes: Sequence[tuple[str, Recipe]]) -> None:
 
 
 async def compare(plan: Sequence[tuple[str, int, Recipe]], comparison: Comparison, out: Path) -> Comparison:
-    """Run what is planned, one after the other, and write the report after each. ``plan``: name of the system, repeat,
-    recipe."""
-    begun = time.monotonic()
+    """Run ``plan``, one run after the other, and write the report after each. ``plan``: name of the system, repeat and
+    recipe of each run."""
+    started_at = time.monotonic()
     with StdoutReporter(sys.stderr) as screen:
         for number, (system, repeat, recipe) in enumerate(plan):
             title = f"{system} {repeat}, run {number + 1} of {len(plan)}"
 
             def progress(share: float, number: int = number, title: str = title) -> None:
-                done = (number + 0.9 * share) / len(plan)  # the rest of a run: its start, its end, its evaluation
-                left = f", about {duration((time.monotonic() - begun) * (1 / done - 1))} left" if done else ""
-                screen.progress(f"{title}{left}", round(100 * share), 100)
+                # A tenth of a run is its start, its end and its evaluation.
+                finished_share = (number + 0.9 * share) / len(plan)
+                text = title
+                if finished_share:
+                    remaining_s = (time.monotonic() - started_at) * (1 / finished_share - 1)
+                    text += f", about {duration(remaining_s)} left"
+                screen.progress(text, round(100 * share), 100)
 
             progress(0.0)
             try:
                 run = await measure_run(recipe, comparison.samples, system, repeat, progress)
             except* StreamRLError as errors:
-                reason = next(str(one) for one in leaves(errors))
+                reason = next(str(error) for error in leaves(errors))
                 failures = (*comparison.failures, f"{system}, repeat {repeat}: {reason}")
                 comparison = structs.replace(comparison, failures=failures)
                 screen.line(failures[-1])

@@ -1,4 +1,5 @@
-"""Figures of a whole comparison, and its report as one HTML page."""
+"""Figures of a comparison, and its report as one HTML page. Written by ``compare/command`` in the command's own
+process; ``Comparison`` is the content of comparison.json."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from streamrl.observe.follow.run_files import RunFiles
 
 
 class Figure(NamedTuple):
-    """A figure of a run: its column, its value (NaN: not measured), the form of it, and its meaning."""
+    """A figure of a run: its column, its value (NaN: not measured), its format, and its meaning."""
 
     name: str
     value: Callable[[ComparedRun], float]
@@ -46,8 +47,8 @@ FIGURES = (
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """``systems``: names in the order in which they were asked for; ``runs``: those that are finished; ``failures``: a
-    line for each run that broke; ``notes``: for who reads the figures."""
+    """``systems``: names in the order of the command line; ``runs``: finished runs; ``failures``: a line for each run
+    that broke; ``notes``: remarks for readers of the figures."""
 
     recipe: str
     machine: str
@@ -59,18 +60,18 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def values(self, figure: Figure, system: str) -> list[float]:
-        """The figure of each finished run of ``system`` that has it."""
+        """Return the figure of each finished run of ``system`` in which it was measured."""
         values = (figure.value(run) for run in self.runs if run.system == system)
         return [value for value in values if not math.isnan(value)]
 
     def speeds(self, system: str) -> list[float]:
-        """Ratios of the wall time a sample of the first system to that of ``system``, by repeat."""
+        """Return the ratios of the wall time a sample of the first system to that of ``system``, by repeat."""
         times = {(run.system, run.repeat): run.sample_ms for run in self.runs}
         pairs = ((times.get((self.systems[0], n)), times.get((system, n))) for n in range(1, self.repeats + 1))
-        return [base / own for base, own in pairs if base and own]
+        return [base_ms / system_ms for base_ms, system_ms in pairs if base_ms and system_ms]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Heads and rows, one row a system: means over repeats, with the least and the greatest."""
+        """Return heads and rows, one row a system: means over repeats, with the least and the greatest value."""
         heads = ["system", "runs", "times as fast", *(figure.name for figure in FIGURES)]
         rows = []
         for system in self.systems:
@@ -81,43 +82,46 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spread_text(values: Sequence[float], form: str) -> str:
-    """``1.52 (1.48 to 1.55)``: the mean, the least and the greatest; ``-`` of none."""
+    """Return ``1.52 (1.48 to 1.55)``: the mean, the least and the greatest value; ``-`` without values."""
     if not values:
         return "-"
-    ends = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
-    return f"{fmean(values):{form}}{ends}"
+    mean = f"{fmean(values):{form}}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
 
 def comparison_page(comparison: Comparison) -> bytes:
-    """The report as one HTML page that asks no other host: what ``streamrl report`` writes of the first finished run of
-    each system that is still there, with a panel above that has the figures of all."""
+    """Return the report as one HTML page without links to other hosts: the page of ``streamrl report`` for the first
+    finished run of each system whose directory still exists, below a panel with the figures of all runs."""
     first = {run.system: run for run in reversed(comparison.runs) if RunFiles(Path(run.directory)).recipe()}
-    shown = [first[system] for system in comparison.systems if system in first]
-    places = [typical_step(run) for run in shown]
+    page_runs = [first[system] for system in comparison.systems if system in first]
+    places = [typical_step(run) for run in page_runs]
     heads, rows = comparison.table()
     meanings = {figure.name: figure.text for figure in FIGURES}
     values = [[comparison.values(figure, system) for figure in FIGURES] for system in comparison.systems]
+    step_seconds = [run.steps[place]["time/step_s"] for run, place in zip(page_runs, places, strict=True)]
     answer = {
         "about": f"{comparison.recipe}: {comparison.samples:,} trained samples of each system after {WARM_UP_STEPS} "
         f"steps of warm-up; repeats of each, in turns: {comparison.repeats}; {comparison.machine}.",
         "heads": [{"name": head, "meaning": meanings.get(head, "")} for head in heads],
         "rows": [
-            {"cells": row, "values": [[]] * (len(row) - len(FIGURES)) + found}
-            for row, found in zip(rows, values, strict=True)
+            {"cells": row, "values": [[]] * (len(row) - len(FIGURES)) + system_values}
+            for row, system_values in zip(rows, values, strict=True)
         ],
         "notes": [*comparison.notes, *comparison.failures],
         "warnings": [f"{run.system}, repeat {run.repeat}: {text}" for run in comparison.runs for text in run.warnings],
         "stretches": [
             {"title": f"{run.system}: {run.sample_ms:.1f} ms a sample; from its step {place + 1} on", "place": place}
-            for run, place in zip(shown, places, strict=True)
+            for run, place in zip(page_runs, places, strict=True)
         ],
-        "seconds": max((run.steps[at]["time/step_s"] for run, at in zip(shown, places, strict=True)), default=1.0),
+        "seconds": max(step_seconds, default=1.0),
     }
-    return report_page([Path(run.directory) for run in shown], {"/api/comparison": answer})
+    return report_page([Path(run.directory) for run in page_runs], {"/api/comparison": answer})
 
 
 def typical_step(run: RunFigures) -> int:
-    """The place, among all steps of the run, of the measured one whose seconds a sample are the median."""
+    """Return the index, among all steps of the run, of the measured step with the median of seconds a sample."""
     places = range(WARM_UP_STEPS, WARM_UP_STEPS + len(run.measured))
-    each = sorted(places, key=lambda at: run.steps[at]["time/step_s"] / samples_of(run.steps[at]))
-    return each[(len(each) - 1) // 2]
+    by_speed = sorted(places, key=lambda place: run.steps[place]["time/step_s"] / samples_of(run.steps[place]))
+    return by_speed[(len(by_speed) - 1) // 2]

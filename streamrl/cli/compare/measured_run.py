@@ -1,4 +1,5 @@
-"""One run of a comparison: a recipe until it has trained a number of samples, and its figures."""
+"""One run of a comparison: trains a recipe until a number of samples, and returns its figures. Called by ``compare`` in
+the command's own process, which is the supervisor of the run."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ METRICS = (
 
 ANSWER_LIMIT_S = 60.0
 SPARE_STEPS = 8
-"""Steps that a run could still make while it is evaluated: at its last one it would end without."""
+"""Steps to spare while the run is evaluated: at its last step it would end without the evaluation."""
 
 
 class ComparedRun(RunFigures, frozen=True, kw_only=True):
@@ -45,12 +46,12 @@ class ComparedRun(RunFigures, frozen=True, kw_only=True):
 
 
 def measured_recipe(recipe: Recipe, samples: int, repeat: int, name: str, directory: Path) -> Recipe:
-    """``recipe`` as a comparison runs it: under a name of its own and the seed of the repeat, without evaluations
+    """Return ``recipe`` as a comparison runs it: with its own name and the seed of the repeat, without evaluations
     beside its steps, and long enough for ``samples`` at the smallest group size."""
     rollout = recipe.rollout
     run = recipe.run
-    sized = recipe.group_sizing.batches(rollout.prompts_per_batch, rollout.group_size)
-    steps = WARM_UP_STEPS + math.ceil(samples / min(groups * size for groups, size in sized)) + SPARE_STEPS
+    batch_shapes = recipe.group_sizing.batches(rollout.prompts_per_batch, rollout.group_size)
+    steps = WARM_UP_STEPS + math.ceil(samples / min(groups * size for groups, size in batch_shapes)) + SPARE_STEPS
     seed = run.seed + repeat - 1
     evaluation = structs.replace(recipe.evaluation, at_start=False, at_end=False, every=0, limit=0)
     return structs.replace(
@@ -65,38 +66,39 @@ def measured_recipe(recipe: Recipe, samples: int, repeat: int, name: str, direct
 async def measure_run(
     recipe: Recipe, samples: int, system: str, repeat: int, progress: Callable[[float], None]
 ) -> ComparedRun:
-    """Train until ``samples`` are trained after the warm-up, then evaluate and drain. ``progress``: called with the
+    """Train until ``samples`` are trained after the warm-up, then evaluate and drain. ``progress``: callback with the
     share that is trained. Raises ``ProcessDied`` where the run breaks, ``StreamRLError`` where it ends too early."""
     steps: list[dict[str, float]] = []
     warnings: list[str] = []
     trained = 0.0
-    enough = 0
+    last_measured_step = 0
     accuracy = math.nan
     async with Pipeline(recipe) as pipeline:
         async for event in pipeline.events():
             if isinstance(event, RunWarning):
                 warnings.append(f"step {event.step}: {event.message}")
-            if isinstance(event, EvaluationFinished) and enough:
+            if isinstance(event, EvaluationFinished) and last_measured_step:
                 accuracy = next(value for name, value in event.metrics.items() if "/avg@" in name)
                 pipeline.drain()
             if not isinstance(event, StepFinished):
                 continue
             steps.append({name: event.metrics[name] for name in METRICS if name in event.metrics})
-            trained += samples_of(event.metrics) if len(steps) > WARM_UP_STEPS else 0.0
+            if len(steps) > WARM_UP_STEPS:
+                trained += samples_of(event.metrics)
             progress(min(trained / samples, 1.0))
-            if round(trained) >= samples and not enough:
-                enough = len(steps)
+            if round(trained) >= samples and not last_measured_step:
+                last_measured_step = len(steps)
                 if recipe.evaluation.sets:
                     await _order_evaluation(pipeline.run_directory)
                 else:
                     pipeline.drain()
-    if not enough:
+    if not last_measured_step:
         raise StreamRLError(
             f"{pipeline.run_directory} ended after {trained:.0f} of {samples} samples: give more prompts"
         )
     return ComparedRun(
         steps=steps,
-        cool_down=len(steps) - enough,
+        cool_down=len(steps) - last_measured_step,
         accuracy=accuracy,
         system=system,
         repeat=repeat,

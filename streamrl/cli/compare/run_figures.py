@@ -1,4 +1,5 @@
-"""Figures of a finished run that are compared with those of other runs, at equal trained samples."""
+"""Figures of a finished run for comparison with other runs, at equal trained samples. Used by ``compare`` in the
+command's own process, and by benchmarks."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 WARM_UP_STEPS = 2
-"""First steps of every run, which are not measured: engines and trainer compile and fill their caches."""
+"""Unmeasured first steps of every run, in which engines and trainer compile and fill their caches."""
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """``steps``: metrics of each optimizer step (docs/metrics.md). ``accuracy``: held out, after the last measured step
-    (NaN: not measured). ``cool_down``: steps at the end that are not measured."""
+    """``steps``: metrics of each optimizer step (docs/metrics.md). ``accuracy``: held-out score after the last measured
+    step (NaN: not measured). ``cool_down``: steps at the end that are not measured."""
 
     steps: list[dict[str, float]]
     accuracy: float
@@ -56,8 +57,10 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     def mean_by(self, name: str, weight: Callable[[Mapping[str, float]], float]) -> float:
         """Mean of a metric over the measured steps that have it, each with its ``weight``. NaN where no step has it."""
         rows = [(step[name], weight(step)) for step in self.measured if name in step]
-        whole = sum(w for _, w in rows)
-        return sum(value * w for value, w in rows) / whole if whole else math.nan
+        total_weight = sum(row_weight for _, row_weight in rows)
+        if not total_weight:
+            return math.nan
+        return sum(value * row_weight for value, row_weight in rows) / total_weight
 
 
 def samples_of(step: Mapping[str, float]) -> float:

@@ -1,2 +1,2 @@
-"""Commands for what comes out of training: evaluate a model, export and push it, list and compare runs, and what only
-these commands use."""
+"""Commands for trained models and their runs: evaluate a model, export and push it, list and compare runs, with the
+helpers of these commands."""

@@ -1,4 +1,5 @@
-"""``streamrl eval MODEL RECIPE``: the recipe's held-out prompts and rewards, on a model of which nothing is trained."""
+"""``streamrl eval MODEL RECIPE``: the recipe's held-out prompts and rewards on a model, without training. Runs in the
+command's own process, with one engine as its child process."""
 
 from __future__ import annotations
 
@@ -52,28 +53,28 @@ class Eval(Command, frozen=True, kw_only=True):
         recipe, version = self._recipe()
         if self.out is not None:
             self.out.touch()
-        done = run_for_report(lambda: self._evaluate(recipe, version or 0))
+        evaluated = run_for_report(lambda: self._evaluate(recipe, version or 0))
         if self.out is not None:
             tokenizer = load_tokenizer(recipe.model.path)
-            lines = (sample_line(outcome, tokenizer) for _, outcomes in done for outcome in outcomes)
+            lines = (sample_line(outcome, tokenizer) for _, outcomes in evaluated for outcome in outcomes)
             self.out.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-        passes = [one for one, _ in done]
+        passes = [evaluation_pass for evaluation_pass, _ in evaluated]
         if self.json:
             print_json({"model": recipe.model.path, "version": version, "passes": passes})
         else:
             Console(soft_wrap=True, highlight=False).print(_table(passes, recipe))
-        return 0 if any(one for done in passes for one in done.scores.values()) else 1
+        return 0 if any(scores for result in passes for scores in result.scores.values()) else 1
 
     def _recipe(self) -> tuple[Recipe, int | None]:
-        """The recipe with the model that was asked for, and the version of a run that it is. Raises
+        """Return the recipe with the named model, and the version of the run where the model is from a run. Raises
         ``StreamRLError``."""
         folder, saved = find_model(self.model)
         path = self.recipe or (saved.run if saved else None)
         if path is None:
             raise RecipeError(f"{self.model} is no run: name the recipe too: streamrl eval MODEL RECIPE")
         prompts = self.prompts if self.prompts.startswith(HUB) else resolve_spec(self.prompts, Path.cwd())
-        chosen = {"model.path": folder, "evaluation.prompts": prompts, "evaluation.samples": self.samples}
-        settings = [f"{key}={toml_value(value)}" for key, value in chosen.items() if value not in (None, "")]
+        flags = {"model.path": folder, "evaluation.prompts": prompts, "evaluation.samples": self.samples}
+        settings = [f"{key}={toml_value(value)}" for key, value in flags.items() if value not in (None, "")]
         recipe = load_recipe(recipe_file(path), [*self.overrides, *settings])
         if not recipe.evaluation.sets:
             raise RecipeError(f"{path} has no evaluation.prompts: name some: --prompts FILE")
@@ -92,26 +93,29 @@ class Eval(Command, frozen=True, kw_only=True):
         greedy = not self.no_greedy and recipe.evaluation.temperature != 0
         with StdoutReporter(sys.stderr) as screen:
 
-            def ended(evaluation: EvaluationRun) -> None:
-                screen.progress("completions", len(evaluation.outcomes), evaluation.wanted)
+            def progress(evaluation: EvaluationRun) -> None:
+                screen.progress("completions", len(evaluation.outcomes), evaluation.completions)
 
             screen.line(f"starting an engine of {recipe.model.path}")
-            return await evaluate_model(recipe, version, tokenizer, greedy=greedy, ended=ended)
+            return await evaluate_model(recipe, version, tokenizer, greedy=greedy, on_completion=progress)
 
 
 def _table(passes: Sequence[EvaluationPass], recipe: Recipe) -> Table:
-    simulated = f"; {SIMULATED_SENTENCE}" if recipe.engines.kind is EngineKind.SIMULATED else ""
-    failed = sum(value for one in passes for name, value in one.figures.items() if name.endswith("/failed"))
-    lost = f"; {failed:.0f} completions have no score, --out FILE says why" if failed else ""
+    caption = f"{recipe.model.path}, at most {recipe.sampling.max_tokens} tokens"
+    if recipe.engines.kind is EngineKind.SIMULATED:
+        caption += f"; {SIMULATED_SENTENCE}"
+    failed = sum(value for result in passes for name, value in result.figures.items() if name.endswith("/failed"))
+    if failed:
+        caption += f"; {failed:.0f} completions have no score, --out FILE says why"
     table = Table(box=None, pad_edge=False, header_style="dim", caption_justify="left")
-    table.caption = f"{recipe.model.path}, at most {recipe.sampling.max_tokens} tokens{simulated}{lost}"
+    table.caption = caption
     for name in ("set", "score", "value", "95 % interval", "prompts", "temperature"):
         table.add_column(name, justify="left" if name in ("set", "score") else "right")
-    for one in passes:
-        for name, scores in one.scores.items():
-            prompts = f"{one.figures[f'eval/{name}/prompts']:.0f}"
+    for result in passes:
+        for name, scores in result.scores.items():
+            prompts = f"{result.figures[f'eval/{name}/prompts']:.0f}"
             for metric, score in scores.items():
-                interval = "" if score.low is None else f"{score.low:.3f} to {score.high:.3f}"
-                shown = metric if one.temperature else f"greedy {metric}"
-                table.add_row(name, shown, f"{score.value:.3f}", interval, prompts, f"{one.temperature:g}")
+                interval = None if score.low is None else f"{score.low:.3f} to {score.high:.3f}"
+                label = metric if result.temperature else f"greedy {metric}"
+                table.add_row(name, label, f"{score.value:.3f}", interval, prompts, f"{result.temperature:g}")
     return table

@@ -1,4 +1,5 @@
-"""``streamrl export`` and ``push``: the model of a run as a folder, and on the Hub."""
+"""``streamrl export`` and ``push``: the model of a run as a folder, and on the Hub. Runs in the command's own process;
+the run may go on meanwhile."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ class Export(Command, frozen=True):
     shard_size: Annotated[str, Argument("of a file of weights, such as 2GB (default: as saved)", metavar="SIZE")] = ""
 
     def run(self) -> int:
-        """Write it. Raises ``StreamRLError`` and ``OSError``: then nothing is there."""
+        """Write the model. Raises ``StreamRLError`` and ``OSError``: then no directory is left behind."""
         saved = saved_model(self.run_directory, self.version)
         files = export_model(saved, self.destination, self.shard_size)
-        made = {"directory": str(self.destination), "version": saved.version, "files": files}
-        return self.print(made, f"{self.destination}: version {saved.version}, {sum(files.values()) / 1e6:,.1f} MB")
+        result = {"directory": str(self.destination), "version": saved.version, "files": files}
+        return self.print(result, f"{self.destination}: version {saved.version}, {sum(files.values()) / 1e6:,.1f} MB")
 
 
 class Push(Command, frozen=True):
@@ -41,7 +42,7 @@ class Push(Command, frozen=True):
     public: Annotated[bool, Argument("everybody may see it")] = False
 
     def run(self) -> int:
-        """Upload it. Raises ``StreamRLError`` that names the remedy."""
+        """Upload the model. Raises ``StreamRLError`` that names the remedy."""
         saved = saved_model(self.run_directory, self.version)
         name = authenticated(self.name)
         with tempfile.TemporaryDirectory(prefix="streamrl-push-") as directory:

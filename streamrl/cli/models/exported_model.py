@@ -1,4 +1,5 @@
-"""A model of a run as a folder that transformers and vLLM load, whole or absent."""
+"""Writes a model of a run as a folder that transformers and vLLM load; a failed export leaves no folder. Called by
+``streamrl export`` and ``push`` in the command's own process."""
 
 from __future__ import annotations
 
@@ -22,41 +23,43 @@ from streamrl.recipe.sections import Sampling
 
 CARD = "README.md"
 GENERATION = "generation_config.json"
-_TAKEN = re.compile(
+_MODEL_FILES = re.compile(
     r"(config|special_tokens_map|added_tokens)\.json|(tokenizer|vocab|merges|LICEN[CS]E|NOTICE|USE_POLICY).*"
     rf"|[^/]+\.(model|tiktoken|jinja)|{TEMPLATE_FOLDER}/[^/]+\.jinja"
 )
-"""Files beside the weights that a model is loaded by, or may not be passed on without. Others of the base's folder stay
-behind: a folder may hold anything."""
+"""Files beside the weights that loading the model needs, or without which it may not be passed on (licences). Other
+files of the folder are not copied."""
 _SPARE_BYTES = 64 << 20
 
 
 def export_model(saved: SavedModel, destination: Path, shard_size: str = "") -> dict[str, int]:
     """Write the model to ``destination``, a directory that is not there or empty: weights in files of at most
-    ``shard_size``, such as 2GB (empty: as the checkpoint has them), tokenizer, templates, generation settings with the
-    sampling of the run, and a card. Returns the bytes of each file. Raises ``StreamRLError`` and ``OSError``: then
-    nothing is there."""
+    ``shard_size``, such as 2GB (empty: the files of the checkpoint), tokenizer, templates, generation settings with the
+    sampling of the run, and a card. Returns the bytes of each file. Raises ``StreamRLError`` and ``OSError``: then no
+    directory is left behind."""
     recipe = load_recipe(saved.run / "recipe.toml")
     folder = saved.folder
     digests = {name[3:]: digest for name, digest in read_digests(saved.checkpoint).items() if name.startswith("hf/")}
     weights = [name for name in digests if name.endswith((".safetensors", INDEX_FILE))]
-    taken = [name for name in digests if _TAKEN.fullmatch(name)]
+    other_files = [name for name in digests if _MODEL_FILES.fullmatch(name)]
     parent = destination.absolute().parent
     make_directory(parent)
-    size = sum((folder / name).stat().st_size for name in (*taken, *weights))
+    size = sum((folder / name).stat().st_size for name in (*other_files, *weights))
     free = shutil.disk_usage(parent).free
     if size + _SPARE_BYTES > free:
-        full = f"the model takes {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {parent}"
-        raise DiskFull(f"{full}: make room, or name a directory on another disk")
+        message = f"the model takes {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {parent}"
+        raise DiskFull(f"{message}: make room, or name a directory on another disk")
     with new_directory(destination) as partial:
-        copied = taken if shard_size else [*taken, *weights]
+        copied = other_files if shard_size else [*other_files, *weights]
         for name in copied:
             (partial / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / name, partial / name)
         if shard_size:
             _write_shards([folder / name for name in weights], partial, shard_size)
-        found = [(partial, copied)] + ([(folder, weights)] if shard_size else [])
-        if damaged := [one for at, names in found for one in faults(at, {name: digests[name] for name in names})]:
+        damaged = faults(partial, {name: digests[name] for name in copied})
+        if shard_size:
+            damaged += faults(folder, {name: digests[name] for name in weights})
+        if damaged:
             raise StreamRLError(f"{folder} is damaged: {', '.join(damaged)}; take another version of the run")
         (partial / GENERATION).write_bytes(_generation_config(folder, recipe.sampling))
         (partial / CARD).write_text(model_card(saved, recipe))
@@ -76,13 +79,18 @@ def _write_shards(files: Sequence[Path], directory: Path, shard_size: str) -> No
 
 
 def _generation_config(folder: Path, sampling: Sampling) -> bytes:
-    """The base's settings, with the end tokens of its configuration where it has no others, and the run's sampling in
-    place of its own. No limit of tokens: vLLM's server would take it for one of every request."""
+    """Return the end tokens of the base model (from its configuration where its generation settings have none) with the
+    sampling of the run. Without a limit of tokens, which vLLM's server would apply to every request."""
     config, settings = (read_json(folder / name) for name in ("config.json", GENERATION))
     tokens = {
         name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(name) is not None
     }
-    kept = {name: value for name, value in settings.items() if name.endswith("_token_id")}
-    chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
-    chosen |= {"top_k": sampling.top_k, "min_p": sampling.min_p}
-    return msgspec.json.format(msgspec.json.encode(tokens | kept | chosen), indent=2) + b"\n"
+    token_settings = {name: value for name, value in settings.items() if name.endswith("_token_id")}
+    run_sampling = {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+    }
+    return msgspec.json.format(msgspec.json.encode(tokens | token_settings | run_sampling), indent=2) + b"\n"

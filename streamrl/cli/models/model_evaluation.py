@@ -1,4 +1,5 @@
-"""An evaluation without a trainer: the held-out evaluation of a run, of any model, on an engine of its own."""
+"""The held-out evaluation of any model, without a trainer. Called by ``streamrl eval`` in the command's own process,
+which starts one engine; ``reward test`` and ``try`` use ``started_engine`` alone."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ from streamrl.stages.environment import EnvironmentStage
 from streamrl.stages.episodes import Episode, Episodes, one_completion
 
 _WIDTH = NormalDist().inv_cdf(0.975)
-Ended = Callable[[EvaluationRun], None]
-"""Called after each completion with the evaluation that it belongs to."""
+OnCompletion = Callable[[EvaluationRun], None]
+"""Called after each completion with the evaluation of that completion."""
 
 
 class ScoreOfPrompts(msgspec.Struct, frozen=True):
@@ -49,7 +50,7 @@ class ScoreOfPrompts(msgspec.Struct, frozen=True):
 
 class EvaluationPass(msgspec.Struct, frozen=True, kw_only=True):
     """``samples`` completions of each prompt at ``temperature``. ``scores``: ``avg@k`` and ``pass@j`` of each held-out
-    set; ``figures``: as an evaluation of a run has them (docs/metrics.md)."""
+    set; ``figures``: metrics of an evaluation of a run (docs/metrics.md)."""
 
     samples: int
     temperature: float
@@ -61,35 +62,45 @@ EvaluatedPass = tuple[EvaluationPass, Sequence[EndedOutcome]]
 
 
 async def evaluate_model(
-    recipe: Recipe, version: int, tokenizer: Tokenizer, *, greedy: bool, ended: Ended
+    recipe: Recipe, version: int, tokenizer: Tokenizer, *, greedy: bool, on_completion: OnCompletion
 ) -> list[EvaluatedPass]:
     """Evaluate the model of ``recipe`` on the first ``evaluation.limit`` prompts of its held-out sets (0: all): with
     ``evaluation.samples`` completions of each, and if ``greedy`` with the likeliest one. Prompts, seeds and rewards are
     those of an evaluation of ``version`` in a run. Returns each pass with its outcomes. Raises ``RecipeError`` for
     prompts and rewards that cannot be used, ``EngineError`` where the engine does not start or dies."""
     passes = [recipe.evaluation]
-    passes += [structs.replace(recipe.evaluation, samples=1, temperature=0.0)] if greedy else []
+    if greedy:
+        passes.append(structs.replace(recipe.evaluation, samples=1, temperature=0.0))
     longest = max_model_len(recipe, model_config(recipe.model.path)) - recipe.sampling.max_tokens
     async with opened_rewards(recipe.rewards, recipe.reward_limits, tokenizer) as rewards:
         columns = needed_columns(rewards.signatures)
         _, *sources = prompt_sources(recipe).values()
-        reader = None if recipe.environment.given else tokenizer
-        if problems := [line for one in sources for line in check_prompts(one, reader, columns, longest)]:
+        reader = None if recipe.environment.configured else tokenizer
+        if problems := [line for source in sources for line in check_prompts(source, reader, columns, longest)]:
             raise RecipeError(*problems)
         held_out = await read_held_out(recipe, tokenizer, in_flight=recipe.engines.max_num_seqs)
-        limited = {"every": 1, "limit": recipe.evaluation.limit}  # the limits of sets are those of a run's steps
-        sets = {name: (structs.replace(one, **limited), size) for name, (one, size) in held_out.sets.items()}
+        limited = {"every": 1, "limit": recipe.evaluation.limit}  # the limits of sets apply to the steps of a run
+        sets = {name: (structs.replace(settings, **limited), size) for name, (settings, size) in held_out.sets.items()}
         held_out = structs.replace(held_out, sets=sets)
-        async with started_engine(recipe) as engine:
-            chosen = [structs.replace(held_out, settings=settings) for settings in passes]
-            async with _episode(recipe, tokenizer) as episode:
-                return [await _pass(recipe, one, version, engine, rewards, ended, episode) for one in chosen]
+        async with started_engine(recipe) as engine, _episode(recipe, tokenizer) as episode:
+            return [
+                await _pass(
+                    recipe,
+                    structs.replace(held_out, settings=settings),
+                    version,
+                    engine,
+                    rewards,
+                    on_completion,
+                    episode,
+                )
+                for settings in passes
+            ]
 
 
 @contextlib.asynccontextmanager
 async def _episode(recipe: Recipe, tokenizer: Tokenizer) -> AsyncIterator[Episode]:
     """The episode of a recipe, whose environment runs in this process."""
-    if not recipe.environment.given:
+    if not recipe.environment.configured:
         yield one_completion
         return
     async with anyio.create_task_group() as nursery:
@@ -113,38 +124,47 @@ class _RewardsHere:
 
 
 async def _pass(
-    recipe: Recipe, held_out: HeldOut, version: int, engine: Sampler, rewards: RewardSet, ended: Ended, episode: Episode
+    recipe: Recipe,
+    held_out: HeldOut,
+    version: int,
+    engine: Sampler,
+    rewards: RewardSet,
+    on_completion: OnCompletion,
+    episode: Episode,
 ) -> EvaluatedPass:
-    """The episodes of a run, without control."""
+    """Run the episodes of one pass, as a run does but without a controller."""
     settings = held_out.settings
     sampling = recipe.sampling
     evaluation = EvaluationRun(held_out, version, limit=settings.limit, seed=recipe.run.seed)
     episodes = Episodes(engine, sampling, _RewardsHere(rewards), Journal(), episode=episode)
 
     async def progressed() -> None:
-        ended(evaluation)
+        on_completion(evaluation)
 
     async with episodes.running():
         figures = await evaluation.run(episodes, progressed)
     scores: dict[str, dict[str, ScoreOfPrompts]] = {}
     for name, numbers in evaluation.sets.items():
-        own = evaluation.outcomes_of(numbers)
-        ends = [one.outcome for one in own if isinstance(one, Scored) and isinstance(one.outcome, ScoredTrajectory)]
-        scores[name] = scores_of(scores_by_prompt(ends, held_out.reward), settings)
+        trajectories = [
+            end.outcome
+            for end in evaluation.outcomes_of(numbers)
+            if isinstance(end, Scored) and isinstance(end.outcome, ScoredTrajectory)
+        ]
+        scores[name] = scores_of(scores_by_prompt(trajectories, held_out.reward), settings)
     temperature = sampling.temperature if settings.temperature is None else settings.temperature
-    done = EvaluationPass(samples=settings.samples, temperature=temperature, scores=scores, figures=figures)
-    return done, evaluation.outcomes
+    result = EvaluationPass(samples=settings.samples, temperature=temperature, scores=scores, figures=figures)
+    return result, evaluation.outcomes
 
 
 def scores_of(by_prompt: Sequence[Sequence[float]], settings: Evaluation) -> dict[str, ScoreOfPrompts]:
     """``avg@k`` and ``pass@1``, ``pass@2`` ... ``pass@k`` of the scores of each prompt, with their intervals."""
-    found = values_by_prompt(by_prompt, settings.samples, settings.success_reward)
-    return {name: _score_of(values) for name, values in found.items()}
+    metrics = values_by_prompt(by_prompt, settings.samples, settings.success_reward)
+    return {name: _score_of(values) for name, values in metrics.items()}
 
 
 def _score_of(values: Sequence[float]) -> ScoreOfPrompts:
-    """The mean of one value a prompt. Its interval: Wilson's where all are 0 or 1, so that 20 of 20 is not certain;
-    else by the standard error of the mean."""
+    """Return the mean of one value a prompt with its interval: Wilson's where all values are 0 or 1, so that 20 of 20
+    is not certain; else by the standard error of the mean."""
     mean = fmean(values)
     count = len(values)
     if set(values) <= {0.0, 1.0}:
@@ -163,10 +183,9 @@ def _score_of(values: Sequence[float]) -> ScoreOfPrompts:
 async def started_engine(recipe: Recipe) -> AsyncIterator[WatchedEngine]:
     """An engine of ``recipe``, vLLM's or a simulated one, with the weights of the model's folder, open for the block.
     Raises ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or dies."""
-
-    one = structs.replace(recipe, engines=structs.replace(recipe.engines, count=1, sets=()))
+    single = structs.replace(recipe, engines=structs.replace(recipe.engines, count=1, sets=()))
     with tempfile.TemporaryDirectory(prefix="streamrl-") as sockets:
-        engine = engine_of(one, ProcessPlan(role=Role.ENGINE, index=0), Path(sockets))
+        engine = engine_of(single, ProcessPlan(role=Role.ENGINE, index=0), Path(sockets))
         try:
             await engine.start()
             async with asyncio.TaskGroup() as tasks:
@@ -174,5 +193,5 @@ async def started_engine(recipe: Recipe) -> AsyncIterator[WatchedEngine]:
                 yield engine
                 watching.cancel()
         finally:
-            logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs its own end as an error
+            logging.getLogger("vllm").setLevel(logging.CRITICAL)  # vLLM logs its shutdown as an error
             await engine.aclose()

@@ -1,4 +1,5 @@
-"""``streamrl runs``: the runs of a directory, or several side by side, read from their files alone."""
+"""``streamrl runs``: the runs of a directory, or several runs side by side, read from their files alone in the
+command's own process. ``streamrl train --json`` prints its run as a ``ListedRun`` too."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ _COMPARED = ("reward/mean", "reward/zero_std_ratio", "completion/length_mean", "
 
 
 class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """``state``: of one that was stopped ``streamrl show`` says whether it was drained or killed; ``started``: in local
-    time; ``metrics``: of the last step; ``scores``: of the last evaluation; ``recipe``: its values as TOML, by path."""
+    """``state``: ``streamrl show`` says of a stopped run whether it was drained or killed; ``started``: local time;
+    ``metrics``: values of the last step; ``scores``: values of the last evaluation; ``recipe``: values as TOML by
+    key."""
 
     run: str
     directory: str
@@ -48,29 +50,31 @@ class Runs(Command, frozen=True):
     ] = ()
 
     def run(self) -> int:
-        """Print it. Raises ``StreamRLError`` for what is no run."""
+        """Print the list or the comparison. Raises ``StreamRLError`` for a place that is no run."""
         places = [path if (path := RUNS / name).is_dir() else Path(name) for name in self.places] or [RUNS]
         if len(places) == 1 and not (places[0] / "recipe.toml").is_file():
-            found = [listed_run(run.directory) for run in runs_in(places[0])]
+            runs = [listed_run(run.directory) for run in runs_in(places[0])]
         else:
-            found = list(map(listed_run, places))
-        if not found:
+            runs = list(map(listed_run, places))
+        if not runs:
             raise StreamRLError(f"{places[0]} has no runs: name a directory that has some, such as runs")
-        rows = _differences(found) if len(places) > 1 else {}
+        rows = None
+        if len(places) > 1:
+            rows = _differences(runs)
         if self.json:
-            print_json({"runs": found, "compared": rows} if rows else found)
+            print_json({"runs": runs, "compared": rows} if rows else runs)
             return 0
         console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-        console.print(
-            _table(["run", "started", "state", "step", "reward", "held-out", "model", "tags"], map(_cells, found))
-        )
+        columns = ["run", "started", "state", "step", "reward", "held-out", "model", "tags"]
+        console.print(_table(columns, map(_cells, runs)))
         if rows:
-            console.print("", _table(("", *(one.run for one in found)), ((name, *row) for name, row in rows.items())))
+            differences = ((name, *row) for name, row in rows.items())
+            console.print("", _table(("", *(run.run for run in runs)), differences))
         return 0
 
 
 def listed_run(directory: Path) -> ListedRun:
-    """The run in ``directory``. Raises ``StreamRLError`` where it is none, or where its recipe cannot be read."""
+    """Return the run in ``directory``. Raises ``StreamRLError`` for a directory without a readable recipe of a run."""
     run = RunFiles(directory)
     last = {line.kind: line for line in run.metric_lines()}
     recipe = run.recipe()
@@ -79,47 +83,57 @@ def listed_run(directory: Path) -> ListedRun:
             f"{directory} is not the directory of a run (its recipe.toml cannot be read): name one, such as runs/latest"
         )
     step = last.get("step")
-    scored = last.get("evaluation")
+    evaluation = last.get("evaluation")
     model = recipe["model.path"]
-    started = run.started()
+    started = ""
+    if started_at := run.started():
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started_at))
+    metrics: dict[str, float] = {}
+    if step:
+        metrics = step.values
+    scores: dict[str, float] = {}
+    if evaluation:
+        scores = {name: value for name, value in evaluation.values.items() if SCORE.fullmatch(name)}
     return ListedRun(
         run=run.run_id,
         directory=str(directory.resolve()),
-        started=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else "",
+        started=started,
         state=run.state(step),
         step=step.step if step else 0,
         steps=run.steps(step) or 0,
         model=hub_name(model) or Path(model).name,
         tags=tuple(recipe.get("run.tags", ())),
-        metrics=step.values if step else {},
-        scores={name: value for name, value in (scored.values if scored else {}).items() if SCORE.fullmatch(name)},
+        metrics=metrics,
+        scores=scores,
         recipe={name: toml_value(value) for name, value in recipe.items()},
     )
 
 
 def _differences(runs: Sequence[ListedRun]) -> dict[str, list[str]]:
-    """Rows that are not equal in all of ``runs``, by key of the recipe and name of the figure, in their order."""
+    """Return the rows that differ between ``runs``, by recipe key or name of the figure."""
     tables = [
-        one.recipe
-        | {"step": str(one.step)}
-        | {name: _number(value) for name, value in one.metrics.items() if name in _COMPARED}
-        | {name: _number(value) for name, value in one.scores.items()}
-        for one in runs
+        run.recipe
+        | {"step": str(run.step)}
+        | {name: _number(value) for name, value in run.metrics.items() if name in _COMPARED}
+        | {name: _number(value) for name, value in run.scores.items()}
+        for run in runs
     ]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = {name: [table.get(name, "") for table in tables] for name in names}
     return {name: row for name, row in rows.items() if len(set(row)) > 1}
 
 
-def _cells(one: ListedRun) -> Sequence[str]:
-    reward = one.metrics.get("reward/mean")
-    held_out = next(iter(one.scores.values()), None)
-    step = f"{one.step}/{one.steps}"
-    return (one.run, one.started, one.state, step, _number(reward), _number(held_out), one.model, ", ".join(one.tags))
+def _cells(run: ListedRun) -> Sequence[str]:
+    reward = run.metrics.get("reward/mean")
+    held_out = next(iter(run.scores.values()), None)
+    step = f"{run.step}/{run.steps}"
+    return (run.run, run.started, run.state, step, _number(reward), _number(held_out), run.model, ", ".join(run.tags))
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    if value is None:
+        return ""
+    return f"{value:.4g}"
 
 
 def _table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:

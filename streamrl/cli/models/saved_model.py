@@ -1,4 +1,5 @@
-"""Models by the names that people give them: a folder, a checkpoint, a run, a version of a run."""
+"""Finds a saved model by its name on the command line: a folder, a checkpoint, a run, a version of a run. Called by
+``eval``, ``export`` and ``push`` in the command's own process."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from streamrl.recipe.rules.hub_names import HUB, is_bare_name
 from streamrl.run.checkpoints import LATEST, SCORES, read_scores
 
 BEST = "best"
-"""Of the versions of a run, the one with the highest held-out score."""
+"""The version of a run with the highest held-out score."""
 
 
 class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,37 +25,38 @@ class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def folder(self) -> Path:
-        """The folder in Hugging Face format: with LoRA the merged model."""
+        """The folder in Hugging Face format; with LoRA it holds the merged model."""
         return self.checkpoint / "hf"
 
 
 def saved_model(run: Path, version: str = "") -> SavedModel:
-    """The model of ``version`` of a run: a number, ``latest`` (also where it is empty), or ``best``. Raises
-    ``StreamRLError`` that names the versions that there are."""
+    """Return the model of ``version`` of a run: a number, ``latest`` (also if empty), or ``best``. Raises
+    ``StreamRLError`` that names the existing versions."""
     if not (run / "recipe.toml").is_file():
         raise StreamRLError(f"{run} is not the directory of a run: give one, such as runs/latest")
     checkpoints = run / "checkpoints"
-    there = {int(path.parent.name[5:]): path.parent for path in sorted(checkpoints.glob("step-*/hf"))}
-    known = f"it has versions {', '.join(map(str, there))}" if there else "it has no checkpoint yet"
+    folders = {int(path.parent.name[5:]): path.parent for path in sorted(checkpoints.glob("step-*/hf"))}
     number: int | None = int(version) if version.isdecimal() else None
     if version == BEST:
-        scores = {number: score for number, score in read_scores(checkpoints / SCORES).items() if number in there}
-        number = max(scores, key=lambda one: (scores[one], one), default=None)
-    elif version in ("", LATEST) and there:
+        scores = {number: score for number, score in read_scores(checkpoints / SCORES).items() if number in folders}
+        number = max(scores, key=lambda step: (scores[step], step), default=None)
+    elif version in ("", LATEST) and folders:
         latest = surviving(checkpoints / LATEST)
-        number = next((one for one, path in there.items() if path.resolve() == latest), max(there))
-    if number not in there:
-        kept = "; the best is kept where checkpoint.keep_best is 1 or more" if version == BEST and there else ""
+        number = next((step for step, path in folders.items() if path.resolve() == latest), max(folders))
+    if number not in folders:
+        versions = f"it has versions {', '.join(map(str, folders))}" if folders else "it has no checkpoint yet"
+        if version == BEST and folders:
+            versions += "; the best is kept where checkpoint.keep_best is 1 or more"
         raise StreamRLError(
-            f"{run} has no checkpoint of version {version or LATEST!r} (a number, latest, best): {known}{kept}"
+            f"{run} has no checkpoint of version {version or LATEST!r} (a number, latest, best): {versions}"
         )
-    return SavedModel(run=run, version=number, checkpoint=there[number])
+    return SavedModel(run=run, version=number, checkpoint=folders[number])
 
 
 def find_model(name: str) -> tuple[str, SavedModel | None]:
-    """The folder of the model that ``name`` means, and where it is a run's also which: a folder in Hugging Face format,
-    a checkpoint, a run (its latest version), or ``RUN@VERSION``; a name on the Hub as it is. Raises
-    ``StreamRLError``."""
+    """Return the folder of the model that ``name`` stands for, with the ``SavedModel`` where it belongs to a run.
+    ``name``: a folder in Hugging Face format, a checkpoint, a run (its latest version), or ``RUN@VERSION``; names on
+    the Hub are returned unchanged. Raises ``StreamRLError``."""
     path = Path(name)
     if (path / "config.json").is_file():
         return str(path.resolve()), None
@@ -71,5 +73,5 @@ def find_model(name: str) -> tuple[str, SavedModel | None]:
             if is_bare_name(name) or name.startswith(HUB):
                 return name, None
             raise StreamRLError(f"{name} is no model: give a folder, a run, RUN@VERSION, or a name on the Hub")
-    made = saved_model(run, version)
-    return str(made.folder.resolve()), made
+    saved = saved_model(run, version)
+    return str(saved.folder.resolve()), saved

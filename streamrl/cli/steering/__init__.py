@@ -1,2 +1,2 @@
-"""Commands that look at a running run and steer it over its control socket. It imports the messages of
+"""Commands that inspect a running run and steer it over its control socket, with the messages of
 ``launch/steering``."""

@@ -1,4 +1,5 @@
-"""``streamrl status``, ``pause``, ``continue``, ``checkpoint``, ``evaluate`` and ``set``: to a running run."""
+"""Steering commands for a running run: ``streamrl status``, ``pause``, ``continue``, ``checkpoint``, ``evaluate``,
+``set``. Each sends one request from its own process over the control socket of the run."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class SteeringCommand(Command, frozen=True):
     run_directory: RunPath
 
     def run(self) -> int:
-        """Ask for it and return once it is in the journal of the run."""
+        """Send the order and return once it is in the journal of the run."""
         return _steer(self, SteerRun(order=self.order))
 
 
@@ -79,7 +80,7 @@ class SetKeys(Command, frozen=True):
     step: Annotated[int, Argument("from the batch of this step on (default: the next one)", metavar="N")] = 0
 
     def run(self) -> int:
-        """Ask for it and return once it is in the journal of the run."""
+        """Send the changes and return once they are in the journal of the run."""
         return _steer(self, ChangeSettings(changes=self.changes, step=self.step))
 
 
@@ -93,21 +94,25 @@ def _lines(status: SteeringStatus) -> list[str]:
     unit = "full" if status.batch >= status.batch_target else "filled"
     rows = {
         "state": status.state,
-        "step": f"{status.step} of {status.steps}" if status.steps else "",
-        "versions": f"trainer {status.trainer_version}, live {status.live_version}" if status.steps else "",
+        "step": f"{status.step} of {status.steps}",
+        "versions": f"trainer {status.trainer_version}, live {status.live_version}",
         "batch": f"{status.batch} of {status.batch_target} {unit}, {status.round_kind or 'no'} round",
         "under way": f"{status.in_flight} trajectories, {status.ready} groups ready, {status.queue} prompts queue",
-        "waits for": f"{status.waits_for}, for {status.waited_s:.1f} s" if status.waits_for else "",
+        "waits for": f"{status.waits_for}, for {status.waited_s:.1f} s",
         "pending": ", ".join(status.pending),
         "changed": ", ".join(f"{key} = {value}" for key, value in status.changed.items()),
     }
     if not status.steps:
-        del rows["batch"], rows["under way"]
+        del rows["step"], rows["versions"], rows["batch"], rows["under way"]
+    if not status.waits_for:
+        del rows["waits for"]
     lines = [f"{name:<12}{text}" for name, text in rows.items() if text]
     lines += [f"{'from step':<12}{change.step or 'next'}: {change.values}" for change in status.waiting]
     lines += [f"{'':<12}{wait}" for wait in status.waits]
-    for one in status.processes:
-        state = "runs" if one.exit_code is None else f"ended with {one.exit_code}"
-        again = f", started again {one.restarts} times" if one.restarts else ""
-        lines.append(f"{'process':<12}{one.name}  {one.pid}  {state}, {one.started_s:.0f} s{again}")
+    for process in status.processes:
+        state = "runs" if process.exit_code is None else f"ended with {process.exit_code}"
+        line = f"{'process':<12}{process.name}  {process.pid}  {state}, {process.started_s:.0f} s"
+        if process.restarts:
+            line += f", started again {process.restarts} times"
+        lines.append(line)
     return lines

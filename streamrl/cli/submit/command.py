@@ -94,9 +94,9 @@ class Slurm(_OnHosts, frozen=True, kw_only=True):
     def run(self) -> int:
         """Print the number of the job."""
         recipe = self.read(self.nodes)
-        named = {"time": self.time, "partition": self.partition, "account": self.account}
-        given = [pair(text, "--sbatch", r"[a-z][a-z-]*") for text in self.sbatch]
-        options = [*((key, value) for key, value in named.items() if value), *given]
+        own_options = {"time": self.time, "partition": self.partition, "account": self.account}
+        options = [(key, value) for key, value in own_options.items() if value]
+        options += [pair(text, "--sbatch", r"[a-z][a-z-]*") for text in self.sbatch]
         refuse_control(*(value for _, value in options))
         runs = self.recipe.absolute().parent if self.resume else Path(recipe.run.directory).absolute()
         name = f"{recipe.run.name[: LONGEST_RUN_NAME - 20].rstrip('-._')}-slurm-@@SLURM_JOB_ID@@"
@@ -107,7 +107,7 @@ class Slurm(_OnHosts, frozen=True, kw_only=True):
             folder=Path.cwd(),
             runs=runs,
             setup=self.lines(),
-            least=recipe.cluster.hosts or self.nodes,
+            least_hosts=recipe.cluster.hosts or self.nodes,
             port=self.port,
             gpus_per_node=self.gpus_per_node,
             interface=recipe.cluster.interface,
@@ -168,8 +168,8 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
         text = yaml.safe_dump(manifest, sort_keys=False, width=1000)
         if self.print_only:
             return self.print(manifest, text.rstrip())
-        said = given_to(["kubectl", "apply", "-f", "-"], text)
-        return self.print({"manifest": manifest, "kubectl": said}, said)
+        message = given_to(["kubectl", "apply", "-f", "-"], text)
+        return self.print({"manifest": manifest, "kubectl": message}, message)
 
 
 class Ssh(_OnHosts, frozen=True, kw_only=True):
@@ -233,16 +233,17 @@ def refuse_control(*texts: object) -> None:
 
 
 def program(name: str) -> str:
-    """Path of a program. Raises ``RecipeError`` where it is not there."""
-    found = shutil.which(name)
-    if found is None:
+    """Path of a program. Raises ``RecipeError`` where it is not installed."""
+    path = shutil.which(name)
+    if path is None:
         raise RecipeError(f"{name} is not on the PATH: run this where it is, or add --print and submit it by hand")
-    return found
+    return path
 
 
 def given_to(command: Sequence[str], text: str) -> str:
     """Output of a program that reads ``text`` from stdin. Raises ``RecipeError`` with its complaint."""
-    done = subprocess.run([program(command[0]), *command[1:]], input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RecipeError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout.strip()
+    words = [program(command[0]), *command[1:]]
+    result = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RecipeError(f"{' '.join(command)}: {result.stderr.strip() or f'exit code {result.returncode}'}")
+    return result.stdout.strip()

@@ -1,9 +1,10 @@
 """``python -m streamrl.cli.submit.host``: the program of one host of a cluster, until the run ends.
 
-It starts Ray in a temporary folder of its own, on the first host (rank 0) also the command behind ``--``, once all
-hosts are there; it ends with that command, on other hosts when the head is gone. Then it ends all that is below it.
-SIGUSR1 drains the run; so does the first SIGTERM, and the second ends it. With ``--lease`` orders come on stdin, and
-its end or silence ends the run: the connection of ``streamrl launch ssh`` is gone."""
+Slurm, Kubernetes or ssh starts it. It starts Ray in a temporary folder of its own. On the first host (rank 0) it runs
+the command behind ``--`` once all hosts are in the cluster, and ends with that command; on other hosts it ends when the
+head is gone. Then it ends all processes below it. SIGUSR1 drains the run; so does the first SIGTERM, and the second
+ends it. With ``--lease`` orders come on stdin, and the end of stdin, or its silence, ends the run: the connection of
+``streamrl launch ssh`` is gone."""
 
 from __future__ import annotations
 
@@ -54,9 +55,11 @@ class Host:
         self._options = options
         self._token = token
         self._is_head = options.rank == 0
-        # Of another host only when the head answers: before, the head's name may be unknown.
-        self._own = own_address(options.interface, options.peer) if self._is_head else ""
-        self._at = f"{self._own or head}:{options.port}"
+        # Another host finds its address when the head answers: before, the name of the head may be unknown.
+        self._address = ""
+        if self._is_head:
+            self._address = own_address(options.interface, options.peer)
+        self._at = f"{self._address or head}:{options.port}"
         short = next(p for p in (tempfile.gettempdir(), "/tmp") if len(p) <= _LONGEST_FOLDER or p == "/tmp")
         self._temporary = Path(tempfile.mkdtemp(prefix="streamrl-", dir=short))
         self._orders = _Orders(options.lease)
@@ -72,14 +75,19 @@ class Host:
             environment = ray_environment(os.environ, self._shared_token(deadline_s))
             if not self._is_head:
                 self._await(partial(answers, self._at), deadline_s, f"no head of Ray answers at {self._at}")
-                self._own = own_address(self._options.interface, self._at.rpartition(":")[0])
+                self._address = own_address(self._options.interface, self._at.rpartition(":")[0])
             arguments = ray_arguments(
-                head=self._is_head, at=self._at, own=self._own, temporary=self._temporary, gpus=self._options.gpus
+                head=self._is_head,
+                at=self._at,
+                address=self._address,
+                temporary=self._temporary,
+                gpus=self._options.gpus,
             )
-            say(f"starting Ray at {self._own}" + (" (head)" if self._is_head else f", of {self._at}"))
+            role = " (head)" if self._is_head else f", of {self._at}"
+            say(f"starting Ray at {self._address}{role}")
             self._start_ray(arguments, environment)
             if not self._is_head:
-                while not self._served(deadline_s):
+                while not self._wait_for_end(deadline_s):
                     say(f"Ray gave up after its {RAY_START_S:g} s; starting it again")
                     self._kill_below()  # with two raylets on this host its GPUs would count twice
                     self._start_ray(arguments, environment)
@@ -106,14 +114,17 @@ class Host:
             self._ray = _start(arguments, environment, signal.SIGTERM, output.fileno())
 
     def _run_command(self) -> list[str]:
-        """The command that was given; where a run of this job was begun before, the one that goes on with it."""
+        """The command of the options; where an earlier start of this job began a run, the command that resumes that
+        run."""
         words = [word.replace("{cluster}", self._at) for word in self._options.command]
-        begun = Path(self._options.begun) if self._options.begun else None
-        found = sorted(begun.parent.glob(f"{begun.name}-2*/recipe.toml")) if begun else []
-        if not found:
+        if not self._options.begun:
             return words
-        say(f"going on with {found[-1].parent}")
-        return ["python", "-m", "streamrl", "resume", str(found[-1].parent), "--cluster", self._at]
+        earlier = Path(self._options.begun)
+        earlier_recipes = sorted(earlier.parent.glob(f"{earlier.name}-2*/recipe.toml"))
+        if not earlier_recipes:
+            return words
+        say(f"going on with {earlier_recipes[-1].parent}")
+        return ["python", "-m", "streamrl", "resume", str(earlier_recipes[-1].parent), "--cluster", self._at]
 
     def _shared_token(self, deadline_s: float) -> Path:
         if self._is_head and not self._token.exists():
@@ -125,15 +136,15 @@ class Host:
         self._await(self._token.exists, deadline_s, missing)
         return self._token
 
-    def _await(self, there: Callable[[], bool], deadline_s: float, failure: str) -> None:
-        while not there():
+    def _await(self, condition: Callable[[], bool], deadline_s: float, failure: str) -> None:
+        while not condition():
             if self._orders.endings or (self._ray is not None and self._ray.poll() is not None):
                 raise HostFailed(self._why_ray_ended())
             if time.monotonic() > deadline_s:
                 raise HostFailed(f"{failure} within {self._options.start_s:g} s{self._last_lines()}")
             self._orders.wait(TICK_S)
 
-    def _served(self, deadline_s: float) -> bool:
+    def _wait_for_end(self, deadline_s: float) -> bool:
         """Wait until the head is gone or this host has to end. Returns False where Ray was too slow to start. Raises
         ``HostFailed`` where Ray fails here and, with a lease, where the head is gone: when a run ends as it should, the
         launcher's order comes before that."""
@@ -145,7 +156,8 @@ class Host:
                 return True
             if has_ended or now_s - probed_s >= PROBE_S:
                 probed_s = now_s
-                answered_s = now_s if answers(self._at) else answered_s
+                if answers(self._at):
+                    answered_s = now_s
             if has_ended and answered_s == now_s:
                 if "timed out during startup" in self._last_lines() and now_s < deadline_s:
                     return False
@@ -156,26 +168,30 @@ class Host:
         return True
 
     def _finish(self, command: Sequence[str], environment: dict[str, str], *, needs_all: bool = False) -> int:
-        """Exit code of a command of the first host, to which orders are passed on. ``needs_all``: it ends, too, where
-        another host has failed."""
+        """Run a command of the first host, pass orders on to it, and return its exit code. ``needs_all``: whether the
+        failure of another host ends the command."""
         assert self._ray is not None
-        sent = 0
+        sent_signals = 0
         sent_s = 0.0
         ray_ended = False
         self._work = _start(command, environment, signal.SIGKILL)
         while (code := self._work.poll()) is None:
             self._orders.wait(TICK_S)
-            # A second request to drain asks for nothing new: Slurm sends one when time is up, whatever was before.
-            wanted = min(2, self._orders.endings + bool(self._orders.drains) + (needs_all and self._orders.failures))
+            # Requests to drain count once: Slurm sends one when time is up, also to a run that drains already.
+            requested = self._orders.endings + min(1, self._orders.drains)
+            if needs_all:
+                requested += self._orders.failures
             if self._ray.poll() is not None and not ray_ended:
                 ray_ended = True
                 say(self._why_ray_ended())
+            if ray_ended:
+                requested = 2
             now_s = time.monotonic()
-            if sent < (2 if ray_ended else wanted) and now_s > sent_s + TICK_S:  # two at once would be taken for one
+            if sent_signals < min(2, requested) and now_s > sent_s + TICK_S:  # two signals at once would count as one
                 self._work.send_signal(signal.SIGINT)  # Ray takes SIGTERM for itself in programs that use it
-                sent = sent + 1
+                sent_signals += 1
                 sent_s = now_s
-            elif sent == 2 and now_s > sent_s + 2 * END_S:  # the lease of a host that does not answer is over
+            elif sent_signals == 2 and now_s > sent_s + 2 * END_S:  # the lease of a host that does not answer is over
                 self._work.kill()
         return code if code >= 0 else 128 - code
 
@@ -193,7 +209,7 @@ class Host:
         return ""
 
     def _end(self) -> None:
-        """End Ray, then everything that is left below this process; remove what was written."""
+        """End Ray, then all other processes below this one; remove the files of this process."""
         for process, seconds in ((self._work, END_S), (self._ray, RAY_END_S)):
             if process is not None and process.poll() is None:
                 process.terminate()
@@ -207,8 +223,8 @@ class Host:
     @staticmethod
     def _kill_below() -> None:
         deadline_s = time.monotonic() + END_S
-        while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline_s:
-            for process in left:
+        while (processes := psutil.Process().children(recursive=True)) and time.monotonic() < deadline_s:
+            for process in processes:
                 with suppress(psutil.Error):
                     process.kill()
             with suppress(ChildProcessError):
@@ -218,8 +234,11 @@ class Host:
 
 
 class _Orders:
-    """Orders to this host, by signals and, with a lease, by lines on stdin. ``endings``: two end at once; ``failures``:
-    of other hosts."""
+    """Orders to this host, by signals and, with a lease, by lines on stdin.
+
+    ``drains``: number of requests to drain.
+    ``endings``: number of requests to end; after two, the run is not drained but killed.
+    ``failures``: number of other hosts that failed."""
 
     def __init__(self, lease: bool) -> None:
         self.drains = 0
@@ -235,7 +254,7 @@ class _Orders:
             signal.signal(number, self._on_signal)
 
     def wait(self, seconds: float) -> None:
-        """Wait so long, or shorter where something was asked for."""
+        """Wait for ``seconds``, or until an order comes on stdin."""
         if not self._lease:
             time.sleep(seconds)
             return
@@ -260,15 +279,16 @@ class _Orders:
 
 
 def own_address(interface: str, peer: str) -> str:
-    """Address of this host on ``interface`` (a name, or CIDR), or the one from which it reaches ``peer``. Raises
+    """Address of this host on ``interface`` (a name, or CIDR), or the address from which it reaches ``peer``. Raises
     ``HostFailed``."""
     if interface:
-        if found := address_on(interface):
-            return found
+        if address := address_on(interface):
+            return address
         raise HostFailed(f"no address of this host is in cluster.advanced.interface = {interface!r}: correct it")
-    for target in (peer,) if peer else ("192.0.2.1", socket.gethostname()):  # a network that is nobody's
+    targets = [peer] if peer else ["192.0.2.1", socket.gethostname()]  # 192.0.2.0/24 is reserved for documentation
+    for target in targets:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))  # of UDP: nothing is sent
+            probe.connect((target, 9))  # UDP: nothing is sent
             return str(probe.getsockname()[0])
     raise HostFailed(f"no way from here to {peer or 'itself'}: name the network by cluster.advanced.interface")
 
@@ -290,8 +310,8 @@ def say(text: str) -> None:
 def _start(
     command: Sequence[str], environment: dict[str, str], dies_by: signal.Signals, output: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that no signal of a terminal or a step reaches it; it ends with this process, which
-    has one thread."""
+    """Start ``command`` in a session of its own, so that no signal of a terminal or a job step reaches it. It ends with
+    this process (``dies_by``), which has one thread."""
     return subprocess.Popen(
         command,
         env=environment,
@@ -347,11 +367,11 @@ def main(arguments: Sequence[str]) -> int:
         if private is not None:
             if not (line := _first_line()).startswith(b"{"):  # other hosts could not be reached
                 return 1
-            given = json.loads(line)
+            host_orders = json.loads(line)
             token = private / "token"
-            head = given["head"]
+            head = host_orders["head"]
             options.peer = options.peer or head
-            token.write_text(given["token"])
+            token.write_text(host_orders["token"])
         return Host(options, token, head).run()
     except HostFailed as failure:
         say(str(failure))

@@ -1,4 +1,5 @@
-"""Manifests of Kubernetes: a RayJob of KubeRay, or a JobSet that needs no operator of Ray's."""
+"""Manifests of Kubernetes: a RayJob of KubeRay, or a JobSet, which needs no operator of Ray. ``streamrl launch
+kubernetes`` prints the manifest, or hands it to ``kubectl``."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ _START_S = 1800
 
 
 class KubernetesJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A run on ``nodes`` pods, the first with Ray's head. ``folder``: of the recipe in the pods, below ``mount``, where
-    the volume claim ``pvc`` is; ``runs``: folder of runs there; ``limits`` and variables: of each pod."""
+    """A run on ``nodes`` pods, the first with Ray's head.
+
+    ``mount``: directory in the pods where the volume claim ``pvc`` is mounted.
+    ``folder``: folder of the recipe, below ``mount``.
+    ``runs``: folder of runs.
+    ``limits``, ``environment``: resource limits and variables of each pod."""
 
     name: str
     namespace: str
@@ -43,7 +48,8 @@ def ray_job(job: KubernetesJob) -> dict[str, Any]:
     """A RayJob: KubeRay starts Ray in the pods, and the run by Ray's job server (``ray[default]`` in the image)."""
     ray = {"num-cpus": "1", "num-gpus": str(job.gpus), "object-store-memory": str(STORE_BYTES)}
     command = job.work.command("auto")
-    command += [] if job.work.resume else ["--set", f"run.directory={job.runs}"]
+    if not job.work.resume:
+        command += ["--set", f"run.directory={job.runs}"]
     for word in command:
         if not re.fullmatch(_PLAIN, word):
             raise RecipeError(
@@ -51,12 +57,15 @@ def ray_job(job: KubernetesJob) -> dict[str, Any]:
                 "write it into the recipe, or use --jobset"
             )
     draining = {"preStop": {"exec": {"command": ["sh", "-c", _drain(job)]}}}
-    workers = {
-        "groupName": _NODE,
-        **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), job.nodes - 1),
-        "rayStartParams": ray,
-        "template": _pod(job, "ray-worker", {}),
-    }
+    worker_groups = []
+    if job.nodes > 1:
+        workers = {
+            "groupName": _NODE,
+            **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), job.nodes - 1),
+            "rayStartParams": ray,
+            "template": _pod(job, "ray-worker", {}),
+        }
+        worker_groups.append(workers)
     return {
         **_named("ray.io/v1", "RayJob", job),
         "spec": {
@@ -69,19 +78,20 @@ def ray_job(job: KubernetesJob) -> dict[str, Any]:
                 "rayVersion": ray_version(),
                 "authOptions": {"mode": "token"},
                 "headGroupSpec": {"rayStartParams": ray, "template": _pod(job, "ray-head", {"lifecycle": draining})},
-                "workerGroupSpecs": [workers] if job.nodes > 1 else [],
+                "workerGroupSpecs": worker_groups,
             },
         },
     }
 
 
 def job_set(job: KubernetesJob) -> dict[str, Any]:
-    """A JobSet: each pod starts Ray itself, by the same program as on other clusters."""
+    """A JobSet: each pod starts Ray by ``submit.host``, as hosts of other clusters do."""
     token = posixpath.join(job.mount, ".launch", f"{job.namespace}-{job.name}", "token")
     head = f"{job.name}-{_HEAD}-0-0.{job.name}"
     arguments = ["--nodes", str(job.nodes), "--head", head, "--token", token]
     arguments += ["--gpus", str(job.gpus), "--start-s", str(_START_S), "--linger"]
-    arguments += ["--interface", job.interface] if job.interface else []
+    if job.interface:
+        arguments += ["--interface", job.interface]
 
     def pods(kind: str, count: int, rank: int) -> dict[str, Any]:
         command = host_command(["--rank", str(rank), *arguments], job.work)
@@ -89,13 +99,16 @@ def job_set(job: KubernetesJob) -> dict[str, Any]:
         template = {"parallelism": count, "completions": count, "completionMode": "Indexed", "backoffLimit": 0}
         return {"name": kind, "replicas": 1, "template": {"spec": {**template, "template": pod}}}
 
+    jobs = [pods(_HEAD, 1, 0)]
+    if job.nodes > 1:
+        jobs.append(pods(_NODE, job.nodes - 1, 1))
     return {
         **_named("jobset.x-k8s.io/v1alpha2", "JobSet", job),
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": job.name},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [_HEAD]},
             "failurePolicy": {"maxRestarts": 0},
-            "replicatedJobs": [pods(_HEAD, 1, 0), *([pods(_NODE, job.nodes - 1, 1)] if job.nodes > 1 else [])],
+            "replicatedJobs": jobs,
         },
     }
 
@@ -104,11 +117,13 @@ def _named(version: str, kind: str, job: KubernetesJob) -> dict[str, Any]:
     return {"apiVersion": version, "kind": kind, "metadata": {"name": job.name, "namespace": job.namespace}}
 
 
-def _pod(job: KubernetesJob, container: str, more: Mapping[str, Any]) -> dict[str, Any]:
+def _pod(job: KubernetesJob, container: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     variables = ray_variables() | {"RAY_JOB_STOP_WAIT_TIME_S": str(DRAIN_S)} | dict(job.environment)
     if container.startswith("ray-"):
         del variables["RAY_AUTH_MODE"]  # KubeRay sets it, with the token
-    gpus = {"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}
+    limits = dict(job.limits)
+    if job.gpus:
+        limits["nvidia.com/gpu"] = str(job.gpus)
     mounts = {"runs": job.mount, "shm": "/dev/shm"}
     return {
         "spec": {
@@ -118,12 +133,12 @@ def _pod(job: KubernetesJob, container: str, more: Mapping[str, Any]) -> dict[st
                 {
                     "name": container,
                     "image": job.image,
-                    **more,
+                    **settings,
                     "env": [
                         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                         *({"name": name, "value": value} for name, value in variables.items()),
                     ],
-                    "resources": {"limits": {**job.limits, **gpus}},
+                    "resources": {"limits": limits},
                     "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
                 }
             ],
@@ -136,7 +151,8 @@ def _pod(job: KubernetesJob, container: str, more: Mapping[str, Any]) -> dict[st
 
 
 def _drain(job: KubernetesJob) -> str:
-    """Drain the run of this job and wait until its lock is free: KubeRay ends Ray, but not what runs on it."""
-    begun = shlex.quote(posixpath.join(job.runs, job.work.name))
-    run = shlex.quote(job.work.recipe) if job.work.resume else f'"$(ls -dt {begun}-2* | head -n 1)"'
+    """Shell line that drains the run of this job and waits until its lock is free: KubeRay ends Ray, but not the
+    processes of the run."""
+    run_path = shlex.quote(posixpath.join(job.runs, job.work.name))
+    run = shlex.quote(job.work.recipe) if job.work.resume else f'"$(ls -dt {run_path}-2* | head -n 1)"'
     return f'RUN={run}; python -m streamrl drain "$RUN" && timeout {DRAIN_S - 10} flock "$RUN/lock" true || true'

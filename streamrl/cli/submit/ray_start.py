@@ -1,4 +1,5 @@
-"""The one way in which a host of a cluster starts Ray: environment, arguments, and the command of ``submit.host``."""
+"""The start of Ray on a host of a cluster: variables, arguments, and the command of ``submit.host``. Used by the texts
+of Slurm, Kubernetes and ssh, in the process of the command, and by ``submit.host`` on each host."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ RAY_PORT = 6379
 DRAIN_S = 120
 """Seconds before the end of a job at which it is asked to drain."""
 STORE_BYTES = 80_000_000
-"""About Ray's least: tokens and weights go past its object store."""
+"""About the smallest object store that Ray takes: tokens and weights do not pass it."""
 _VARIABLES = {
     "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",  # Ray gives 15 to all that it starts, engines and ranks with it
@@ -29,32 +30,40 @@ def ray_variables() -> dict[str, str]:
     return dict(_VARIABLES)
 
 
-def ray_environment(given: Mapping[str, str], token_file: Path) -> dict[str, str]:
-    """``given`` for Ray and all below it: without the variables of the step that started this process (a program that
-    asks MPI who it is would join it), GPUs in order."""
-    kept = {name: value for name, value in given.items() if not name.startswith(_OF_A_STEP)}
-    devices = kept.get(_DEVICES, "").split(",")
+def ray_environment(variables: Mapping[str, str], token_file: Path) -> dict[str, str]:
+    """Environment of Ray and of its processes: ``variables`` without those of the job step that started this process,
+    which an MPI program would join, and with GPUs in order."""
+    environment = {name: value for name, value in variables.items() if not name.startswith(_OF_A_STEP)}
+    devices = environment.get(_DEVICES, "").split(",")
     if all(device.isdigit() for device in devices):
-        kept[_DEVICES] = ",".join(sorted(devices, key=int))
-    return kept | ray_variables() | {"RAY_AUTH_TOKEN_PATH": str(token_file)}
+        environment[_DEVICES] = ",".join(sorted(devices, key=int))
+    return environment | ray_variables() | {"RAY_AUTH_TOKEN_PATH": str(token_file)}
 
 
-def ray_arguments(*, head: bool, at: str, own: str, temporary: Path, gpus: int | None) -> list[str]:
-    """Command of Ray's head, or of another host of it. ``at``: HOST:PORT of the head; ``own``: address of this host."""
-    where = ["--head", "--port", at.rpartition(":")[2], "--include-dashboard=false"] if head else ["--address", at]
-    counted = [] if gpus is None else [f"--num-gpus={gpus}"]
-    return [
-        *("ray", "start", *where, "--node-ip-address", own, "--temp-dir", str(temporary), *counted),
-        # One CPU: Ray starts a worker for each, and agents ask for none.
-        *("--num-cpus=1", f"--object-store-memory={STORE_BYTES}"),
-        *("--include-log-monitor=false", "--disable-usage-stats", "--log-color=false", "--block"),
-    ]
+def ray_arguments(*, head: bool, at: str, address: str, temporary: Path, gpus: int | None) -> list[str]:
+    """Command that starts Ray's head, or another host of its cluster. ``at``: HOST:PORT of the head; ``address``:
+    address of this host."""
+    command = ["ray", "start"]
+    if head:
+        command += ["--head", "--port", at.rpartition(":")[2], "--include-dashboard=false"]
+    else:
+        command += ["--address", at]
+    command += ["--node-ip-address", address, "--temp-dir", str(temporary)]
+    if gpus is not None:
+        command.append(f"--num-gpus={gpus}")
+    # One CPU: Ray starts a worker for each CPU, and the agents of a run ask for none.
+    command += ["--num-cpus=1", f"--object-store-memory={STORE_BYTES}"]
+    command += ["--include-log-monitor=false", "--disable-usage-stats", "--log-color=false", "--block"]
+    return command
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """Work of the first host, where Ray's head is. ``recipe``: as that host names it; ``name``: of the run's directory
-    in ``runs`` and, by it, of the run that a restarted job goes on with (empty: none); ``resume``: ``recipe`` is the
-    directory of a run."""
+    """Work of the first host, which has Ray's head.
+
+    ``recipe``: path of the recipe on that host.
+    ``name``: beginning of the name of the run's directory in ``runs``, by which a restarted job finds the run that it
+    resumes; empty: it resumes none.
+    ``resume``: whether ``recipe`` is the directory of a run."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -63,25 +72,30 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool = False
 
     def command(self, cluster: str) -> list[str]:
-        """The command, on the cluster at ``cluster``."""
-        named = [] if self.resume or not self.name else [f"run.name={self.name}"]
-        settings = [word for text in (*self.overrides, *named) for word in ("--set", text)]
+        """The command of the run on the cluster at ``cluster`` (HOST:PORT)."""
+        overrides = list(self.overrides)
+        if self.name and not self.resume:
+            overrides.append(f"run.name={self.name}")
+        settings = [word for text in overrides for word in ("--set", text)]
         verb = "resume" if self.resume else "train"
         return ["python", "-m", "streamrl", verb, self.recipe, "--cluster", cluster, *settings]
 
     def begun_before(self) -> list[str]:
         """Arguments of ``submit.host`` by which it finds the run of an earlier start of the same job."""
-        return ["--begun", f"{self.runs}/{self.name}"] if self.name and self.runs and not self.resume else []
+        if self.resume or not self.name or not self.runs:
+            return []
+        return ["--begun", f"{self.runs}/{self.name}"]
 
 
 def host_command(arguments: Sequence[str], work: Work) -> list[str]:
-    """Command of the program that starts Ray on a host, waits and ends it; on the first one, runs ``work``."""
+    """Command of ``submit.host``, which starts Ray on a host, waits, and ends it; on the first host it runs
+    ``work``."""
     words = ["python", "-m", "streamrl.cli.submit.host", *arguments, *work.begun_before()]
     return [*words, "--", *work.command("{cluster}")]
 
 
 def ray_version() -> str:
-    """Version of Ray that is installed here; where there is none, the one that was tested."""
+    """Version of Ray that is installed here; where Ray is not installed, the version that was tested."""
     try:
         return version("ray")
     except PackageNotFoundError:

@@ -1,4 +1,5 @@
-"""The script that ``sbatch`` gets."""
+"""The script of a Slurm job. ``streamrl launch slurm`` prints it, or hands it to ``sbatch``; Slurm runs it on the first
+node of the job."""
 
 from __future__ import annotations
 
@@ -13,9 +14,13 @@ from streamrl.cli.submit.ray_start import DRAIN_S, Work, host_command
 
 
 class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job of Slurm. ``folder``: where it is submitted, and from which relative paths of the recipe count; ``runs``:
-    folder of runs, on a file system of all nodes; ``setup``: lines before everything else; ``least``: hosts without
-    which the run cannot go on (fewer than ``nodes``: the job outlives a node); ``options``: more of sbatch's."""
+    """A job of Slurm.
+
+    ``folder``: working directory of the job, for relative paths of the recipe.
+    ``runs``: folder of runs, on a file system of all nodes.
+    ``setup``: shell lines that run first.
+    ``least_hosts``: number of hosts that the run needs; with fewer than ``nodes``, the job outlives a node.
+    ``options``: further options of sbatch."""
 
     name: str
     work: Work
@@ -23,7 +28,7 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     runs: Path
     setup: Sequence[str]
-    least: int
+    least_hosts: int
     port: int
     gpus_per_node: int | None = None
     interface: str = ""
@@ -32,8 +37,8 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def slurm_script(job: SlurmJob) -> str:
-    """The script. What it starts ends with it, whatever ends it: Slurm ends all steps of a job that ends."""
-    survives = job.least < job.nodes
+    """The script. Slurm ends all steps of a job that ends, so no process outlives the script."""
+    survives = job.least_hosts < job.nodes
     ends_with_a_host = f"--kill-on-bad-exit={0 if survives else 1} --wait={0 if survives else 60}"
     options = {
         "job-name": job.name,
@@ -47,14 +52,18 @@ def slurm_script(job: SlurmJob) -> str:
         "signal": f"B:TERM@{DRAIN_S}",
         "requeue" if job.requeue else "no-requeue": "",
     }
-    options |= {"no-kill": ""} if survives else {}
-    options |= {} if job.gpus_per_node is None else {"gpus-per-node": str(job.gpus_per_node)}
+    if survives:
+        options["no-kill"] = ""
+    if job.gpus_per_node is not None:
+        options["gpus-per-node"] = str(job.gpus_per_node)
     options |= dict(job.options)
-    lines = [f"#SBATCH --{key}" + (f"={_quoted(value)}" if value else "") for key, value in options.items()]
+    lines = [f"#SBATCH --{key}={_quoted(value)}" if value else f"#SBATCH --{key}" for key, value in options.items()]
     arguments = ["--rank", "@@SLURM_NODEID@@", "--nodes", str(job.nodes), "--head", "@@HEAD@@", "--peer", "@@PEER@@"]
     arguments += ["--token", "@@JOB@@/token", "--pid", "@@JOB@@/pid", "--port", str(job.port)]
-    arguments += ["--interface", job.interface] if job.interface else []
-    arguments += [] if job.gpus_per_node is None else ["--gpus", "@@SLURM_GPUS_ON_NODE@@"]
+    if job.interface:
+        arguments += ["--interface", job.interface]
+    if job.gpus_per_node is not None:
+        arguments += ["--gpus", "@@SLURM_GPUS_ON_NODE@@"]
     command = _shell_text(host_command(arguments, job.work))
     return "\n".join(
         [
@@ -90,19 +99,29 @@ def slurm_script(job: SlurmJob) -> str:
 
 def _shell_text(words: Sequence[str]) -> str:
     """A command in which ``@@NAME@@`` is a variable of the shell."""
-    return " ".join(
-        "".join(f'"${part}"' if number % 2 else shlex.quote(part) if part else "" for number, part in enumerate(parts))
-        for parts in (re.split("@@([A-Z_]+)@@", word) for word in words)
-    )
+    texts = []
+    for word in words:
+        text = ""
+        for number, part in enumerate(re.split("@@([A-Z_]+)@@", word)):
+            if number % 2:  # names of variables alternate with the text between them
+                text += f'"${part}"'
+            elif part:
+                text += shlex.quote(part)
+        texts.append(text)
+    return " ".join(texts)
 
 
 def _ending(requeue: bool) -> list[str]:
-    mark = '[ "$CODE" != 0 ] || [ -n "$DRAINED" ] || touch "$JOB/ended"'
-    again = '[ "$CODE$DRAINED" != 01 ] || scontrol requeue "$SLURM_JOB_ID"  # drained: go on in a new allocation'
-    return [mark, again] if requeue else []
+    mark_ended = '[ "$CODE" != 0 ] || [ -n "$DRAINED" ] || touch "$JOB/ended"'
+    requeue_again = (
+        '[ "$CODE$DRAINED" != 01 ] || scontrol requeue "$SLURM_JOB_ID"  # drained: go on in a new allocation'
+    )
+    if not requeue:
+        return []
+    return [mark_ended, requeue_again]
 
 
 def _quoted(value: str) -> str:
-    """As sbatch reads a value in a script."""
-    plain = all(letter.isalnum() or letter in "-_.,:=+@%/[]" for letter in value)
-    return value if plain else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """``value`` in the quotes that sbatch reads in a script."""
+    is_plain = all(letter.isalnum() or letter in "-_.,:=+@%/[]" for letter in value)
+    return value if is_plain else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,7 +1,7 @@
-"""Ray on a list of hosts by ssh: one connection a host, over which its token, its lease and its orders go.
+"""Ray on a list of hosts by ssh: one connection a host, which carries its token, its lease and its orders.
 
-``submit.host`` runs there; it ends with the connection, however that ends. Nothing is left when ``run_over_ssh``
-returns."""
+``streamrl launch ssh`` calls ``run_over_ssh`` in its process. ``submit.host`` runs on each host and ends with the
+connection. No process is left when ``run_over_ssh`` returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.cli.submit.ray_start import Work, host_command
 
 REACH_S = 10.0
-"""Seconds in which every host has to let us in."""
+"""Seconds in which every host has to accept the connection."""
 _BEAT_S = 2.0
 _END_S = 45.0
 _HELLO = "streamrl-host"
@@ -34,8 +34,11 @@ HERE = ("localhost", "127.0.0.1")
 
 
 class SshJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A run on ``hosts``, as ssh names them; the first has Ray's head and runs ``work`` (``localhost``: this one).
-    ``setup``: lines before everything else; ``folder``: on each host, from which relative paths of the recipe count."""
+    """A run on ``hosts``, named as for ssh; the first host has Ray's head and runs ``work``.
+
+    ``hosts``: names of hosts; ``localhost`` is this one.
+    ``setup``: shell lines that each host runs first.
+    ``folder``: working directory on each host, for relative paths of the recipe."""
 
     work: Work
     hosts: Sequence[str]
@@ -47,22 +50,24 @@ class SshJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ssh_commands(job: SshJob) -> list[list[str]]:
-    """The command of each host. A token is in none."""
-    found = []
+    """The command of each host. No command contains the token."""
+    commands = []
     for rank, host in enumerate(job.hosts):
         arguments = ["--rank", str(rank), "--nodes", str(len(job.hosts)), "--port", str(job.port), "--lease"]
-        arguments += [] if job.gpus is None else ["--gpus", str(job.gpus)]
-        arguments += ["--interface", job.interface] if job.interface else []
+        if job.gpus is not None:
+            arguments += ["--gpus", str(job.gpus)]
+        if job.interface:
+            arguments += ["--interface", job.interface]
         lines = [f'echo "{_HELLO} ${{SSH_CONNECTION:-}}"', f"cd {shlex.quote(str(job.folder))} || exit 1", *job.setup]
         text = "\n".join([*lines, f"exec {shlex.join(host_command(arguments, job.work))}"])
         local = ["bash", "-c", text]
-        found.append(local if host in HERE else ["ssh", *_SSH, "--", host, f"exec {shlex.join(local)}"])
-    return found
+        commands.append(local if host in HERE else ["ssh", *_SSH, "--", host, f"exec {shlex.join(local)}"])
+    return commands
 
 
 async def run_over_ssh(job: SshJob) -> int:
-    """Run it and print what hosts say. The first Ctrl-C or SIGTERM drains the run, the second ends it. Returns the exit
-    code of the run. Raises ``RecipeError`` where hosts cannot be reached: then nothing was started."""
+    """Run ``job`` and print the output of its hosts. The first Ctrl-C or SIGTERM drains the run, the second ends it.
+    Returns the exit code of the run. Raises ``RecipeError`` where hosts cannot be reached: then nothing was started."""
     token = secrets.token_hex(32)
     async with anyio.create_task_group() as tasks:
         hosts = [_Host(name, command) for name, command in zip(job.hosts, ssh_commands(job), strict=True)]
@@ -82,7 +87,7 @@ async def run_over_ssh(job: SshJob) -> int:
                 tasks.start_soon(_pass_on, signals, hosts[0])
                 for host in hosts[1:]:
                     tasks.start_soon(_pass_on_failure, host, hosts[0])
-                await hosts[0].ended.wait()
+                await hosts[0].finished.wait()
         finally:
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as ends:
@@ -93,7 +98,8 @@ async def run_over_ssh(job: SshJob) -> int:
 
 
 def _head_address(hosts: Sequence[_Host]) -> str:
-    """Address of the first host as its own ssh server has it, or as that of another host sees this one."""
+    """Address of the first host by its own ssh server; where the first host is this one, by the ssh server of another
+    host."""
     if hosts[0].connection:
         return hosts[0].connection[2]
     return next((host.connection[0] for host in hosts if host.connection), "")
@@ -108,51 +114,52 @@ async def _pass_on(signals: AsyncIterator[signal.Signals], head: _Host) -> None:
 
 
 async def _pass_on_failure(host: _Host, head: _Host) -> None:
-    """Have the first host wait no longer for one that has failed. A run that has begun goes on without it."""
-    await host.ended.wait()
+    """Tell the first host when ``host`` fails, so that it does not wait for it. A run that has begun goes on."""
+    await host.finished.wait()
     if host.code:
         print(f"{host.name}: ended with exit code {host.code}", flush=True)
         await head.send("f\n")
 
 
 class _Host:
-    """One host. ``connection``: None before it has answered, then what its ssh server says of the connection."""
+    """One host of the job. ``connection``: addresses and ports of the connection, from its ssh server (empty for this
+    host); None before the host has answered."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
         self.connection: list[str] | None = None
         self.answered = anyio.Event()
-        self.ended = anyio.Event()
+        self.finished = anyio.Event()
         self.code = 1
         self._command = command
-        self._said: list[str] = []
+        self._messages: list[str] = []
         self._began_s = time.monotonic()
 
     async def open(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Connect. What the host prints is printed from now on."""
+        """Connect, and print the output of the host from now on."""
         # A session of its own: the terminal's Ctrl-C is an order for the run, and must not cut the connections.
         self._process = await anyio.open_process(self._command, stderr=-2, start_new_session=True)
         tasks.start_soon(self._listen)
 
     def failure(self) -> str:
-        """Say why it did not answer."""
-        said = self._said[-1] if self._said else f"no answer within {REACH_S:g} s"
-        return f"{said} (`{shlex.join(['ssh', *_SSH[:2], self.name, 'true'])}` has to succeed)"
+        """The reason why the host did not answer."""
+        message = self._messages[-1] if self._messages else f"no answer within {REACH_S:g} s"
+        return f"{message} (`{shlex.join(['ssh', *_SSH[:2], self.name, 'true'])}` has to succeed)"
 
     async def send(self, text: str) -> None:
-        """Write on its stdin, if it still reads."""
+        """Write to the stdin of the host's program, if the program still reads."""
         assert self._process.stdin is not None
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
             await self._process.stdin.send(text.encode())
 
     async def beat(self) -> None:
-        """Show it for ever that this process is there."""
-        while not self.ended.is_set():
+        """Renew the lease of the host until its program ends."""
+        while not self.finished.is_set():
             await self.send("\n")
             await anyio.sleep(_BEAT_S)
 
     async def kill(self) -> None:
-        """End its lease and, where that does not end it, cut the connection, which ends the lease too."""
+        """Order the host's program to end; where it does not end, cut the connection, which ends its lease."""
         if self.connection is not None:
             await self.send("e\n")
             assert self._process.stdin is not None
@@ -167,20 +174,20 @@ class _Host:
 
     async def _listen(self) -> None:
         assert self._process.stdout is not None
-        rest = ""
+        unfinished = ""
         async for text in TextReceiveStream(self._process.stdout, errors="replace"):
-            *lines, rest = (rest + text).split("\n")
+            *lines, unfinished = (unfinished + text).split("\n")
             for line in lines:
                 if self.connection is None and line.startswith(_HELLO):
                     self.connection = line.split()[1:]
                     print(f"{self.name}: reached ({time.monotonic() - self._began_s:.1f} s)", flush=True)
                     self.answered.set()
                 elif self.connection is None:
-                    self._said.append(line.strip())
+                    self._messages.append(line.strip())
                 else:
                     print(line, flush=True)
         self.code = await self._process.wait()
-        self.ended.set()
+        self.finished.set()
         self.answered.set()
 
 
@@ -188,4 +195,6 @@ def local_setup() -> list[str]:
     """Lines that give another host, or a job, the programs and modules of this process."""
     lines = [f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"]
     modules = os.environ.get("PYTHONPATH")
-    return [*lines, f"export PYTHONPATH={shlex.quote(modules)}"] if modules else lines
+    if modules:
+        lines.append(f"export PYTHONPATH={shlex.quote(modules)}")
+    return lines

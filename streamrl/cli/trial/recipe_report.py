@@ -1,4 +1,5 @@
-"""Report on a recipe that was tried before any training: what it says, what to change, and its form for people."""
+"""Report of ``streamrl try``: its figures, its advice, and its form for a terminal and as an HTML page.
+``recipe_trial`` makes it in the command's own process."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ _PAGE = """<!doctype html>
 
 
 class RecipeTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """Findings of ``streamrl try``. ``prompt``: the first prompt as the model sees it, in lines. ``lengths``: of
-    completions, in tokens; ``truncated`` of them reached ``max_tokens``.
+    """Findings of ``streamrl try``. ``prompt``: the first prompt as the model sees it, in lines. ``lengths``: token
+    counts of the completions, ``truncated`` of which reached ``max_tokens``.
 
-    ``sampling_s``: measured, of all completions on one engine, without its start. ``training``: the measured step; None
-    where that was not asked for. ``step_sampling_s`` and ``step_training_s`` are scaled from these to the
-    ``step_trajectories`` of a step, shared evenly by the engines and ranks of the recipe. ``memory``: what the
-    processes of the run are estimated to need. ``learning_rate``: proposed, for ``rate_reason``; ``advice``: what to
-    change first."""
+    ``sampling_s``: measured time of all completions on one engine, without its start. ``training``: the measured step,
+    or None where no measurement was requested. ``step_sampling_s`` and ``step_training_s`` are these two times, scaled
+    to the ``step_trajectories`` of a step, shared evenly by the engines and ranks of the recipe. ``memory``: estimated
+    demand of the processes of the run. ``learning_rate``: proposed rate, for ``rate_reason``; ``advice``: changes to
+    make first."""
 
     recipe: str
     parameters: int
@@ -64,13 +65,14 @@ def proposed_rate(recipe: Recipe, parameters: int) -> tuple[float, str]:
     adapters = recipe.lora.rank > 0
     rate = float(f"{learning_rate.usual_learning_rate(parameters, adapters=adapters):.0e}")
     small = learning_rate.SMALL_RATE
-    least = learning_rate.LEAST_RATE
-    rule = f"{small:.0e} x sqrt({learning_rate.SMALL_MODEL:.0e} / {parameters:,} parameters), at least {least:.0e}"
-    what = f"LoRA: {learning_rate.ADAPTER_FACTOR:g} times that" if adapters else "all weights are trained"
-    has = recipe.training.learning_rate
-    far = learning_rate.learning_rate_notice(has, parameters, adapters=adapters)
-    near = "" if far else f", within {learning_rate.SPREAD:g} times: keep it"
-    return rate, f"the recipe has {has:g}{near}; {rule}; {what}"
+    lowest = learning_rate.LEAST_RATE
+    rule = f"{small:.0e} x sqrt({learning_rate.SMALL_MODEL:.0e} / {parameters:,} parameters), at least {lowest:.0e}"
+    trained_part = f"LoRA: {learning_rate.ADAPTER_FACTOR:g} times that" if adapters else "all weights are trained"
+    recipe_rate = recipe.training.learning_rate
+    comparison = f"the recipe has {recipe_rate:g}"
+    if not learning_rate.learning_rate_notice(recipe_rate, parameters, adapters=adapters):
+        comparison += f", within {learning_rate.SPREAD:g} times: keep it"
+    return rate, f"{comparison}; {rule}; {trained_part}"
 
 
 def advice_of(trial: RecipeTrial, recipe: Recipe, *, unused_template: bool) -> Iterator[str]:
@@ -83,16 +85,18 @@ def advice_of(trial: RecipeTrial, recipe: Recipe, *, unused_template: bool) -> I
         if signal.flat_high > signal.flat / 2:
             yield "most groups get all of the reward: take harder prompts, or a reward that asks for more"
         else:
-            cooler = f", a lower sampling.temperature than {sampling.temperature:g} (small models: 0.5 to 0.7)"
-            yield (
+            remedies = (
                 "most groups get one value, so they have no gradient: try easier prompts, a stronger (instruct) model, "
                 f"partial credit in the reward, rollout.group_size above {recipe.rollout.group_size}"
-                f"{cooler if sampling.temperature >= _HOT else ''}"
             )
-    if (cut := trial.truncated / trial.reward.completions) > _MANY_TRUNCATED:
+            if sampling.temperature >= _HOT:
+                remedies += f", a lower sampling.temperature than {sampling.temperature:g} (small models: 0.5 to 0.7)"
+            yield remedies
+    truncated_share = trial.truncated / trial.reward.completions
+    if truncated_share > _MANY_TRUNCATED:
         yield (
-            f"{cut:.0%} of the completions are cut at sampling.max_tokens = {sampling.max_tokens}: raise it (to "
-            f"{2 * sampling.max_tokens}?), or look whether the model ever ends one (chat template, stop tokens)"
+            f"{truncated_share:.0%} of the completions are cut at sampling.max_tokens = {sampling.max_tokens}: raise "
+            f"it (to {2 * sampling.max_tokens}?), or look whether the model ever ends one (chat template, stop tokens)"
         )
     if unused_template:
         yield "the model has a chat template and the prompts are plain text: put ?chat=true behind prompts.train"
@@ -109,11 +113,11 @@ def rich_trial(trial: RecipeTrial) -> Group:
     values = trial.lengths
     total = trial.reward.completions
     length = f"mean {values.mean:.0f}, P50 {values.p50:.0f}, P95 {values.p95:.0f}, max {values.most:.0f} tokens"
-    cut = f"{trial.truncated} of {total} ({trial.truncated / total:.0%}) at the cap of {trial.max_tokens}"
+    truncated = f"{trial.truncated} of {total} ({trial.truncated / total:.0%}) at the cap of {trial.max_tokens}"
     return Group(
         Text(f"{trial.recipe}, {trial.parameters:,} parameters\n", "bold"),
         rich_report(trial.reward, trial.prompts, advice=False),
-        Text(f"\nlength      {length}; {cut}"),
+        Text(f"\nlength      {length}; {truncated}"),
         histogram_picture(trial.length_histogram),
         Text(printable("\n".join(["", *trial.prompt, "", *_step_lines(trial)]))),
         *(Text.assemble(("-> ", "yellow"), printable(line)) for line in trial.advice or _GOOD),
@@ -121,14 +125,14 @@ def rich_trial(trial: RecipeTrial) -> Group:
 
 
 def report_page(trial: RecipeTrial) -> str:
-    """The same as one HTML page that asks no other host; texts of models and rewards are escaped."""
+    """The report as one HTML page without links to other hosts; texts of models and rewards are escaped."""
     console = Console(file=io.StringIO(), record=True, width=120)
     console.print(rich_trial(trial))
     return console.export_html(code_format=_PAGE)
 
 
 def _step_lines(trial: RecipeTrial) -> list[str]:
-    """Seconds and memory of a step, with what of it was measured, and the learning rate."""
+    """Seconds and memory of a step, each marked as measured, scaled or estimated, and the learning rate."""
     count = trial.reward.completions
     training = trial.training
     seconds = trial.sampling_s
@@ -136,11 +140,15 @@ def _step_lines(trial: RecipeTrial) -> list[str]:
     speed = f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} a second"
     lines = [f"sampling    {count} completions in {duration(seconds)} on one engine: {speed} (measured)"]
     if training is not None and not training.problem:
-        device = f", {training.device_bytes / 2**30:.2f} GiB of the GPU" if training.device_bytes else ""
-        took = f"{duration(training.seconds)} on one rank, in {training.host_bytes / 2**30:.2f} GiB{device}"
-        lines.append(f"training    {training.trajectories} of them, {training.tokens:,} tokens: {took} (measured)")
-    trained = "" if trial.step_training_s is None else f" and {duration(trial.step_training_s)} of training"
-    scaled = f"about {duration(trial.step_sampling_s)} of sampling{trained}"
-    lines.append(f"step        {scaled} for {trial.step_trajectories} trajectories (scaled from what was measured)")
+        cost = f"{duration(training.seconds)} on one rank, in {training.host_bytes / 2**30:.2f} GiB"
+        if training.device_bytes:
+            cost += f", {training.device_bytes / 2**30:.2f} GiB of the GPU"
+        lines.append(f"training    {training.trajectories} of them, {training.tokens:,} tokens: {cost} (measured)")
+    scaled_time = f"about {duration(trial.step_sampling_s)} of sampling"
+    if trial.step_training_s is not None:
+        scaled_time += f" and {duration(trial.step_training_s)} of training"
+    lines.append(
+        f"step        {scaled_time} for {trial.step_trajectories} trajectories (scaled from what was measured)"
+    )
     lines += [f"memory      {line} (estimated)" for line in trial.memory]
     return [*lines, f"rate        {trial.learning_rate:.0e} by the square-root rule ({trial.rate_reason})"]

@@ -1,4 +1,5 @@
-"""Completions for a reward that is tried alone: read from a file, or sampled by an engine that is started for it."""
+"""Completions for ``streamrl reward test`` and ``try``: read from a file, or sampled by an engine that is started for
+them. Runs in the command's own process; the engine is a child process."""
 
 from __future__ import annotations
 
@@ -68,8 +69,9 @@ class PlainText(Tokenizer):
 
 
 class CompletionLine(msgspec.Struct, frozen=True):
-    """A line of a completions file. ``text`` is another name for ``completion`` (``evaluations/*.jsonl`` of a run has
-    it); ``completions``: all of one prompt. Whose they are: ``prompt_id``, or ``prompt``, the text."""
+    """A line of a completions file. ``text`` is another name for ``completion``, used in ``evaluations/*.jsonl`` of a
+    run; ``completions``: all completions of one prompt. The prompt is named by ``prompt_id``, or by ``prompt``, its
+    text."""
 
     completion: str | None = None
     text: str | None = None
@@ -81,9 +83,9 @@ class CompletionLine(msgspec.Struct, frozen=True):
 
     def samples(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Texts, with token ids where the line has them."""
-        one = self.completion if self.completion is not None else self.text
-        if one is not None:
-            yield one, self.token_ids
+        completion = self.completion if self.completion is not None else self.text
+        if completion is not None:
+            yield completion, self.token_ids
         yield from ((text, ()) for text in self.completions)
 
 
@@ -94,11 +96,11 @@ async def groups_from_file(
     ``RecipeError`` naming the line that is none, or when no prompt has a completion."""
     by_id, by_text = _read_completions(path)
     groups: list[CompletedGroup] = []
-    looked = 0
-    most = source.size if source.size is not None else _MOST_PROMPTS_LOOKED_AT
-    while looked < most and len(groups) < prompt_count:
-        prompts = await source.draw(min(_READ_AHEAD, most - looked))
-        looked += len(prompts)
+    drawn_count = 0
+    draw_limit = source.size if source.size is not None else _MOST_PROMPTS_LOOKED_AT
+    while drawn_count < draw_limit and len(groups) < prompt_count:
+        prompts = await source.draw(min(_READ_AHEAD, draw_limit - drawn_count))
+        drawn_count += len(prompts)
         for prompt in prompts:
             lines = by_id.get(prompt.prompt_id) or by_text.get(str(prompt.columns.get("prompt")))
             if lines and len(groups) < prompt_count:
@@ -107,7 +109,7 @@ async def groups_from_file(
             break
     if not groups:
         raise RecipeError(
-            f"{path}: no line belongs to a prompt of the {looked} that were read: "
+            f"{path}: no line belongs to a prompt of the {drawn_count} that were read: "
             "each line names its prompt_id, or its prompt (the text)"
         )
     return groups
@@ -148,7 +150,7 @@ def _group(number: int, prompt: Prompt, lines: Sequence[CompletionLine], tokeniz
                 number,
                 sample,
                 prompt,
-                # Ids that were sampled, where they are known: text that is tokenised again may become others.
+                # Prefer the sampled token ids of the line: tokenising its text again may give other ids.
                 token_array(ids) if ids and not isinstance(tokenizer, PlainText) else tokenizer.encode(text),
                 FinishReason.LENGTH if line.finish_reason == FinishReason.LENGTH else FinishReason.STOP,
             )
@@ -175,19 +177,22 @@ def _trajectory(
 
 
 async def groups_from_engine(
-    recipe: Recipe, prompts: Sequence[Prompt], samples: int, progress: Callable[[int], None] = lambda done: None
+    recipe: Recipe,
+    prompts: Sequence[Prompt],
+    samples: int,
+    progress: Callable[[int], None] = lambda sampled_count: None,
 ) -> tuple[list[CompletedGroup], float]:
-    """``samples`` completions of each prompt, from an engine of ``recipe`` that lives as long as this takes, and the
-    seconds that sampling took, without the start. ``progress`` is called with the number that are done: 0 once the
-    engine is ready. Raises ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or
-    dies."""
+    """Sample ``samples`` completions of each prompt from an engine of ``recipe``, which runs for the duration of this
+    call. Returns the groups and the seconds of sampling, without the start. ``progress`` is called with the number of
+    sampled completions, first with 0 once the engine is ready. Raises ``RecipeError`` for a model that cannot be used,
+    ``EngineError`` when it does not start or dies."""
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    at_once = min(_MOST_AT_ONCE, len(prompts) * samples)
+    concurrency = min(_MOST_AT_ONCE, len(prompts) * samples)
     context = longest + recipe.sampling.max_tokens
-    places = asyncio.Semaphore(at_once)
-    engines = structs.replace(recipe.engines, max_num_seqs=at_once, max_model_len=context)
+    capacity = asyncio.Semaphore(concurrency)
+    engines = structs.replace(recipe.engines, max_num_seqs=concurrency, max_model_len=context)
     async with started_engine(structs.replace(recipe, engines=engines)) as engine:
-        done = 0
+        sampled_count = 0
 
         async def sample(group: int, index: int, prompt: Prompt) -> Trajectory:
             request = Generate(
@@ -196,22 +201,24 @@ async def groups_from_engine(
                 seed=group * samples + index,
                 **structs.asdict(recipe.sampling),
             )
-            nonlocal done
-            async with places:
+            nonlocal sampled_count
+            async with capacity:
                 completion = await engine.generate(request)
-            done += 1
-            progress(done)
+            sampled_count += 1
+            progress(sampled_count)
             logprobs = completion.behavior_logprobs
             return _trajectory(group, index, prompt, completion.token_ids, completion.finish_reason, logprobs)
 
         progress(0)
         began = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
-            asked = [
+            sampling_tasks = [
                 [tasks.create_task(sample(group, index, prompt)) for index in range(samples)]
                 for group, prompt in enumerate(prompts)
             ]
         seconds = time.perf_counter() - began
-    return [
-        CompletedGroup(prompt, tuple(task.result() for task in row)) for prompt, row in zip(prompts, asked, strict=True)
-    ], seconds
+    groups = [
+        CompletedGroup(prompt, tuple(task.result() for task in group_tasks))
+        for prompt, group_tasks in zip(prompts, sampling_tasks, strict=True)
+    ]
+    return groups, seconds

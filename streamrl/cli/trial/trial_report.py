@@ -1,4 +1,5 @@
-"""Report on a reward that was tried alone: numbers, a picture of them, and what they mean for training. Pure."""
+"""Report on a reward that was tried outside of a run: its figures, a histogram, and advice for training. Pure functions
+of outcomes, called by ``reward test`` and ``try`` in the command's own process."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ _SAME = 1e-9
 
 
 class Bin(msgspec.Struct, frozen=True):
-    """Values ``low`` to ``high`` (equal for a single value), and how many there are."""
+    """Number of values from ``low`` to ``high`` (equal for a bin of a single value)."""
 
     low: float
     high: float
@@ -63,7 +64,8 @@ class FailureCount(msgspec.Struct, frozen=True):
 
 class GroupSignal(msgspec.Struct, frozen=True):
     """Groups of at least two values. ``flat``: all values of the group are equal, so that its advantages are 0 and
-    nothing is learned from it; ``flat_low`` and ``flat_high``: at the least and the greatest value of all."""
+    nothing is learned from the group; ``flat_low`` and ``flat_high``: flat groups at the least and at the greatest
+    value."""
 
     groups: int
     flat: int
@@ -73,9 +75,9 @@ class GroupSignal(msgspec.Struct, frozen=True):
 
 
 class RewardReport(msgspec.Struct, frozen=True, kw_only=True):
-    """``scored``: completions with a value; ``waited_s``: from when a call was asked for to when it began;
-    ``per_second``: completions, all processes together; ``bytes_for_tokens``: the reward looked at token ids, and
-    without a tokenizer those were bytes."""
+    """``scored``: completions with a value; ``waited_s``: time from the request of a call to its start;
+    ``per_second``: completions, all processes together; ``bytes_for_tokens``: the reward reads token ids, which without
+    a tokenizer are bytes."""
 
     reward: str
     prompts: int
@@ -103,31 +105,31 @@ def summarize(
     tokenizer: Tokenizer,
     bytes_for_tokens: bool = False,
 ) -> RewardReport:
-    """The report of ``outcomes``: those of each group, in its order."""
-    every = [outcome for group in outcomes for outcome in group]
+    """Return the report of ``outcomes``, a sequence for each group in its order."""
+    all_outcomes = [outcome for group in outcomes for outcome in group]
     by_group = [[o.reward for o in group if isinstance(o, ScoredTrajectory)] for group in outcomes]
     values = [value for group in by_group for value in group]
-    calls = [call for outcome in every for call in outcome.calls]
-    failed = Counter((o.kind.value, o.message) for o in every if isinstance(o, RewardFailure))
+    calls = [call for outcome in all_outcomes for call in outcome.calls]
+    failed = Counter((o.kind.value, o.message) for o in all_outcomes if isinstance(o, RewardFailure))
     return RewardReport(
         reward=reward,
         prompts=len(groups),
-        completions=len(every),
+        completions=len(all_outcomes),
         scored=len(values),
         values=spread(values),
         histogram=histogram(values),
         parts={
             name.removeprefix(f"{reward}."): statistics.fmean(parts)
-            for name, parts in part_values(o for o in every if isinstance(o, ScoredTrajectory)).items()
+            for name, parts in part_values(o for o in all_outcomes if isinstance(o, ScoredTrajectory)).items()
             if name != reward
         },
         seconds=spread([call.seconds for call in calls]),
         waited_s=spread([call.waited_s for call in calls]),
-        per_second=len(every) / seconds if seconds > 0 else 0.0,
+        per_second=len(all_outcomes) / seconds if seconds > 0 else 0.0,
         limit_s=max((call.limit_s for call in calls), default=0.0),
         failures=tuple(FailureCount(kind, message, count) for (kind, message), count in failed.most_common()),
         signal=signal_of(by_group),
-        examples=_examples(every, tokenizer),
+        examples=_examples(all_outcomes, tokenizer),
         bytes_for_tokens=bytes_for_tokens,
     )
 
@@ -137,7 +139,7 @@ def _examples(outcomes: Sequence[Outcome], tokenizer: Tokenizer) -> tuple[Comple
     ordered = sorted((o for o in outcomes if isinstance(o, ScoredTrajectory)), key=lambda scored: scored.reward)
     count = min(_EXAMPLES, len(ordered))
     places = [index * (len(ordered) - 1) // max(count - 1, 1) for index in range(count)]
-    return tuple(sample_of(ordered[place], tokenizer, step=0, chosen="") for place in places)
+    return tuple(sample_of(ordered[place], tokenizer, step=0, choice="") for place in places)
 
 
 def spread(values: Sequence[float]) -> ValueSpread | None:
@@ -158,14 +160,14 @@ def histogram(values: Sequence[float]) -> tuple[Bin, ...]:
     low = min(values)
     high = max(values)
     width = (high - low) / _BINS
-    if not width > 0 or not math.isfinite(width):  # next to each other, or the whole range of a float
+    if not width > 0 or not math.isfinite(width):  # adjacent floats, or a range that overflows
         return (Bin(low, high, len(values)),)
     places = Counter(min(int((value - low) / width), _BINS - 1) for value in values)
     return tuple(Bin(low + i * width, low + (i + 1) * width, places[i]) for i in range(_BINS))
 
 
 def signal_of(groups: Sequence[Sequence[float]]) -> GroupSignal:
-    """Count the groups that would teach something to a method that compares siblings."""
+    """Count the groups that carry signal for a method that compares the completions of a group."""
     compared = [group for group in groups if len(group) > 1]
     values = [value for group in compared for value in group]
     low = min(values, default=0.0)
@@ -181,7 +183,7 @@ def signal_of(groups: Sequence[Sequence[float]]) -> GroupSignal:
 
 
 def problems_of(report: RewardReport) -> Iterator[str]:
-    """Yield what should be changed before a run is spent on it."""
+    """Yield the problems to mend before a run is spent on the reward."""
     failed = report.completions - report.scored
     if failed and not report.scored:
         yield "every call failed: nothing would be trained"
@@ -201,8 +203,8 @@ def problems_of(report: RewardReport) -> Iterator[str]:
 
 
 def rich_report(report: RewardReport, prompts: str, *, advice: bool = True) -> Group:
-    """Tables and a picture, for a terminal; with ``advice``, what should be changed."""
-    head = Text.assemble(
+    """Tables and a histogram, for a terminal; with ``advice`` also the problems to mend."""
+    heading = Text.assemble(
         ("reward ", "dim"), (report.reward, "bold"),
         f": {report.scored} of {report.completions} completions scored, {report.prompts} prompts of {prompts}",
     )  # fmt: skip
@@ -214,7 +216,7 @@ def rich_report(report: RewardReport, prompts: str, *, advice: bool = True) -> G
     for name, times in (("latency", report.seconds), ("waited", report.waited_s)):
         if times is not None:
             numbers.add_row(name, *map(_time, msgspec.structs.astuple(times)))
-    blocks: list[Text | Table] = [head, Text(), numbers, Text()]
+    blocks: list[Text | Table] = [heading, Text(), numbers, Text()]
     if report.histogram:
         blocks += [histogram_picture(report.histogram), Text()]
     if report.parts:
@@ -233,10 +235,10 @@ def rich_report(report: RewardReport, prompts: str, *, advice: bool = True) -> G
 def _signal_line(signal: GroupSignal) -> Text:
     if not signal.groups:
         return Text("groups: none with two values")
-    carry = signal.groups - signal.flat
+    signal_count = signal.groups - signal.flat
     flat = f"{signal.flat} flat ({signal.flat_low} all at the least value, {signal.flat_high} all at the greatest)"
     return Text(
-        f"groups: {carry} of {signal.groups} carry signal ({carry / signal.groups:.0%}); {flat}; "
+        f"groups: {signal_count} of {signal.groups} carry signal ({signal_count / signal.groups:.0%}); {flat}; "
         f"mean std in a group {signal.mean_std:.3g}"
     )
 
@@ -260,8 +262,9 @@ def _failures(report: RewardReport) -> Table:
         table.add_column(name, justify="right" if name == "failures" else "left")
     for failure in report.failures[:_MOST_MESSAGES]:
         table.add_row(str(failure.count), Text(failure.kind, "red"), Text(printable(failure.message)))
-    if rest := report.failures[_MOST_MESSAGES:]:
-        table.add_row(str(sum(failure.count for failure in rest)), "", f"{len(rest)} other messages (--json has all)")
+    if omitted := report.failures[_MOST_MESSAGES:]:
+        count = sum(failure.count for failure in omitted)
+        table.add_row(str(count), "", f"{len(omitted)} other messages (--json has all)")
     return table
 
 

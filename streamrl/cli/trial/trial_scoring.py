@@ -1,4 +1,4 @@
-"""Scoring of completions outside of a run, for ``reward test`` and ``try``."""
+"""Scoring of completions outside of a run, called by ``reward test`` and ``try`` in the command's own process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from streamrl.rewards.scoring import Outcome
 
 
 def say(text: str) -> None:
-    """Progress, on stderr: stdout is the report."""
+    """Print progress on stderr: stdout is the report."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
 async def score_groups(
     scoring: Sequence[Reward], limits: RewardLimits, groups: Sequence[CompletedGroup], tokenizer: Tokenizer
 ) -> tuple[list[tuple[Outcome, ...]], float]:
-    """Outcomes of each group, and the seconds that all took."""
+    """Return the outcomes of each group, and the seconds that scoring all groups took."""
     async with opened_rewards(scoring, limits, tokenizer) as rewards:
         started = time.perf_counter()
         async with asyncio.TaskGroup() as calls:

@@ -1,2 +1,2 @@
-"""Texts of the command line that are in one place for all commands: examples, completion of shells. Imports
-``cli.command`` for the command that prints the latter."""
+"""Texts of the command line for all commands: examples, and the completion of shells with the command that prints
+it."""

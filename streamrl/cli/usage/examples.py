@@ -1,4 +1,5 @@
-"""One example of each command, which its ``--help`` ends with; every one of them parses (a test compares)."""
+"""One example of each command, printed at the end of its ``--help`` by ``command.parse_command``. A test parses every
+example."""
 
 from __future__ import annotations
 
@@ -41,6 +42,5 @@ EXAMPLES = {
     "launch slurm": "launch slurm recipe.toml --nodes 4 --gpus-per-node 8",
     "launch kubernetes": "launch kubernetes r.toml --image IMAGE --pvc runs --nodes 2",
     "launch ssh": "launch ssh recipe.toml --hosts gpu-1,gpu-2,gpu-3",
-    "serve": "serve engine recipe.toml --index 1",
     "keys": "keys ~/streamrl-keys",
 }

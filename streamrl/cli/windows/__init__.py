@@ -1,2 +1,2 @@
-"""Commands that show runs, or send them on: the page, the same as a file, the Chrome trace, several systems side by
-side, trackers."""
+"""Commands that show runs or export them: the dashboard, its page as a file, the Chrome trace, the terminal view,
+trackers."""

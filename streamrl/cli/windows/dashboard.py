@@ -1,4 +1,4 @@
-"""``streamrl dashboard``: the page of runs, in a browser."""
+"""``streamrl dashboard``: the page of runs, in a browser. The command's own process is the web server."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PORT = 7788
 
 def require_server() -> None:
     """Raise ``StreamRLError`` where the packages of the page are not installed."""
-    if lacking := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise StreamRLError(f"the page needs {' and '.join(lacking)}: pip install 'streamrl[dashboard]'")
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise StreamRLError(f"the page needs {' and '.join(missing)}: pip install 'streamrl[dashboard]'")
 
 
 class Dashboard(Command, frozen=True, kw_only=True):

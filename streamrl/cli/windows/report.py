@@ -1,4 +1,5 @@
-"""``streamrl report`` and ``streamrl trace``: runs as one file, for people and for a viewer of traces."""
+"""``streamrl report`` and ``streamrl trace``: runs as one HTML file, and the timeline of a run for a trace viewer. Both
+read files of runs in the command's own process."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Report(Command, frozen=True, kw_only=True):
     out: Out = None
 
     def run(self) -> int:
-        """Write it. Raises ``StreamRLError`` for what is no run."""
+        """Write the page. Raises ``StreamRLError`` for a place that is no run."""
         places = [Path(name) for name in self.runs]
         if not places:
             raise StreamRLError("streamrl report needs a run: name one, such as runs/latest")
@@ -42,7 +43,7 @@ class Trace(Command, frozen=True, kw_only=True):
     out: Out = None
 
     def run(self) -> int:
-        """Write it. Raises ``StreamRLError`` for what is no run, or has no trace."""
+        """Write the trace. Raises ``StreamRLError`` for a place that is no run, or a run without a trace."""
         files = run_files(self.run_directory)
         path = self.out or self.run_directory / "timeline.json"
         timeline = TimelineColumns(files)
@@ -51,5 +52,7 @@ class Trace(Command, frozen=True, kw_only=True):
             raise StreamRLError(f"{files.trace} has no trajectory that has ended: there is nothing to draw")
         trace, left_out = trace_run(files.run_id, timeline)
         write_atomic(path, trace.encoded())
-        note = f", without the first {left_out:,} trajectories: a viewer opens no more" if left_out else ""
-        return self.print({"file": str(path), "left_out": left_out}, f"wrote {path}{note}; open it in ui.perfetto.dev")
+        result = f"wrote {path}"
+        if left_out:
+            result += f", without the first {left_out:,} trajectories: a viewer opens no more"
+        return self.print({"file": str(path), "left_out": left_out}, f"{result}; open it in ui.perfetto.dev")

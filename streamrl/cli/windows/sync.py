@@ -1,4 +1,5 @@
-"""``streamrl sync RUN --to TRACKER``: what a tracker has not got yet of a run."""
+"""``streamrl sync RUN --to TRACKER``: sends the lines of a run that a tracker lacks. Reads files of the run in the
+command's own process, with the code that sends during a run."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ class Sync(Command, frozen=True):
     to: Annotated[tuple[str, ...], Argument("tensorboard, wandb, trackio, or a plug-in; may be repeated", "TRACKER")]
 
     def run(self) -> int:
-        """Send it. Raises ``StreamRLError`` where a tracker is not installed, or sends this run just now."""
+        """Send the lines. Raises ``StreamRLError`` where a tracker is not installed, or is sending this run already."""
         run = run_files(self.run_directory)
         problems = list(tracker_problems(self.to))
         if "prometheus" in {name_and_options(spec)[0] for spec in self.to}:
             problems.append("prometheus asks runs that go on: set metrics.report_to")
         if problems or not self.to:
             raise StreamRLError("; ".join(problems) or "name a tracker: --to wandb")
-        sent = {spec: follow_run(run.directory, spec, lambda: True) for spec in self.to}
-        return self.print(sent, *(f"{spec}: {count} lines were sent" for spec, count in sent.items()))
+        line_counts = {spec: follow_run(run.directory, spec, lambda: True) for spec in self.to}
+        return self.print(line_counts, *(f"{spec}: {count} lines were sent" for spec, count in line_counts.items()))

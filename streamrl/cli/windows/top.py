@@ -1,4 +1,5 @@
-"""``streamrl top``: a running run in the terminal."""
+"""``streamrl top``: a running run in the terminal. The command's own process subscribes to the metrics socket of the
+run, reads its files, and sends orders over its control socket."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from streamrl.observe.telemetry import TelemetrySubscriber
 from streamrl.observe.top.picture import MOST_STEPS, Picture
 
 ANSWER_S = 60.0
+_MOST_LOG_LINES = 5000
 
 
 class Top(Watch, frozen=True):
@@ -31,7 +33,7 @@ class Top(Watch, frozen=True):
     another host: `ssh -t HOST streamrl top RUN`."""
 
     def run(self) -> int:
-        """Show it until `q`; the run does not notice. Raises ``StreamRLError`` without Textual or a terminal."""
+        """Show the run until `q`, without an effect on it. Raises ``StreamRLError`` without Textual or a terminal."""
         if find_spec("textual") is None:
             raise StreamRLError("Textual is not installed: pip install 'streamrl[top]'")
         if self.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -41,11 +43,13 @@ class Top(Watch, frozen=True):
         from streamrl.observe.top.application import TopApplication  # only here: Textual may be absent
 
         endpoint = self.endpoint()
-        here = Path(self.where)
+        directory = Path(self.where)
         picture = Picture(lambda: not endpoint.startswith("ipc://") or has_ipc_listener(endpoint))
-        files = RunFiles(here) if here.is_dir() else None
-        for line in deque(files.metric_lines(), MOST_STEPS) if files else ():
-            picture.remember(line)
+        files = None
+        if directory.is_dir():
+            files = RunFiles(directory)
+            for line in deque(files.metric_lines(), MOST_STEPS):
+                picture.remember(line)
         why_not = self._why_not()
         with TelemetrySubscriber(endpoint) as subscriber:
             TopApplication(
@@ -58,35 +62,36 @@ class Top(Watch, frozen=True):
         return 0
 
     def _why_not(self) -> str:
-        """The reason for which orders cannot be given; empty where they can."""
-        here = Path(self.where)
-        if not here.is_dir():
+        """Return the reason why orders cannot be given; empty where they can."""
+        directory = Path(self.where)
+        if not directory.is_dir():
             return "only from the directory of the run, on its host: ssh -t HOST streamrl top RUN"
         try:
-            read_key(here)
+            read_key(directory)
         except StreamRLError as error:
-            return f"{error}" if (here / KEY_FILE).exists() else f"{here / KEY_FILE} is not there: the run has ended"
+            key_file = directory / KEY_FILE
+            return f"{error}" if key_file.exists() else f"{key_file} is not there: the run has ended"
         return ""
 
     async def _steer(self, order: str) -> str:
-        here = Path(self.where)
         operation = DrainRun() if order == "drain" else msgspec.convert({"order": order, "type": "SteerRun"}, SteerRun)
-        answer = await ask_run(here, operation, ANSWER_S)
+        answer = await ask_run(Path(self.where), operation, ANSWER_S)
         if isinstance(answer, ControlRefused):
             raise StreamRLError("; ".join(answer.problems))
         return answer.text if isinstance(answer, SteeringTaken) else DRAINING
 
 
 def _log_lines(files: RunFiles) -> Callable[[], list[str]]:
-    """New lines of all logs at each call, with the name of their process."""
+    """Return a function that reads the new lines of all logs, each with the name of its process."""
     followed: dict[str, FollowedLines] = {}
 
     def new_lines() -> list[str]:
-        found: list[str] = []
+        tail: list[str] = []
         for name, path in files.logs().items():
             log = followed.setdefault(name, FollowedLines(path))
             while lines := log.read():
-                found = [*found, *(f"{name}: {line.decode(errors='replace')}" for line in lines)][-5000:]
-        return found
+                named_lines = [f"{name}: {line.decode(errors='replace')}" for line in lines]
+                tail = [*tail, *named_lines][-_MOST_LOG_LINES:]
+        return tail
 
     return new_lines

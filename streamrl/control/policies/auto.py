@@ -1,13 +1,15 @@
-"""``auto``: synchronous rounds or races of prompts, whichever an adviser beside the run predicts to be faster.
+"""``rounds = "auto"``: synchronous rounds or races of prompts, whichever the adviser predicts to be faster.
 
-A race pays where a step is bound by its longest completions and loses where it is bound by tokens; which of the two
-holds depends on the model, the task and the engines, and moves while the policy learns. ``streamrl.simulate.adviser``
-simulates every candidate on the lengths and costs measured so far and sends ``RoundsAdvised``.
+A race pays where the longest completions bound a step, and loses where its tokens bound it. Which of the two holds
+depends on the model, the task and the engines, and changes while the policy learns. The process
+``streamrl.simulate.adviser`` simulates every candidate with the lengths and costs measured so far, and the controller
+passes its ``RoundsAdvised`` on to this policy.
 
-Rules of change: synchronous until the first advice; a race must promise ``LEAST_GAIN`` more than what runs; back to
-synchronous, which has no bias and no queue, as soon as it promises anything more. Deferred prompts are never left
-behind: the rounds change only after the long round that trains them, and what then waits at other group sizes goes
-first. A promise that was not fulfilled is made smaller: each form of rounds is predicted at the pace that it had."""
+Rules of change: Rounds are synchronous until the first advice. A race must promise ``LEAST_GAIN`` more than the current
+rounds. Synchronous rounds, which have no bias and no queue, return as soon as they promise anything more. Deferred
+prompts are always trained: rounds change only after the long round that trains them, and prompts that still wait at
+other group sizes go first. Predictions are corrected: each form of rounds (synchronous or race) is predicted at the
+*pace* of its past steps, the ratio of measured to predicted seconds."""
 
 from __future__ import annotations
 
@@ -37,38 +39,42 @@ SYNCHRONOUS = "synchronous"
 LEAST_GAIN = 0.05
 OVERSAMPLING = (1.125, 1.25, 1.5)
 _FADING = 0.9
-_SURPRISING = 2.0  # a step that takes longer than this many times of what was predicted was held up by something else
-_PRIOR_STEPS = 4.0  # that took as long as predicted, before the first was seen
+_SURPRISING = 2.0  # a step counts as at most this many times its prediction: something else delayed a longer one
+_PRIOR_STEPS = 4.0  # imaginary steps as long as predicted, which a pace begins with
 
 
 def candidate_settings(settings: ControlSettings) -> dict[str, ControlSettings]:
-    """Return what ``auto`` chooses from, by name: synchronous rounds, and races that launch different numbers of
+    """Settings of the candidates of ``auto`` by name: synchronous rounds, and races that launch different numbers of
     prompts. Long rounds of several batches are candidates where ``tail_batching.long_round_batches`` allows them."""
     options = settings.tail_batching
     prompts = settings.batch_groups
-    races: dict[tuple[int, int], str] = {}
-    found = {SYNCHRONOUS: replace(settings, rounds=RoundKind.SYNCHRONOUS)}
+    races: set[tuple[int, int]] = set()
+    candidates = {SYNCHRONOUS: replace(settings, rounds=RoundKind.SYNCHRONOUS)}
     for batches in sorted({1, options.long_round_batches}):
         for factor in OVERSAMPLING:
-            name = f"tail_batching {factor:g}" + (f" x{batches}" if batches > 1 else "")
             launched = math.ceil(factor * prompts)
-            if launched > prompts and races.setdefault((launched, batches), name) == name:
-                race = replace(
-                    options, prompt_oversampling=factor, response_oversampling=1.0, long_round_batches=batches
-                )
-                found[name] = replace(settings, rounds=RoundKind.TAIL_BATCHING, tail_batching=race)
-    return found
+            # In a small batch several factors launch the same number of prompts: the first one names the candidate.
+            if launched <= prompts or (launched, batches) in races:
+                continue
+            races.add((launched, batches))
+            name = f"tail_batching {factor:g}"
+            if batches > 1:
+                name += f" x{batches}"
+            race = replace(options, prompt_oversampling=factor, response_oversampling=1.0, long_round_batches=batches)
+            candidates[name] = replace(settings, rounds=RoundKind.TAIL_BATCHING, tail_batching=race)
+    return candidates
 
 
 class Pace(msgspec.Struct):
-    """Seconds that steps took and that were predicted of them; the last ten or so decide."""
+    """Sums over past steps of their measured and predicted seconds. Sums fade, so that about the last ten steps
+    decide."""
 
     taken_s: float = 0.0
     predicted_s: float = 0.0
     steps: float = 0.0
 
     def add(self, taken_s: float, predicted_s: float) -> None:
-        """Count one step."""
+        """Add one step."""
         self.taken_s = _FADING * self.taken_s + taken_s
         self.predicted_s = _FADING * self.predicted_s + predicted_s
         self.steps = _FADING * self.steps + 1
@@ -81,8 +87,16 @@ class Pace(msgspec.Struct):
 
 
 class _State(msgspec.Struct):
-    """State for ``snapshot``. ``decided``: version of the last round that opened; ``fresh``: the advice was not
-    compared yet; ``untimed``: candidate and kind of rounds whose time is not known, by the version that they make."""
+    """State for ``snapshot``.
+
+    ``current``: name of the candidate in force;
+    ``decided``: trainer version when the last round opened;
+    ``last_kind``: kind of the last round;
+    ``advice``: last advice;
+    ``fresh``: whether the advice has not been compared yet;
+    ``untimed``: candidate and kind of the rounds whose times are not known yet, by the version that they make;
+    ``paces``: pace by form of rounds;
+    ``because``: decision that the next launch reports."""
 
     current: str = SYNCHRONOUS
     decided: int = -1
@@ -104,8 +118,8 @@ class AutoRounds(StatelessRounds):
     def __init__(self, settings: ControlSettings) -> None:
         self._settings = candidate_settings(settings)
         self._policies: dict[str, RoundPolicy] = {
-            name: SynchronousRounds(one) if name == SYNCHRONOUS else TailBatchingRounds(one)
-            for name, one in self._settings.items()
+            name: SynchronousRounds(candidate) if name == SYNCHRONOUS else TailBatchingRounds(candidate)
+            for name, candidate in self._settings.items()
         }
         self.replays = settings.tail_batching.deferred_prompts in SAME_SEED
         self._state = _State()
@@ -116,7 +130,7 @@ class AutoRounds(StatelessRounds):
         return self._state.current
 
     def launch(self, view: RoundView) -> Launch | None:
-        """Launch as the chosen candidate does. It is chosen once for each round, before its first launch."""
+        """Launch as the current candidate does. A new candidate may be chosen before the first launch of a round."""
         state = self._state
         if view.at_barrier and not view.round_kind and state.decided != view.trainer_version:
             state.decided = view.trainer_version
@@ -140,37 +154,46 @@ class AutoRounds(StatelessRounds):
         return self._policies[self.current].remainder(view)
 
     def slots(self) -> int:
-        """Return those of the candidate that needs most."""
+        """Slots of the candidate that needs most."""
         return max(policy.slots() for policy in self._policies.values())
 
-    def observe(self, seen: Observation) -> None:
-        """Take advice, which counts when the next round opens, and hold the times of steps against it."""
+    def observe(self, observation: Observation) -> None:
+        """Take advice, which counts when the next round opens, and compare the times of steps with their
+        predictions."""
         state = self._state
-        match seen:
+        match observation:
             case RoundsAdvised():
-                state.advice = seen
+                state.advice = observation
                 state.fresh = True
-            case RoundTimed(policy_version=version):
-                name, kind = state.untimed.pop(version, ("", ""))
-                predicted = state.advice.seconds.get(name, {}).get(kind, 0.0) if state.advice else 0.0
-                if predicted:
-                    pace = state.paces.setdefault(_form(name), Pace())
-                    taken = seen.rollout_s + seen.training_s + seen.push_s
-                    pace.add(min(taken, _SURPRISING * predicted), predicted)
-                state.untimed = {made: one for made, one in state.untimed.items() if made > version}
+            case RoundTimed():
+                self._time_round(observation)
+
+    def _time_round(self, timed: RoundTimed) -> None:
+        """Correct the pace of the form of rounds that made this step."""
+        state = self._state
+        version = timed.policy_version
+        name, kind = state.untimed.pop(version, ("", ""))
+        predicted_s = state.advice.seconds.get(name, {}).get(kind, 0.0) if state.advice else 0.0
+        if predicted_s:
+            pace = state.paces.setdefault(_form(name), Pace())
+            step_s = timed.rollout_s + timed.training_s + timed.push_s
+            pace.add(min(step_s, _SURPRISING * predicted_s), predicted_s)
+        state.untimed = {later: rounds for later, rounds in state.untimed.items() if later > version}
 
     def snapshot(self) -> dict[str, object]:
-        """Return all of it: a restored policy answers as this one would."""
+        """Complete state: a restored policy decides as this one would."""
         return msgspec.structs.asdict(self._state)
 
     def restore(self, state: dict[str, object]) -> None:
-        """Restore the state of this policy; that of another one, or of candidates that are gone, is ignored."""
+        """Restore the state of this policy. The state of another policy, or of a candidate that no longer exists, is
+        ignored."""
         if state.get("current") in self._policies:
             self._state = msgspec.convert(state, _State, str_keys=True)
 
     def _drained(self, view: RoundView) -> bool:
-        """Return whether no deferred prompt waits; after a long round fewer than one race leaves, which the next takes.
-        With several sizes some groups always wait: synchronous rounds begin with them then."""
+        """Return whether rounds may change without leaving deferred prompts behind: none wait, or after a long round
+        fewer than one race defers. With several group sizes some prompts always wait; synchronous rounds begin with
+        them."""
         if self.current == SYNCHRONOUS or view.queued == 0:
             return True
         if len(self._settings[self.current].group_sizes) > 1:
@@ -180,31 +203,33 @@ class AutoRounds(StatelessRounds):
         return self._state.last_kind == LONG and view.queued < math.ceil(factor * batch) - batch
 
     def _compare(self, advice: RoundsAdvised) -> None:
+        """Choose the candidate for the next rounds by ``advice``."""
         paces = {form: pace.factor for form, pace in self._state.paces.items()}
         predicted = {name: advice.goodput[name] for name in self._policies if name in advice.goodput}
         goodput = {name: value / paces.get(_form(name), 1.0) for name, value in predicted.items()}
-        now = goodput.get(self.current)
-        if now is None or not goodput:
+        current_goodput = goodput.get(self.current)
+        if current_goodput is None or not goodput:
             return
         best = max(goodput, key=goodput.__getitem__)
-        gain = goodput[best] / now - 1
+        gain = goodput[best] / current_goodput - 1
         if gain >= LEAST_GAIN:
-            chosen = best
+            choice = best
             reason = f"{best} promises {gain:.1%} more trained tokens a second"
-        elif goodput.get(SYNCHRONOUS, 0.0) > now:
-            chosen = SYNCHRONOUS
+        elif goodput.get(SYNCHRONOUS, 0.0) > current_goodput:
+            choice = SYNCHRONOUS
             reason = f"{self.current} promises no more than synchronous rounds"
         else:
-            chosen = self.current
+            choice = self.current
             reason = f"the best other promises {gain:.1%} more, a change needs {LEAST_GAIN:.0%}"
             if best == self.current:
                 reason = "no other promises more"
-        verb = "stay with" if chosen == self.current else f"from {self.current} to"
+        verb = "stay with" if choice == self.current else f"from {self.current} to"
         figures = {f"goodput {name}": value for name, value in goodput.items()} | advice.figures
         figures |= {f"pace {form}": factor for form, factor in paces.items()}
-        self._state.because = Decision(subject="rounds", reason=f"{verb} {chosen}: {reason}", figures=figures)
-        self._state.current = chosen
+        self._state.because = Decision(subject="rounds", reason=f"{verb} {choice}: {reason}", figures=figures)
+        self._state.current = choice
 
 
 def _form(name: str) -> str:
+    """Form of the rounds of a candidate: ``synchronous`` or ``tail_batching``."""
     return name.split(" ")[0]

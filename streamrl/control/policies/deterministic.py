@@ -1,21 +1,24 @@
-"""The order in which answers count in a deterministic run: one that does not depend on who was faster. Pure.
+"""Control of a deterministic run (``run.deterministic``): takes events in an order that does not depend on timing.
+Pure.
 
-Without it control takes what happens in the order in which it happens. Which group wins a race, which prompt refills a
-dropped one and what the group sizing has seen then depend on the clock, and two runs of one recipe differ, however
-exactly engines and trainer compute. With it an answer waits until it is certain that none before it is missing:
+``round_policies`` makes it in place of ``Control``, in the controller and in the simulator. ``Control`` takes events in
+the order in which they arrive. The winners of a race, the prompt that replaces a dropped group and the lengths that the
+group sizing observes then depend on the clock, and two runs of one recipe differ even where engines and trainer compute
+the same. Here an event waits until no earlier one can be missing:
 
-1. What control asked others for is taken first, one kind after the other: prompts, checkpoint, evaluation, step, push.
-   Nothing else is decided while one of them is on its way.
-2. Outcomes of trajectories are taken as if every engine sampled one token of every request in each tick of a common
-   clock: a trajectory ends ``tokens`` ticks after its launch, which is at the tick of the outcome that led to it; equal
-   ticks go by group and sample. So *everything that was launched must have ended before the first of it counts*.
+1. Answers to orders come first, one kind after the other: prompts, checkpoint, evaluation, step, push. Control decides
+   nothing else while it waits for one of them.
+2. Outcomes of trajectories are ordered as if every engine sampled one token of every request in each tick of a common
+   clock. A trajectory ends ``tokens`` ticks after its launch, and its launch has the tick of the outcome that caused
+   it; equal ticks are ordered by group and sample. So *all launched trajectories must have ended before control takes
+   the first outcome*.
 
-A race then has the winners that it would have on an ideal engine, but it has waited for all its unfinished
-trajectories: the time that a race gains is lost. The same holds of a batch whose groups could be trained while others
-still run. This is for verification: a run that was killed trains the batches of one that was not, bit for bit.
+A race then has the winners that it would have on an ideal engine, but it waits for all its trajectories, so that it
+saves no time; and no group is trained while others still run. The purpose is verification: a run that was killed and
+resumed trains the same batches as one that was not killed, bit for bit.
 
-It needs rounds that are on-policy (what a token is must not depend on when weights changed) and that decide by outcomes
-alone; times that are measured are not told to policies. A stop takes effect at once, whenever it comes."""
+Rounds must be on-policy (a token must not depend on when weights changed) and decide by outcomes alone; policies get no
+measured times. A stop takes effect at once."""
 
 from __future__ import annotations
 
@@ -41,8 +44,12 @@ _Tick = tuple[int, int, int, int]  # ticks, group, sample, attempt
 
 
 class Arrivals(Record, frozen=True):
-    """Arrivals that do not count yet, as a snapshot has them. ``launched``: trajectories that have not ended, with the
-    tick of their launch; ``ended``: outcomes that wait, with the same; ``answers``: those that wait."""
+    """Events that have arrived and that control has not taken yet, as a snapshot has them.
+
+    ``now``: tick of the last outcome taken;
+    ``launched``: trajectories without an outcome, each with the tick of its launch;
+    ``ended``: waiting outcomes, each with the tick of its launch;
+    ``answers``: waiting answers."""
 
     now: int = 0
     launched: tuple[tuple[TrajectoryId, int], ...] = ()
@@ -51,7 +58,7 @@ class Arrivals(Record, frozen=True):
 
 
 class DeterministicControl(Control):
-    """``Control`` that takes events in an order which does not depend on when they arrive."""
+    """``Control`` that takes events in an order which does not depend on the times of their arrival."""
 
     def __init__(
         self,
@@ -61,7 +68,7 @@ class DeterministicControl(Control):
         snapshot: Snapshot | None = None,
         steer: Steer = unsteered,
     ) -> None:
-        """Raises ``ValueError`` for rounds that are off-policy; else as ``Control``."""
+        """Start or continue a run as ``Control`` does. Raises ``ValueError`` for rounds that are off-policy too."""
         if not policy.on_policy:
             raise ValueError(
                 f"deterministic rounds train on-policy, and {settings.policy or settings.rounds} at staleness "
@@ -70,38 +77,42 @@ class DeterministicControl(Control):
         super().__init__(settings, policy, sizer, snapshot, steer)
         self._now = 0
         self._launched: dict[TrajectoryId, int] = {}
-        self._ended: dict[TrajectoryId, tuple[int, on.Outcome]] = {}
-        self._ticks: list[tuple[_Tick, TrajectoryId]] = []  # of those that ended; some were cancelled since
+        self._outcomes: dict[TrajectoryId, tuple[int, on.Outcome]] = {}
+        # A heap of the ticks of outcomes. Some of its trajectories may have been dropped since.
+        self._ticks: list[tuple[_Tick, TrajectoryId]] = []
+        # Outcomes of trajectories that control dropped before it took them: they decide nothing, and are taken at once.
         self._late: deque[on.Outcome] = deque()
         self._answers: dict[type[on.Answer], on.Answer] = {}
         if snapshot is not None:
             self._restore(msgspec.convert(snapshot.order or {}, Arrivals))
 
     def handle(self, event: ControlEvent) -> list[ControlAction]:
-        """Take ``event`` and all that counts now, and return what is to be done, in order."""
+        """Receive ``event``, take all events that are due now, and return the actions that follow, in order."""
         out: list[ControlAction] = []
         if isinstance(event, on.Measurement):
             return out
-        counts: ControlEvent | None = event
+        due: ControlEvent | None = event
         if not isinstance(event, on.RunContinued):
-            counts = None if self.state.finished else self._arrived(event)
-        while counts is not None:
-            before = len(out)
-            self._take(counts, out)
-            self._note_orders(out[before:])
-            counts = None if self.state.finished else self._next()
+            due = None if self.state.finished else self._receive(event)
+        while due is not None:
+            first_new = len(out)
+            self._take(due, out)
+            self._note_orders(out[first_new:])
+            due = None if self.state.finished else self._next()
         return out
 
     def unanswered_orders(self) -> list[ControlAction]:
-        """List orders as ``Control`` does, without those whose answer is here and does not count yet."""
-        return unanswered_orders(self.state, answered=self._answers.keys(), ended=self._ended.keys())
+        """Orders as those of ``Control``, without those whose answer has arrived and waits here."""
+        return unanswered_orders(
+            self.state, waiting_answers=self._answers.keys(), waiting_outcomes=self._outcomes.keys()
+        )
 
     def snapshot(self) -> Snapshot:
-        """Extend ``Control.snapshot`` by the arrivals that do not count yet."""
+        """The snapshot of ``Control``, with the events that wait here."""
         arrivals = Arrivals(
             now=self._now,
             launched=tuple(self._launched.items()),
-            ended=tuple(self._ended.values()),
+            ended=tuple(self._outcomes.values()),
             answers=tuple(self._answers.values()),
         )
         return msgspec.structs.replace(super().snapshot(), order=msgspec.to_builtins(arrivals))
@@ -109,43 +120,46 @@ class DeterministicControl(Control):
     def _restore(self, arrivals: Arrivals) -> None:
         self._now = arrivals.now
         self._launched = dict(arrivals.launched)
-        for launched, outcome in arrivals.ended:
-            self._end(outcome, launched)
+        for launch_tick, outcome in arrivals.ended:
+            self._add_outcome(outcome, launch_tick)
         self._answers = {type(answer): answer for answer in arrivals.answers}
 
-    def _arrived(self, event: ControlEvent) -> ControlEvent | None:
-        """``event`` happened. What counts next: itself, another one that waited for it, or nothing yet."""
+    def _receive(self, event: ControlEvent) -> ControlEvent | None:
+        """Receive ``event``. Returns the event that is due now: this one, or one that waited for it; None for none."""
         match event:
             case on.TrajectoryScored() | on.TrajectoryFailed():
-                if event.id in self._ended:
-                    return None  # it came twice
+                if event.id in self._outcomes:
+                    return None  # the event came twice
                 if event.id not in self._launched:
-                    return event  # dropped before: it decides nothing
-                self._end(event, self._launched.pop(event.id))
+                    return event  # its trajectory was dropped: the event decides nothing
+                self._add_outcome(event, self._launched.pop(event.id))
             case _ if not isinstance(event, on.Answer):
                 return event
             case _ if not self.state.pending.awaits(event):
-                return None  # it came twice
+                return None  # the answer came twice
             case _:
                 self._answers.setdefault(type(event), event)
         return self._next()
 
     def _next(self) -> ControlEvent | None:
-        """Return what counts now, after all that counted before; None: something that may come before it is missing."""
+        """The event that is due now; None while an event that may come before it is missing."""
         if self._late:
             return self._late.popleft()
-        for kind in self.state.pending.awaited:
-            return self._answers.pop(kind, None)
+        first_awaited = next(iter(self.state.pending.awaited), None)
+        if first_awaited is not None:
+            return self._answers.pop(first_awaited, None)
         if self._launched:
             return None
         while self._ticks:
-            (tick, *_), identity = heapq.heappop(self._ticks)
-            if identity in self._ended:
+            (tick, *_), trajectory = heapq.heappop(self._ticks)
+            if trajectory in self._outcomes:
                 self._now = tick
-                return self._ended.pop(identity)[1]
+                _launch_tick, outcome = self._outcomes.pop(trajectory)
+                return outcome
         return None
 
     def _note_orders(self, actions: Iterable[ControlAction]) -> None:
+        """Record which trajectories ``actions`` launch and drop."""
         for action in actions:
             match action:
                 case do.LaunchGroup():
@@ -153,23 +167,25 @@ class DeterministicControl(Control):
                 case do.Drop():
                     for trajectory in action.ids:
                         self._launched.pop(trajectory, None)
-                        ended = self._ended.pop(trajectory, None)
-                        if ended is not None:
-                            self._late.append(ended[1])
+                        if trajectory in self._outcomes:
+                            _launch_tick, outcome = self._outcomes.pop(trajectory)
+                            self._late.append(outcome)
                 case do.End():
-                    self._late.clear()  # nothing counts any more, and these decide nothing
+                    self._late.clear()
 
-    def _end(self, outcome: on.Outcome, launched: int) -> None:
+    def _add_outcome(self, outcome: on.Outcome, launch_tick: int) -> None:
         identity = outcome.id
-        self._ended[identity] = (launched, outcome)
-        tick = (launched + outcome.tokens, identity.group_id, identity.sample, identity.attempt)
+        self._outcomes[identity] = (launch_tick, outcome)
+        tick = (launch_tick + outcome.tokens, identity.group_id, identity.sample, identity.attempt)
         heapq.heappush(self._ticks, (tick, identity))
 
 
 def check_order(snapshot: Snapshot, *, deterministic: bool) -> None:
-    """Raise ``StreamRLError`` where the snapshot is of a run that is not, or is, deterministic as this one is."""
-    if (snapshot.order is not None) != deterministic:
+    """Raise ``StreamRLError`` where ``snapshot`` is of a deterministic run and this run is not, or the reverse."""
+    was_deterministic = snapshot.order is not None
+    if was_deterministic != deterministic:
+        kind = "deterministic" if was_deterministic else "not deterministic"
         raise StreamRLError(
-            f"the run that was kept is {'not ' if snapshot.order is None else ''}deterministic, and these settings say "
+            f"the run that was kept is {kind}, and these settings say "
             f"deterministic = {str(deterministic).lower()}: resume with its own recipe"
         )

@@ -1,5 +1,5 @@
-"""Group sizers: fixed, straggler-aware (SAGC), or random with given shares. Each is asked for ``size`` once a round,
-and given the groups of a step with ``observe``."""
+"""Group sizers: straggler-aware (SAGC), or random with the recipe's shares. ``round_policies`` makes the sizer of a
+run; control reads its ``size`` once a round, and reports the groups of a step to ``observe``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SURE = 2.0
 
 
 def make_group_sizer(settings: GroupSizing, fixed_size: int, seed: int, steps: int) -> GroupSizer:
-    """The sizer of a run of ``steps``. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts
-    with where its budget is known. Settings that do not fit together were refused
-    (``recipe.rules.scheduling_rules``)."""
+    """Make the sizer of a run of ``steps``. ``fixed_size``: ``rollout.group_size``, with which the straggler-aware
+    sizer starts where the recipe has a budget. ``recipe.rules.scheduling_rules`` has refused settings that do not fit
+    together."""
     if settings.kind is SizingKind.SAGC:
         return StragglerAwareSize(settings, fixed_size, steps)
     if settings.kind is SizingKind.RANDOM:
@@ -31,7 +31,8 @@ def make_group_sizer(settings: GroupSizing, fixed_size: int, seed: int, steps: i
 
 
 class _Draws(msgspec.Struct, frozen=True, kw_only=True):
-    """State of ``RandomSize``: draws of each size, the last one, and the steps that it served."""
+    """State of ``RandomSize``. ``drawn``: number of draws of each size; ``size``: last draw; ``held``: steps that used
+    it."""
 
     drawn: dict[int, int]
     size: int
@@ -39,10 +40,11 @@ class _Draws(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RandomSize:
-    """Sizes by chance with given shares, each for ``dwell`` steps: the control experiment of straggler-aware sizing.
+    """Random sizes with the recipe's ``shares``, each for ``dwell`` steps: the control experiment of straggler-aware
+    sizing.
 
-    A draw favours the sizes that are behind their share, so that a short run has the histogram that was asked for:
-    after any number of draws a size is off by about one. The order is chance, and a function of ``seed`` alone."""
+    A draw favours the sizes that are behind their share, so that even a short run has about these shares: after any
+    number of draws the count of a size is off by about one. The order is random, and a function of ``seed`` alone."""
 
     def __init__(self, settings: GroupSizing, seed: int) -> None:
         self._settings = settings
@@ -55,10 +57,10 @@ class RandomSize:
 
     def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
         rate = sagc.straggler_rate(_tables(groups), self._settings.straggler_ratio)
-        held = self._draws.held + batches
-        if held < self._settings.dwell:
-            self._draws = msgspec.structs.replace(self._draws, held=held)
-            reason = f"stays {self.size}: drawn for {self._settings.dwell} steps, {held} of them done"
+        steps = self._draws.held + batches
+        if steps < self._settings.dwell:
+            self._draws = msgspec.structs.replace(self._draws, held=steps)
+            reason = f"stays {self.size}: drawn for {self._settings.dwell} steps, {steps} of them done"
         else:
             self._draws = self._draw(self._draws.drawn)
             reason = f"{self.size} by chance: draw {sum(self._draws.drawn.values())}"
@@ -68,39 +70,45 @@ class RandomSize:
         return msgspec.structs.asdict(self._draws)
 
     def restore(self, state: dict[str, object]) -> None:
-        """Continue after the draws of ``state``; start over from a checkpoint of another kind of sizing."""
-        if "drawn" in state:
-            draws = msgspec.convert(state, _Draws, str_keys=True)
-            drawn = {size: draws.drawn.get(size, 0) for size in self._settings.sizes}
-            known = draws.size in self._settings.sizes
-            self._draws = msgspec.structs.replace(draws, drawn=drawn) if known else self._draw(drawn)
+        """Continue after the draws of ``state``; the state of another kind of sizing is ignored."""
+        if "drawn" not in state:
+            return
+        draws = msgspec.convert(state, _Draws, str_keys=True)
+        drawn = {size: draws.drawn.get(size, 0) for size in self._settings.sizes}
+        if draws.size in self._settings.sizes:
+            self._draws = msgspec.structs.replace(draws, drawn=drawn)
+        else:
+            self._draws = self._draw(drawn)
 
     def _draw(self, drawn: dict[int, int]) -> _Draws:
+        """Draw the next size after the draws ``drawn``."""
         sizes = self._settings.sizes
         shares = self._settings.shares
         number = sum(drawn.values())
         total = sum(shares)
-        behind = [
+        # Draws by which each size is behind its share: its weight in this draw.
+        weights = [
             max(share / total * (number + 1) - drawn[size], 0.0) for size, share in zip(sizes, shares, strict=True)
         ]
-        point = derive_seed(self._seed, "group size", number) / 2**63 * sum(behind)
-        # Rounding may leave the point just beyond the last size that is behind: take that one.
-        chosen = max(size for size, weight in zip(sizes, behind, strict=True) if weight > 0)
-        for size, weight in zip(sizes, behind, strict=True):
+        point = derive_seed(self._seed, "group size", number) / 2**63 * sum(weights)
+        # Where rounding puts the point beyond all weights, the largest size with a weight is drawn.
+        draw = max(size for size, weight in zip(sizes, weights, strict=True) if weight > 0)
+        for size, weight in zip(sizes, weights, strict=True):
             if point < weight:
-                chosen = size
+                draw = size
                 break
             point -= weight
-        return _Draws(drawn={**drawn, chosen: drawn[chosen] + 1}, size=chosen)
+        return _Draws(drawn={**drawn, draw: drawn[draw] + 1}, size=draw)
 
 
 class StragglerAwareSize:
-    """SAGC: the largest groups whose long-term straggler rate stays within a budget (see ``control.policies.sagc``).
+    """SAGC: the largest groups whose long-term straggler rate stays within a budget (``control.policies.sagc``).
 
-    Each step it counts the groups that straggled, learns the risk of every size (larger groups are split into smaller
-    ones, so that one size informs all below it), moves a virtual queue by the rate above the budget, and chooses the
-    size of best utility less queue times risk. Risk is taken optimistically, so that no size is given up untried; a
-    size is kept for ``dwell`` steps at least. ``reuse`` false is the ablation in which a size informs only itself."""
+    Each step counts the groups that straggled, learns the risk of every size (larger groups are split into smaller
+    ones, so that one size informs all smaller sizes), moves a virtual queue by the rate above the budget, and chooses
+    the size with the best utility less queue times risk. Risk is estimated optimistically, so that every size is tried;
+    a size stays for at least ``dwell`` steps. ``reuse``: whether larger groups inform smaller sizes (False for an
+    ablation)."""
 
     def __init__(self, settings: GroupSizing, start: int, steps: int, *, reuse: bool = True) -> None:
         self._settings = settings
@@ -121,7 +129,7 @@ class StragglerAwareSize:
 
     @property
     def budget(self) -> float:
-        """The long-term straggler rate that is kept: the recipe's, or what was measured (0: not yet)."""
+        """Budget in force for the long-term straggler rate: the recipe's, or the measured one (0: not measured yet)."""
         return self._memory.budget
 
     def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
@@ -129,7 +137,7 @@ class StragglerAwareSize:
         tables = _tables(groups)
         rate = sagc.straggler_rate(tables, settings.straggler_ratio)
         if rate is None:
-            return self._decided(None, f"stays {self.size}: no group of the step was large enough to tell")
+            return self._decision(None, f"stays {self.size}: no group of the step was large enough to tell")
         calibrating = not self.budget
         memory = sagc.learn(
             self._memory,
@@ -143,23 +151,26 @@ class StragglerAwareSize:
             memory, rate, batches, smallest=self._sizes[0], tightening=settings.tightening, tradeoff=memory.tradeoff
         )
         self._memory = msgspec.structs.replace(memory, held=memory.held + batches)
-        text = self._calibrate() if calibrating else ""
+        message = ""  # for the user
+        if calibrating:
+            message = self._calibrate()
         if not self.budget:
             progress = f"step {memory.steps} without a budget, {memory.calibration_steps} are to measure it"
-            return self._decided(rate, text or f"stays {self.size}: {progress}", notify=bool(text))
-        chosen = self._choose()
-        text = text or self._warning()
-        return self._decided(rate, f"{text}; {chosen}" if text else chosen, notify=bool(text))
+            return self._decision(rate, message or f"stays {self.size}: {progress}", notify=bool(message))
+        choice = self._choose()
+        message = message or self._warning()
+        reason = f"{message}; {choice}" if message else choice
+        return self._decision(rate, reason, notify=bool(message))
 
     def snapshot(self) -> dict[str, object]:
         return msgspec.structs.asdict(self._memory)
 
     def restore(self, state: dict[str, object]) -> None:
-        """Continue with what ``state`` knows; start over from a checkpoint of another kind of sizing.
+        """Continue with ``state``; the state of another kind of sizing is ignored.
 
-        Sizes that the recipe has no more are forgotten; where the current one is among them, the first size is taken.
-        Where the recipe asks for another budget (a fork), what was spent of the one before does not count, and one that
-        it leaves out is measured again, as with other ``calibration_steps``; what is known of the sizes stays."""
+        Where the recipe no longer has the current size, the sizer starts with its initial size. Where the recipe has
+        another budget (in a fork) or other ``calibration_steps``, the queue and the sums of rates start from zero, and
+        a budget that the recipe leaves out is measured again. Counts of groups by size stay in each case."""
         if "budget" not in state:
             return
         memory = msgspec.convert(state, sagc.SizingMemory, str_keys=True)
@@ -179,34 +190,36 @@ class StragglerAwareSize:
         )
 
     def _calibrate(self) -> str:
-        """One step without a budget is done. After the last one at the largest size (and at the smallest, where they do
-        not inform each other) it is measured, and the queue made as if it had been in force from the start. Where too
-        few groups of either were seen, the middle size stays. Returns what the user is to know."""
+        """Count one step without a budget; after the last one measure the budget, as if it had been in force from the
+        start. Returns a message for the user, or an empty text.
+
+        The steps have the largest size; where sizes do not inform each other, the second half of them has the smallest.
+        Where too few groups of either size ended, the middle size stays for good."""
         memory = self._memory
         sizes = self._sizes
         if memory.warned:
             return ""
-        seen = {size: memory.straggling[size] + memory.calm[size] for size in (sizes[-1], sizes[0])}
-        done = memory.steps
-        needed = memory.calibration_steps
+        group_counts = {size: memory.straggling[size] + memory.calm[size] for size in (sizes[-1], sizes[0])}
+        steps = memory.steps
+        needed_steps = memory.calibration_steps
         if not self._reuse:
             if memory.size != sizes[0]:
-                if 2 * done >= needed:
+                if 2 * steps >= needed_steps:
                     self._memory = msgspec.structs.replace(memory, size=sizes[0], held=0)
                 return ""
-            # Rounds that still bring groups of the largest size make the part at the smallest one longer.
-            late = seen[sizes[0]] < sagc.FEWEST_GROUPS
-            done = memory.held
-            needed = needed if late else needed // 2
-        if done < needed:
+            steps = memory.held
+            # Early rounds at the smallest size may still end with groups of the largest: then this half is longer.
+            if group_counts[sizes[0]] >= sagc.FEWEST_GROUPS:
+                needed_steps //= 2
+        if steps < needed_steps:
             return ""
-        fewest = min(seen, key=seen.__getitem__)
-        if seen[fewest] < sagc.FEWEST_GROUPS:
+        rarest = min(group_counts, key=group_counts.__getitem__)
+        if group_counts[rarest] < sagc.FEWEST_GROUPS:
             middle = sizes[len(sizes) // 2]
             self._memory = msgspec.structs.replace(memory, size=middle, held=0, warned=True)
             return (
-                f"group size stays {middle}: {seen[fewest]:.0f} groups of size {fewest} are too few to measure a "
-                "budget by; set group_sizing.budget, or more group_sizing.advanced.calibration_steps"
+                f"group size stays {middle}: {group_counts[rarest]:.0f} groups of size {rarest} are too few to measure "
+                "a budget by; set group_sizing.budget, or more group_sizing.advanced.calibration_steps"
             )
         budget, text = sagc.measured_budget(sagc.risks_of(memory, sizes, 0.0), self._settings.tightening)
         memory = msgspec.structs.replace(memory, budget=budget, held=max(memory.held, self._settings.dwell))
@@ -214,11 +227,13 @@ class StragglerAwareSize:
         return text
 
     def _choose(self) -> str:
+        """Choose the size of the next round. Returns the reason."""
         memory = self._memory
         settings = self._settings
         risks = sagc.risks_of(memory, self._sizes, settings.optimism)
         if sagc.is_out_of_reach(memory, self._sizes[0]):
-            # The queue is at its cap, where the utility of the largest size outweighs a risk that hardly differs.
+            # Not by utility: the queue is at its cap, where the utility of a large size outweighs a risk that is hardly
+            # higher.
             best = self._sizes[0]
         else:
             best = sagc.best_size(self._utilities, risks, queue=memory.queue, tradeoff=memory.tradeoff)
@@ -231,22 +246,23 @@ class StragglerAwareSize:
         return f"{memory.size} to {best}: {standing}"
 
     def _warning(self) -> str:
-        """The warning that the user gets, once, where no size meets the budget."""
+        """Warning for the user that no size meets the budget, given once; else an empty text."""
         memory = self._memory
         smallest = self._sizes[0]
         if memory.warned or memory.steps < self._settings.dwell or not sagc.is_out_of_reach(memory, smallest, SURE):
             return ""
         self._memory = msgspec.structs.replace(memory, warned=True)
         risk = sagc.risks_of(memory, [smallest], 0.0)[smallest].mean
-        least = math.ceil(risk * 20) / 20
-        could_meet = f"the budget that it could meet is {least:g}"
-        remedy = could_meet if least < 1 else "raise group_sizing.advanced.straggler_ratio"
+        possible_budget = math.ceil(risk * 20) / 20
+        remedy = "raise group_sizing.advanced.straggler_ratio"
+        if possible_budget < 1:
+            remedy = f"the budget that it could meet is {possible_budget:g}"
         return (
             f"no size meets group_sizing.budget = {memory.budget:g}: size {smallest} straggles in {risk:.2f} of its "
             f"groups; {remedy}"
         )
 
-    def _decided(self, rate: float | None, reason: str, *, notify: bool = False) -> SizingDecision:
+    def _decision(self, rate: float | None, reason: str, *, notify: bool = False) -> SizingDecision:
         memory = self._memory
         figures = _figures(memory.size, rate) | {"sizing/queue": memory.queue, "sizing/budget": memory.budget}
         risks = sagc.risks_of(memory, self._sizes, self._settings.optimism)
@@ -255,16 +271,16 @@ class StragglerAwareSize:
 
 
 def _tables(groups: Sequence[GroupLengths]) -> list[sagc.LengthTable]:
-    """Lengths of the groups of each size, infinite where a member was truncated: its length is not known. Groups of
-    which a race left nothing are not counted."""
+    """Lengths of the groups of each size; infinite for a truncated member, whose length is not known. Groups without
+    any length (the race dropped all members) are left out."""
     by_size: dict[int, list[GroupLengths]] = {}
     for group in groups:
         if any(group.lengths):
             by_size.setdefault(len(group.lengths), []).append(group)
     tables = []
-    for same in by_size.values():
-        table_GL = np.array([sagc.with_cut_members(group.lengths) for group in same], dtype=np.float64)
-        for row, group in enumerate(same):
+    for groups_of_size in by_size.values():
+        table_GL = np.array([sagc.with_dropped_members(group.lengths) for group in groups_of_size], dtype=np.float64)
+        for row, group in enumerate(groups_of_size):
             if True in group.truncated:
                 table_GL[row, list(group.truncated)] = np.inf
         tables.append(table_GL)
@@ -272,4 +288,7 @@ def _tables(groups: Sequence[GroupLengths]) -> list[sagc.LengthTable]:
 
 
 def _figures(size: int, rate: float | None) -> dict[str, float]:
-    return {"sizing/size": float(size)} | ({} if rate is None else {"sizing/straggler_rate": rate})
+    figures = {"sizing/size": float(size)}
+    if rate is not None:
+        figures["sizing/straggler_rate"] = rate
+    return figures

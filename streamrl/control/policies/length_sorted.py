@@ -1,10 +1,12 @@
-"""SortedRL's rounds (arXiv 2603.23414, section 3): a cohort of prompts, cut when a batch is ready.
+"""SortedRL's rounds (arXiv 2603.23414, section 3; ``rounds = "length_sorted"``): a cohort of prompts, whose running
+trajectories are stopped as soon as a batch is ready. ``round_policies`` makes the policy.
 
-A cohort of n batches of prompts is loaded at once and oversubscribes the engines. The batch takes what is ready first,
-hence short completions; then everything that still runs is cut and either sampled again from its start under the next
-weights (on-policy), or goes on from its tokens (partial). No new prompt is drawn until the cohort is trained, so a
-prompt waits for n updates at most, and a partial trajectory has tokens of n versions at most. Where a prompt's history
-or its own length predicts that its completions are short, it is launched earlier (section 3 of the paper)."""
+A cohort of n batches of prompts is loaded at once and oversubscribes the engines. The batch takes the groups that are
+ready first, hence short completions. Then all running trajectories stop: they are sampled again from their start under
+the next weights (on-policy), or continue from their tokens (partial). No new prompt is drawn until the cohort is
+trained, so a prompt waits for at most n updates, and a partial trajectory has tokens of at most n versions. Prompts
+whose completions are predicted to be short, by their history or their own length, are launched earlier (section 3 of
+the paper)."""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ SORTED = "sorted"
 
 
 class LengthSortedRounds(StatelessRounds):
-    """Rounds of prompts in order of their predicted length, on-policy or partial. Groups are admitted whole; with
-    ``single`` each trajectory is a group of its own."""
+    """Round policy that launches prompts in order of their predicted length, on-policy or partial. With ``single`` each
+    trajectory is a group of its own; otherwise all trajectories of a group are launched together."""
 
     drop_reason = DropReason.CUT
 
@@ -45,7 +47,7 @@ class LengthSortedRounds(StatelessRounds):
         self.cut_tokens = options.cut_tokens
         self._sizes = settings.group_sizes
         self._predictor = PromptLengthPredictor()
-        self._away = 0  # in their environments
+        self._in_environments = 0
 
     def launch(self, view: RoundView) -> Launch | None:
         if not view.at_barrier:
@@ -54,38 +56,45 @@ class LengthSortedRounds(StatelessRounds):
         if view.paused:
             return Launch(groups=view.paused, source=Source.PAUSED, size=0, group_size=size, round_kind=SORTED)
         if view.queued:
-            varies = len(self._sizes) > 1
-            queued = sum(ref.group_size == size for ref in view.queue) if varies else view.queued
-            kept = 1 if self._options.single else size
-            limit = round((self._options.oversubscription or self._options.cohort_batches) * view.batch_trajectories)
-            limit += min(self._away, limit)  # those keep no engine busy; as many more can run once all come back
-            groups = min(queued, (limit - view.untrained_trajectories) // view.trajectories_of(kept))
-            if groups <= 0:
-                return None
-            return Launch(
-                groups=groups,
-                source=Source.QUEUE,
-                size=kept,
-                group_size=size,
-                queued_at=size if varies else 0,
-                round_kind=SORTED,
-            )
+            return self._launch_queued(view, size)
         if view.untrained or view.exhausted:
             return None
-        # To the end of a batch: a cohort that opens in the middle of one (groups were dropped) must not span one more.
+        # A cohort ends with a batch. After drops it opens in the middle of a batch, and must not span one more.
         trajectories = view.missing + (self._options.cohort_batches - 1) * view.batch_trajectories
         prompts = max(trajectories // view.group_size, 1)
         copies = view.group_size if self._options.single else 1
         return Launch(groups=prompts, source=Source.COHORT, size=0, round_kind="", copies=copies)
 
+    def _launch_queued(self, view: RoundView, size: int) -> Launch | None:
+        """Launch prompts of the queue at group size ``size``, as many as the oversubscription allows."""
+        sizes_vary = len(self._sizes) > 1
+        queued = sum(ref.group_size == size for ref in view.queue) if sizes_vary else view.queued
+        launched_size = 1 if self._options.single else size
+        limit = round((self._options.oversubscription or self._options.cohort_batches) * view.batch_trajectories)
+        # Trajectories in environments keep no engine busy. At most doubled, for the time when all of them return.
+        limit += min(self._in_environments, limit)
+        groups = min(queued, (limit - view.untrained_trajectories) // view.trajectories_of(launched_size))
+        if groups <= 0:
+            return None
+        return Launch(
+            groups=groups,
+            source=Source.QUEUE,
+            size=launched_size,
+            group_size=size,
+            queued_at=size if sizes_vary else 0,
+            round_kind=SORTED,
+        )
+
     def _size(self, view: RoundView) -> int:
-        """Size of the next groups. A cohort keeps its group size until it is trained: at another one its last prompts,
-        which are long, would weigh more or less than its first, and it would be more batches, or fewer, than it was
-        drawn for."""
-        waiting = [ref.group_size for ref in view.queue]
-        if len(self._sizes) == 1 or not waiting or (view.round_kind and view.group_size in waiting):
+        """Size of the next groups. A cohort keeps its group size until it is trained. At another size its last prompts,
+        which have long completions, would count for more or less than its first, and it would fill more or fewer
+        batches than planned."""
+        queued_sizes = [ref.group_size for ref in view.queue]
+        if len(self._sizes) == 1 or not queued_sizes or (view.round_kind and view.group_size in queued_sizes):
             return view.group_size
-        return view.group_size if view.round_kind and view.untrained else waiting[0]
+        if view.round_kind and view.untrained:
+            return view.group_size
+        return queued_sizes[0]
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
         if self.on_policy:
@@ -96,27 +105,28 @@ class LengthSortedRounds(StatelessRounds):
         return Remainder.PAUSE if self._options.partial else Remainder.REQUEUE
 
     def sorted_queue(self, queue: Sequence[PromptRef]) -> Sequence[PromptRef]:
-        """Shortest prediction first, prompts that were launched before last. Stable."""
+        """Sort prompts by the number of their attempts, then by their predicted length. Stable."""
         predict = self._predictor.predict
         lengths = {ref.prompt_id: predict(ref.prompt_id, ref.tokens) for ref in queue}
         return sorted(queue, key=lambda ref: (ref.attempt, lengths[ref.prompt_id]))
 
-    def observe(self, seen: Observation) -> None:
-        """Learn from each group how long its prompt's completions are, and how many are in their environments."""
-        if isinstance(seen, EnginesMeasured):
-            self._away = seen.environment
-        elif isinstance(seen, GroupObserved):
-            longest = seen.cut_at if seen.cut else max(seen.lengths)
-            self._predictor.observe(seen.prompt_id, seen.prompt_tokens, longest, cut=seen.cut)
+    def observe(self, observation: Observation) -> None:
+        """Learn the lengths of a prompt's completions, and the number of trajectories in environments."""
+        if isinstance(observation, EnginesMeasured):
+            self._in_environments = observation.environment
+        elif isinstance(observation, GroupObserved):
+            deferred = observation.deferred
+            longest = observation.round_longest if deferred else max(observation.lengths)
+            self._predictor.observe(observation.prompt_id, observation.prompt_tokens, longest, stopped=deferred)
 
     def snapshot(self) -> dict[str, object]:
-        return msgspec.structs.asdict(self._predictor) | {"away": self._away}
+        return msgspec.structs.asdict(self._predictor) | {"away": self._in_environments}
 
     def restore(self, state: dict[str, object]) -> None:
-        """The inverse; the state of another policy is ignored."""
+        """Restore the state of this policy; the state of another policy is ignored."""
         if "buckets" in state:
             self._predictor = msgspec.convert(state, PromptLengthPredictor, str_keys=True)
-            self._away = msgspec.convert(state.get("away", 0), int)
+            self._in_environments = msgspec.convert(state.get("away", 0), int)
 
     def slots(self) -> int:
         return self._options.cohort_batches * self._batch

@@ -1,5 +1,7 @@
-"""Control of a recipe: the round policies by name, and the core with the policies that it asks. A new round policy is a
-file of its own, or a class of the user's (``rollout.policy``)."""
+"""Factories of control: round policies by name, and ``Control`` with the policies of its settings.
+
+The controller, the simulator and commands that replay a journal make control here. A new round policy is a file of its
+own here, or a class of the user (``rollout.policy``)."""
 
 from __future__ import annotations
 
@@ -30,19 +32,22 @@ ROUND_POLICIES: dict[RoundKind, Callable[[ControlSettings], RoundPolicy]] = {
     RoundKind.AUTO: AutoRounds,
 }
 
-_ASKED = tuple(sorted(name for name in {*vars(RoundPolicy), *RoundPolicy.__annotations__} if not name.startswith("_")))
-"""What control asks of a policy: a run without one of them would fail hours later, when a checkpoint is written."""
+_MEMBERS = tuple(
+    sorted(name for name in {*vars(RoundPolicy), *RoundPolicy.__annotations__} if not name.startswith("_"))
+)
+"""Members that a round policy must have. A run whose policy lacks one would fail hours later, when it writes a
+checkpoint."""
 
 
 def make_round_policy(settings: ControlSettings) -> RoundPolicy:
-    """The policy of ``settings.rounds``. Raises ``RecipeError`` where ``settings.policy`` does not make one."""
+    """Make the policy of ``settings.rounds``. Raises ``RecipeError`` where ``settings.policy`` is no class of one."""
     if settings.rounds is not RoundKind.CUSTOM:
         return ROUND_POLICIES[settings.rounds](settings)
-    made = load_user_object(settings.policy)
-    if not isinstance(made, type):
-        raise RecipeError(f'rollout.policy: "{settings.policy}" is a {type(made).__name__}: name a class')
-    policy: RoundPolicy = made(settings)
-    missing = [name for name in _ASKED if not hasattr(policy, name)]
+    user_class = load_user_object(settings.policy)
+    if not isinstance(user_class, type):
+        raise RecipeError(f'rollout.policy: "{settings.policy}" is a {type(user_class).__name__}: name a class')
+    policy: RoundPolicy = user_class(settings)
+    missing = [name for name in _MEMBERS if not hasattr(policy, name)]
     if missing:
         raise RecipeError(
             f'rollout.policy: "{settings.policy}" has no {", ".join(missing)}: see streamrl/control/round_policy.py'
@@ -51,14 +56,15 @@ def make_round_policy(settings: ControlSettings) -> RoundPolicy:
 
 
 def make_control(settings: ControlSettings, snapshot: Snapshot | None = None) -> Control:
-    """Control that decides as ``settings`` say, or, from ``snapshot`` on, as they were changed since. Raises
-    ``ValueError`` or ``StreamRLError`` where the settings, or they and the snapshot, do not fit together."""
-    made = DeterministicControl if settings.deterministic else Control
+    """Make control with ``settings``; where it continues from ``snapshot``, with the values that users have changed.
+    Raises ``ValueError`` or ``StreamRLError`` for settings that do not fit together, or do not fit the snapshot."""
+    control_class = DeterministicControl if settings.deterministic else Control
     if snapshot is not None:
         settings = with_values(settings, snapshot.state.steering.changed)
-    return made(settings, *_policies(settings), snapshot, steering_with(_policies))
+    policy, sizer = _make_policies(settings)
+    return control_class(settings, policy, sizer, snapshot, steering_with(_make_policies))
 
 
-def _policies(settings: ControlSettings) -> tuple[RoundPolicy, GroupSizer]:
+def _make_policies(settings: ControlSettings) -> tuple[RoundPolicy, GroupSizer]:
     sizer = make_group_sizer(settings.group_sizing, settings.group_size, settings.seed, settings.steps)
     return make_round_policy(settings), sizer

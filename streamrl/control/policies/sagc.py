@@ -1,8 +1,9 @@
-"""Parts of straggler-aware group control: the straggler event, the risk of each size, and what to choose.
+"""Functions of straggler-aware group sizing: counts of stragglers, the risk of each size, and the choice of a size.
+``group_sizing.StragglerAwareSize`` calls them, and reports of the simulator count stragglers with them.
 
-After arXiv 2606.02218 ("straggler-aware group sizing"), whose constants and update rule are not public: this is a
-controller of that outline (a discounted Beta posterior for each size and a virtual queue on the long-term rate), not
-the published one. Pure functions; the state between steps is in ``SizingMemory``."""
+After arXiv 2606.02218 ("straggler-aware group sizing"), whose constants and update rule are not public: a controller of
+the same outline (a discounted Beta posterior for each size and a virtual queue on the long-term rate). Functions are
+pure; the state between steps is in ``SizingMemory``."""
 
 from __future__ import annotations
 
@@ -20,22 +21,28 @@ LengthTable = NDArray[np.float64]
 
 
 CALIBRATED_SHARE = 0.5
-"""Where a measured budget is, on the way from the risk of the smallest size to that of the largest."""
+"""Position of a measured budget between the risk of the smallest size (0) and the risk of the largest (1)."""
 FEWEST_GROUPS = 6.0
-"""Fewest groups of the largest and of the smallest size by which a budget is measured."""
+"""Number of groups of the largest and of the smallest size that a measured budget needs."""
 QUEUE_CAP = 5.0
 """Largest queue, in multiples of V, while no size meets the budget."""
 
 
 class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """All that straggler-aware sizing knows between steps; it is what a checkpoint keeps.
+    """State of straggler-aware sizing between steps, which a checkpoint has. Steps that trained several batches count
+    as several steps.
 
-    ``held``: steps since ``size`` was chosen. ``steps``: with a complete group, so far. One that trained several
-    batches counts as so many in both. ``rate_sum``: sum of their straggler rates. ``queue``: the virtual queue Q.
-    ``budget``: the one in force (0: not measured yet); ``asked``: that of the recipe (0: none). ``straggling``,
-    ``calm``: discounted numbers of groups of each size that straggled and that did not. ``warned``: the warning that no
-    size meets the budget, or that none could be measured, was given. ``tradeoff``, ``calibration_steps``: in force
-    since the run began, also where it has got more steps since."""
+    ``size``: current group size;
+    ``budget``: budget in force (0: not measured yet);
+    ``held``: steps since ``size`` was chosen;
+    ``steps``: steps so far with a complete group;
+    ``rate_sum``: sum of the straggler rates of these steps;
+    ``queue``: virtual queue Q;
+    ``straggling``, ``calm``: discounted numbers of groups of each size that straggled and that did not;
+    ``asked``: budget of the recipe (0: none);
+    ``warned``: whether the user was warned that no size meets the budget, or that no budget could be measured;
+    ``tradeoff``, ``calibration_steps``: values for the number of steps at the start of the run, which stay when a user
+      changes this number."""
 
     size: int
     budget: float
@@ -52,28 +59,28 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def overspent(self) -> float:
-        """Excess of the sum of all straggler rates over the budget's, in whole steps of rate 1."""
+        """Sum of all straggler rates above the budget, in steps."""
         return self.rate_sum - self.steps * self.budget
 
 
 class SizeRisk(msgspec.Struct, frozen=True, kw_only=True):
-    """Posterior of one size: its mean, and the optimistic (lower) bound that decides."""
+    """Posterior risk of one size. ``mean``: posterior mean; ``low``: optimistic bound, by which a size is chosen."""
 
     mean: float
     low: float
 
 
 def count_stragglers(groups: Sequence[LengthTable], size: int, ratio: float) -> tuple[int, int]:
-    """(groups that straggled, groups) of ``size``, after each group is split into such by generation index.
+    """(number that straggled, number) of groups of ``size``, into which each group is split by sample number.
 
     Members are exchangeable given their prompt, so that any fixed split is an unbiased sample of the smaller size.
-    Samples left over are not counted. A group straggles when its longest length is at least ``ratio`` times its median
-    one. Lengths are 1 or more."""
+    Members beyond the last complete group are ignored. A group straggles when its longest length is at least ``ratio``
+    times its median length. Lengths are 1 or more."""
     straggled = 0
     number = 0
     for table_GL in groups:
-        whole = table_GL.shape[1] // size * size
-        rows_RS = np.sort(table_GL[:, :whole].reshape(-1, size), axis=1)
+        members = table_GL.shape[1] // size * size
+        rows_RS = np.sort(table_GL[:, :members].reshape(-1, size), axis=1)
         median_R = (rows_RS[:, (size - 1) // 2] + rows_RS[:, size // 2]) / 2
         straggled += int(np.count_nonzero(rows_RS[:, -1] >= ratio * median_R))
         number += len(rows_RS)
@@ -81,9 +88,9 @@ def count_stragglers(groups: Sequence[LengthTable], size: int, ratio: float) -> 
 
 
 def straggler_rate(groups: Sequence[LengthTable], ratio: float) -> float | None:
-    """Share of the groups that straggled, each at the size that it has; None where none is large enough to tell."""
-    telling = [table_GL for table_GL in groups if table_GL.shape[1] >= SMALLEST_SIZE]
-    counts = [count_stragglers([table_GL], table_GL.shape[1], ratio) for table_GL in telling]
+    """Share of groups that straggled, each at its own size; None where no group has ``SMALLEST_SIZE`` members."""
+    large_enough = [table_GL for table_GL in groups if table_GL.shape[1] >= SMALLEST_SIZE]
+    counts = [count_stragglers([table_GL], table_GL.shape[1], ratio) for table_GL in large_enough]
     number = sum(number for _, number in counts)
     return sum(straggled for straggled, _ in counts) / number if number else None
 
@@ -97,8 +104,8 @@ def learn(
     discount: float,
     reuse: bool,
 ) -> SizingMemory:
-    """Forget a little of every size, since the policy drifts, and count the groups of this step. With ``reuse`` a group
-    also informs every smaller size; without it only its own."""
+    """Discount the counts of every size, since the policy drifts, and add the groups of this step. ``reuse``: whether a
+    group informs every smaller size too."""
     straggling = dict(memory.straggling)
     calm = dict(memory.calm)
     for size in sizes:
@@ -110,8 +117,8 @@ def learn(
 
 
 def risks_of(memory: SizingMemory, sizes: Sequence[int], optimism: float) -> dict[int, SizeRisk]:
-    """The posterior of each size, ascending, under Jeffreys' prior. ``low``: ``optimism`` deviations below the mean,
-    and never below that of a smaller size, because risk cannot fall with the size."""
+    """Posterior risk of each of the ascending ``sizes`` under Jeffreys' prior. Its ``low`` is ``optimism`` standard
+    deviations below the mean, and at least the ``low`` of any smaller size, since risk cannot fall with the size."""
     risks: dict[int, SizeRisk] = {}
     low = 0.0
     for size in sizes:
@@ -125,32 +132,36 @@ def risks_of(memory: SizingMemory, sizes: Sequence[int], optimism: float) -> dic
 
 
 def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
-    """The utility of each size, ascending: the variance that it takes off the gradient, scaled from 0 to 1.
+    """Utility of each of the ascending ``sizes``: the variance that it takes off the gradient, scaled from 0 to 1.
 
     With a leave-one-out baseline (Kool et al. 2019) the variance within prompts is proportional to 1 / (G - 1) at equal
     prompts and to G / (G - 1) at equal samples. These differ by a constant, so scaled to 0..1 they are equal."""
-    least = 1 / (sizes[-1] - 1)
-    most = 1 / (sizes[0] - 1)
-    return {size: (most - 1 / (size - 1)) / (most - least) if most > least else 0.0 for size in sizes}
+    variances = {size: 1 / (size - 1) for size in sizes}
+    smallest = variances[sizes[-1]]
+    largest = variances[sizes[0]]
+    if largest <= smallest:
+        return dict.fromkeys(sizes, 0.0)
+    return {size: (largest - variance) / (largest - smallest) for size, variance in variances.items()}
 
 
 def is_out_of_reach(memory: SizingMemory, smallest: int, deviations: float = 0.0) -> bool:
-    """Return whether no size meets the budget: the risk of size ``smallest``, so many deviations below its mean, is
-    above it, and risk cannot fall with the size. False while no group told anything of that size."""
-    seen = memory.straggling.get(smallest, 0.0) + memory.calm.get(smallest, 0.0)
-    return seen >= 1 and risks_of(memory, [smallest], deviations)[smallest].low > memory.budget
+    """Return whether no size meets the budget: even the risk of size ``smallest`` is above it, at ``deviations``
+    standard deviations below its mean. False while no group has informed this size."""
+    group_count = memory.straggling.get(smallest, 0.0) + memory.calm.get(smallest, 0.0)
+    return group_count >= 1 and risks_of(memory, [smallest], deviations)[smallest].low > memory.budget
 
 
 def spend(
     memory: SizingMemory, rate: float, batches: int, *, smallest: int, tightening: float, tradeoff: float
 ) -> SizingMemory:
-    """Charge the straggler rate of so many batches to the budget: Q grows by what is above it. A long round that trains
-    several batches at once holds as many groups more, and more that straggle than the short ones before it.
+    """Add the straggler rate of a step that trained ``batches`` to the virtual queue Q, which grows by the rate above
+    the budget. A long round of several batches has several times the groups, and more of them straggle.
 
-    ``tightening`` works while the run is over its budget, to pay back what the first steps overspent. Always on, it
-    would hold the long-term rate that far below the budget. The cap is an anti-windup: without it a stretch in which no
-    size meets the budget would pin the smallest one long after. Where size ``smallest`` meets it, debts can be paid
-    back and none is forgotten: where risks are close, a smaller size is chosen at a Q that is above any fixed cap."""
+    ``tightening``: amount by which the target is below the budget while the run is over its budget, so that the run
+    pays back what the first steps overspent. At all times it would keep the long-term rate below the budget. The cap of
+    Q is an anti-windup: without it a period in which no size meets the budget would force the smallest size long after.
+    Q has no cap while size ``smallest`` meets the budget: then it can fall again, and where risks are close, a smaller
+    size is chosen only at a Q above any fixed cap."""
     after = msgspec.structs.replace(memory, steps=memory.steps + batches, rate_sum=memory.rate_sum + batches * rate)
     if not memory.budget:
         return after
@@ -162,13 +173,13 @@ def spend(
 
 
 def best_size(utilities: Mapping[int, float], risks: Mapping[int, SizeRisk], *, queue: float, tradeoff: float) -> int:
-    """The size that maximises V U(G) - Q risk(G) (drift plus penalty); the larger of two equals."""
+    """Size that maximises V U(G) - Q risk(G) (drift plus penalty); of equal sizes the larger one."""
     return max(utilities, key=lambda size: (tradeoff * utilities[size] - queue * risks[size].low, size))
 
 
 def measured_budget(risks: Mapping[int, SizeRisk], tightening: float) -> tuple[float, str]:
-    """(budget, why): ``CALIBRATED_SHARE`` of the way between the risks of the smallest and the largest size. Where they
-    hardly differ, a budget that the largest size meets."""
+    """(budget, message for the user): the point at ``CALIBRATED_SHARE`` between the risks of the smallest and the
+    largest size. Where these risks hardly differ, a budget that the largest size meets."""
     smallest = risks[min(risks)].mean
     largest = risks[max(risks)].mean
     spread = f"size {min(risks)} straggles in {smallest:.2f} of its groups, size {max(risks)} in {largest:.2f}"
@@ -179,18 +190,20 @@ def measured_budget(risks: Mapping[int, SizeRisk], tightening: float) -> tuple[f
     return budget, f"group_sizing.budget = {budget:g}, measured: {spread}"
 
 
-def with_cut_members(lengths: Sequence[int]) -> list[float]:
-    """``lengths`` of a group, with an estimate for members that a race cut (0): mirrored about the median. With k cut,
-    the i-th longest is the longest that ended x (length k+1 / length i), lengths ascending.
+def with_dropped_members(lengths: Sequence[int]) -> list[float]:
+    """``lengths`` of a group, with an estimate for each member that a race dropped (length 0).
 
-    A race cuts the longest, so that the others say nothing of stragglers. Where log lengths of a prompt are spread
-    alike above and below their median, and fewer than half are cut, groups straggle about as often as without a race.
-    The order of samples decides which of the shortest stands for which member, so that parts of a group are fair."""
-    ended = sorted(length for length in lengths if length)
-    cut = len(lengths) - len(ended)
-    if not cut:
+    The longest members are dropped, so that the others say nothing about stragglers. Estimates mirror the shortest
+    known lengths about the median: with k dropped members the i-th longest is the longest known length x (length k+1 /
+    length i), lengths ascending. Where log lengths of a prompt are spread alike above and below their median, and fewer
+    than half are dropped, groups straggle about as often as without a race. Short lengths are assigned to dropped
+    members in the order of samples, so that each part of a group is a fair sample."""
+    known_lengths = sorted(length for length in lengths if length)
+    dropped = len(lengths) - len(known_lengths)
+    if not dropped:
         return list(lengths)
-    mirror = ended[min(cut, len(ended) - 1)]
-    limit = ended[min(cut, len(ended)) - 1]
-    shortest = (length for length in lengths if 0 < length <= limit)
-    return [length or ended[-1] * mirror / next(shortest, mirror) for length in lengths]
+    middle = known_lengths[min(dropped, len(known_lengths) - 1)]
+    limit = known_lengths[min(dropped, len(known_lengths)) - 1]
+    short_lengths = (length for length in lengths if 0 < length <= limit)
+    longest = known_lengths[-1]
+    return [length or longest * middle / next(short_lengths, middle) for length in lengths]

@@ -1,2 +1,2 @@
-"""Steering of a running run: which keys of a recipe may change, and how control takes changes and orders of people. It
-imports no other wing: how policies are made is given to it."""
+"""Orders of users to a running run: the keys of a recipe that may change, and how control applies changes and orders.
+It imports no other wing; ``policies.round_policies`` hands in the function that makes policies."""

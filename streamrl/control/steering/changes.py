@@ -1,9 +1,9 @@
-"""Orders of people as control takes them: ``steer``, between an event and what is decided after it. Pure.
+"""Orders of users in control: ``steer``, which ``Control`` calls between ``apply`` and ``decide``. Pure.
 
-A change of settings is applied while the batch of its step is still empty, so that one batch is made by one set of
-settings, whenever the change was asked for. Where it changes the rounds, groups that are under way for later batches
-(continuous rounds, those submitted in advance, parts that are resumed) end and their prompts are sampled again. Other
-changes leave them: each group has the sampling parameters that it was launched with."""
+A change of settings is applied while the batch of its step is empty, so that all groups of a batch have the same
+settings, whenever the user made the change. Where it changes the rounds, groups under way for later batches (in
+continuous rounds, submitted in advance, or paused) are dropped, and their prompts are sampled again. Other changes
+leave them: each group has the sampling parameters of its launch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,28 @@ PAUSED = "nothing more is launched until `streamrl continue`; what runs is finis
 
 
 def steering_with(make: MakePolicies) -> Steer:
-    """``Steer`` of a run whose policies ``make`` makes."""
+    """Make the ``Steer`` of a run. ``make``: function that makes its policies."""
     return partial(steer, make)
 
 
 def steer(make: MakePolicies, state: RunState, rules: Rules, event: on.ControlEvent, out: Actions) -> Rules:
-    """Take ``event`` where a person sent it, and what can be done now of all that was asked for."""
+    """Take ``event`` where it is an order of a user, and carry out all orders that are due now. Returns the rules that
+    hold from here on."""
+    _take_order(state, event, out)
+    batch = state.batch
+    round_may_open = isinstance(event, on.BatchTrained) or not (batch.round_kind or state.ending)
+    changes = state.steering.asked
+    while round_may_open and not batch.groups and not state.batch_closed and changes:
+        if changes[0].step > batch.batch_id + 1:
+            break
+        rules = _apply_change(make, state, rules, changes.pop(0), out)
+        batch = state.batch
+    _order_requested(state, out)
+    return rules
+
+
+def _take_order(state: RunState, event: on.ControlEvent, out: Actions) -> None:
+    """Note the order of a user in ``state``; other events change nothing."""
     steering = state.steering
     match event:
         case on.Steered(order="pause" | "continue" as order):
@@ -40,86 +56,89 @@ def steer(make: MakePolicies, state: RunState, rules: Rules, event: on.ControlEv
                 steering.paused = not steering.paused
                 out.append(Decision(subject="pause", reason=PAUSED if steering.paused else "launches go on"))
         case on.Steered(order=order):
-            steering.wanted = list(dict.fromkeys([*steering.wanted, order]))
+            if order not in steering.wanted:
+                steering.wanted.append(order)
         case on.SettingsChanged():
-            steering.asked = sorted([*steering.asked, event], key=lambda change: change.step)
+            steering.asked.append(event)
+            steering.asked.sort(key=lambda change: change.step)
         case on.RunContinued(steps=steps):
-            if steps and steps != steering.changed.get(STEPS):  # the recipe was given another number after that
+            # Another number of steps than the user's last change: the recipe was edited after this change.
+            if steps and steps != steering.changed.get(STEPS):
                 steering.changed.pop(STEPS, None)
                 steering.recipe_steps = 0
-                steering.asked = [left for one in steering.asked if (left := _without_older_steps(one, steps)).values]
-    batch = state.batch
-    opens = isinstance(event, on.BatchTrained) or not (batch.round_kind or state.ending)
-    while opens and not batch.groups and not state.batch_closed and steering.asked:
-        if steering.asked[0].step > batch.batch_id + 1:
-            break
-        rules = _changed(make, state, rules, steering.asked.pop(0), out)
-        batch = state.batch
-    _order_wanted(state, out)
-    return rules
+                changes = [_without_older_steps(change, steps) for change in steering.asked]
+                steering.asked = [change for change in changes if change.values]
 
 
 def _without_older_steps(change: on.SettingsChanged, recipe_steps: int) -> on.SettingsChanged:
-    """``change`` without steps that were asked for when the recipe had another number of them."""
-    same = change.recipe_steps in (0, recipe_steps)
-    return msgspec.structs.replace(change, values={k: v for k, v in change.values.items() if same or k != STEPS})
+    """Return ``change``; without its number of steps where the recipe had another number when the user made it."""
+    if change.recipe_steps in (0, recipe_steps):
+        return change
+    values = {key: value for key, value in change.values.items() if key != STEPS}
+    return msgspec.structs.replace(change, values=values)
 
 
-def _changed(make: MakePolicies, state: RunState, rules: Rules, change: on.SettingsChanged, out: Actions) -> Rules:
-    """The rules with the values of ``change``, which hold from the open batch on."""
+def _apply_change(make: MakePolicies, state: RunState, rules: Rules, change: on.SettingsChanged, out: Actions) -> Rules:
+    """Return the rules with the values of ``change``, which hold from the open batch on."""
     values = change.values
-    after = with_values(rules.settings, change.values)
+    settings = with_values(rules.settings, change.values)
     if STEPS in values:
         state.steering.recipe_steps = change.recipe_steps
         state.steps = values[STEPS]
     state.steering.changed |= values
     state.steering.changes += 1
-    words = (f"{key} = {value}" for key, value in values.items())
+    assignments = ", ".join(f"{key} = {value}" for key, value in values.items())
     figures = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
-    reason = f"{', '.join(words)}, from step {state.batch.batch_id + 1} on"
+    reason = f"{assignments}, from step {state.batch.batch_id + 1} on"
     out.append(Decision(subject="settings", reason=reason, figures=figures))
     if not any(LIVE[key].partition(".")[0] in SAMPLED_AGAIN for key in values):
-        return Rules(after, rules.policy, rules.sizer)
-    policy, sizer = make(after)
+        return Rules(settings, rules.policy, rules.sizer)
+    policy, sizer = make(settings)
     policy.restore(msgspec.to_builtins(rules.policy.snapshot()))
     sizer.restore(msgspec.to_builtins(rules.sizer.snapshot()))
-    _sample_again(state, after, out)
-    return Rules(after, policy, sizer)
+    _sample_again(state, settings, out)
+    return Rules(settings, policy, sizer)
 
 
 def _sample_again(state: RunState, settings: ControlSettings, out: Actions) -> None:
-    """End what is under way and queue its prompts, at a group size that there is now. The open batch has no groups."""
+    """Drop all groups and put their prompts back into the pool, at a group size that ``settings`` have. The open batch
+    has no groups."""
     for group in sorted(state.buffer.untrained.values(), key=lambda group: group.group_id):
         drop_group(state, group, DropReason.CANCELLED, out)
         requeue_interrupted(state, group)
     state.dropped_in_a_row = 0
-    state.slots.version_live(state.trainer_version)  # their number may be smaller now; nothing is in flight
+    # Nothing is in flight, so all slots are free; the new settings may have fewer.
+    state.slots.version_live(state.trainer_version)
     state.batch = Batch(batch_id=state.batch.batch_id, target=settings.batch_weight)
     pool = state.prompts
     sizes = settings.group_sizes
-    pool.queue = [r if r.group_size in sizes else msgspec.structs.replace(r, group_size=sizes[0]) for r in pool.queue]
+    pool.queue = [
+        ref if ref.group_size in sizes else msgspec.structs.replace(ref, group_size=sizes[0]) for ref in pool.queue
+    ]
     pool.unsorted = True
 
 
 def waits_for_version(state: RunState) -> bool:
-    """Return whether an order waits: for a step that is made, a version that is not live yet, or paused engines."""
+    """Return whether orders of users must wait: for an optimizer step, a version that is not live yet, or paused
+    engines."""
     pending = state.pending
     settled = state.live_version == state.trainer_version and pending.push is None and pending.paused_for is None
     return state.batch_closed or not settled
 
 
-def _order_wanted(state: RunState, out: Actions) -> None:
-    """Order what was asked for once the trainer's version is live, nothing is pushed and nobody is in the way."""
+def _order_requested(state: RunState, out: Actions) -> None:
+    """Order the evaluation and checkpoint that a user requested, once the trainer's version is live and no other one is
+    under way."""
     pending = state.pending
-    wanted = state.steering.wanted
+    requests = state.steering.wanted
     if state.ending:
-        wanted.clear()  # what falls due at the end is ordered there
+        requests.clear()  # ``wind_down`` orders the last evaluation and checkpoint
         state.steering.paused = False
-    if not wanted or waits_for_version(state):
+    if not requests or waits_for_version(state):
         return
-    if "evaluate" in wanted and pending.evaluation is None:
-        wanted.remove("evaluate")
+    if "evaluate" in requests and pending.evaluation is None:
+        requests.remove("evaluate")
         order_evaluation(state, state.live_version, 0, out)
-    if "checkpoint" in wanted and pending.checkpoint is None:
-        wanted.remove("checkpoint")
+    if "checkpoint" in requests and pending.checkpoint is None:
+        requests.remove("checkpoint")
         order_checkpoint(state, state.live_version, out)

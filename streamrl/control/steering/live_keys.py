@@ -1,5 +1,9 @@
-"""Keys of a recipe that may change while a run goes on, the field of ``ControlSettings`` that holds each, and for all
-others the reason why not. One table: what it names is journalled, applied and resumed in one way (``changes.py``)."""
+"""Keys of a recipe that may change during a run, each with its field of ``ControlSettings``, and for all other keys the
+reason why they may not.
+
+Commands and the controller (``launch.steering``) check changes by these tables, ``changes.py`` applies them, and a
+controller that resumes a run takes over the changed values. Every key in ``LIVE`` is journalled, applied and resumed in
+the same way."""
 
 from __future__ import annotations
 
@@ -40,8 +44,8 @@ LIVE: dict[str, str] = {
 """Field of ``ControlSettings`` by key of the recipe."""
 
 SAMPLED_AGAIN = frozenset({"rounds", "tail_batching", "length_sorted", "group_sizing", "max_staleness", "presubmit"})
-"""Fields from which round policy and group sizer are made. Where one changes, groups under way are dropped and their
-prompts sampled again."""
+"""Fields from which round policy and group sizer are made. After a change of one, groups under way are dropped and
+their prompts are sampled again."""
 
 WHY_NOT = {
     "": "it is read when the processes of the run start",
@@ -59,25 +63,25 @@ WHY_NOT = {
     "training": "ranks build the optimizer and their rows at the start; training.learning_rate may change",
     "run": "it is the identity of the run, or was read at the start; run.steps may change",
 }
-"""Reasons by key or section, the longest that fits; of all others the first."""
+"""Reasons by key or section; the reason of "" holds for all other keys."""
 
 
 def why_not(key: str) -> str:
-    """The reason why ``key``, which is none of ``LIVE``, stays as it is while a run goes on."""
+    """Reason why ``key``, which is not in ``LIVE``, may not change during a run."""
     section = key.partition(".")[0]
     return WHY_NOT.get(key) or WHY_NOT.get(section) or WHY_NOT[""]
 
 
 def with_values(settings: ControlSettings, values: Mapping[str, Any]) -> ControlSettings:
-    """``settings`` with ``values`` by key of the recipe; the number of steps is in ``RunState``. Raises
-    ``msgspec.ValidationError`` for a value of another kind."""
-    table = msgspec.to_builtins(settings)
+    """Return ``settings`` with ``values``, which are by key of the recipe; the number of steps is ignored, since
+    ``RunState`` has it. Raises ``msgspec.ValidationError`` for a value of a wrong type."""
+    fields = msgspec.to_builtins(settings)
     for key, value in values.items():
         if key == STEPS:
             continue
-        *outer, name = LIVE[key].split(".")
-        target = table
-        for part in outer:
-            target = target[part]
-        target[name] = value
-    return msgspec.convert(table, ControlSettings)
+        *sections, name = LIVE[key].split(".")
+        section = fields
+        for section_name in sections:
+            section = section[section_name]
+        section[name] = value
+    return msgspec.convert(fields, ControlSettings)

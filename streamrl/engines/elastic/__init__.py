@@ -1,3 +1,3 @@
-"""Engines that change while a run continues: freed late in a round (``freeing``), or exchanged between rounds for a set
-of another shape (``sets``). Both decide without a clock and are used by the simulator, too; ``elastic_engines`` acts,
-and ``hosts`` has the life of every engine."""
+"""Engines that change while a run continues. Engines may be freed late in a round (``freeing``), or exchanged between
+rounds for another set (``sets``); the simulator uses both choices, too. ``elastic_engines`` carries them out, and
+``hosts`` has the lifecycle of every engine process."""

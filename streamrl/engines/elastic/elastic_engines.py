@@ -1,14 +1,16 @@
-"""Engines that are freed late in a round, or exchanged for a set of another shape, as the controller sees them: this
-module carries out the decisions of ``freeing`` and ``sets``. Without either, only restarts are reported.
+"""The observer of a run that frees engines late in a round, and switches between sets of engines.
 
-At the boundary of two rounds: freed engines of the set in use serve again; then the set of the next round is chosen;
-then the round's requests are submitted, to engines of that set alone.
+``launch.observers`` makes one in the controller of every run. It carries out the decisions of ``freeing`` and ``sets``
+on the engine pool and the engine processes (``hosts``). In a run with neither it only reports restarts.
 
-A freed engine is drained: the others sample on what it serves, from its tokens. It is idle, still gets every weight
-push, and serves again in the next round; the trainer has its cores until the next version is live.
+At the boundary of two rounds, first the freed engines of the current set serve again, then the set of the next round is
+chosen, then the requests of the round are submitted to engines of this set.
 
-A set is chosen when the first group of a round is launched: only then is its kind known. Engines that leave get no more
-requests; their requests are cut and continue on the set that joins. Requests wait until it does."""
+A freed engine is drained: other engines continue its requests from their tokens. It is idle, still gets every weight
+push, and serves again in the next round; the trainer uses its cores until the next version is live.
+
+A set is chosen when the first group of a round is launched, since only then its kind is known. The engines of the old
+set get no more requests; their open requests are aborted and continue on the new set. Requests wait until it serves."""
 
 from __future__ import annotations
 
@@ -36,19 +38,25 @@ from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.recipe.topology import PreparedSet, prepared_sets
 
 FREED = "freed"
-"""The reason to drain, as the pool knows it: an engine that was drained for another one is not readmitted from here."""
+"""The pool's reason to drain a freed engine. Engines that are drained for another reason are not readmitted here."""
 
 ALONE_LOOK_S = 1.0
-"""Between looks at whether the engines that were not freed still live."""
+"""Interval of the check that engines still serve while others are freed."""
 SAMPLE_S = 0.2
-"""Engines report so often; asking more often teaches nothing."""
+"""Interval in which engines report their load: it changes no more often."""
 
 
 def set_chooser(recipe: Recipe, kv_tokens: Mapping[str, int], switch_s: float) -> SetChooser:
-    """Return what chooses between the sets of ``recipe``, the one that begins first. ``kv_tokens``: of one engine, by
-    set; ``switch_s``: what a switch is taken to cost until one was made. Raises ``StreamRLError`` where engines are to
-    be freed and the room of the first set is not known."""
-    sets = [msgspec.structs.replace(one, kv_tokens=kv_tokens[one.name]) for one in prepared_sets(recipe)]
+    """Return the chooser between the sets of ``recipe``.
+
+    ``kv_tokens``: capacity of the KV cache of one engine in tokens, by set
+    ``switch_s``: expected seconds of the first switch
+
+    Raises ``StreamRLError`` when engines are to be freed and the capacity of the first set is unknown."""
+    sets = [
+        msgspec.structs.replace(engine_set, kv_tokens=kv_tokens[engine_set.name])
+        for engine_set in prepared_sets(recipe)
+    ]
     release = recipe.engines.release
     if release is not ReleaseKind.NEVER and not sets[0].kv_tokens:
         raise StreamRLError(
@@ -59,11 +67,13 @@ def set_chooser(recipe: Recipe, kv_tokens: Mapping[str, int], switch_s: float) -
 
 
 class ElasticEngines(Observer):
-    """Frees and switches engines by what it observes of the rounds; ``run`` is needed for both.
+    """Frees and switches engines, by the rounds that it observes. ``run`` carries out both.
 
-    ``store``: has the prompts of what is launched. ``decided`` is given each decision, the step that it concerns, and
-    whether people shall see it; ``share_cores`` how many engines are idle. ``freeing`` None: none is freed.
-    ``block_tokens``: of the engines' KV caches."""
+    ``store``: store with the prompts of launched trajectories
+    ``decided``: callback with a decision, its step, and whether users see it
+    ``freeing``: choice of the engines to free (None: no engine is freed)
+    ``block_tokens``: tokens of a block of the engines' KV caches
+    ``share_cores``: callback with the number of idle engines, whose cores the trainer may use"""
 
     def __init__(
         self,
@@ -89,33 +99,33 @@ class ElasticEngines(Observer):
         self._clock = clock
         self._step = 0
         self._given_up = False
-        self._planned: SetPlan | None = None  # until its set serves
+        self._planned: SetPlan | None = None  # from the decision until its set serves
         self._running = anyio.CancelScope()
         self._switching = anyio.CancelScope()
         self._changed = anyio.Event()
         self._switch_planned = anyio.Event()
         self._one_at_a_time = anyio.Lock()
-        self._loads: dict[str, EngineLoad] = {}
-        self._paces: dict[str, float] = {}
+        self._loads: dict[str, EngineLoad] = {}  # of the last plan, by engine
+        self._token_s: dict[str, float] = {}  # seconds a token of a request, by engine
         self._idle = 0
-        self._shown = 0
+        self._shown_serving = 0  # number of serving engines in the last decision that users saw
         self._looked_at = -math.inf
         self._switches = 0
         self._switched_s = 0.0
-        self._served_by = self._set
+        self._last_set = self._set  # the set of the last complete batch
         self.freed: tuple[str, ...] = ()
-        """Engines that are idle until the next round."""
+        """Names of the engines that are idle until the next round."""
 
     @property
     def figures(self) -> dict[str, float]:
-        """Metrics of the step that ends now; then the seconds count anew."""
+        """Metrics of the step that ends now. The read resets the seconds of switches."""
         if len(self._chooser.sets) == 1:
             return self._hosts.figures
         seconds = self._switched_s
         self._switched_s = 0.0
         return self._hosts.figures | {
-            "engines/set": float(list(self._chooser.sets).index(self._served_by.name)),
-            "engines/serving": float(self._served_by.count),
+            "engines/set": float(list(self._chooser.sets).index(self._last_set.name)),
+            "engines/serving": float(self._last_set.count),
             "engines/switches_total": float(self._switches),
             "time/engine_switch_s": seconds,
         }
@@ -124,25 +134,25 @@ class ElasticEngines(Observer):
     def _set(self) -> PreparedSet:
         return self._chooser.sets[self._chooser.current]
 
-    # ---- what the controller does ------------------------------------------------------------------
+    # ---- events and actions of the controller ------------------------------------------------------
 
     async def on_event(self, event: ControlEvent) -> None:
-        """Free and switch nothing any more, and wait for no engine, once the run is to end."""
+        """Stop freeing and switching, and cancel a switch, once the run is to end."""
         if isinstance(event, StopRequested):
             self._given_up = True
             self._switching.cancel()
 
     async def on_action(self, action: ControlAction) -> None:
-        """Choose the set of a round that begins; free no engine between a complete batch and the next round."""
+        """Choose the set of a round that begins. Between a complete batch and the next round no engine is freed."""
         if isinstance(action, LaunchGroup):
-            await self._launched(action)
+            await self._on_launch(action)
         elif isinstance(action, StepOptimizer):
-            self._served_by = self._set
-            self._chooser.round_closed(self._clock(), self._pool.load())
+            self._last_set = self._set
+            self._chooser.note_round_closed(self._clock(), self._pool.load())
             if self._freeing is not None:
                 self._freeing.begin_round()
 
-    async def _launched(self, group: LaunchGroup) -> None:
+    async def _on_launch(self, group: LaunchGroup) -> None:
         ids = group.ids
         round_kind = group.round_kind
         policy_version = group.policy_version
@@ -152,9 +162,9 @@ class ElasticEngines(Observer):
             async with self._one_at_a_time:
                 self._readmit_freed()
         if self._freeing is not None:
-            self._freeing.launched(round_kind, ids)
+            self._freeing.note_launch(round_kind, ids)
         load = self._pool.load()
-        plan = self._chooser.launched(round_kind, ids, prompt_tokens, policy_version, self._clock(), load)
+        plan = self._chooser.note_launch(round_kind, ids, prompt_tokens, policy_version, self._clock(), load)
         if plan is not None and plan.because is not None and not self._given_up and self._planned is None:
             self._planned = plan
             self._pool.withdraw(self._set.engines, UNAVAILABLE)
@@ -162,35 +172,35 @@ class ElasticEngines(Observer):
             self._switch_planned.set()
 
     def on_outcome(self, outcome: TrajectoryOutcome) -> None:
-        """Note the length of what ended."""
+        """Note the length of a completion that has ended."""
         if isinstance(outcome, TrajectoryPaused):
             return
         identity, tokens = _end_of(outcome)
         if self._freeing is not None:
-            self._freeing.ended(identity, tokens)
+            self._freeing.note_end(identity, tokens)
             self._changed.set()
-        self._chooser.ended(identity, tokens)
+        self._chooser.note_end(identity, tokens)
         if self._clock() - self._looked_at >= SAMPLE_S:
             self._looked_at = self._clock()
-            self._chooser.looked(self._pool.load())
+            self._chooser.note_load(self._pool.load())
 
     async def on_weights_live(self, push: PushReport, *, last: bool) -> None:
-        """Have all engines of the set serve, which sample what was submitted in advance. After the ``last`` version
-        nothing is freed or switched any more; a switch under way goes on, for the last evaluation."""
+        """Have all engines of the set serve: they sample requests that were submitted in advance. After the ``last``
+        version no engine is freed, and no switch begins; a switch in progress continues, for the last evaluation."""
         self._given_up = self._given_up or last
-        self._chooser.went_live(push.policy_version, self._clock(), self._pool.load())
+        self._chooser.note_live_version(push.policy_version, self._clock(), self._pool.load())
         async with self._one_at_a_time:
             self._readmit_freed()
             await self._set_idle(0)
 
     def end(self) -> None:
-        """End ``run``: no switch is waited for."""
+        """End ``run`` without waiting for a switch."""
         self._running.cancel()
 
     # ---- freeing -----------------------------------------------------------------------------------
 
     async def run(self, notify: Callable[[ControlEvent], None]) -> None:
-        """Free engines whenever they can be spared, and switch sets as planned, until ``end``."""
+        """Free engines when they can be spared, and carry out planned switches, until ``end``."""
         with self._running:
             async with anyio.create_task_group() as tasks:
                 if self._freeing is not None:
@@ -210,7 +220,7 @@ class ElasticEngines(Observer):
                 await self._try_to_free(freeing)
 
     async def _try_to_free(self, freeing: Freeing) -> None:
-        if self.freed and not self._pool.serving:  # those that served were lost
+        if self.freed and not self._pool.serving:  # the serving engines were lost
             self._readmit_freed()
             await self._set_idle(0)
         if self._given_up or self.freed or not freeing.is_due:
@@ -221,10 +231,10 @@ class ElasticEngines(Observer):
         plan = freeing.plan(engines)
         self.freed = plan.free
         serving = len(engines) - len(self.freed)
-        # It will be much the same in every round: people need not see each.
-        await self._decided(plan.because, self._step, bool(plan.free) and serving != self._shown)
+        # The decision is much the same in every round: users see only a new number of engines.
+        await self._decided(plan.because, self._step, bool(plan.free) and serving != self._shown_serving)
         if plan.free:
-            self._shown = serving
+            self._shown_serving = serving
             await self._free(plan)
 
     async def _free(self, plan: ReleasePlan) -> None:
@@ -233,7 +243,7 @@ class ElasticEngines(Observer):
             by_target[move.to].append(move.request_id)
         try:
             with anyio.fail_after(DRAIN_SECONDS):
-                # An engine that was lost since the plan takes no requests, and the last one that serves stays.
+                # An engine that was lost since the plan takes no requests, and the last serving engine is not drained.
                 for target, request_ids in by_target.items():
                     if target in self._pool.serving:
                         await self._pool.migrate(request_ids, target)
@@ -247,10 +257,10 @@ class ElasticEngines(Observer):
         await self._set_idle(len(plan.free))
 
     def _readmit_freed(self) -> None:
-        """Have freed engines serve again: they hold the live version, or are paused for the next one."""
-        back = self.freed
+        """Have freed engines serve again. They hold the live version, or are paused for the next one."""
+        names = self.freed
         self.freed = ()
-        for name in back:
+        for name in names:
             self._pool.readmit(name, FREED)
 
     async def _set_idle(self, count: int) -> None:
@@ -259,57 +269,65 @@ class ElasticEngines(Observer):
         self._idle = count
 
     def _engines(self) -> list[ServingEngine] | None:
-        """List the serving engines; None where the progress of their requests is unknown, or there is no choice."""
+        """List the serving engines with their open requests. Returns None when the progress of a request is unknown, or
+        fewer than two engines serve."""
         serving = self._pool.serving
-        served = {name: requests for name, requests in self._pool.served().items() if name in serving}
+        requests_of = {name: requests for name, requests in self._pool.open_requests().items() if name in serving}
         for name, load in self._pool.loads().items():
             before = self._loads.get(name, EngineLoad())
             self._loads[name] = load
-            if (steps := load.decode_steps - before.decode_steps) > 0:
+            steps = load.decode_steps - before.decode_steps
+            if steps > 0:
+                step_s = (load.decode_s - before.decode_s) / steps
                 sampled = load.decode_tokens - before.decode_tokens
-                more = load.accepted_tokens - before.accepted_tokens
-                self._paces[name] = (load.decode_s - before.decode_s) / steps / (1 + more / max(sampled, 1))
-        if len(served) < 2 or not self._set.kv_tokens:
+                accepted = load.accepted_tokens - before.accepted_tokens  # drafted tokens come beside the sampled ones
+                self._token_s[name] = step_s / (1 + accepted / max(sampled, 1))
+        if len(requests_of) < 2 or not self._set.kv_tokens:
             return None
-        if any(requests and name not in self._paces for name, requests in served.items()):
+        if any(requests and name not in self._token_s for name, requests in requests_of.items()):
             return None
-        return [self._serving(name, requests, self._paces.get(name, 0.0)) for name, requests in served.items()]
+        return [
+            self._serving_engine(name, requests, self._token_s.get(name, 0.0)) for name, requests in requests_of.items()
+        ]
 
-    def _serving(self, name: str, requests: Sequence[ServedRequest[str]], token_s: float) -> ServingEngine:
-        """Engines return tokens when a completion ends: how many it has by now follows from their pace, ``token_s``."""
+    def _serving_engine(self, name: str, requests: Sequence[ServedRequest[str]], token_s: float) -> ServingEngine:
+        """Return an engine with estimates of the sampled tokens: engines return tokens only at the end of a completion.
+        ``token_s``: seconds a token of a request (0: unknown)."""
         assert self._freeing is not None
         now = anyio.current_time()
         cap = self._freeing.cap
 
-        def sampled(request: ServedRequest[str]) -> int:
-            by_now = request.sampled + int((now - request.since) / token_s) if token_s else request.sampled
-            return min(by_now, cap)
+        def estimated(request: ServedRequest[str]) -> OpenRequest:
+            sampled = request.sampled
+            if token_s:
+                sampled += int((now - request.since) / token_s)
+            return OpenRequest(request_id=request.request_id, prompt=request.prompt, sampled=min(sampled, cap))
 
         return ServingEngine(
             name=name,
             kv_tokens=self._set.kv_tokens,
             max_num_seqs=self._set.max_num_seqs,
             block_tokens=self._block_tokens,
-            requests=tuple(OpenRequest(request_id=r.request_id, prompt=r.prompt, sampled=sampled(r)) for r in requests),
+            requests=tuple(map(estimated, requests)),
         )
 
     # ---- sets --------------------------------------------------------------------------------------
 
     async def _switch(self, plan: SetPlan) -> None:
-        """Have the planned set serve; returns when it does, or the run ends."""
+        """Have the planned set serve; returns when it serves, or the run ends."""
         began = self._clock()
         with anyio.CancelScope() as self._switching:
             await self._hosts.use(self._chooser.sets[plan.engine_set].engines)
             now = self._clock()
             self._switches += 1
             self._switched_s = now - began
-            self._chooser.switched(plan.engine_set, now, now - began, self._pool.load(), self._hosts.kv_tokens)
+            self._chooser.note_switch(plan.engine_set, now, now - began, self._pool.load(), self._hosts.kv_tokens)
         self._planned = None
 
 
-def _end_of(item: EndedOutcome) -> tuple[TrajectoryId, int | None]:
+def _end_of(outcome: EndedOutcome) -> tuple[TrajectoryId, int | None]:
     """Return the trajectory's id, and the length of its completion if it has one."""
-    if isinstance(item, TrajectoryLost):
-        return item.id, None
-    trajectory = item.outcome.trajectory
+    if isinstance(outcome, TrajectoryLost):
+        return outcome.id, None
+    trajectory = outcome.outcome.trajectory
     return trajectory.id, trajectory.generated_tokens

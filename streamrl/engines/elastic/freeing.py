@@ -1,6 +1,8 @@
-"""Choice of engines that can be freed late in a round, because what they still serve fits elsewhere (RollPacker, arXiv
-2509.21009, section 4.4): a decision without a clock, with its reason. The engines of a whole round are chosen in
-``sets``."""
+"""Choice of engines that can be freed late in a round, since the remaining requests fit on the other engines
+(RollPacker, arXiv 2509.21009, section 4.4). The decisions use no clock, and have a reason.
+
+``elastic_engines`` (controller) and ``streamrl simulate`` (the command's own process) follow the rounds with
+``Freeing``. The engines of a full round are chosen in ``sets``."""
 
 from __future__ import annotations
 
@@ -17,16 +19,18 @@ from streamrl.control.actions import Decision
 ROUNDING = 1e-9
 
 RECENT_LENGTHS = 2048
-"""Completions of one kind of round that are remembered: about what four rounds of 64 prompts and 8 samples keep."""
+"""Number of stored lengths for each kind of round: about four rounds of 64 prompts and 8 samples."""
 
 
 class FreeingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The paper's constants, where it has them.
+    """Constants: the paper's, and our own ones where the paper has none.
 
-    ``window``: progress (finished share of the round) in which engines are freed, looked at again after each
-    ``progress_step``. ``largest_share``: of the engines that may be freed. ``headroom``: share of a cache that a
-    projection may fill (ours); ``length_quantile``: of the lengths that are still possible, for a lone request (ours).
-    ``least_lengths``: fewer recorded lengths than this say nothing, and the cap is assumed (ours)."""
+    ``window``: progress (finished share of the round) between which engines are freed
+    ``progress_step``: progress after which the choice is made again
+    ``largest_share``: largest share of the engines that may be freed
+    ``headroom``: share of a KV cache that a projection may fill (ours)
+    ``length_quantile``: quantile of the possible lengths that is assumed for a lone request (ours)
+    ``least_lengths``: number of stored lengths below which the longest length is assumed (ours)"""
 
     window: tuple[float, float] = (0.2, 0.5)
     progress_step: float = 0.05
@@ -37,7 +41,8 @@ class FreeingSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that an engine still serves, in tokens. ``sampled``: all parts of its completion together."""
+    """A request that an engine serves. ``prompt``, ``sampled``: tokens of the prompt, and of all parts of its
+    completion so far."""
 
     request_id: str
     prompt: int
@@ -45,7 +50,7 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """``kv_tokens``: what its cache holds, in blocks of ``block_tokens``."""
+    """An engine with its open requests. ``kv_tokens``: capacity of its KV cache, in blocks of ``block_tokens``."""
 
     name: str
     kv_tokens: int
@@ -55,39 +60,41 @@ class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Completion lengths of recent rounds of the same kind, ascending; ``cap``: longest possible. In tokens."""
+    """Completion lengths of recent rounds of the same kind, in tokens, in ascending order. ``cap``: longest possible
+    length."""
 
     ascending: tuple[int, ...]
     cap: int
 
     def expected_ends(self, sampled: Sequence[int], settings: FreeingSettings) -> list[int]:
-        """Lengths of completions on one engine that have ``sampled`` tokens now, to be reckoned with.
+        """Return the lengths to assume for completions on one engine that have ``sampled`` tokens now.
 
-        One alone is taken to end at the quantile of what is still possible; of n the i-th at the quantile
-        ``(i + length_quantile) / n``: that *all* of many become as long as one in ten does never happens."""
+        A lone completion ends at the quantile ``length_quantile`` of the possible lengths, the i-th of n completions at
+        the quantile ``(i + length_quantile) / n``: many completions do *all* not become as long as one in ten does."""
         return [
-            self.expected_end(one, (place + settings.length_quantile) / len(sampled), settings.least_lengths)
-            for place, one in enumerate(sampled)
+            self.expected_end(tokens, (place + settings.length_quantile) / len(sampled), settings.least_lengths)
+            for place, tokens in enumerate(sampled)
         ]
 
     def expected_end(self, sampled: int, quantile: float, least_lengths: int) -> int:
-        """Length that a completion with ``sampled`` tokens will not exceed, with the probability ``quantile``."""
+        """Return the length that a completion with ``sampled`` tokens does not exceed with probability ``quantile``."""
         first = bisect_right(self.ascending, sampled)
         longer = len(self.ascending) - first
         if longer < least_lengths:
             return self.cap
-        return min(self.ascending[first + min(int(quantile * longer + ROUNDING), longer - 1)], self.cap)
+        position = first + min(int(quantile * longer + ROUNDING), longer - 1)
+        return min(self.ascending[position], self.cap)
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of a freed engine that is sampled on, from its tokens, by engine ``to``."""
+    """A request of a freed engine that the engine ``to`` continues from its tokens."""
 
     request_id: str
     to: str
 
 
 class ReleasePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """``free``: engines to drain, none for "not now"."""
+    """``free``: engines to drain (empty: no engine now); ``because``: the decision with its reason."""
 
     free: tuple[str, ...]
     because: Decision
@@ -95,7 +102,8 @@ class ReleasePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Freeing:
-    """Follows the open round, and frees engines at most once in it. ``cap``: tokens of the longest completion."""
+    """Follows the open round, and plans the freeing of engines, at most once a round. ``cap``: tokens of the longest
+    completion."""
 
     def __init__(self, cap: int, *, settings: FreeingSettings = FreeingSettings()) -> None:  # noqa: B008 - frozen
         self.cap = cap
@@ -108,20 +116,20 @@ class Freeing:
         self._freed = False
 
     def begin_round(self) -> None:
-        """Start a round of which nothing is launched yet. Completions of the round before do not count any more."""
+        """Begin a round. Later completions of the round before do not count."""
         self._open.clear()
         self._launched = 0
         self._next_look = self._settings.window[0]
         self._freed = False
 
-    def launched(self, round_kind: str, ids: Sequence[TrajectoryId]) -> None:
-        """Note trajectories of a round of that kind that were ordered."""
+    def note_launch(self, round_kind: str, ids: Sequence[TrajectoryId]) -> None:
+        """Note trajectories that were launched in the open round, which is of ``round_kind``."""
         self._round_kind = round_kind
         self._launched += len(ids)
         self._open.update(ids)
 
-    def ended(self, trajectory: TrajectoryId, tokens: int | None) -> None:
-        """Note one that came back, with a completion of so many tokens, or without one."""
+    def note_end(self, trajectory: TrajectoryId, tokens: int | None) -> None:
+        """Note a trajectory that has ended. ``tokens``: length of its completion (None: it has none)."""
         if trajectory in self._open:
             self._open.remove(trajectory)
             if tokens is not None:
@@ -129,15 +137,16 @@ class Freeing:
 
     @property
     def progress(self) -> float:
-        """Finished share of what the round launched."""
+        """Finished share of the trajectories that the round launched."""
         return (self._launched - len(self._open)) / max(self._launched, 1)
 
     @property
     def is_due(self) -> bool:
-        """Return whether ``plan`` has something to decide: in the progress window, once for each step of progress, and
-        where lengths of that kind of round are known."""
-        known = len(self._lengths[self._round_kind]) >= self._settings.least_lengths
-        return known and not self._freed and self._next_look <= self.progress <= self._settings.window[1]
+        """Return whether ``plan`` should be called: within the progress window, once for each step of progress, and
+        with enough lengths of this kind of round."""
+        if self._freed or len(self._lengths[self._round_kind]) < self._settings.least_lengths:
+            return False
+        return self._next_look <= self.progress <= self._settings.window[1]
 
     def plan(self, engines: Sequence[ServingEngine]) -> ReleasePlan:
         """Decide which of ``engines`` to free now."""
@@ -156,18 +165,20 @@ def plan_release(
     lengths: Lengths,
     settings: FreeingSettings = FreeingSettings(),  # noqa: B008 - frozen
 ) -> ReleasePlan:
-    """Free as many engines as can be spared: at most the largest share, those with least to move first, in a round of
-    which ``finished`` of ``launched`` are finished. Costs O(engines * requests * log(requests))."""
+    """Plan to free as many engines as possible, up to the largest share, those with the fewest tokens to move first.
+    Costs O(engines * requests * log(requests)).
+
+    ``finished``, ``launched``: number of trajectories of the round"""
     progress = finished / max(launched, 1)
-    # What is moved is prefilled again: the cheapest first.
-    cheapest = sorted(engines, key=lambda engine: (_context(engine), engine.name))
-    most = min(int(settings.largest_share * len(engines)), len(engines) - 1)
-    for count in range(most, 0, -1):
+    # Moved requests are prefilled again: begin with the engines whose requests have the fewest tokens.
+    cheapest = sorted(engines, key=lambda engine: (_context_tokens(engine), engine.name))
+    largest_count = min(int(settings.largest_share * len(engines)), len(engines) - 1)
+    for count in range(largest_count, 0, -1):
         freed = cheapest[:count]
         remaining = cheapest[count:]
-        placed = _place(freed, remaining, lengths, settings)
-        if placed is not None:
-            moves, peak_share = placed
+        placement = _place(freed, remaining, lengths, settings)
+        if placement is not None:
+            moves, peak_share = placement
             free = tuple(sorted(engine.name for engine in freed))
             reason = (
                 f"{finished} of {launched} are finished ({progress:.0%}); {len(moves)} requests of"
@@ -177,24 +188,28 @@ def plan_release(
             figures = {"progress": progress, "peak_share": peak_share, "moved": float(len(moves))}
             because = Decision(subject="engines_freed", reason=reason, figures=figures)
             return ReleasePlan(free=free, because=because, moves=moves)
-    reason = f"at {progress:.0%} no engine can be spared: the caches of the others would be more than"
-    because = Decision(
-        subject="engines_freed", reason=f"{reason} {settings.headroom:.0%} full", figures={"progress": progress}
+    reason = (
+        f"at {progress:.0%} no engine can be spared: the caches of the others would be more than"
+        f" {settings.headroom:.0%} full"
     )
+    because = Decision(subject="engines_freed", reason=reason, figures={"progress": progress})
     return ReleasePlan(free=(), because=because)
 
 
 def projected_peak(requests: Sequence[OpenRequest], ends: Sequence[int], block_tokens: int = 1) -> int:
-    """Most tokens that a KV cache of such blocks holds at once while ``requests`` run on to ``ends`` (lengths of their
-    completions), all at the same pace. The worst time is just before one of them ends."""
-    left = sorted(
-        ((end - r.sampled, r.prompt + r.sampled) for r, end in zip(requests, ends, strict=True)), reverse=True
-    )
+    """Return the largest number of tokens in a KV cache while ``requests`` run on to ``ends``, the lengths of their
+    completions, all at the same pace. The largest number occurs just before the end of one of them."""
+    remaining = []
+    for request, end in zip(requests, ends, strict=True):
+        steps = end - request.sampled
+        tokens = request.prompt + request.sampled
+        remaining.append((steps, tokens))
+    remaining.sort(reverse=True)
     peak = 0
     context = 0
-    for running, (steps, tokens) in enumerate(left, start=1):
-        # Longest first: those seen so far run for at least ``steps`` more. The last block of each may be all but empty.
-        context += tokens + block_tokens - 1
+    # The request with the most remaining steps comes first: all requests up to this one run for ``steps`` more steps.
+    for running, (steps, tokens) in enumerate(remaining, start=1):
+        context += tokens + block_tokens - 1  # the last block may have a single token
         peak = max(peak, context + running * max(steps, 0))
     return peak
 
@@ -202,37 +217,41 @@ def projected_peak(requests: Sequence[OpenRequest], ends: Sequence[int], block_t
 def _place(
     freed: Sequence[ServingEngine], remaining: Sequence[ServingEngine], lengths: Lengths, settings: FreeingSettings
 ) -> tuple[tuple[Move, ...], float] | None:
-    """Place the requests of ``freed``, with the use of the fullest cache; None where they do not fit. Largest first,
-    each to the engine that is least full at the end; then every engine's peak is projected exactly."""
-    served = {engine.name: list(engine.requests) for engine in remaining}
-    rooms = {engine.name: engine for engine in remaining}
+    """Place the requests of ``freed`` on the ``remaining`` engines. Returns the moves and the peak share of the fullest
+    cache; None if the requests do not fit.
+
+    The largest requests come first, and each goes to the engine that will be least full at the end. Then the peak of
+    every engine is projected exactly."""
+    moving = [request for engine in freed for request in engine.requests]
+    staying = [request for engine in remaining for request in engine.requests]
     ends = {
-        r.request_id: lengths.expected_end(r.sampled, settings.length_quantile, settings.least_lengths)
-        for e in (*freed, *remaining)
-        for r in e.requests
+        request.request_id: lengths.expected_end(request.sampled, settings.length_quantile, settings.least_lengths)
+        for request in (*moving, *staying)
     }
 
-    def at_end(request: OpenRequest) -> int:
+    def final_tokens(request: OpenRequest) -> int:
         return request.prompt + ends[request.request_id]
 
-    filled = [(sum(map(at_end, e.requests)) / e.kv_tokens, e.name) for e in remaining]
-    heapq.heapify(filled)
+    fullness = [(sum(map(final_tokens, engine.requests)) / engine.kv_tokens, engine.name) for engine in remaining]
+    heapq.heapify(fullness)
+    engines = {engine.name: engine for engine in remaining}
+    requests_on = {engine.name: list(engine.requests) for engine in remaining}
     moves: list[Move] = []
-    for request in sorted((r for e in freed for r in e.requests), key=lambda r: (-at_end(r), r.request_id)):
-        share, name = heapq.heappop(filled)
-        served[name].append(request)
+    for request in sorted(moving, key=lambda request: (-final_tokens(request), request.request_id)):
+        share, name = heapq.heappop(fullness)
+        requests_on[name].append(request)
         moves.append(Move(request_id=request.request_id, to=name))
-        heapq.heappush(filled, (share + at_end(request) / rooms[name].kv_tokens, name))
+        heapq.heappush(fullness, (share + final_tokens(request) / engines[name].kv_tokens, name))
     peak_share = 0.0
-    for name, requests in served.items():
-        room = rooms[name]
-        likely = lengths.expected_ends([r.sampled for r in requests], settings)
-        share = projected_peak(requests, likely, room.block_tokens) / room.kv_tokens
+    for name, requests in requests_on.items():
+        engine = engines[name]
+        expected_ends = lengths.expected_ends([request.sampled for request in requests], settings)
+        share = projected_peak(requests, expected_ends, engine.block_tokens) / engine.kv_tokens
         peak_share = max(peak_share, share)
-        if share > settings.headroom or len(requests) > max(room.max_num_seqs, len(room.requests)):
+        if share > settings.headroom or len(requests) > max(engine.max_num_seqs, len(engine.requests)):
             return None
     return tuple(moves), peak_share
 
 
-def _context(engine: ServingEngine) -> int:
+def _context_tokens(engine: ServingEngine) -> int:
     return sum(request.prompt + request.sampled for request in engine.requests)

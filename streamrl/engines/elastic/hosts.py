@@ -1,11 +1,15 @@
-"""The lifecycles of engine hosts: a host is started when its set of engines is used, brought to the live version, and
-stopped when another set is used; one that dies in use is started again while the others serve.
+"""The lifecycle of every engine process of a run: start, admission with the live version, death, restart, sleep, stop.
 
-Each engine has one task here, whatever happens to it. The supervisor, or a person, starts its hosts; here its two
-streams are bound anew for each: a late message of one is never taken for the next one's. An engine that makes no
-progress, or fails in a weight push, is ended first, and is then a dead one. Its requests are submitted to the others. A
-host of a set that is not in use ends, or sleeps (on CUDA): it gives the device's memory back. One that dies asleep is
-started when its set is used next."""
+The controller makes one ``EngineHosts`` in ``launch.processes``. The supervisor, or a person, starts the engine
+processes themselves; the controller orders it to start, stop or kill one (``order``). Each engine has one task here,
+``_EngineSlot.run``, which lives as long as the run and follows one engine process after another. For each process it
+binds the two streams of the engine again, so a late message of a process never reaches its successor.
+
+* Engines of the set in use: a started engine gets the live version, then it serves in the pool. When its process dies,
+  its requests go to the other engines, which serve meanwhile, and the supervisor starts the process again. An engine
+  that makes no progress, or fails in a weight push, is killed, and from then on is like one that died.
+* Engines of other sets have no process, or a sleeping one (on CUDA), which has freed the device's memory. A process
+  that dies asleep is started at the next use of its set."""
 
 from __future__ import annotations
 
@@ -31,103 +35,147 @@ from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.recipe.sections import Engines
 
 WINDOW = 4096
+"""Largest number of messages that a stream buffers."""
 LOOK_S = 0.5
+"""Interval in which the progress of all engines is checked."""
 LONGEST_LOOK_S = 2.0
-"""No more than this counts between two looks: what delays the looks delays what would have been heard, too."""
+"""Longest time that counts between two checks: when the controller is too busy to check in time, it is also too busy to
+receive events."""
 LONGEST_PAUSE_S = 60.0
-"""Between the death of a host and the start of the next one (``supervise.restart_policy``)."""
+"""Longest pause of the supervisor between the death of a process and its next start (``processes.restart_policy``)."""
 DRAIN_SECONDS = 60.0
-"""An engine that has not dropped its requests by then does not work any more."""
+"""Time within which an engine must drop aborted requests; otherwise it counts as failed."""
 PATIENCE_SECONDS = 20.0
-"""For vLLM to stop when its orders have ended. The supervisor ends what takes longer."""
+"""Time that the supervisor gives vLLM to stop when its orders have ended."""
 STOP_SECONDS = 60.0
-"""Then, too, the stream of a host that was killed has long been broken."""
+"""Time to wait for the end of a stopped process. By then the stream of a killed one is broken, too."""
 
 log = logging.getLogger(__name__)
 
 
 class ProgressWatch:
-    """Detector of engines that make no progress, as opposed to slow ones, by what they do and not by what they report.
-    ``silence_timeout_s``: it reports a few times a second, so nothing at all for so long means that its process is
-    stopped. ``progress_timeout_s``: requests are open, it is not paused, and none made progress for so long."""
+    """Detector of engines that make no progress, as opposed to slow ones.
+
+    An engine process sends events a few times a second: after ``silence_timeout_s`` without one it counts as suspended.
+    An engine counts as stuck when it has open requests, is not paused, and none of the requests makes progress for
+    ``progress_timeout_s``."""
 
     def __init__(self, settings: Engines) -> None:
         self._settings = settings
         self._looked = -math.inf
         self._received = -1
         self._progress: tuple[int, ...] = ()
-        self._silent = 0.0
-        self._stalled = 0.0
+        self._silent_s = 0.0
+        self._stalled_s = 0.0
 
     def check(self, now: float, *, received: int, progress: tuple[int, ...], busy: bool) -> str:
-        """Return why it is to be ended; empty while it is not. ``now`` in seconds; ``received``: how many events came
-        from it; ``progress``: counters that grow when a request makes progress; ``busy``: whether they should."""
+        """Return the reason to kill the engine process; empty without one.
+
+        ``now``: time in seconds
+        ``received``: number of events from the process
+        ``progress``: counters, one of which grows when a request makes progress
+        ``busy``: whether a counter should grow"""
         seconds = min(now - self._looked, LONGEST_LOOK_S)
         self._looked = now
-        self._silent = self._silent + seconds if received == self._received else 0.0
-        self._stalled = self._stalled + seconds if busy and progress == self._progress else 0.0
+        self._silent_s = self._silent_s + seconds if received == self._received else 0.0
+        self._stalled_s = self._stalled_s + seconds if busy and progress == self._progress else 0.0
         self._received = received
         self._progress = progress
-        if self._silent >= self._settings.silence_timeout_s:
-            return f"nothing was heard from it for {self._silent:.0f} s (engines.advanced.silence_timeout_s)"
-        if self._stalled >= self._settings.progress_timeout_s:
-            return f"none of its requests made progress for {self._stalled:.0f} s (engines.advanced.progress_timeout_s)"
+        if self._silent_s >= self._settings.silence_timeout_s:
+            return f"nothing was heard from it for {self._silent_s:.0f} s (engines.advanced.silence_timeout_s)"
+        if self._stalled_s >= self._settings.progress_timeout_s:
+            return (
+                f"none of its requests made progress for {self._stalled_s:.0f} s (engines.advanced.progress_timeout_s)"
+            )
         return ""
 
 
 class _EngineSlot:
-    """One engine. ``endpoints``: of its orders and its events. ``in_use``: its set is. ``awake``: it has a host, or one
-    is being started, which takes memory. ``stopped``: the supervisor starts one only when it is ordered. ``joined``: it
-    holds the live version. ``late``: it died, or waits for the next version, after its set was put to use."""
+    """One engine of the run, with its current process.
+
+    ``endpoints``: endpoints of its orders and its events
+    ``in_use``: whether its set is in use
+    ``late``: whether switches do not wait for the engine: it died, or waits for the next version, since its set is used
+    ``stopped``: whether the supervisor starts its process only after a ``StartEngine`` order
+    ``takes_memory``: whether a process of the engine takes device memory: a sleeping one does not
+    ``has_live_version``: whether the engine holds the live version
+    ``ready``: the engine of a ready process, with its readiness"""
 
     def __init__(self, name: str, endpoints: tuple[str, str], hosts: EngineHosts, *, in_use: bool) -> None:
         self.name = name
         self._endpoints = endpoints
         self.stopped = not in_use
-        self.awake = False
-        self.joined = False
+        self.takes_memory = False
+        self.has_live_version = False
         self.ready: tuple[RemoteEngine, EngineReady] | None = None
         self._hosts = hosts
         self._settings = hosts.settings
         self._admission = anyio.CancelScope()
         self._listening = anyio.CancelScope()
-        self._engine: RemoteEngine | None = None
-        self._closed = anyio.Event()
-        self._closed.set()
-        self.use(in_use)
+        self._engine: RemoteEngine | None = None  # the engine whose streams are open
+        self._streams_closed = anyio.Event()
+        self._streams_closed.set()
+        self.set_in_use(in_use)
+
+    # ---- calls of EngineHosts ----------------------------------------------------------------------
+
+    def set_in_use(self, in_use: bool) -> None:
+        """Set whether the engine's set is in use: the task then has it serve, or leave."""
+        self.in_use = in_use
+        self.late = False
+        if not in_use:
+            self._admission.cancel()
+
+    def fail(self, engine: RemoteEngine, reason: str) -> None:
+        """Have the process of a stuck engine killed, and fail its requests at once. The supervisor starts it again."""
+        log.warning("%s is ended: %s", self.name, reason)
+        self._hosts.begin(self._kill, engine, KillEngine(engine=self.name, reason=reason, pid=engine.pid))
+        engine.give_up(reason)
+
+    async def abandon(self) -> None:
+        """Close the streams of a process that is being ended, perhaps before it was ready."""
+        self._listening.cancel()
+        await self._streams_closed.wait()
+
+    # ---- one process after another -----------------------------------------------------------------
 
     async def run(self) -> None:
-        """One host after another, while its set is in use."""
-        missed_since = math.inf
+        """Follow one engine process after another, for ever."""
+        missing_since = math.inf  # time since which the set is in use and the engine does not serve
         while True:
             if not self.in_use:
-                missed_since = math.inf
+                missing_since = math.inf
                 await self._stop()
                 await self._hosts.until(lambda: self.in_use)
-            self.awake = True
-            assert self._hosts.streams is not None, "run() was not started"
-            engine = await self._hosts.streams.start(self._listen)
-            self._hosts.begin(self._note_changes, engine)
-            if self.stopped:
-                self.stopped = False
-                await self._hosts.order(StartEngine(engine=self.name))
+            engine = await self._open_streams()
             ready = await self._until_ready(engine)
             if ready is not None:
                 self.ready = engine, ready
                 self._hosts.notify()
                 try:
-                    missed_since = await self._serve(engine, missed_since)
+                    missing_since = await self._serve(engine, missing_since)
                 finally:
-                    self.joined = False
+                    self.has_live_version = False
                     self.ready = None
-            if self.in_use:
-                missed_since = min(missed_since, anyio.current_time())
+            if self.in_use:  # the process died, or was not ready in time
+                missing_since = min(missing_since, anyio.current_time())
                 self._mark_late()
-                await self._closed.wait()
+                await self._streams_closed.wait()
+
+    async def _open_streams(self) -> RemoteEngine:
+        """Open the streams of the next process, and have the supervisor start it, unless it does so by itself."""
+        self.takes_memory = True
+        assert self._hosts.streams is not None, "run() was not started"
+        engine: RemoteEngine = await self._hosts.streams.start(self._listen)
+        self._hosts.begin(self._hosts.notify_changes, engine)
+        if self.stopped:
+            self.stopped = False
+            await self._hosts.order(StartEngine(engine=self.name))
+        return engine
 
     async def _listen(self, *, task_status: TaskStatus[RemoteEngine]) -> None:
-        """Listen to one host until it has ended, or is given up. Raises ``EngineError`` naming the engine whose host
-        died, where that ends the run."""
+        """Keep the streams of one process open until it has ended, or ``abandon`` is called. Raises ``EngineError``
+        naming the engine for a death that ends the run."""
         name = self.name
         guard = self._hosts.guard
         orders_at, events_at = self._endpoints
@@ -135,7 +183,7 @@ class _EngineSlot:
         receiver = zmq_receiver(
             EngineEvent, events_at, bind=True, window=WINDOW, guard=guard, name=f"{name}.completions"
         )
-        self._closed = anyio.Event()
+        self._streams_closed = anyio.Event()
         try:
             with anyio.CancelScope() as self._listening:
                 async with sender as orders, receiver as events:
@@ -148,63 +196,57 @@ class _EngineSlot:
                             raise
         finally:
             self._engine = None
-            self._closed.set()
-
-    async def abandon(self) -> None:
-        """Stop listening to its host: it is being ended, perhaps before it ever was ready."""
-        self._listening.cancel()
-        await self._closed.wait()
-
-    def use(self, in_use: bool) -> None:
-        """Say whether its set is in use: it serves from now on, or leaves."""
-        self.in_use = in_use
-        self.late = False
-        if not in_use:
-            self._admission.cancel()
-
-    def fail(self, engine: RemoteEngine, reason: str) -> None:
-        """End its host, which makes no progress, so that it is started again."""
-        log.warning("%s is ended: %s", self.name, reason)
-        self._hosts.begin(self._kill, engine, KillEngine(engine=self.name, reason=reason, pid=engine.pid))
-        engine.give_up(reason)
-
-    async def _serve(self, engine: RemoteEngine, missed_since: float) -> float:
-        """Serve until the engine fails, or was stopped. Returns since when it is missed."""
-        hosts = self._hosts
-        while True:
-            if hosts.pool is not None and self.in_use and await self._join(engine, hosts.pool):
-                if missed_since < math.inf:
-                    hosts.restarts += 1
-                    await hosts.emit(EngineBack(engine=self.name, seconds=anyio.current_time() - missed_since))
-                missed_since = math.inf
-            await hosts.until(lambda: engine.failure or not self.in_use)
-            if engine.failure:
-                await self._lose(engine)
-                return missed_since
-            if not await self._leave(engine):
-                return missed_since
+            self._streams_closed.set()
 
     async def _until_ready(self, engine: RemoteEngine) -> EngineReady | None:
-        """Wait for the engine. None: its host died while it started, its set is not in use any more, or it takes too
-        long."""
+        """Wait for the first message of the process. Returns None when the process died while it started, its set is
+        not in use any more, or it was killed since it took too long. Raises ``EngineError`` for a start that takes too
+        long in a run without restarts."""
         limit = self._settings.start_timeout_s
         hosts = self._hosts
         reason = f"not ready within {limit:g} s of being started (engines.advanced.start_timeout_s)"
         pause_s = LONGEST_PAUSE_S if self.late else 0.0
+        # The first start of a run has no limit.
         with anyio.move_on_after(limit + pause_s if hosts.pool is not None or self.late else None):
             await hosts.until(lambda: engine.readiness or engine.failure or not self.in_use)
             if engine.failure:
                 log.warning("%s did not become ready: %s", self.name, engine.failure)
-                hosts.alone_since = anyio.current_time()
-            return engine.readiness if not engine.failure else None
+                hosts.without_engine_since = anyio.current_time()
+                return None
+            return engine.readiness
         if not self._settings.restarts:
             raise EngineError(f"{self.name}: {reason}")
         await self._kill(engine, KillEngine(engine=self.name, reason=f"it was {reason}", older_than_s=limit))
         return None
 
+    def _mark_late(self) -> None:
+        self.late = True
+        self._hosts.notify()
+
+    # ---- a ready process ---------------------------------------------------------------------------
+
+    async def _serve(self, engine: RemoteEngine, missing_since: float) -> float:
+        """Serve whenever the set is in use, and sleep otherwise. Returns the new ``missing_since`` when the process has
+        died, or is to stop."""
+        hosts = self._hosts
+        while True:
+            if hosts.pool is not None and self.in_use and await self._join(engine, hosts.pool):
+                if missing_since < math.inf:
+                    hosts.restarts += 1
+                    await hosts.emit(EngineBack(engine=self.name, seconds=anyio.current_time() - missing_since))
+                missing_since = math.inf
+            await hosts.until(lambda: engine.failure or not self.in_use)
+            if engine.failure:
+                await self._lose(engine)
+                return missing_since
+            await self._leave(engine)
+            if not await self._sleep_until_used(engine):
+                return missing_since
+
     async def _join(self, engine: RemoteEngine, pool: EnginePool) -> bool:
-        """Have it hold the live version. False: it failed meanwhile, or its set is not in use any more."""
-        if self.joined:
+        """Attach the engine to the pool, and give it the live version. Returns False when the engine failed meanwhile,
+        or its set is not in use any more. Raises ``EngineError`` for an engine with another model."""
+        if self.has_live_version:
             return True
         with anyio.CancelScope() as self._admission:
             await self._hosts.until(lambda: self._hosts.sync)
@@ -213,19 +255,21 @@ class _EngineSlot:
                 await pool.attach(self.name, engine)
                 await self._hosts.sync.admit(self.name, engine, self._mark_late)
             except EngineError as error:
-                if not self._settings.restarts or not (engine.failure or self.name in pool.attached):
+                other_model = not engine.failure and self.name not in pool.attached
+                if not self._settings.restarts or other_model:
                     raise
                 if not engine.failure:
                     self.fail(engine, str(error))
                 return False
-            self.joined = True
+            self.has_live_version = True
             if self.in_use and not self._hosts.switching:
                 pool.readmit(self.name, UNAVAILABLE)
             log.warning("%s holds the live weights", self.name)
             self._hosts.notify()
-        return self.joined
+        return self.has_live_version
 
     async def _lose(self, engine: RemoteEngine) -> None:
+        """Remove a dead engine from the pool and from weight pushes."""
         requests = engine.lost_requests
         if self._hosts.pool is not None:
             self._hosts.pool.lose(self.name)
@@ -234,11 +278,10 @@ class _EngineSlot:
         log.warning("%s is lost (%s) with %d requests, which the others sample", self.name, engine.failure, requests)
         await self._hosts.emit(EngineLost(engine=self.name, reason=engine.failure, requests=requests))
         if engine.pid:
-            self._hosts.begin(self._kill_if_away, engine)
+            self._hosts.begin(self._kill_if_missing, engine)
 
-    async def _leave(self, engine: RemoteEngine) -> bool:
-        """Take it out of everything, since another set is used. True: it slept, and is awake again."""
-        hosts = self._hosts
+    async def _leave(self, engine: RemoteEngine) -> None:
+        """Drain the engine and remove it from the pool and from weight pushes, since another set is used."""
         pool = self._hosts.pool
         sync = self._hosts.sync
         assert pool is not None
@@ -248,21 +291,26 @@ class _EngineSlot:
         if limit.cancelled_caught:
             engine.give_up(f"requests were not dropped within {DRAIN_SECONDS:g} s of an abort")
             pool.lose(self.name)
-        self.joined = False
+        self.has_live_version = False
         await sync.leave(engine)
         if self.name in pool.attached:
             pool.detach(self.name)
+
+    async def _sleep_until_used(self, engine: RemoteEngine) -> bool:
+        """Have an engine that has left sleep until its set is in use again. Returns whether it is awake again; False
+        when engines do not sleep in this run, or it died."""
+        hosts = self._hosts
         if not hosts.sleeps or engine.failure:
             return False
         try:
             await hosts.order(StopEngine(engine=self.name, sleeps=True))
             await engine.sleep()
-            self.awake = False
+            self.takes_memory = False
             hosts.notify()
             await hosts.until(lambda: engine.failure or self.in_use)
             if not self.in_use:
                 raise EngineError(engine.failure)
-            self.awake = True
+            self.takes_memory = True
             await hosts.order(StartEngine(engine=self.name))
             await engine.wake()
         except EngineError as error:
@@ -270,9 +318,11 @@ class _EngineSlot:
             return False
         return True
 
+    # ---- end of a process --------------------------------------------------------------------------
+
     async def _stop(self) -> None:
-        """End its host, if there is one, or keep one from being started. The supervisor starts another only when this
-        one is gone."""
+        """Have the supervisor end the process, if there is one, and start no other before an order. The supervisor
+        starts the next process only after the end of this one."""
         if self.stopped:
             return
         engine = self._engine
@@ -281,15 +331,16 @@ class _EngineSlot:
         await self._hosts.order(StopEngine(engine=self.name, patience_s=PATIENCE_SECONDS if serves else 0.0))
         if engine is not None and serves:
             with anyio.move_on_after(STOP_SECONDS):
-                with suppress(StreamBroken):  # it ended before its orders did
+                with suppress(StreamBroken):  # the process ended before its orders did
                     await engine.aclose()
-                await self._closed.wait()
+                await self._streams_closed.wait()
         await self.abandon()
-        self.awake = False
+        self.takes_memory = False
         self._hosts.notify()
 
-    async def _kill_if_away(self, engine: RemoteEngine) -> None:
-        """A stream breaks where heartbeats stop, too: its host may live, and be stopped."""
+    async def _kill_if_missing(self, engine: RemoteEngine) -> None:
+        """Have the process of a lost engine killed, unless an engine is ready again in time. The process may still
+        exist, suspended: a stream also breaks when heartbeats are missing."""
         limit = self._settings.silence_timeout_s
         await anyio.sleep(limit)
         if self.in_use and self.ready is None:
@@ -304,27 +355,17 @@ class _EngineSlot:
         if self._engine is engine:
             await self.abandon()
 
-    def _mark_late(self) -> None:
-        self.late = True
-        self._hosts.notify()
-
-    async def _note_changes(self, engine: RemoteEngine) -> None:
-        """Say when it is ready and when it fails."""
-        with suppress(EngineError):
-            await engine.start()
-        self._hosts.notify()
-        await engine.failed.wait()
-        self._hosts.notify()
-
 
 class EngineHosts:
-    """``run`` beside everything else; ``start`` the first set; ``set_weight_sync`` as soon as there is a weight
-    sync; ``use`` another set between rounds; ``aclose`` at the end.
+    """The engine processes of a run. Run ``run`` as a task, ``start`` the first set, call ``set_weight_sync`` as soon
+    as there is a weight sync, ``use`` another set between rounds, and ``aclose`` at the end.
 
-    ``endpoints``: of the orders and of the events of all engines, by name. ``settings``: the recipe's section
-    ``engines``; where it allows no restarts, the death of an engine in use ends the run. ``guard``: which hosts may
-    connect over tcp. ``sleeps``: engines of a set that is not in use keep their process. ``order`` reaches the
-    supervisor, ``emit`` the observers of the run."""
+    ``endpoints``: endpoints of the orders and of the events of each engine, by name
+    ``settings``: section ``engines`` of the recipe; without restarts, the death of an engine in use ends the run
+    ``order``: function that sends an order to the supervisor
+    ``emit``: function that sends an event to the observers of the run
+    ``guard``: keys of the processes that may connect over TCP
+    ``sleeps``: whether engines of a set that is not in use keep their processes"""
 
     def __init__(
         self,
@@ -344,12 +385,14 @@ class EngineHosts:
         self.pool: EnginePool | None = None
         self.sync: WeightSync | None = None
         self.switching = True
-        """Engines that join serve when the others do, too."""
+        """Whether a set is being put to use. Engines that get the live version then serve when the switch ends."""
         self.restarts = 0
-        self.alone_since = 0.0
-        """When there was an engine last, or a start of one failed: the next one has as much time."""
+        """Number of engines that died, or were killed, and serve again."""
+        self.without_engine_since = 0.0
+        """Time since which the pool has no engine. A failed start resets it, so that the next start has the full
+        time."""
         self.streams: TaskGroup | None = None
-        """The tasks that listen to hosts; the group ends after the slots do."""
+        """Tasks with the open streams of the processes. This group ends after the tasks of the slots."""
         self._group: TaskGroup | None = None
         self._changed = anyio.Event()
         self._endpoints = endpoints
@@ -357,51 +400,57 @@ class EngineHosts:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Metrics of a step, counted since the start of the run's controller."""
-        lost = self.pool.lost_requests if self.pool else 0
-        return {"engines/restarts_total": float(self.restarts), "engines/lost_requests_total": float(lost)}
+        """Metrics of a step, counted since the start of this controller."""
+        lost_requests = 0
+        if self.pool is not None:
+            lost_requests = self.pool.lost_requests
+        return {"engines/restarts_total": float(self.restarts), "engines/lost_requests_total": float(lost_requests)}
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache of an engine in use holds; 0: unknown."""
+        """Capacity of the KV cache of an engine in use, in tokens; 0: unknown."""
         return next((slot.ready[1].kv_tokens for slot in self._in_use if slot.ready), 0)
 
     @property
     def _in_use(self) -> list[_EngineSlot]:
         return [slot for slot in self._slots.values() if slot.in_use]
 
+    # ---- tasks and notifications -------------------------------------------------------------------
+
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until ``condition`` holds, which is asked whenever anything changes."""
+        """Wait until ``condition`` holds. It is called again after every ``notify``."""
         while not condition():
             await self._changed.wait()
 
     def notify(self) -> None:
-        """Say that something has changed."""
+        """Wake the tasks that wait in ``until``, since a state has changed."""
         self._changed.set()
         self._changed = anyio.Event()
 
+    async def notify_changes(self, engine: RemoteEngine) -> None:
+        """Notify when ``engine`` is ready, and when it fails."""
+        with suppress(EngineError):
+            await engine.start()
+        self.notify()
+        await engine.failed.wait()
+        self.notify()
+
     def begin(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
-        """Start ``work`` beside the others, unless the run ends."""
+        """Start ``work`` as a task, unless the run ends."""
         assert self._group is not None, "run() was not started"
         start_unless_ending(self._group, work, *arguments)  # type: ignore[arg-type]
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Watch the engines, and wait for those that were lost; until ``aclose``, and until their hosts have ended.
-        Raises ``EngineError`` when no engine is there for long, or one comes back with another model."""
+        """Follow and watch the engine processes until ``aclose`` is called and the processes have ended. Raises
+        ``EngineError`` when no engine is there for long, or a restarted one has another model."""
         watches: dict[RemoteEngine, ProgressWatch] = {}
-        limit = self.settings.start_timeout_s + LONGEST_PAUSE_S
-        self.alone_since = anyio.current_time()
+        self.without_engine_since = anyio.current_time()
         async with anyio.create_task_group() as self.streams, anyio.create_task_group() as self._group:
             task_status.started()
             while True:
                 await anyio.sleep(LOOK_S)
                 now = anyio.current_time()
-                pool = self.pool
-                # Sets are of local engines: the supervisor knows when it starts none again, and ends the run.
-                if pool is None or pool.attached or self.switching:
-                    self.alone_since = now
-                elif now - self.alone_since > limit:
-                    raise EngineError(f"no engine was there for {limit:g} s; the logs of their hosts say why they died")
+                self._require_engine(now)
                 engines = [slot.ready[0] for slot in self._slots.values() if slot.ready]
                 watches = {engine: watches.get(engine) or ProgressWatch(self.settings) for engine in engines}
                 for engine, watch in watches.items():
@@ -411,25 +460,41 @@ class EngineHosts:
                     if reason:
                         self.on_failure(engine, reason)
 
-    async def start(self, names: Sequence[str]) -> tuple[EnginePool, EngineReady]:
-        """Use ``names``, which the supervisor starts by itself: wait until each engine is ready, but not for one that
-        has died, which joins later. At least one is ready.
+    def _require_engine(self, now: float) -> None:
+        """Raise ``EngineError`` when the pool has been without an engine for too long. A switch has no limit here: sets
+        are of local engines, for which the supervisor ends the run when it gives up the restarts."""
+        limit = self.settings.start_timeout_s + LONGEST_PAUSE_S
+        if self.pool is None or self.pool.attached or self.switching:
+            self.without_engine_since = now
+        elif now - self.without_engine_since > limit:
+            raise EngineError(f"no engine was there for {limit:g} s; the logs of their hosts say why they died")
 
-        Returns the pool of all engines, and what ``names`` are together. Raises ``EngineError`` when they are not of
-        one model."""
-        self._slots = {n: _EngineSlot(n, at, self, in_use=n in names) for n, at in self._endpoints.items()}
+    # ---- sets of engines ---------------------------------------------------------------------------
+
+    async def start(self, names: Sequence[str]) -> tuple[EnginePool, EngineReady]:
+        """Use the engines ``names``, whose processes the supervisor starts by itself. Waits until each of them is ready
+        or has died, and at least one is ready; engines that died join later.
+
+        Returns the pool of all engines, and the combined readiness of ``names``. Raises ``EngineError`` when their
+        models differ."""
+        self._slots = {
+            name: _EngineSlot(name, endpoints, self, in_use=name in names)
+            for name, endpoints in self._endpoints.items()
+        }
         for slot in self._slots.values():
             self.begin(slot.run)
         await self.until(lambda: self._alive() and all(slot.ready or slot.late for slot in self._in_use))
         alive = self._alive()
         engines = {name: engine for name, (engine, _) in alive.items()}
+        unavailable = [name for name in self._slots if name not in alive]
         fatal_deaths = self.settings.fatal_deaths if self.settings.restarts else None
-        pool = EnginePool(engines, unavailable=[n for n in self._slots if n not in alive], fatal_deaths=fatal_deaths)
+        pool = EnginePool(engines, unavailable=unavailable, fatal_deaths=fatal_deaths)
         ready = pool.joined([ready for _, ready in alive.values()])
         self.pool = pool
         self.switching = False
         for name in alive:
-            self._slots[name].joined = True
+            self._slots[name].has_live_version = True
+        # Engines that died count as if they were ready: they will have the same size.
         return pool, msgspec.structs.replace(
             ready,
             max_num_seqs=ready.max_num_seqs * len(names) // len(alive),
@@ -437,7 +502,8 @@ class EngineHosts:
         )
 
     def _alive(self) -> dict[str, tuple[RemoteEngine, EngineReady]]:
-        return {n: slot.ready for n, slot in self._slots.items() if slot.ready and not slot.ready[0].failure}
+        """Return the ready engines, with their readiness, by name."""
+        return {name: slot.ready for name, slot in self._slots.items() if slot.ready and not slot.ready[0].failure}
 
     def set_weight_sync(self, sync: WeightSync) -> None:
         """Use ``sync``, which has the engines of the pool, for every engine that is started from now on."""
@@ -445,37 +511,42 @@ class EngineHosts:
         self.notify()
 
     async def use(self, names: Collection[str]) -> None:
-        """Have these engines serve and no others, which stop *before* these are started: both at once may not fit the
-        machine. Requests wait until this returns: when each of them serves or is late, since it died or its version
-        is not to be had any more, and one serves."""
+        """Have the engines ``names`` serve, and no others. The others stop *before* these start: the memory may not
+        suffice for both. Requests wait until this returns: when at least one engine serves, and each other one serves
+        or is late, because it died or its version is not available any more."""
         assert self.pool is not None
         self.pool.withdraw(self.pool.names, UNAVAILABLE)
         self.switching = True
-        self._have_in_use(())
-        await self.until(lambda: not any(slot.awake for slot in self._slots.values()))
-        self._have_in_use(names)
+        self._set_in_use(())
+        await self.until(lambda: not any(slot.takes_memory for slot in self._slots.values()))
+        self._set_in_use(names)
         joining = self._in_use
         await self.until(
-            lambda: any(slot.joined for slot in joining) and all(slot.joined or slot.late for slot in joining)
+            lambda: (
+                any(slot.has_live_version for slot in joining)
+                and all(slot.has_live_version or slot.late for slot in joining)
+            )
         )
         self.switching = False
         for slot in joining:
-            if slot.joined:
+            if slot.has_live_version:
                 self.pool.readmit(slot.name, UNAVAILABLE)
 
-    def _have_in_use(self, names: Collection[str]) -> None:
+    def _set_in_use(self, names: Collection[str]) -> None:
         for slot in self._slots.values():
-            slot.use(slot.name in names)
+            slot.set_in_use(slot.name in names)
         self.notify()
 
     async def aclose(self) -> None:
-        """The run ends: no engine is waited for any more, and hosts that start or sleep are ended. Those that serve end
-        with the pool."""
+        """End the waits for engines, and the processes that start or sleep, since the run ends. The processes of
+        serving engines end with the pool."""
         assert self._group is not None, "run() was not started"
         self._group.cancel_scope.cancel()
-        attached = self.pool.attached if self.pool else {}
+        attached: Collection[str] = ()
+        if self.pool is not None:
+            attached = self.pool.attached
         for name, slot in self._slots.items():
-            if slot.ready and not slot.awake:
+            if slot.ready and not slot.takes_memory:  # it sleeps
                 await slot.ready[0].aclose()
             elif name not in attached:
                 if not slot.stopped:
@@ -483,8 +554,8 @@ class EngineHosts:
                 await slot.abandon()
 
     def on_failure(self, engine: Engine, reason: str) -> bool:
-        """End ``engine``, if it has not died, so that it is started again. Returns whether the run continues without
-        it."""
+        """Have the process of ``engine`` killed, if it has not died, so that it is started again. Returns whether the
+        run continues without the engine. The weight sync calls this, too."""
         assert isinstance(engine, RemoteEngine)
         if self.settings.restarts and not engine.failure:
             self._slots[engine.name].fail(engine, reason)

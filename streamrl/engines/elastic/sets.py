@@ -1,13 +1,17 @@
-"""Choice of the prepared set of engines for the next round (RollPacker, arXiv 2509.21009, section 4.2): pure decisions.
+"""Choice of the prepared set of engines for the next round (RollPacker, arXiv 2509.21009, section 4.2).
 
-A set is a number of engines and a tensor-parallel size, on the same devices; one is in use. Few engines with many
-workers have more room for KV, since weights are stored once for each engine, and take a decode step faster, but not as
-much faster as they have workers. So a race that is short of KV wants another set than a long tail does.
+``elastic_engines`` (controller) and ``streamrl simulate`` (the command's own process) report the rounds to a
+``SetChooser``, which uses no clock, and carry out its plans.
 
-The paper doubles the tensor-parallel size when preemptions rise above 1.05 times the last round's and halves it after
-four rounds without any, and calls a switch negligible. Here that rule only says when an *untried* set is worth a trial.
-A switch is decided in seconds: what each set took, or is expected to take, over the rounds that are left, against what
-the switches cost. A difference that the scatter of rounds could explain is none, so a steady load settles."""
+A set is a number of engines and a tensor-parallel size, on the same devices; one set is in use. Few engines with many
+workers have more memory for KV, since the weights are stored once for each engine, and a faster decode step, but the
+speed-up is smaller than the number of workers. So a round that lacks KV memory needs another set than a long tail.
+
+The paper doubles the tensor-parallel size when preemptions rise above 1.05 times those of the last round, halves it
+after four rounds without preemptions, and neglects the cost of a switch. Here this rule only tells when an *untried*
+set is worth a trial. The decision compares seconds: the measured or expected time of the remaining rounds on each set,
+and the cost of the switches. A difference within the scatter of rounds does not count, so a steady load keeps one
+set."""
 
 from __future__ import annotations
 
@@ -23,21 +27,27 @@ from streamrl.control.actions import Decision
 from streamrl.engines.step_cost import StepCost
 from streamrl.recipe.topology import PreparedSet
 
-# the paper's constants; the others are ours
+# constants of the paper
 RISE = 1.05
 QUIET_ROUNDS = 4
-SCALING = 0.8  # share of the ideal speed-up of a decode step that doubling the workers gives, where not measured
-HORIZON = 20  # rounds over which a switch must pay
-LEAST_GAIN = 0.05  # share of a round's time below which nothing is done
-HEADROOM = 0.9  # share of a cache that may be expected to fill
-SCATTER = 0.05  # relative standard deviation of a round's seconds that is assumed beside what is measured
-CERTAINTY = 2.0  # of a gain, in standard errors
+# our own constants
+SCALING = 0.8  # share of the ideal speed-up of a decode step that twice the workers give, before it is measured
+HORIZON = 20  # rounds within which a switch must pay
+LEAST_GAIN = 0.05  # share of a round's time below which the set is not changed
+HEADROOM = 0.9  # largest expected share of a KV cache in use
+SCATTER = 0.05  # assumed relative standard deviation of a round's seconds, beside the measured one
+CERTAINTY = 2.0  # required gain, in standard errors
 
 
 class RoundMeasured(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished round on one set: ``seconds`` from its first request to its last that was waited for. ``kv_usage``:
-    largest share of an engine's cache in use. ``requests`` launched, ``tokens`` sampled, those of the ``longest``
-    completion that was waited for, and of a ``prompt`` in the mean."""
+    """Measurements of one finished round on one set.
+
+    ``seconds``: time from its first request to the last completion of its batch
+    ``kv_usage``: largest share of an engine's KV cache in use
+    ``requests``: number of launched requests
+    ``tokens``: number of sampled tokens
+    ``longest``: tokens of the longest completion
+    ``prompt``: tokens of a prompt on average"""
 
     round_kind: str
     engine_set: str
@@ -51,16 +61,20 @@ class RoundMeasured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MOST_REMEMBERED = 16
-"""Rounds of one kind on one set: as lengths grow, the older ones say less."""
+"""Number of stored rounds of one kind on one set: as completions grow, older rounds are worth less."""
 PRIOR_ROUNDS = 2
-"""How many rounds the assumed scatter counts for, beside those that were measured."""
+"""Weight of the assumed scatter, as a number of measured rounds."""
 
 
 class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of round. ``ratios``: seconds that rounds took over what was expected of them, by set. ``preempted``,
-    ``quiet``: rounds in a row with and without preemption on the set in use; ``rose``: the last preempted more than
-    ``RISE`` times the one before. ``rounds`` and ``runs``: how many there were, and how often they began after a round
-    of another kind."""
+    """History of one kind of round.
+
+    ``last``: newest round of this kind
+    ``ratios``: measured over expected seconds of its rounds, by set
+    ``preempted``, ``quiet``: number of rounds in a row with, and without, preemptions on the set in use
+    ``rose``: whether the newest round had more than ``RISE`` times the preemptions of the round before
+    ``rounds``: number of its rounds
+    ``runs``: number of its rounds that began after a round of another kind"""
 
     last: RoundMeasured
     ratios: dict[str, tuple[float, ...]]
@@ -71,16 +85,22 @@ class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
     runs: int = 1
 
     def error(self, name: str) -> float:
-        """Standard error of the mean ratio of set ``name``, as a share of it: from how much such rounds scatter on any
-        set, and ``SCATTER``. As of one round where it was never used."""
-        squares = sum((ratio / fmean(known) - 1) ** 2 for known in self.ratios.values() for ratio in known)
-        rounds = sum(len(known) - 1 for known in self.ratios.values())
+        """Return the relative standard error of the mean ratio of set ``name``, from the scatter of its kind of round
+        on all sets and from ``SCATTER``. An unused set has the error of a single round."""
+        squares = 0.0
+        rounds = 0
+        for ratios in self.ratios.values():
+            mean = fmean(ratios)
+            for ratio in ratios:
+                squares += (ratio / mean - 1) ** 2
+            rounds += len(ratios) - 1
         variance = (squares + PRIOR_ROUNDS * SCATTER**2) / (rounds + PRIOR_ROUNDS)
         return math.sqrt(variance / max(len(self.ratios.get(name, ())), 1))
 
 
 class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """``because`` is None where nothing changes. ``gain_s``: expected over the horizon, switches paid."""
+    """The set for the next round. ``gain_s``: expected gain over the horizon, without the cost of switches;
+    ``because``: the decision with its reason (None: the set does not change)."""
 
     engine_set: str
     gain_s: float = 0.0
@@ -88,11 +108,14 @@ class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SetPlanner:
-    """Remembers what rounds took, and plans which set serves the next one. ``sets``: the one that serves first comes
-    first. ``switch_s``: what one switch is taken to cost. ``cost``: of a decode step of an engine with one worker."""
+    """Stores the measured rounds, and plans the set for the next one.
+
+    ``sets``: all sets, first the one that serves first
+    ``switch_s``: expected seconds of one switch
+    ``cost``: decode step of an engine with one worker"""
 
     def __init__(self, sets: Sequence[PreparedSet], *, switch_s: float, cost: StepCost) -> None:
-        self.sets = {one.name: one for one in sets}
+        self.sets = {engine_set.name: engine_set for engine_set in sets}
         self.current = sets[0].name
         self.switch_s = switch_s
         self.cost = cost
@@ -100,108 +123,141 @@ class SetPlanner:
         self._last_kind = ""
 
     def add(self, measured: RoundMeasured) -> None:
-        """Remember one more round."""
+        """Store the measurements of one more round."""
         kind = measured.round_kind
         name = measured.engine_set
         expected = expected_seconds(self.sets[name], measured, self.cost)
         before = self._kinds.get(kind) or KindHistory(last=measured, ratios={}, rounds=0, runs=0)
-        same = before.last.engine_set == name
         ratios = (*before.ratios.get(name, ()), max(measured.seconds, 1e-9) / max(expected, 1e-9))
+        preempted = 0
+        quiet = 0
+        rose = False
+        if before.last.engine_set == name:  # otherwise these counts start again
+            preempted = before.preempted
+            quiet = before.quiet
+            rose = measured.preemptions > RISE * before.last.preemptions
+        runs = before.runs
+        if self._last_kind != kind:
+            runs += 1
         self._kinds[kind] = KindHistory(
             last=measured,
             ratios={**before.ratios, name: ratios[-MOST_REMEMBERED:]},
-            preempted=(before.preempted * same + 1) if measured.preemptions else 0,
-            quiet=0 if measured.preemptions else before.quiet * same + 1,
-            rose=same and measured.preemptions > RISE * before.last.preemptions,
+            preempted=preempted + 1 if measured.preemptions else 0,
+            quiet=0 if measured.preemptions else quiet + 1,
+            rose=rose,
             rounds=before.rounds + 1,
-            runs=before.runs + (self._last_kind != kind),
+            runs=runs,
         )
         self._last_kind = kind
 
     def plan(self, round_kind: str, rounds_left: int) -> SetPlan:
-        """Return the set that serves the round of ``round_kind`` which is about to begin."""
-        for one in self.sets.values():
-            if round_kind in one.rounds:
-                reason = f"{round_kind} rounds belong to set {one.name} (engines.advanced.sets)"
-                because = Decision(subject="engine_set", reason=reason, figures={})
-                return SetPlan(engine_set=one.name, because=because if one.name != self.current else None)
-        stay = SetPlan(engine_set=self.current)
-        kind = self._kinds.get(round_kind)
+        """Return the plan for the round of ``round_kind`` that is about to begin."""
+        for candidate in self.sets.values():
+            if round_kind in candidate.rounds:
+                return self._plan_of_recipe(candidate, round_kind)
+        best = SetPlan(engine_set=self.current)
+        history = self._kinds.get(round_kind)
         horizon = min(HORIZON, rounds_left)
-        if kind is None or horizon <= 0:
-            return stay
-        others = [one for one in self.sets.values() if one.name != self.current and not one.rounds]
-        plans = [self._weighed(one, kind, horizon) for one in others if self._worth_a_trial(one, kind)]
-        return max((plan for plan in plans if plan.gain_s > 0), key=lambda plan: plan.gain_s, default=stay)
+        if history is None or horizon <= 0:
+            return best
+        for candidate in self.sets.values():
+            if candidate.name == self.current or candidate.rounds or not self._worth_a_trial(candidate, history):
+                continue
+            plan = self._plan_of_switch(candidate, history, horizon)
+            if plan.gain_s > best.gain_s:
+                best = plan
+        return best
 
-    def _worth_a_trial(self, one: PreparedSet, kind: KindHistory) -> bool:
-        """Return whether to try a set that such rounds were never on: its expectation is a guess, and needs a sign
-        beside it."""
-        here = self.sets[self.current]
-        if one.name in kind.ratios:
+    def _plan_of_recipe(self, engine_set: PreparedSet, round_kind: str) -> SetPlan:
+        """Return the plan for a kind of round whose set the recipe determines."""
+        if engine_set.name == self.current:
+            return SetPlan(engine_set=engine_set.name)
+        reason = f"{round_kind} rounds belong to set {engine_set.name} (engines.advanced.sets)"
+        because = Decision(subject="engine_set", reason=reason, figures={})
+        return SetPlan(engine_set=engine_set.name, because=because)
+
+    def _worth_a_trial(self, candidate: PreparedSet, history: KindHistory) -> bool:
+        """Return whether to consider a set. The expected time of a set without a round of this kind is a guess: its
+        trial needs a sign in the preemptions, too."""
+        if candidate.name in history.ratios:
             return True
-        if one.capacity > here.capacity:
-            return kind.rose or kind.preempted >= QUIET_ROUNDS
-        fits = math.isinf(one.capacity) or kind.last.kv_usage * here.capacity / one.capacity <= HEADROOM
-        return kind.quiet >= QUIET_ROUNDS and fits
+        current = self.sets[self.current]
+        if candidate.capacity > current.capacity:
+            return history.rose or history.preempted >= QUIET_ROUNDS
+        if history.quiet < QUIET_ROUNDS:
+            return False
+        if math.isinf(candidate.capacity):
+            return True
+        return history.last.kv_usage * current.capacity / candidate.capacity <= HEADROOM
 
-    def _weighed(self, one: PreparedSet, kind: KindHistory, horizon: int) -> SetPlan:
-        """Return the gain of going to ``one``: for good, or for rounds of this kind and back, whichever is more."""
-        here = self.sets[self.current]
-        switch_s = self.switch_s
-
-        def gain(of: KindHistory) -> float:
-            """Seconds a round, at least, with the certainty that is asked for."""
-            was, was_error = self._seconds(here, of)
-            would, would_error = self._seconds(one, of)
-            saved = was - would
-            if saved <= 0:
-                return saved
-            if one.name in of.ratios:
-                return saved - CERTAINTY * math.hypot(was * was_error, would * would_error)
-            return saved * (1 - CERTAINTY * was_error)  # both are corrected by one ratio, and err together
-
+    def _plan_of_switch(self, candidate: PreparedSet, history: KindHistory, horizon: int) -> SetPlan:
+        """Return the plan to switch to ``candidate``, with the larger of two gains: of a switch for good, or of
+        switches for all rounds of this kind and back. The plan keeps the current set when the gain is too small."""
+        current = self.sets[self.current]
+        current_s, _ = self._seconds(current, history)
+        candidate_s, _ = self._seconds(candidate, history)
+        round_gain_s = self._gain_s(candidate, history)
+        if round_gain_s <= 0 or current_s - candidate_s < LEAST_GAIN * current_s:
+            return SetPlan(engine_set=current.name)
         rounds = sum(each.rounds for each in self._kinds.values())
-        mine = gain(kind)
-        was, _ = self._seconds(here, kind)
-        would, _ = self._seconds(one, kind)
-        if mine <= 0 or was - would < LEAST_GAIN * was:
-            return SetPlan(engine_set=here.name)
-        for_good = horizon * sum(each.rounds / rounds * gain(each) for each in self._kinds.values()) - switch_s
-        of_this_kind = horizon * kind.rounds / rounds
-        there_and_back = of_this_kind * mine - 2 * switch_s * max(of_this_kind * kind.runs / kind.rounds, 1.0)
-        stays = len(self._kinds) == 1 or for_good >= there_and_back
-        total = for_good if stays else there_and_back
-        tried = "took" if one.name in kind.ratios else "is expected to take"
+        switch_s = self.switch_s
+        # One switch for good: the gain counts for rounds of every kind, by their shares.
+        mean_gain_s = sum(each.rounds / rounds * self._gain_s(candidate, each) for each in self._kinds.values())
+        for_good_s = horizon * mean_gain_s - switch_s
+        # Two switches for each run of rounds of this kind: the gain counts for these rounds alone.
+        rounds_of_kind = horizon * history.rounds / rounds
+        runs_of_kind = max(rounds_of_kind * history.runs / history.rounds, 1.0)
+        there_and_back_s = rounds_of_kind * round_gain_s - 2 * switch_s * runs_of_kind
+        stays = len(self._kinds) == 1 or for_good_s >= there_and_back_s
+        gain_s = for_good_s if stays else there_and_back_s
+        last = history.last
+        takes = "took" if candidate.name in history.ratios else "is expected to take"
         reason = (
-            f"{kind.last.round_kind} rounds: set {one.name} {tried} {would:.3g} s where set {here.name} takes"
-            f" {was:.3g} s ({kind.last.preemptions} preemptions, KV {kind.last.kv_usage:.0%} full in the last); with a"
-            f" switch of {switch_s:.3g} s it saves {total:.3g} s of the next {horizon} rounds"
+            f"{last.round_kind} rounds: set {candidate.name} {takes} {candidate_s:.3g} s where set {current.name} takes"
+            f" {current_s:.3g} s ({last.preemptions} preemptions, KV {last.kv_usage:.0%} full in the last); with a"
+            f" switch of {switch_s:.3g} s it saves {gain_s:.3g} s of the next {horizon} rounds"
             f" {'for good' if stays else 'for these rounds alone'}"
         )
         figures = {
-            "seconds": was,
-            "seconds_expected": would,
-            "preemptions": float(kind.last.preemptions),
-            "kv_usage": kind.last.kv_usage,
+            "seconds": current_s,
+            "seconds_expected": candidate_s,
+            "preemptions": float(last.preemptions),
+            "kv_usage": last.kv_usage,
             "switch_s": switch_s,
-            "gain_s": total,
+            "gain_s": gain_s,
         }
         because = Decision(subject="engine_set", reason=reason, figures=figures)
-        return SetPlan(engine_set=one.name, gain_s=total, because=because)
+        return SetPlan(engine_set=candidate.name, gain_s=gain_s, because=because)
 
-    def _seconds(self, one: PreparedSet, kind: KindHistory) -> tuple[float, float]:
-        """Seconds of a round of that kind on ``one``, and the relative error of that. A set that such rounds were never
-        on is corrected as the set in use is, or as those that are known are."""
-        expected = expected_seconds(one, kind.last, self.cost)
-        name = next((name for name in (one.name, self.current) if name in kind.ratios), "")
-        means = [fmean(known) for of, known in kind.ratios.items() if name in (of, "")]
-        return expected * fmean(means), kind.error(name)
+    def _gain_s(self, candidate: PreparedSet, history: KindHistory) -> float:
+        """Return the seconds that a round on ``candidate`` saves at least, with the required certainty."""
+        current_s, current_error = self._seconds(self.sets[self.current], history)
+        candidate_s, candidate_error = self._seconds(candidate, history)
+        saved_s = current_s - candidate_s
+        if saved_s <= 0:
+            return saved_s
+        if candidate.name in history.ratios:
+            return saved_s - CERTAINTY * math.hypot(current_s * current_error, candidate_s * candidate_error)
+        # Both estimates are corrected by the same ratio, so their errors are the same.
+        return saved_s * (1 - CERTAINTY * current_error)
+
+    def _seconds(self, engine_set: PreparedSet, history: KindHistory) -> tuple[float, float]:
+        """Return the seconds of a round on ``engine_set``, and their relative error. The expected seconds are corrected
+        by the measured ratio of the set; without a round on it, by the ratio of the current set, or of all sets."""
+        expected = expected_seconds(engine_set, history.last, self.cost)
+        for name in (engine_set.name, self.current):
+            if name in history.ratios:
+                return expected * fmean(history.ratios[name]), history.error(name)
+        means = [fmean(ratios) for ratios in history.ratios.values()]
+        return expected * fmean(means), history.error("")
 
 
 class SetChooser(SetPlanner):
-    """Follows rounds, measures them, and chooses the set for each as it begins. ``now``: seconds on the caller's clock;
-    ``load``: of the engines in use together, with counters since they exist. ``cost`` None: it is measured, too."""
+    """Follows the rounds, measures them, and chooses the set for each round when it begins.
+
+    ``now``: seconds on the caller's clock
+    ``load``: combined load of the engines in use, with counters since their start
+    ``cost``: decode step of an engine with one worker (None: measured, too)"""
 
     def __init__(
         self, sets: Sequence[PreparedSet], *, steps: int, switch_s: float, cost: StepCost | None = None
@@ -223,10 +279,10 @@ class SetChooser(SetPlanner):
 
     @property
     def is_between_rounds(self) -> bool:
-        """Return whether the next group that is launched begins a round."""
+        """Return whether the next launched group begins a round."""
         return not self._round_kind
 
-    def launched(
+    def note_launch(
         self,
         round_kind: str,
         ids: Sequence[TrajectoryId],
@@ -235,11 +291,11 @@ class SetChooser(SetPlanner):
         now: float,
         load: EngineLoad,
     ) -> SetPlan | None:
-        """Note a group that is about to be ordered. Where it is the first of a round, and another set shall serve that,
-        return the plan; ``switched`` when it was carried out."""
+        """Note a group that is about to be launched. Returns the plan when the group is the first of a round that
+        another set is to serve. Call ``note_switch`` after the switch."""
         plan = None
         if not self._round_kind:
-            self.looked(load)
+            self.note_load(load)
             self._round_kind = round_kind
             self._sampled_by = policy_version
             self._began = now
@@ -255,15 +311,15 @@ class SetChooser(SetPlanner):
         self._open.update(ids)
         return plan if plan is not None and plan.engine_set != self.current else None
 
-    def ended(self, trajectory: TrajectoryId, tokens: int | None) -> None:
-        """Note one that came back, with a completion of so many tokens, or without one."""
+    def note_end(self, trajectory: TrajectoryId, tokens: int | None) -> None:
+        """Note a trajectory that has ended. ``tokens``: length of its completion (None: it has none)."""
         if trajectory in self._open:
             self._open.remove(trajectory)
             self._tokens += tokens or 0
             self._longest = max(self._longest, tokens or 0)
 
-    def looked(self, load: EngineLoad) -> None:
-        """Take what the engines did since the last look; a few times a second is enough."""
+    def note_load(self, load: EngineLoad) -> None:
+        """Measure the engines since the last call. A few calls a second are enough."""
         before = self._load
         self._load = load
         self._kv_usage = max(self._kv_usage, load.kv_cache_usage)
@@ -274,11 +330,11 @@ class SetChooser(SetPlanner):
             self._measured_steps.add(running, faster * (load.decode_s - before.decode_s) / steps)
             self.cost = self._measured_steps.fit()
 
-    def round_closed(self, now: float, load: EngineLoad) -> None:
-        """The batch of the round is complete: measure it."""
+    def note_round_closed(self, now: float, load: EngineLoad) -> None:
+        """Store the measurements of the open round, whose batch is complete."""
         if not self._round_kind:
             return
-        self.looked(load)
+        self.note_load(load)
         measured = RoundMeasured(
             round_kind=self._round_kind,
             engine_set=self.current,
@@ -294,32 +350,35 @@ class SetChooser(SetPlanner):
         self._round_kind = ""
         self._open.clear()
 
-    def went_live(self, policy_version: int, now: float, load: EngineLoad) -> None:
-        """A version is live: a round that was launched in advance of it begins ``now``."""
+    def note_live_version(self, policy_version: int, now: float, load: EngineLoad) -> None:
+        """Note that a version is live. A round that was launched in advance of it begins ``now``."""
         if self._round_kind and self._sampled_by == policy_version:
             self._began = now
             self._preemptions_began = load.preemptions
 
-    def switched(self, name: str, now: float, seconds: float, load: EngineLoad, kv_tokens: int = 0) -> None:
-        """Set ``name`` serves the round, which begins ``now``, after a switch of so many seconds. ``kv_tokens``: what
-        its engines hold, which was an estimate until they were started (0: unknown)."""
+    def note_switch(self, name: str, now: float, seconds: float, load: EngineLoad, kv_tokens: int = 0) -> None:
+        """Note that set ``name`` serves the round, which begins ``now``.
+
+        ``seconds``: duration of the switch
+        ``kv_tokens``: reported capacity of its engines, in place of the estimate (0: unknown)"""
         self.current = name
         self.switch_s = seconds
         self._began = now
         if kv_tokens:
             self.sets[name] = msgspec.structs.replace(self.sets[name], kv_tokens=kv_tokens)
-        self.looked(load)
+        self.note_load(load)
         self._preemptions_began = load.preemptions
 
 
 class _FadingLine:
-    """Least squares of the seconds of a decode step by how many requests run; earlier observations fade. A little ridge
-    decides what the observations leave open: where the load hardly varies, the slope takes it all."""
+    """Ridge regression of the seconds of a decode step on the number of running requests, with weights that decay with
+    each observation. The small ridge decides when the observations do not: with a constant load the slope gets all."""
 
-    KEPT = 0.998
+    DECAY = 0.998
     RIDGE = 1e-6
 
     def __init__(self) -> None:
+        # weighted sums over the observations: of 1, running, seconds, running * running, and running * seconds
         self._weight = 0.0
         self._x = 0.0
         self._y = 0.0
@@ -327,33 +386,46 @@ class _FadingLine:
         self._xy = 0.0
 
     def add(self, running: float, seconds: float) -> None:
-        sums = ((self._weight, 1.0), (self._x, running), (self._y, seconds), (self._xx, running * running))
-        self._weight, self._x, self._y, self._xx = (self.KEPT * old + new for old, new in sums)
-        self._xy = self.KEPT * self._xy + running * seconds
+        """Add one observation."""
+        self._weight = self.DECAY * self._weight + 1.0
+        self._x = self.DECAY * self._x + running
+        self._y = self.DECAY * self._y + seconds
+        self._xx = self.DECAY * self._xx + running * running
+        self._xy = self.DECAY * self._xy + running * seconds
 
     def fit(self) -> StepCost:
+        """Return the cost of a step by the observations so far."""
         ridge = self.RIDGE * self._weight
-        ww = self._weight + ridge
+        weight = self._weight + ridge
         xx = self._xx + ridge
-        slope = (ww * self._xy - self._x * self._y) / (ww * xx - self._x * self._x)
+        determinant = weight * xx - self._x * self._x
+        slope = (weight * self._xy - self._x * self._y) / determinant
         if slope <= 0:
             return StepCost(base_s=max(self._y / self._weight, 1e-6), per_running_s=0.0)
-        base_s = (xx * self._y - self._x * self._xy) / (ww * xx - self._x * self._x)
+        base_s = (xx * self._y - self._x * self._xy) / determinant
         return StepCost(base_s=max(base_s, 1e-6), per_running_s=slope)
 
 
 def faster_steps(tensor_parallel_size: int, scaling: float) -> float:
-    """Factor by which a decode step is faster with so many workers than with one."""
+    """Return the speed-up of a decode step with this number of workers, compared to one. ``scaling``: share of the
+    ideal speed-up that doubling the workers gives."""
     return float((2 * scaling) ** math.log2(tensor_parallel_size))
 
 
-def expected_seconds(one: PreparedSet, load: RoundMeasured, cost: StepCost) -> float:
-    """Estimate the seconds of a round like ``load`` on ``one``, before measurements correct it. As many decode steps as
-    the longest completion has tokens, or as the tokens of an engine need when KV or ``max_num_seqs`` bounds how many
-    requests run: ``steps x base + tokens x per_running``, both faster with workers."""
-    tokens = load.tokens / one.count
-    requests = max(load.requests / one.count, 1.0)
-    held = load.prompt + load.tokens / max(load.requests, 1) / 2  # of a request, in the mean of its life
-    running = min(requests, float(one.max_num_seqs), one.kv_tokens / max(held, 1.0) if one.kv_tokens else math.inf)
-    steps = max(load.longest, tokens / max(running, 1.0))
-    return (steps * cost.base_s + tokens * cost.per_running_s) / faster_steps(one.tensor_parallel_size, SCALING)
+def expected_seconds(engine_set: PreparedSet, measured: RoundMeasured, cost: StepCost) -> float:
+    """Estimate the seconds of a round like ``measured`` on ``engine_set``, without a correction by measurements.
+
+    The round takes ``steps x base + tokens x per_running``, divided by the speed-up of the workers. The number of steps
+    is the length of the longest completion, or the number that an engine needs for all its tokens when KV memory or
+    ``max_num_seqs`` limits the running requests."""
+    tokens = measured.tokens / engine_set.count
+    requests = max(measured.requests / engine_set.count, 1.0)
+    running = min(requests, float(engine_set.max_num_seqs))
+    if engine_set.kv_tokens:
+        request_tokens = (
+            measured.prompt + measured.tokens / max(measured.requests, 1) / 2
+        )  # average over its decode steps
+        running = min(running, engine_set.kv_tokens / max(request_tokens, 1.0))
+    steps = max(measured.longest, tokens / max(running, 1.0))
+    seconds = steps * cost.base_s + tokens * cost.per_running_s
+    return seconds / faster_steps(engine_set.tensor_parallel_size, SCALING)

@@ -1,2 +1,2 @@
-"""vLLM as an ``Engine``: sampling, and whole versions read from files. ``engines.vllm`` adds what a run needs. vLLM is
-imported by ``start`` and in vLLM's own processes only."""
+"""vLLM as an ``Engine`` that samples and reads each version of the weights from a file. ``engines.vllm`` extends it to
+the engine of a run. vLLM is imported by ``start`` and in vLLM's own processes only."""

@@ -1,7 +1,10 @@
-"""vLLM's ``AsyncLLM`` as an ``Engine``. vLLM is imported by ``start``, after the environment is set.
+"""vLLM's ``AsyncLLM`` as an ``Engine``, in an engine process, the judge's process, or a user's own one.
 
-Version labels are strings only here: vLLM's ``weight_version`` becomes ``policy_version``, and ``default``
-(weights that the model directory held, never committed by us) becomes ``UNCOMMITTED``."""
+``engines.vllm`` derives the engine of a run from it; ``examples/sort/one_process.py`` uses it directly. vLLM is
+imported by ``start``, after its environment variables are set.
+
+vLLM's ``weight_version``, a string, becomes ``policy_version`` here. Its label ``default``, for the weights of the
+model directory, becomes ``UNCOMMITTED``."""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from streamrl.base.types import (
 from streamrl.engines.file_weights import FilePush
 from streamrl.engines.plain_vllm.options import PlainOptions, vllm_config
 from streamrl.engines.plain_vllm.stop_strings import BEFORE, find_across_parts
-from streamrl.engines.resumption import accepted_part, empty_completion, remaining_tokens, without_kept
+from streamrl.engines.resumption import accepted_part, empty_completion, remaining_tokens, without_unverified_tokens
 from streamrl.pretrained.tokenizer import end_tokens
 
 if TYPE_CHECKING:
@@ -37,27 +40,27 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 UNCOMMITTED = -1
-"""Policy version of weights that no commit gave."""
+"""Policy version of weights that were never committed."""
 
 FILE_WORKER = "streamrl.engines.plain_vllm.worker.FileWorker"
 WATCH_SECONDS = 0.05
 SHUTDOWN_SECONDS = 1.0
-"""For vLLM to end by itself. A CPU engine never does within its own 5 s, and there is nothing to save."""
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+"""Time limit for vLLM's shutdown. An engine on a CPU never ends within vLLM's own 5 s, and has nothing to save."""
+_FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 T = TypeVar("T")
 
 
 class WeightsInto(Protocol):
-    """The owner's side of a push into an ``AsyncLLM``. Raises ``WeightError``, or ``EngineError`` where nobody knows
-    what the engine holds."""
+    """The side of a weight push in the process that owns an ``AsyncLLM``. Raises ``WeightError``, or ``EngineError``
+    when the weights of the engine are undefined."""
 
     async def stage(self, llm: Any, announcement: WeightAnnouncement) -> OrderDone: ...
     async def commit(self, llm: Any, policy_version: int) -> OrderDone: ...
 
 
 class PlainVllmEngine:
-    """One ``AsyncLLM`` and its processes, to which versions come in files (``FilePush``)."""
+    """One ``AsyncLLM`` and its processes. ``weights``: loader of versions (None: ``FilePush``, from files)."""
 
     def __init__(self, options: PlainOptions, *, weights: WeightsInto | None = None) -> None:
         self._name = options.name
@@ -100,8 +103,8 @@ class PlainVllmEngine:
         )
 
     async def watch(self) -> None:
-        """Return never; raise ``EngineError`` when it died, after failing every pending call: an idle engine that died
-        says nothing by itself."""
+        """Return never; raise ``EngineError`` when the engine died, after failing every pending call. Without a watch
+        the death of an idle engine stays unnoticed."""
         while True:
             cause = self._cause_of_death()
             if cause or (self._llm is not None and self._llm.errored):
@@ -113,7 +116,7 @@ class PlainVllmEngine:
             return empty_completion(FinishReason.LENGTH)
         self._open_requests += 1
         try:
-            completion = await (self._given(request) if request.scored else self._answer(request))
+            completion = await (self._score(request) if request.scored_tokens else self._answer(request))
         finally:
             self._open_requests -= 1
         self._generated_tokens += len(completion.token_ids)
@@ -123,8 +126,9 @@ class PlainVllmEngine:
         await self._unless_dead(lambda: self._llm.abort(list(request_ids)))
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop sampling. ``clear_cache`` with ``keep``: requests in flight are recomputed when resumed."""
-        # Counted before the call: what is submitted from here on reaches vLLM after it, and runs after ``resume``.
+        """Stop sampling. With ``PauseMode.KEEP`` and ``clear_cache`` the requests in flight are recomputed after
+        ``resume``."""
+        # Counted before the call: later requests reach vLLM after it, and run after ``resume``.
         self._pauses += 1
         await self._unless_dead(lambda: self._llm.pause_generation(mode=mode.value, clear_cache=clear_cache))
         self._paused = True
@@ -139,26 +143,34 @@ class PlainVllmEngine:
     async def commit(self, policy_version: int) -> OrderDone:
         if not self._paused:
             raise WeightError(f"{self._name}: commit of version {policy_version} while sampling; pause first")
-        done = await self._unless_dead(lambda: self._weights.commit(self._llm, policy_version))
+        answer = await self._unless_dead(lambda: self._weights.commit(self._llm, policy_version))
         self._policy_version = policy_version
-        return done
+        return answer
 
     async def checksums(self) -> dict[str, str]:
-        """vLLM's checksum of every live parameter: of a lone worker by its name, of several with a prefix."""
-        parts = await self._unless_dead(self._llm.compute_weight_checksums)
-        if len(parts) == 1:
-            return dict(parts[0])
-        return {f"worker{rank}.{name}": digest for rank, part in enumerate(parts) for name, digest in part.items()}
+        """Return vLLM's checksum of every live parameter, by name. With several workers each name has the prefix of its
+        worker, such as ``worker0.``."""
+        by_worker = await self._unless_dead(self._llm.compute_weight_checksums)
+        if len(by_worker) == 1:
+            return dict(by_worker[0])
+        return {
+            f"worker{rank}.{name}": digest
+            for rank, checksums in enumerate(by_worker)
+            for name, digest in checksums.items()
+        }
 
     def load(self) -> EngineLoad:
-        """Load of the engine now; vLLM's own statistics are not read."""
+        """Return the load of the engine now. vLLM's own statistics are not read."""
         running = 0 if self._paused else self._open_requests
-        open_states = self._llm.output_processor.request_states.values() if self._llm is not None else ()
+        generated_tokens = self._generated_tokens
+        if self._llm is not None:
+            states = self._llm.output_processor.request_states.values()
+            generated_tokens += sum(state.detokenizer.num_output_tokens() for state in states)
         return EngineLoad(
             running=running,
             waiting=self._open_requests - running,
             kv_cache_usage=0.0,
-            generated_tokens=self._generated_tokens + sum(one.detokenizer.num_output_tokens() for one in open_states),
+            generated_tokens=generated_tokens,
         )
 
     async def aclose(self) -> None:
@@ -167,12 +179,14 @@ class PlainVllmEngine:
         with anyio.CancelScope(shield=True):
             if llm is not None:
                 await self._thread.call(partial(llm.shutdown, timeout=SHUTDOWN_SECONDS))
-                llm.shutdown = bool  # its __del__ calls it again: at the end of the process that is an error on stderr
+                # ``AsyncLLM.__del__`` calls shutdown again, which at the end of the process prints an error.
+                llm.shutdown = bool
             del llm
             self._thread.close()
 
     def _build(self) -> Any:
-        """The ``AsyncLLM``, made in a thread that stays. Raises ``ModelRefused`` where vLLM changes what it loaded."""
+        """Make the ``AsyncLLM``, in the engine's own thread. Raises ``ModelRefused`` for a model whose weights vLLM
+        transforms when it loads them."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
         config = vllm_config(self._plain, worker_extension_cls=FILE_WORKER)
@@ -184,11 +198,12 @@ class PlainVllmEngine:
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
     async def _answer(self, request: Generate) -> Completion:
-        """Sample ``request``. Kept tokens are sampled again."""
-        return await self._sampled(without_kept(request))
+        """Sample ``request``. Unverified tokens are sampled again."""
+        return await self._sample(without_unverified_tokens(request))
 
-    async def _sampled(self, request: Generate, **changes: Any) -> Completion:
-        pauses = self._pauses  # before anything is awaited: those of its salt
+    async def _sample(self, request: Generate, **changes: Any) -> Completion:
+        """Sample ``request``. ``changes``: parameters of vLLM's ``SamplingParams`` that replace ours."""
+        pauses = self._pauses  # read before the first await: the same number as in the cache salt of the request
         output = await self._output(request, **changes)
         completion = structs.replace(completion_of(output.outputs[0]), routed=routed_of(request, output.outputs[0]))
         if not self._plain.prefix_caching:
@@ -197,41 +212,43 @@ class PlainVllmEngine:
         block = self._block_tokens
         return structs.replace(completion, cached=CachedPrefix(tokens=tokens, block_tokens=block, pauses=pauses))
 
-    async def _given(self, request: Generate) -> Completion:
-        """The last ``scored`` tokens, with their logprobs: one prefill, and one token that is not answered."""
+    async def _score(self, request: Generate) -> Completion:
+        """Return the last ``scored_tokens`` tokens of ``request`` with their logprobs. vLLM runs one prefill and
+        samples one token, which is dropped."""
         output = await self._output(request, max_tokens=1, prompt_logprobs=0)
         sampled = completion_of(output.outputs[0])
         if not sampled.token_ids:
             return empty_completion(FinishReason.ABORT)
-        tokens = request.token_ids[-request.scored :]
-        logprobs = output.prompt_logprobs.logprobs[-request.scored :]
-        return accepted_part(tokens, logprobs, request.scored, sampled.version_spans[0].policy_version)
+        tokens = request.token_ids[-request.scored_tokens :]
+        logprobs = output.prompt_logprobs.logprobs[-request.scored_tokens :]
+        return accepted_part(tokens, logprobs, request.scored_tokens, sampled.version_spans[0].policy_version)
 
     async def _output(self, request: Generate, **changes: Any) -> RequestOutput:
         return await self._unless_dead(lambda: self._final_output(request, **changes), refusable=True)
 
     async def _final_output(self, request: Generate, **changes: Any) -> RequestOutput:
-        # Weights change only while paused, so the blocks of one salt were all computed by one version. A version's name
-        # would not do: what is submitted while paused does not know which version it will be computed by.
+        # Weights change only while paused, so all KV blocks with one salt were computed by one version. The version
+        # itself cannot be the salt: a request that is submitted during a pause does not know its version yet.
         prompt = {"type": "token", "prompt_token_ids": request.token_ids.tolist(), "cache_salt": str(self._pauses)}
         final: RequestOutput | None = None
         params = _sampling_params(request, stop_token_ids=list(self._end_tokens), **changes)
-        named = {"priority": request.priority, "lora_request": self._adapter}
-        async for output in self._llm.generate(prompt, params, request.request_id, **named):
+        options = {"priority": request.priority, "lora_request": self._adapter}
+        async for output in self._llm.generate(prompt, params, request.request_id, **options):
             final = output
         if final is None:
             raise EngineError(f"{self._name}: request {request.request_id} ended without an output")
         return final
 
     async def _unless_dead(self, call: Callable[[], Awaitable[T]], *, refusable: bool = False) -> T:
-        """Await ``call``; when the engine dies meanwhile raise ``EngineError``, also where vLLM would wait for ever."""
+        """Await ``call``; raise ``EngineError`` when the engine dies meanwhile, even if vLLM would wait for ever.
+        ``refusable``: whether an error of vLLM about the request becomes ``RequestRefused``."""
         self._require_alive()
         with anyio.CancelScope() as scope:
             self._calls.add(scope)
             try:
                 return await call()
             except Exception as error:
-                raise self._translated(error, refusable) from error
+                raise self._error_of(error, refusable) from error
             finally:
                 self._calls.discard(scope)
         raise EngineError(self._death or f"{self._name}: the call was cancelled")
@@ -242,7 +259,8 @@ class PlainVllmEngine:
         if self._llm is None:
             raise EngineError(f"{self._name}: not started, or closed")
 
-    def _translated(self, error: Exception, refusable: bool) -> Exception:
+    def _error_of(self, error: Exception, refusable: bool) -> Exception:
+        """Return our error for an ``error`` of vLLM."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -255,7 +273,7 @@ class PlainVllmEngine:
         return EngineError(f"{self._name}: {type(error).__name__}: {error}")
 
     def _cause_of_death(self) -> str | None:
-        """A sentence about what died; None where nothing is known to have."""
+        """Return a sentence about the process that died; None when no death is known."""
         return None
 
     def _die(self, cause: str | None) -> EngineError:
@@ -270,6 +288,7 @@ class PlainVllmEngine:
 def _sampling_params(request: Generate, **changes: Any) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+    routed_start = len(request.token_ids) if request.routed_tokens is None else request.routed_tokens
     arguments: dict[str, Any] = {
         "n": 1,
         "temperature": request.temperature,
@@ -285,7 +304,7 @@ def _sampling_params(request: Generate, **changes: Any) -> SamplingParams:
         "detokenize": bool(request.stop),
         "output_kind": RequestOutputKind.FINAL_ONLY,
         "skip_clone": True,
-        "routed_experts_prompt_start": len(request.token_ids) if request.routed is None else request.routed,
+        "routed_experts_prompt_start": routed_start,
     }
     if request.stop and request.prefix_length:
         changes["extra_args"] = {BEFORE: request.prefix_length} | changes.get("extra_args", {})
@@ -293,13 +312,18 @@ def _sampling_params(request: Generate, **changes: Any) -> SamplingParams:
 
 
 def completion_of(output: CompletionOutput) -> Completion:
-    """vLLM's output as ours. Raises ``EngineError`` when a token has no logprob, no version, or no known end."""
+    """Return vLLM's output as a ``Completion``. Raises ``EngineError`` when a token has no logprob or no version, or
+    the finish reason is unknown."""
     token_ids = token_array(output.token_ids)
+    logprobs = float_array()
     flat = output.logprobs
-    logprobs = float_array([flat.logprobs[start] for start in flat.start_indices] if flat is not None else ())
-    reason = _FINISH.get(output.finish_reason or "")
+    if flat is not None:
+        logprobs = float_array([flat.logprobs[start] for start in flat.start_indices])
+    reason = _FINISH_REASONS.get(output.finish_reason or "")
     if reason is None:
-        raise EngineError(f"vLLM ended a request with finish_reason {output.finish_reason!r}; expected {list(_FINISH)}")
+        raise EngineError(
+            f"vLLM ended a request with finish_reason {output.finish_reason!r}; expected {list(_FINISH_REASONS)}"
+        )
     spans = tuple(
         VersionSpan(start=span.start, end=span.end, policy_version=_policy_version(span.version))
         for span in output.weight_versions or ()
@@ -314,14 +338,16 @@ def completion_of(output: CompletionOutput) -> Completion:
 
 
 def routed_of(request: Generate, output: CompletionOutput) -> tuple[RoutedTokens, ...]:
-    """Experts of the tokens that ``request`` asks for, in one part: all but the last token that was sampled, which has
-    not gone through the model. Empty where vLLM returns none. Raises ``EngineError`` for more than there are tokens."""
-    if output.routed_experts is None or request.routed is None or not len(output.routed_experts):
+    """Return the experts of the tokens that ``request`` asks for, as one part. The last sampled token has none, since
+    it has not gone through the model. Empty without experts of vLLM. Raises ``EngineError`` for more experts than
+    tokens."""
+    if output.routed_experts is None or request.routed_tokens is None or not len(output.routed_experts):
         return ()
     rows_TLK = output.routed_experts
     experts = array("B" if rows_TLK.itemsize == 1 else "H", rows_TLK.tobytes())
-    part = RoutedTokens(start=request.routed, shape=rows_TLK.shape[1:], experts=experts)
-    if part.stop > (tokens := len(request.token_ids) + len(output.token_ids)):
+    part = RoutedTokens(start=request.routed_tokens, shape=rows_TLK.shape[1:], experts=experts)
+    tokens = len(request.token_ids) + len(output.token_ids)
+    if part.stop > tokens:
         raise EngineError(f"vLLM returned experts up to token {part.stop} of {tokens}")
     return (part,)
 

@@ -1,4 +1,7 @@
-"""Start of a plain vLLM engine: options, environment, vLLM's own configuration."""
+"""Options, variables and vLLM configuration of a plain vLLM engine.
+
+``plain_vllm.engine`` reads them when it starts vLLM. ``engines.vllm.options`` and ``rewards.judge.options`` build the
+options of a run's engines and judge on them, in the processes that start or check these."""
 
 from __future__ import annotations
 
@@ -9,15 +12,17 @@ from typing import Any
 import msgspec
 
 CPU_CACHE_BYTES = 1 << 30
-"""``VLLM_CPU_KVCACHE_SPACE`` counts whole GiB, and vLLM touches all of it unless the number of blocks is given."""
+"""Memory for the KV cache on a CPU. ``VLLM_CPU_KVCACHE_SPACE`` counts full GiB, and vLLM touches all of it unless the
+number of blocks is set."""
 CPU_BATCH_TOKENS = 8192
 
 
 class PlainOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One vLLM engine of ``workers`` processes that compute (its tensor parallel size, unless ``vllm_config`` gets
-    another). ``environment`` must be set before vllm is imported: vllm reads it at import, and hands it to its own
-    processes. ``prefix_caching`` False: what a request samples does not depend, in its last bits, on what was sampled
-    before it."""
+    """Options of one vLLM engine.
+
+    ``environment``: variables that must be set before vllm is imported; vllm hands them on to its own processes
+    ``workers``: number of processes that compute (the tensor parallel size, unless ``vllm_config`` gets another one)
+    ``prefix_caching``: False where the last bits of a completion must not depend on earlier requests"""
 
     name: str
     model_path: str
@@ -31,21 +36,22 @@ class PlainOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether vLLM's CPU build runs it."""
+        """Return whether vLLM's CPU build runs the engine."""
         return self.device == "cpu"
 
 
 def plain_environment(socket_directory: str | Path, device: str) -> dict[str, str]:
-    """Variables of an engine that no plugin is loaded for; vLLM's own sockets go into ``socket_directory`` (a short
+    """Return the variables of an engine without our plugin. vLLM's own sockets go into ``socket_directory`` (a short
     path)."""
-    of_device = cpu_environment() if device == "cpu" else {}
-    # A process that trains has threads: the core cannot be a fork of it.
-    alone = {"VLLM_PLUGINS": "", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return shared_environment(socket_directory) | of_device | alone
+    variables = shared_environment(socket_directory)
+    if device == "cpu":
+        variables |= cpu_environment()
+    # A process that trains has threads, so vLLM's core cannot be a fork of it.
+    return variables | {"VLLM_PLUGINS": "", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
 def shared_environment(socket_directory: str | Path) -> dict[str, str]:
-    """Variables of every engine."""
+    """Return the variables of every engine."""
     return {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -60,7 +66,8 @@ def shared_environment(socket_directory: str | Path) -> dict[str, str]:
 
 
 def cpu_environment(linear: str = "plain") -> dict[str, str]:
-    """Variables of every engine on a CPU. ``linear``: see ``worker.keep_linear_weights``."""
+    """Return the variables of every engine on a CPU. ``linear``: "plain" or "packed" linear layers; see
+    ``worker.keep_linear_weights``."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_BYTES >> 30),
         # The sampler compiles one small function with g++ in the first batch: 17 s on two cores and files in /tmp.
@@ -70,17 +77,17 @@ def cpu_environment(linear: str = "plain") -> dict[str, str]:
 
 
 def inspect_models_here() -> None:
-    """Let vLLM inspect a model's class in this process. By default vLLM inspects an architecture that it has not cached
-    in a subprocess, which imports all of vLLM again: more than half of the processor time of a host's first start. The
-    subprocess keeps CUDA uninitialised, so on GPUs it is left as it is."""
+    """Let vLLM inspect a model's class in this process. By default vLLM inspects an architecture that is not in its
+    cache in a subprocess, which imports all of vLLM again: more than half of the processor time of a first start. The
+    subprocess keeps CUDA uninitialised, so this patch is for engines on a CPU only."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
-def vllm_config(options: PlainOptions, **more: Any) -> Any:
-    """vLLM's configuration of the engine; ``more``: further arguments of vLLM. Raises ``ValueError`` where vLLM rejects
-    them."""
+def vllm_config(options: PlainOptions, **further: Any) -> Any:
+    """Return vLLM's configuration of the engine. ``further``: further arguments of ``AsyncEngineArgs``, which replace
+    ours. Raises ``ValueError`` when vLLM rejects the arguments."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     arguments: dict[str, Any] = {"tensor_parallel_size": options.workers}
@@ -89,21 +96,21 @@ def vllm_config(options: PlainOptions, **more: Any) -> Any:
 
         inspect_models_here()
         arguments |= {
-            # One process computes and schedules. With vLLM's default two of them spin for each other on every token,
-            # which on two cores costs a quarter of the step and 430 MB. A class is taken as it is; "uni" is not.
+            # One process computes and schedules. With vLLM's default two processes spin for each other on every token,
+            # which on two cores costs a quarter of the step and 430 MB. vLLM replaces "uni" on a CPU, but not a class.
             "distributed_executor_backend": UniProcExecutor if options.workers == 1 else "mp",
             "enforce_eager": True,
-            # A partial prefill rewinds the request's generator, which CPU generators cannot do: the engine dies.
+            # A partial prefill rewinds the request's generator, which a CPU generator cannot do: the engine dies.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_BATCH_TOKENS, options.max_model_len),
         }
     return AsyncEngineArgs(
         model=options.model_path,
-        load_format="safetensors",  # vLLM's "auto" takes consolidated*.safetensors, of other names, where they are
+        load_format="safetensors",  # "auto" prefers consolidated*.safetensors, whose tensors have other names
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=options.prefix_caching,
         logprobs_mode="processed_logprobs",
-        **(arguments | more),
+        **(arguments | further),
     ).create_engine_config()

@@ -1,5 +1,7 @@
 """Extensions of vLLM's own processes: they die with their parent, keep weights that can be changed, and load versions.
-vLLM imports this in each worker of a plain engine before it builds the model (``worker_extension_cls``)."""
+
+vLLM imports this file in each worker of a plain engine before it builds the model (``worker_extension_cls``). The
+workers of a run's engine call the same functions from our plugin (``engines.vllm.plugin``)."""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from streamrl.base.run_process import die_with
 
 
 class FileWorker:
-    """A base that vLLM adds to its worker's class."""
+    """A base class that vLLM adds to the class of its worker."""
 
-    model_runner: Any  # the worker's own
+    model_runner: Any  # set by vLLM's worker
 
     def streamrl_load_file(self, encoded_announcement: bytes) -> None:
-        """Load a version into the live parameters. Raises ``WeightError`` where one of them is not in the file."""
+        """Load a version into the live parameters. Raises ``WeightError`` when the file lacks one of them."""
         from safetensors.torch import load
 
         from streamrl.engines.file_weights import read_version
@@ -28,24 +30,28 @@ class FileWorker:
         announcement = msgspec.msgpack.decode(encoded_announcement, type=WeightAnnouncement)
         model = self.model_runner.get_model()
         loaded = model.load_weights(load(read_version(announcement)).items())
+        if loaded is None:  # this model does not report the names of the parameters that it loaded
+            return
         parameters = {name for name, _ in model.named_parameters()}
-        if missing := sorted(parameters - (parameters if loaded is None else loaded)):
+        missing = sorted(parameters - loaded)
+        if missing:
             raise WeightError(f"version {announcement.policy_version} has nothing for {', '.join(missing)}")
 
 
 def die_with_parent() -> None:
-    """Have a child that multiprocessing made (engine core, worker) be killed when its parent dies. Without this a
-    killed owner leaves core and worker running for good. The resource tracker is not such a child, and must live on: it
-    is what unlinks the shared memory."""
+    """Have the kernel kill this process when its parent dies, if multiprocessing made it (engine core, worker). Without
+    this, core and workers of a killed owner run for ever. The resource tracker is not made in this way, and must live
+    on, since it unlinks the shared memory."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         die_with(parent.pid)
 
 
 def keep_linear_weights(*, packed: bool) -> None:
-    """Keep the parameters of linear layers on a CPU, where stock vLLM empties them after packing. ``packed`` False:
-    plain ``linear`` on the parameter. True: vLLM's packed kernels beside the parameter (twice the memory); a commit
-    must then pack the layers it touched again (``repack_linear_layers``)."""
+    """Keep the parameters of linear layers on a CPU, where stock vLLM empties them after packing.
+
+    ``packed``: True keeps vLLM's packed kernels beside the parameter (twice the memory), and a commit must pack the
+    changed layers again (``repack_linear_layers``); False computes torch's ``linear`` on the parameter"""
     from torch.nn.functional import linear
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
@@ -64,6 +70,6 @@ def keep_linear_weights(*, packed: bool) -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-if os.environ.get("VLLM_PLUGINS") == "":  # a plain engine's: in those of other engines a plugin does this
+if os.environ.get("VLLM_PLUGINS") == "":  # a worker of a plain engine; in other workers our plugin does this
     die_with_parent()
     keep_linear_weights(packed=False)

@@ -1,9 +1,14 @@
-"""Decides which relays an engine is to fetch a version from, in a pure function of hosts and of who takes the version.
+"""Choice of the relays that an engine fetches a version of the weights from.
 
-Of each host one engine, its leader, fetches over the network; the relays of the host's other engines ask the leader's.
-Leaders stand in one order, those beside a trainer rank first, and each fetches from one before it, piece by piece as
-the pieces come. A chain takes the time of one copy and of one piece for each host; where hosts are many and pieces few,
-a tree with two children each is faster. The trainer is always the last source."""
+The controller adds the relays to each announcement (``launch.sampling``); an engine process reads its own endpoint
+(``launch.roles``); ``streamrl simulate`` uses the same tree. The choice depends on the hosts and on the engines that
+take the version.
+
+On each host one engine, the leader, fetches over the network; the relays of the other engines on the host ask the
+relay of the leader. The leaders have one order, those beside a trainer rank first, and each leader fetches from an
+earlier one, which passes each piece on when it has arrived. A chain takes the time of one copy, and of one piece for
+each host; with many hosts and few pieces, a tree with two children a node is faster. The trainer is always the last
+source."""
 
 from __future__ import annotations
 
@@ -17,11 +22,12 @@ from streamrl.recipe.topology import Role, Topology
 from streamrl.weights.requests import CHUNK_BYTES
 
 PEERS = 2
-"""Relays of other hosts that an engine is named before the trainer: the one above it, and the next one up."""
+"""Largest number of relays on other hosts that an engine asks before the trainer: its parent and grandparent."""
 
 
 class RelayPlace(msgspec.Struct, frozen=True):
-    """The host of an engine, and the endpoint of its relay. ``beside_trainer``: a trainer rank is on that host."""
+    """The host of an engine, and the endpoint of its relay. ``beside_trainer``: whether a trainer rank is on this
+    host."""
 
     host: str
     endpoint: str
@@ -29,79 +35,92 @@ class RelayPlace(msgspec.Struct, frozen=True):
 
 
 def relay_endpoint(topology: Topology, name: str) -> str:
-    """Endpoint at which the engine ``name`` relays weights; empty where it has none, or no other host is there."""
-    places = relay_places(topology)
-    return places[name].endpoint if name in places else ""
+    """Return the endpoint of the relay of the engine ``name``; empty when it has none, or all engines are on one
+    host."""
+    place = relay_places(topology).get(name)
+    if place is None:
+        return ""
+    return place.endpoint
 
 
 def relay_places(topology: Topology) -> dict[str, RelayPlace]:
-    """Engines of hosts with an address, by name. Empty where there is but one such host."""
-    trainers = {plan.host for plan in topology.processes if plan.role is Role.TRAINER}
-    places = {
-        plan.name: RelayPlace(plan.host, endpoint, plan.host in trainers)
-        for plan in topology.processes
-        if plan.role is Role.ENGINE and plan.address and (endpoint := topology.endpoints.get(f"{plan.name}.weights"))
-    }
-    return places if len({place.host for place in places.values()}) > 1 else {}
+    """Return the relays of the engines on hosts with an address, by engine. Empty when there is only one such host."""
+    trainer_hosts = {plan.host for plan in topology.processes if plan.role is Role.TRAINER}
+    places = {}
+    for plan in topology.processes:
+        if plan.role is Role.ENGINE and plan.address:
+            endpoint = topology.endpoints.get(f"{plan.name}.weights")
+            if endpoint:
+                places[plan.name] = RelayPlace(plan.host, endpoint, plan.host in trainer_hosts)
+    hosts = {place.host for place in places.values()}
+    if len(hosts) <= 1:
+        return {}
+    return places
 
 
 class RelayTree:
-    """Names the relays of an announcement. ``places``: returns those of the engines that have one, by name; it is
-    called again where there are some and an engine joins, since it may be on another host than before."""
+    """Adds relays to announcements. ``read_places``: function that returns the relays by engine. If there are any, it
+    is called again when an engine joins, since the engine may be on another host than before."""
 
-    def __init__(self, places: Callable[[], Mapping[str, RelayPlace]]) -> None:
-        self._read = places
-        self._use(places())
+    def __init__(self, read_places: Callable[[], Mapping[str, RelayPlace]]) -> None:
+        self._read_places = read_places
+        self._set_places(read_places())
 
-    def _use(self, places: Mapping[str, RelayPlace]) -> None:
+    def _set_places(self, places: Mapping[str, RelayPlace]) -> None:
         self._order = sorted(places, key=lambda name: (not places[name].beside_trainer, places[name].host))
         self._places = places
 
     def routed(self, announced: WeightAnnouncement, name: str, engines: Collection[str]) -> WeightAnnouncement:
-        """The announcement to ``name`` of a version that ``engines`` take at this time, or hold where ``name`` is none
-        of them (it joins)."""
+        """Return the announcement of a version to the engine ``name``, with its relays. ``engines``: engines that take
+        the version at this time, or, for an engine that joins and is not among them, engines that hold it."""
         if self._places and name not in engines:
-            self._use(self._read())
+            self._set_places(self._read_places())
         if name not in self._places:
             return announced
         pieces = sum(pieces_of(source.payload_bytes) for source in announced.sources)
-        names = self.sources(name, engines, pieces)
-        return msgspec.structs.replace(announced, peers=tuple(self._places[one].endpoint for one in names))
+        sources = self.sources(name, engines, pieces)
+        return msgspec.structs.replace(announced, peers=tuple(self._places[source].endpoint for source in sources))
 
     def sources(self, name: str, engines: Collection[str], pieces: int) -> tuple[str, ...]:
-        """Engines that ``name`` asks for a version of so many ``pieces``, in order, and then the trainer."""
-        leaders: dict[str, str] = {}
-        for one in self._order:
-            if one in engines:
-                leaders.setdefault(self._places[one].host, one)
-        own = leaders.get(host := self._places[name].host, name)
-        on_this_host = () if own == name else (own,)
+        """Return the engines that ``name`` asks for a version before it asks the trainer, in order. ``pieces``: number
+        of pieces of the version."""
+        leaders: dict[str, str] = {}  # by host
+        for engine in self._order:
+            if engine in engines:
+                leaders.setdefault(self._places[engine].host, engine)
+        host = self._places[name].host
+        leader = leaders.get(host, name)
+        on_this_host: list[str] = []
+        if leader != name:
+            on_this_host.append(leader)
         if name not in engines:
-            others = [leader for of, leader in leaders.items() if of != host]
-            before = sum(self._order.index(leader) < self._order.index(name) for leader in others)
-            return *on_this_host, *reversed([*others[before:], *others[:before]][-PEERS:])
+            # All leaders hold the version: prefer the nearest ones before this engine in the order.
+            remote = [leaders[other] for other in leaders if other != host]
+            before = sum(self._order.index(engine) < self._order.index(name) for engine in remote)
+            nearest_last = remote[before:] + remote[:before]
+            return *on_this_host, *reversed(nearest_last[-PEERS:])
         chain = list(leaders.values())
-        above = ancestors(chain.index(own), children(len(chain), pieces))
-        return *on_this_host, *(chain[place] for place in above[:PEERS])
+        above = ancestors(chain.index(leader), children(len(chain), pieces))
+        return *on_this_host, *(chain[position] for position in above[:PEERS])
 
 
 def pieces_of(size: float) -> int:
-    """Return the number of pieces in which ``size`` bytes of a version travel."""
+    """Return the number of pieces in which ``size`` bytes of a version are sent."""
     return math.ceil(size / CHUNK_BYTES)
 
 
 def children(hosts: int, pieces: int) -> int:
-    """Return how many hosts each host sends to, 1 or 2: by which the last has all ``pieces`` first. Links are taken to
-    carry as much out as in, so that two copies take twice as long as one."""
+    """Return the number of hosts that each host sends to, 1 or 2, with which the last host has all ``pieces`` first. A
+    link is assumed to carry as much out as in, so two copies take twice the time of one."""
     levels = max(1, math.ceil(math.log2(hosts / 2 + 1)))
     return 1 if pieces + hosts - 1 <= 2 * (pieces + levels - 1) else 2
 
 
-def ancestors(place: int, width: int) -> Sequence[int]:
-    """Places above ``place`` in a tree whose nodes, and its root (the trainer, which is not listed), have ``width``
-    children; the nearest first."""
+def ancestors(position: int, width: int) -> Sequence[int]:
+    """Return the positions above ``position`` in a tree, the nearest first. Each node, and the root (the trainer, which
+    has no position), has ``width`` children."""
     above = []
-    while place >= width:
-        place = (place - width) // width
-        above.append(place)
+    while position >= width:
+        position = (position - width) // width
+        above.append(position)
     return above

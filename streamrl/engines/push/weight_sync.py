@@ -1,11 +1,13 @@
-"""A weight push, as one transaction over all engines.
+"""A weight push as one transaction over all engines. It runs in the controller, which makes it in ``launch.sampling``.
 
-Each engine for itself: stage while it generates; pause; apply and verify on the live weights; resume. One that refuses
-the delta (wrong base, wrong digest, a commit that failed half-way) takes an anchor before it serves again.
+Each engine independently stages the version while it generates, pauses, applies the version, verifies the live weights,
+and resumes. An engine that refuses the delta (wrong base, wrong digest, a commit that failed half-way) takes an anchor,
+the complete version, before it serves again.
 
-An engine that refuses the anchor too, that dies, or that is late fails. Where ``on_failure`` lets the run continue
-without it, it is left out of this push and of later ones, and started again; a started engine is ``admit``ted: brought
-to the live version while the others sample, and pushed to from then on. Otherwise its failure ends the run."""
+An engine fails when it refuses the anchor, too, when it dies, or when it is late. If ``on_failure`` lets the run
+continue, the failed engine is excluded from this push and later ones, and started again (``elastic.hosts``). A started
+engine is admitted: it gets the live version while the others sample, and later pushes reach it. Otherwise the failure
+ends the run."""
 
 from __future__ import annotations
 
@@ -24,22 +26,26 @@ from streamrl.recipe.scheduling import InFlight
 
 Limit = Callable[[], AbstractContextManager[None]]
 Routed = Callable[[WeightAnnouncement, str, Collection[str]], WeightAnnouncement]
-"""The announcement of a version to an engine, given its name and those that take the version with it, or hold it."""
+"""Returns the announcement of a version to one engine, with relays. Arguments: the announcement, the name of the
+engine, and the names of the engines that take the version at the same time, or hold it."""
 
 
 class WeightSync:
-    """Pushes announced versions to ``engines``, by name.
+    """Pushes announced versions to the engines.
 
-    ``anchor`` has the trainer publish a version complete (``VersionLeft``: it has moved on). ``on_pause`` is called
-    with True when all engines are paused, by a push or ahead of it, with False when that ends. ``on_failure`` is given
-    an engine and why it failed, and returns whether the run continues without it (None: it does not).
-
-    ``canary``: compares what engines compute after each push with what the trainer does; it needs ``run``. Engines
-    beyond its limit take the next version as an anchor; one that is beyond it even then ends the run. ``waits``: where
-    each wait for an engine is named while it lasts. ``routed``: see ``push.relay_tree``.
+    ``engines``: engines by name
+    ``anchor``: function that has the trainer publish a version complete; raises ``VersionLeft`` when the trainer has a
+    newer version
+    ``on_pause``: callback, with True when all engines are paused, by a push or ahead of it, and with False afterwards
+    ``on_failure``: callback with a failed engine and the reason; returns whether the run continues without the engine
+    (None: it never does)
+    ``canary``: comparison of the engines' logprobs with the trainer's after each push, which needs ``run``. Engines
+    beyond its limit take the next version as an anchor; an engine that is beyond the limit again ends the run
+    ``waits``: list of current waits, in which each wait for an engine is named
+    ``routed``: function that adds relays to an announcement (``push.relay_tree``)
 
     ``push``, ``pause``, ``resume`` and the last step of ``admit`` exclude each other. ``on_version_left`` is called
-    where no engine holds what is live and none can be brought to it: only the next version helps."""
+    when no engine holds the live version and no engine can get it: then only the next version helps."""
 
     def __init__(
         self,
@@ -65,26 +71,27 @@ class WeightSync:
         self._routed = routed
         self._live: WeightAnnouncement | None = None
         self._pushed = anyio.Event()
-        self._paused = False  # ahead of a push
-        self._noted_pause = False
+        self._paused = False  # all engines, ahead of a push
+        self._reported_pause = False
         self.paused_engines: set[Engine] = set()
-        """Engines that sample nothing now."""
+        """Engines that are paused now."""
         self._one_at_a_time = anyio.Lock()
-        self._one_anchor = anyio.Lock()  # the trainer is asked for one at a time
+        self._one_anchor = anyio.Lock()  # the trainer publishes one anchor at a time
         self.on_version_left: Callable[[], object] = lambda: None
 
     async def run(self) -> None:
-        """Run what goes on beside pushes, the canary's requests, until it is cancelled."""
+        """Run the requests of the canary, beside the pushes, until this call is cancelled."""
         if self._canary is not None:
             await self._canary.run()
 
     # ---- all engines -------------------------------------------------------------------------------
 
     async def push(self, announced: WeightAnnouncement) -> PushReport:
-        """Make ``announced`` live on every engine; ends a pause. Raises ``EngineError`` when that fails or is late."""
+        """Make ``announced`` live on every engine, and end a pause. Raises ``EngineError`` for a failure that ends the
+        run."""
         async with self._one_at_a_time:
-            self._paused = False  # each engine resumes by itself
-            self._live = None  # engines may hold ``announced`` from here on: none must be brought to the one before
+            self._paused = False  # the push resumes each engine
+            self._live = None  # engines may hold ``announced`` from now on: none must get the version before
             report = await self._push(announced)
             self._live = announced
             self._pushed.set()
@@ -92,14 +99,15 @@ class WeightSync:
             return report
 
     async def pause(self) -> None:
-        """Pause all engines until the next push or ``resume``: requests submitted from now on wait for it, and their
-        first token is computed after the commit. Requests in flight are treated as a push would treat them."""
+        """Pause all engines until the next push or ``resume``. Requests that are submitted from now on wait for it, and
+        their first token is sampled after the commit. Requests in flight are treated as in a push."""
         async with self._one_at_a_time:
             await _on_each(self._pause, list(self._engines), self._limit("not every engine was paused"), self._failed)
             self._paused = True
 
     async def resume(self) -> None:
-        """Resume paused engines without a push: requests submitted meanwhile are sampled by the live version."""
+        """Resume paused engines without a push. Requests that were submitted meanwhile are sampled by the live
+        version."""
         async with self._one_at_a_time:
             paused = [engine for engine in self._engines if engine in self.paused_engines]
             self._paused = False
@@ -121,7 +129,8 @@ class WeightSync:
             nonlocal staged_at
             try:
                 await self._stage(engine, self._routed(version, names[engine], names.values()))
-                staged_at = max(staged_at, began := anyio.current_time())
+                began = anyio.current_time()
+                staged_at = max(staged_at, began)
                 await self._commit(engine, version)
                 await self._resume(engine)
                 pauses[engine] = anyio.current_time() - began
@@ -130,34 +139,38 @@ class WeightSync:
 
         sound = {engine: name for engine, name in self._engines.items() if engine not in deviating}
         await _on_each(partial(take, version=announced, names=sound), list(sound), limit, self._failed)
-        again = {engine: name for engine, name in self._engines.items() if engine not in pauses}
-        if again:
+        refusing = {engine: name for engine, name in self._engines.items() if engine not in pauses}
+        if refusing:
             with limit():
                 anchor = await self._anchor_of(announced.policy_version)
-            await _on_each(partial(take, version=anchor, names=again), list(again), limit, self._failed)
+            await _on_each(partial(take, version=anchor, names=refusing), list(refusing), limit, self._failed)
         for engine in [engine for engine in self._engines if engine not in pauses]:
             self._failed(engine, _refused(self._engines[engine], announced, refusals[engine]))
         if self._canary is not None:
             self._canary.ask(list(self._engines))
-        return _report(announced, started, staged_at, list(pauses.values()), len(again), report)
+        return _report(announced, started, staged_at, list(pauses.values()), len(refusing), report)
 
-    def _note_pause(self) -> None:
+    def _report_pause(self) -> None:
         paused = bool(self._engines) and self._engines.keys() <= self.paused_engines
-        changed = paused != self._noted_pause
-        self._noted_pause = paused
+        changed = paused != self._reported_pause
+        self._reported_pause = paused
         if changed and self._on_pause is not None:
             self._on_pause(paused)
 
     # ---- engines that come and go ------------------------------------------------------------------
 
     async def admit(self, name: str, engine: Engine, waits: Callable[[], object] = lambda: None) -> None:
-        """Bring a started engine to the live version while the others sample; later pushes reach
-        it. It is sampling when this returns, unless all are paused.
+        """Give a started engine the live version while the others sample. Later pushes reach the engine. When this
+        returns, it samples, unless all engines are paused.
 
-        It gets what was pushed last, for which it fetches the deltas that it lacks, and an anchor if it refuses that.
-        An anchor is served until the next version is on all others: where a push was faster than its fetch, the pushes
-        wait for the next attempt. ``waits`` is called where only the next version helps: what the others sample may be
-        needed for that. Raises ``EngineError`` when it refuses the anchor, dies, or is late."""
+        The engine gets the version of the last push, with all deltas that it lacks, or an anchor if it refuses this.
+        The trainer serves an anchor until the next version is on all other engines. When a push was faster than the
+        fetch, the next attempt blocks pushes.
+
+        ``waits``: callback when the engine must wait for the next version, for which samples of the others may be
+        needed
+
+        Raises ``EngineError`` when the engine refuses the anchor, dies, or is late."""
         alone: anyio.Lock | nullcontext[None] = nullcontext()
         while True:
             while self._live is None:
@@ -181,7 +194,7 @@ class WeightSync:
                 await pushed.wait()
                 continue
             async with self._one_at_a_time:
-                if self._live is live:  # else a push was faster: one delta more
+                if self._live is live:  # otherwise a push was faster, and the engine needs one more delta
                     if not self._paused:
                         with limit():
                             await self._resume(engine)
@@ -197,24 +210,24 @@ class WeightSync:
             except WeightError as refusal:
                 if announced is not live:
                     raise _refused(name, live, refusal) from refusal
-            with anyio.CancelScope(shield=True):  # a push must not ask before the trainer has answered
+            with anyio.CancelScope(shield=True):  # a push must not ask for an anchor before the trainer has answered
                 announced = await self._anchor_of(live.policy_version)
 
     async def leave(self, engine: Engine) -> None:
-        """Leave ``engine`` out of later pushes, since it is to stop or sleep. A push that is under way ends first."""
+        """Exclude ``engine`` from later pushes, since it is to stop or sleep. A push in progress ends first."""
         async with self._one_at_a_time:
             self.remove(engine)
 
     def remove(self, engine: Engine) -> None:
-        """Leave ``engine`` out of this push and of later ones: it died."""
+        """Exclude ``engine`` from a push in progress and from later ones, since it died."""
         self._engines.pop(engine, None)
         self.paused_engines.discard(engine)
         if self._canary is not None:
             self._canary.forget(engine)
 
     def _failed(self, engine: Engine, error: EngineError) -> None:
-        """Raises ``error`` where the run ends by it."""
-        if engine in self._engines:  # else it was removed meanwhile
+        """Remove a failed engine. Raises ``error`` when the run cannot continue without the engine."""
+        if engine in self._engines:  # otherwise it was removed meanwhile
             if self._on_failure is None or not self._on_failure(engine, str(error)):
                 raise error
             self.remove(engine)
@@ -230,38 +243,38 @@ class WeightSync:
             await engine.stage(announced)
 
     async def _commit(self, engine: Engine, announced: WeightAnnouncement) -> None:
-        """Pause, commit and verify; leaves the engine paused, which samples only by weights that were verified. Raises
-        ``WeightError`` where it refuses, or where the live weights are not what was published."""
+        """Pause, commit and verify. The engine stays paused, so that it samples only with verified weights. Raises
+        ``WeightError`` when the engine refuses, or its live weights are not the published ones."""
         await self._pause(engine)
         with self._waiting(engine, f"commit version {announced.policy_version}"):
-            done = await engine.commit(announced.policy_version)
-        if done.state_hash != announced.state_hash:
+            answer = await engine.commit(announced.policy_version)
+        if answer.state_hash != announced.state_hash:
             raise WeightError(
-                f"live weights hash to {done.state_hash:016x} at version {announced.policy_version}, "
+                f"live weights hash to {answer.state_hash:016x} at version {announced.policy_version}, "
                 f"the trainer published {announced.state_hash:016x}"
             )
 
     async def _pause(self, engine: Engine) -> None:
-        """Pause an engine, unless it was paused ahead, or its commit was refused: then it is paused already."""
+        """Pause an engine that is not paused yet. It is paused after a pause ahead of the push, or a refused commit."""
         if engine in self.paused_engines:
             return
         self.paused_engines.add(engine)
         mode = PauseMode.ABORT if self._in_flight is InFlight.RESUME else PauseMode.KEEP
         with self._waiting(engine, "pause"):
             await engine.pause(mode, clear_cache=self._in_flight is not InFlight.KEEP)
-        self._note_pause()
+        self._report_pause()
 
     async def _resume(self, engine: Engine) -> None:
         with self._waiting(engine, "resume"):
             await engine.resume()
         self.paused_engines.discard(engine)
-        self._note_pause()
+        self._report_pause()
 
     def _waiting(self, engine: Engine, step: str) -> AbstractContextManager[None]:
         name = self._engines.get(engine, "an engine that was started")
         return self._waits.waiting_for(f"{name} to {step}", who="the weight sync")
 
-    # ---- in time, or without it --------------------------------------------------------------------
+    # ---- time limit --------------------------------------------------------------------------------
 
     def _limit(self, failure: str) -> Limit:
         return partial(_in_time, failure, anyio.current_time() + self._timeout_s, self._timeout_s)
@@ -273,11 +286,11 @@ async def _on_each(
     limit: Limit,
     leave_out: Callable[[Engine, EngineError], None],
 ) -> None:
-    """Do ``step`` on all of ``engines`` at once, and leave out those that fail. Raises what ``leave_out`` raises, alone
-    and not in a group: the run cannot continue without that engine."""
-    failed: list[EngineError] = []
+    """Run ``step`` on all of ``engines`` at once, and call ``leave_out`` for each that fails. Raises an error of
+    ``leave_out``, not in an exception group: the run cannot continue without this engine."""
+    fatal_errors: list[EngineError] = []
 
-    async def one(engine: Engine) -> None:
+    async def run_step(engine: Engine) -> None:
         try:
             with limit():
                 await step(engine)
@@ -285,14 +298,14 @@ async def _on_each(
             try:
                 leave_out(engine, error)
             except EngineError as fatal:
-                failed.append(fatal)
+                fatal_errors.append(fatal)
                 group.cancel_scope.cancel()
 
     async with anyio.create_task_group() as group:
         for engine in engines:
-            group.start_soon(one, engine)
-    if failed:
-        raise failed[0]
+            group.start_soon(run_step, engine)
+    if fatal_errors:
+        raise fatal_errors[0]
 
 
 def _report(
@@ -304,13 +317,15 @@ def _report(
     canary: CanaryReport | None,
 ) -> PushReport:
     sources = announced.sources
+    changed_elements = sum(source.changed_elements for source in sources)
+    total_elements = sum(source.total_elements for source in sources)
     return PushReport(
         policy_version=announced.policy_version,
         staged_s=staged_at - started,
-        paused_s=max(pauses, default=0.0),  # none: all are lost, and those to come take this version
+        paused_s=max(pauses, default=0.0),  # without a pause all engines are lost; started ones will get this version
         total_s=anyio.current_time() - started,
-        payload_bytes=sum(s.payload_bytes for s in sources),
-        changed_share=sum(s.changed_elements for s in sources) / max(sum(s.total_elements for s in sources), 1),
+        payload_bytes=sum(source.payload_bytes for source in sources),
+        changed_share=changed_elements / max(total_elements, 1),
         reanchored=reanchored,
         canary=canary,
     )
@@ -324,7 +339,7 @@ def _refused(name: str, announced: WeightAnnouncement, refusal: WeightError) -> 
 
 @contextmanager
 def _in_time(failure: str, deadline: float, timeout_s: float) -> Iterator[None]:
-    """Raises ``EngineError`` where what is done within is not done at ``deadline``."""
+    """Cancel the body of the context at ``deadline``, and raise ``EngineError`` then."""
     try:
         with anyio.fail_after(deadline - anyio.current_time()):
             yield

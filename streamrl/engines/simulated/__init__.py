@@ -1,1 +1,1 @@
-"""An engine without a model, which makes up text at the pace of a real one and holds the weights that are published."""
+"""An engine without a model. It invents tokens at the pace of a real engine and holds the published weights."""

@@ -1,9 +1,10 @@
-"""An engine without a model: what it samples depends only on the seed, how long it takes only on what runs.
+"""An engine without a model: a completion depends only on the seed, its duration only on the running requests.
 
-In a process of its own (``engines.kind = "simulated"``) it fetches and verifies the weights that are published, as a
-real one does; elsewhere it takes announcements at their word. A decode step of all running requests takes
-``options.step`` seconds, by default as measured on the real one. It has no background task: one of the callers of
-``generate`` drives the steps for all, and hands over when it is done."""
+``launch.roles`` makes one in each engine process of a run with ``engines.kind = "simulated"``: it then fetches and
+verifies the published weights, as a real engine does. In one process (tests, ``examples/sort/one_process.py``) it can
+do without weights and only compares version numbers. A decode step of all running requests takes ``options.step``
+seconds, by default the measured time of a real engine. The engine has no background task: one of the callers of
+``generate`` drives the steps for all callers, and hands over when its own request has finished."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import msgspec
 from streamrl.base.errors import EngineError, RequestRefused, WeightError
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
 from streamrl.base.types import Completion, FinishReason, VersionSpan
-from streamrl.engines.resumption import accepted_prefix, empty_completion, remaining_tokens, without_kept
+from streamrl.engines.resumption import accepted_prefix, empty_completion, remaining_tokens, without_unverified_tokens
 from streamrl.engines.simulated.text import LengthMixture, SampledText, UniformText
 from streamrl.engines.step_cost import StepCost
 
@@ -27,9 +28,13 @@ __all__ = ["LengthMixture", "SimulatedEngine", "SimulationOptions"]
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """``step``: time of one decode step. Tokens are uniform over ``[0, vocabulary)``; the
-    last token of a completion that ends by itself is ``end_token``. ``kv_tokens``: what it says that its cache holds,
-    which bounds nothing here."""
+    """Options of a simulated engine. Without a ``SampledText`` its tokens are uniform over ``[0, vocabulary)``.
+
+    ``step``: duration of one decode step
+    ``kv_tokens``: reported capacity of the KV cache, which limits nothing here
+    ``end_token``: last token of a completion that ends before its limit
+    ``policy_version``: version before the first push
+    ``lengths``: distribution of the lengths of completions"""
 
     name: str = "simulated"
     step: StepCost = StepCost(base_s=1.7e-3, per_running_s=0.027e-3)
@@ -44,7 +49,7 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldWeights(Protocol):
-    """The weights that an engine without a model holds, in the steps of a push. Raises ``WeightError``."""
+    """The weights of an engine without a model, in the steps of a push. Raises ``WeightError``."""
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone: ...
     def commit(self, policy_version: int) -> OrderDone: ...
@@ -52,22 +57,24 @@ class HeldWeights(Protocol):
     def close(self) -> None: ...
 
 
-class _Running:
-    """One open request: what it will sample, what it has sampled, and who waits for it."""
+class _OpenRequest:
+    """One open request: its full completion, the number of tokens sampled so far, and the event of its caller."""
 
-    def __init__(self, asked: Generate, text: SampledText, max_model_len: int) -> None:
-        request = without_kept(asked)
-        self._draft = text.draft(request, max_model_len - len(request.token_ids))
-        plan = self._draft.token_ids
+    def __init__(self, request: Generate, text: SampledText, max_model_len: int) -> None:
+        prompt = without_unverified_tokens(request)
+        unverified = request.token_ids[len(prompt.token_ids) :]
+        self._draft = text.draft(prompt, max_model_len - len(prompt.token_ids))
+        token_ids = self._draft.token_ids
         self.finish_reason = FinishReason.STOP if self._draft.ends else FinishReason.LENGTH
         self.sampled = 0
-        # The first step verifies what was kept, and samples one token more.
-        self.accepted = min(accepted_prefix(asked.token_ids[len(request.token_ids) :], plan), len(plan) - 1)
+        # The first step verifies the unverified tokens, and samples one more token.
+        self.accepted = min(accepted_prefix(unverified, token_ids), len(token_ids) - 1)
         self.spans: list[VersionSpan] = []
         self.finished = False
         self.wakeup = anyio.Event()
 
     def sample(self, policy_version: int) -> None:
+        """Sample one token; in the first step also the accepted tokens before it."""
         start = self.sampled
         end = (self.sampled if self.spans else self.accepted) + 1
         if self.spans and self.spans[-1].policy_version == policy_version:
@@ -93,8 +100,11 @@ class _Running:
 
 
 class SimulatedEngine:
-    """Satisfies ``Engine`` with neither torch nor vllm. ``fail`` kills it as a dead process would. ``text``: what it
-    samples (None: as ``options`` say). ``weights``: what it holds (None: what was announced)."""
+    """An ``Engine`` without torch and vllm. ``fail`` has the effect of the death of its process.
+
+    ``text``: text that it samples (None: uniform tokens, as ``options`` say)
+    ``weights``: weights that it holds (None: only the announced version and hash)
+    ``clock``, ``sleep``: time of the decode steps, in seconds"""
 
     def __init__(
         self,
@@ -110,8 +120,8 @@ class SimulatedEngine:
         self._weights = weights
         self._clock = clock
         self._sleep = sleep
-        self._open: dict[str, _Running] = {}
-        self._driver: _Running | None = None
+        self._open: dict[str, _OpenRequest] = {}
+        self._driver: _OpenRequest | None = None  # the request whose caller runs the decode steps
         self._paused = False
         self._asleep = False
         self._changed = anyio.Event()
@@ -140,11 +150,12 @@ class SimulatedEngine:
             await self._changed.wait()
 
     async def generate(self, request: Generate) -> Completion:
-        """Sample one completion: a function of its seed and lengths, in time shared with all that run."""
+        """Sample one completion, which depends only on the seed and the limits of ``request``. The duration depends on
+        the other running requests."""
         self._require_alive()
         if request.request_id in self._open:
             raise RequestRefused(f"request {request.request_id} is already open; give every request its own id")
-        prompt = len(request.token_ids) - request.kept
+        prompt = len(request.token_ids) - request.unverified_tokens
         if not 0 < prompt < self._options.max_model_len:
             raise RequestRefused(
                 f"a prompt of {prompt} tokens does not fit the context of"
@@ -152,22 +163,23 @@ class SimulatedEngine:
             )
         if remaining_tokens(request) == 0:
             return empty_completion(FinishReason.LENGTH)
-        running = self._open[request.request_id] = _Running(request, self._text, self._options.max_model_len)
+        open_request = _OpenRequest(request, self._text, self._options.max_model_len)
+        self._open[request.request_id] = open_request
         try:
-            await self._until_finished(running)
+            await self._until_finished(open_request)
         finally:
             del self._open[request.request_id]
         self._require_alive()
-        return running.completion()
+        return open_request.completion()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """The requests return what they have; unknown ids are ignored."""
+        """Have these requests return their tokens so far. Unknown ids are ignored."""
         self._require_alive()
         self._finish_open([self._open[i] for i in request_ids if i in self._open])
         await anyio.lowlevel.checkpoint()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop at once; a step that was under way is not counted."""
+        """Stop sampling at once. A step in progress is dropped."""
         self._require_alive()
         self._paused = True
         if mode is PauseMode.ABORT:
@@ -182,56 +194,61 @@ class SimulatedEngine:
         await anyio.lowlevel.checkpoint()
 
     async def sleep(self) -> None:
-        """Drop the requests until ``wake``, before which nothing can be staged."""
+        """Abort the requests. Before ``wake`` no version can be staged."""
         await self.pause(PauseMode.ABORT, clear_cache=True)
         self._asleep = True
 
     async def wake(self) -> None:
-        """Resume sampling, with the weights that are left."""
+        """Resume sampling, with the weights from before ``sleep``."""
         self._asleep = False
         await self.resume()
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
-        """Check the base version as the real one does, or everything."""
+        """Stage a version. With ``weights`` it is fetched and verified; otherwise only the base version is checked.
+        Raises ``WeightError`` when the version does not fit."""
         self._require_alive()
         if self._asleep:
             raise EngineError(f"{self._options.name}: it sleeps; wake it before a version is staged")
         if self._weights is not None:
             self._staged = None
-            done = await self._weights.stage(announcement)
+            answer = await self._weights.stage(announcement)
             self._staged = announcement
-            return done
+            return answer
         base = announcement.base_version
-        replay = (announcement.policy_version, announcement.state_hash) == (self._policy_version, self._state_hash)
-        if base is not None and base != self._policy_version and not replay:
+        is_live = (announcement.policy_version, announcement.state_hash) == (self._policy_version, self._state_hash)
+        if base is not None and base != self._policy_version and not is_live:
             raise WeightError(
                 f"{self._options.name} holds version {self._policy_version}, the delta to version"
                 f" {announcement.policy_version} starts from {base}; publish an anchor"
             )
         await anyio.lowlevel.checkpoint()
         self._staged = announcement
-        return OrderDone(order_id=0, seconds=0.0, payload_bytes=sum(s.payload_bytes for s in announcement.sources))
+        payload_bytes = sum(source.payload_bytes for source in announcement.sources)
+        return OrderDone(order_id=0, seconds=0.0, payload_bytes=payload_bytes)
 
     async def commit(self, policy_version: int) -> OrderDone:
-        """Take the staged version. Raises ``WeightError`` while sampling, or for a version that is not staged."""
+        """Apply the staged version. Raises ``WeightError`` while sampling, or for a version that is not staged."""
         self._require_alive()
         if not self._paused:
             raise WeightError(f"{self._options.name}: commit of version {policy_version} while sampling; pause first")
         staged = self._staged
         if staged is None or staged.policy_version != policy_version:
-            held = "nothing" if staged is None else f"version {staged.policy_version}"
-            raise WeightError(f"{self._options.name}: commit of version {policy_version}, but {held} is staged")
+            staged_version = "nothing" if staged is None else f"version {staged.policy_version}"
+            raise WeightError(
+                f"{self._options.name}: commit of version {policy_version}, but {staged_version} is staged"
+            )
         await anyio.lowlevel.checkpoint()
-        done = OrderDone(order_id=0, seconds=0.0, state_hash=staged.state_hash)
+        answer = OrderDone(order_id=0, seconds=0.0, state_hash=staged.state_hash)
         if self._weights is not None:
-            done = self._weights.commit(policy_version)
+            answer = self._weights.commit(policy_version)
         self._policy_version = policy_version
-        self._state_hash = done.state_hash
+        self._state_hash = answer.state_hash
         self._staged = None
-        return done
+        return answer
 
     async def checksums(self) -> dict[str, str]:
-        """Checksums of its weights; without weights one made-up parameter whose checksum depends on the state hash."""
+        """Return the checksums of the weights; without weights, the checksum of an invented parameter, which depends on
+        the state hash."""
         self._require_alive()
         await anyio.lowlevel.checkpoint()
         if self._weights is not None:
@@ -239,7 +256,8 @@ class SimulatedEngine:
         return {"simulated.weight": hashlib.sha256(str(self._state_hash).encode()).hexdigest()}
 
     def load(self) -> EngineLoad:
-        """Requests beyond ``max_num_seqs`` wait; while paused all wait. Every token is one of a decode step."""
+        """Return the load now. Requests beyond ``max_num_seqs`` wait, during a pause all requests wait. All tokens
+        count as tokens of decode steps."""
         running = 0 if self._paused else min(len(self._open), self._options.max_num_seqs)
         return EngineLoad(
             running=running,
@@ -252,7 +270,7 @@ class SimulatedEngine:
         )
 
     async def aclose(self) -> None:
-        """Pending calls get ``EngineError``."""
+        """Close the engine: pending calls raise ``EngineError``."""
         if not self._failure:
             self.fail("closed")
         if self._weights is not None:
@@ -265,27 +283,30 @@ class SimulatedEngine:
         self._finish_open(list(self._open.values()))
         self._notify()
 
-    async def _until_finished(self, running: _Running) -> None:
+    async def _until_finished(self, request: _OpenRequest) -> None:
+        """Wait for the end of ``request``; drive the decode steps of all requests meanwhile if no other caller does."""
         try:
-            while not running.finished:
+            while not request.finished:
                 if self._driver is not None:
-                    await running.wakeup.wait()
-                    if not running.finished:
-                        running.wakeup = anyio.Event()
+                    await request.wakeup.wait()
+                    if not request.finished:
+                        request.wakeup = anyio.Event()
                     continue
-                self._driver = running
+                self._driver = request
                 try:
-                    while not running.finished:
+                    while not request.finished:
                         await self._step()
                 finally:
                     self._driver = None
         finally:
-            if self._driver is None:  # also where it was appointed, and aborted before it could begin
-                self._appoint_driver(after=running)
+            if (
+                self._driver is None
+            ):  # also when this request was woken as the driver, and aborted before its first step
+                self._wake_next_driver(request)
 
-    def _appoint_driver(self, after: _Running) -> None:
+    def _wake_next_driver(self, last: _OpenRequest) -> None:
         for candidate in self._open.values():
-            if candidate is not after and not candidate.finished:
+            if candidate is not last and not candidate.finished:
                 candidate.wakeup.set()
                 return
 
@@ -297,18 +318,18 @@ class SimulatedEngine:
         changed = self._changed
         began_s = self._clock()
         await self._sleep(self._options.step.step_s(len(batch)))
-        if self._paused or changed.is_set():  # paused meanwhile: the step never happened
+        if self._paused or changed.is_set():  # a pause came meanwhile: the step is dropped
             return
         self._decode_steps += 1
         self._decode_s += self._clock() - began_s
-        for running in batch:
-            if not running.finished:
-                running.sample(self._policy_version)
+        for request in batch:
+            if not request.finished:
+                request.sample(self._policy_version)
                 self._generated_tokens += 1
 
-    def _finish_open(self, requests: Sequence[_Running]) -> None:
-        for running in requests:
-            running.finish(FinishReason.ABORT)
+    def _finish_open(self, requests: Sequence[_OpenRequest]) -> None:
+        for request in requests:
+            request.finish(FinishReason.ABORT)
         if self._driver is not None and self._driver.finished:
             self._notify()
 

@@ -1,12 +1,17 @@
-"""Changes to the sampler of vLLM's CPU worker: kept tokens are verified in one prefill, a seeded request starts at
-token n, random numbers are drawn in blocks, drafted tokens have the temperature of their request. Three methods and a
-function of vLLM 0.32, patched by our plugin in each worker process. The first two changes act only on requests that
-carry our arguments (``SamplingParams.extra_args``).
+"""Patches of the sampler of vLLM's CPU worker, which the plugin applies in each worker process of an engine.
 
-On CPU a request's generator gives one number a token, and the sampler's Gumbel noise is a function of that number and
-of the token id (``TopKTopPSampler.forward_cpu``). So the random numbers of any position can be drawn again. A CUDA
-sampler draws noise for the whole vocabulary from a generator on the device: there kept tokens are replayed
-(``verifies``)."""
+1. One prefill verifies the unverified tokens of a request (``resumption``).
+2. A seeded request can start at token n of its random numbers.
+3. Random numbers are drawn in blocks.
+4. Drafted tokens get the temperature of their request.
+
+They replace three methods and a function of vLLM 0.32. The first two act only on requests with our arguments
+(``SamplingParams.extra_args``), which ``engines.vllm.engine`` sets in the engine process.
+
+On a CPU the generator of a request gives one number a token, and the sampler's Gumbel noise is a function of this
+number and of the token id (``TopKTopPSampler.forward_cpu``). So the random numbers of any position can be drawn again.
+A CUDA sampler draws the noise for the full vocabulary from a generator on the device: there unverified tokens are
+replayed (see ``verifies``)."""
 
 from __future__ import annotations
 
@@ -15,23 +20,24 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 COMPARE = "streamrl_compare"
-"""Extra argument: so many tokens at the end of the prompt are compared with what would be chosen there."""
+"""Extra argument: number of tokens at the end of the prompt that are compared with the choices of these weights."""
 
 SKIP = "streamrl_skip"
-"""Extra argument: so many tokens were sampled with this seed before."""
+"""Extra argument: number of tokens that were sampled with this seed before."""
 
 FEWEST = "streamrl_fewest"
-"""Extra argument beside ``COMPARE``: none of the first so many of those tokens can be an end token."""
+"""Extra argument beside ``COMPARE``: number of compared tokens, from the first, whose choice must not be an end
+token."""
 
 EXPANSION_VARIABLE = "STREAMRL_CPU_EXPANSION"  # "stock": as vLLM does
 NUMBERS_VARIABLE = "STREAMRL_CPU_NUMBERS"  # "stock": one number at a time, as vLLM does, to measure against
-_AHEAD = 64  # numbers drawn at once: 0.1 us for one, in place of 3
+_AHEAD = 64  # numbers that are drawn at once: 0.1 us each instead of 3
 _SEEDS = 2**31  # range of the number that forward_cpu draws for a token
-_GREEDY = 1e-5  # vLLM's own bound: below it the temperature is taken to be 0
+_GREEDY = 1e-5  # vLLM's own bound: a lower temperature counts as 0
 
 
 def verifies() -> bool:
-    """Return whether the worker's noise can be had again: vLLM's fused sampler on CPU."""
+    """Return whether the worker can draw its noise again. Only vLLM's fused sampler on a CPU can."""
     import torch
     from vllm.platforms import current_platform
 
@@ -39,7 +45,7 @@ def verifies() -> bool:
 
 
 def add_continuation() -> None:
-    """Patch this process. Called by the plugin, before a model runner is made."""
+    """Patch this process. The plugin calls it before a model runner is made."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
@@ -49,17 +55,18 @@ def add_continuation() -> None:
 
     if hasattr(GPUModelRunner._get_prompt_logprobs_dict, "streamrl_original"):
         return
-    initialised = CachedRequestState.__post_init__
-    scored = GPUModelRunner._get_prompt_logprobs_dict
-    least = MinTokensLogitsProcessor.add_request
+    vllm_initialise = CachedRequestState.__post_init__
+    vllm_score = GPUModelRunner._get_prompt_logprobs_dict
+    vllm_add_request = MinTokensLogitsProcessor.add_request
 
-    def end_tokens_in_vocabulary(params: Any, *others: Any) -> Any:
-        """The tokenizer's own end token may be none that the model has an embedding for: the engine would die."""
-        found = least(params, *others)
-        return found and (*found[:2], set(params.stop_token_ids), *found[3:])
+    def add_request(params: Any, *arguments: Any) -> Any:
+        """Ban our end tokens in place of vLLM's, which include the tokenizer's own end token: the engine would die of
+        an end token that the model has no embedding for."""
+        entry = vllm_add_request(params, *arguments)
+        return entry and (*entry[:2], set(params.stop_token_ids), *entry[3:])
 
     def initialise(state: Any) -> None:
-        initialised(state)
+        vllm_initialise(state)
         skip = _argument(state.sampling_params, SKIP)
         if skip and state.generator is not None:
             _draw(state.generator, skip)
@@ -70,18 +77,18 @@ def add_continuation() -> None:
             for request_id in runner.num_prompt_logprobs
             if request_id in scheduled and _argument(runner.requests[request_id].sampling_params, COMPARE)
         }
-        found = scored(runner, hidden_states, scheduled)
-        for request_id, (chosen, logprobs) in compared.items():
-            tensors = found.get(request_id)
+        by_request = vllm_score(runner, hidden_states, scheduled)
+        for request_id, (choices, logprobs) in compared.items():
+            tensors = by_request.get(request_id)
             if tensors is not None:
-                # The place of the rank of a prompt token: a number that nothing else is asked for.
-                tensors.selected_token_ranks[-len(chosen) :] = chosen
-                tensors.logprobs[-len(chosen) :, 0] = logprobs
-        return found
+                # The choices take the place of the ranks of the prompt's tokens, which these requests do not use.
+                tensors.selected_token_ranks[-len(choices) :] = choices
+                tensors.logprobs[-len(choices) :, 0] = logprobs
+        return by_request
 
-    score.streamrl_original = scored  # type: ignore[attr-defined]
+    score.streamrl_original = vllm_score  # type: ignore[attr-defined]
     CachedRequestState.__post_init__ = initialise
-    MinTokensLogitsProcessor.add_request = staticmethod(end_tokens_in_vocabulary)
+    MinTokensLogitsProcessor.add_request = staticmethod(add_request)
     GPUModelRunner._get_prompt_logprobs_dict = score
     if os.environ.get(NUMBERS_VARIABLE) != "stock":
         TopKTopPSampler.forward_cpu = drawn_ahead(TopKTopPSampler.forward_cpu)
@@ -90,9 +97,11 @@ def add_continuation() -> None:
 
 
 def expanded(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
-    """``x`` [requests] for each drafted token: [tokens]; ``cu_num_tokens``: drafted until the end of each request.
-    Values that equal ``replace_from`` become ``replace_to``. On a CPU vLLM 0.32 writes temperature, top-k and top-p to
-    a copy in integers, and the sampler reads memory that nobody wrote (``cpu_triton_utils._expand_kernel_impl``)."""
+    """Repeat the values ``x`` [requests] for each drafted token: [tokens]. ``cu_num_tokens`` [requests]: cumulative
+    number of drafted tokens. Values that equal ``replace_from`` become ``replace_to``.
+
+    Replaces vLLM's function on a CPU, where vLLM 0.32 writes temperature, top-k and top-p to a copy in integers and the
+    sampler reads uninitialised memory (``cpu_triton_utils._expand_kernel_impl``)."""
     import torch
 
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
@@ -100,8 +109,8 @@ def expanded(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0,
 
 
 def drawn_ahead(stock: Any) -> Any:
-    """Return ``stock`` (vLLM's ``forward_cpu``) with the same numbers, drawn ``_AHEAD`` at a time. They are kept beside
-    the generator, which a request keeps while it waits."""
+    """Return a sampler with the same random numbers as ``stock`` (vLLM's ``forward_cpu``), drawn ``_AHEAD`` at a time.
+    The numbers are stored by generator, which a request keeps while it waits."""
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -115,8 +124,10 @@ def drawn_ahead(stock: Any) -> Any:
         seeds = torch.randint(0, _SEEDS, (len(logits),), dtype=torch.long)
         numbers = seeds.numpy()
         for row, generator in generators.items():
-            if not (ahead := drawn.get(generator)):
-                ahead = drawn[generator] = _draw(generator, _AHEAD).tolist()[::-1]
+            ahead = drawn.get(generator)
+            if not ahead:
+                ahead = _draw(generator, _AHEAD).tolist()[::-1]  # the next number is the last
+                drawn[generator] = ahead
             numbers[row] = ahead.pop()
         return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), seeds), logprobs
 
@@ -129,25 +140,26 @@ def _argument(params: Any, name: str) -> int:
 
 
 def _draw(generator: Any, count: int) -> Any:
-    """Random numbers that ``forward_cpu`` draws for the next ``count`` tokens: [count]."""
+    """Draw the random numbers that ``forward_cpu`` would draw for the next ``count`` tokens: [count]."""
     import torch
 
     return torch.randint(0, _SEEDS, (count,), generator=generator, dtype=torch.long)
 
 
 def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
-    """(choices, logprobs of the kept tokens), each [kept], of the last tokens of a prompt. As ``Sampler.forward``
-    treats the tokens that it samples: end tokens, temperature, min-p, top-k, top-p, then logprobs and noise."""
+    """Return the choices at the last C tokens of a prompt, the compared ones, and the logprobs of the compared tokens:
+    [C] and [C]. The steps are those of ``Sampler.forward``: end tokens, temperature, min-p, top-k, top-p, then logprobs
+    and noise."""
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     params = request.sampling_params
     tokens = request.prompt_token_ids
-    kept = _argument(params, COMPARE)
-    # Nothing of such a prompt is read from the prefix cache, nor is it cut into chunks.
+    compared = _argument(params, COMPARE)
+    # The prefill of such a prompt is complete: it reads no block from the prefix cache, and has no chunks.
     first = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request.req_id]].item()
     last = first + len(tokens) - 1
-    logits = runner.model.compute_logits(hidden_states[last - kept : last]).to(torch.float32)
+    logits = runner.model.compute_logits(hidden_states[last - compared : last]).to(torch.float32)
     logits[: max(_argument(params, FEWEST), 0), list(params.stop_token_ids)] = -torch.inf
     greedy = params.temperature < _GREEDY
     if not greedy:
@@ -155,12 +167,12 @@ def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
     if params.min_p > 0:
         probabilities = logits.softmax(dim=-1)
         logits = logits.masked_fill(probabilities < params.min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
-    k = torch.full((kept,), min(params.top_k, logits.shape[-1])) if params.top_k > 0 else None
-    p = torch.full((kept,), params.top_p) if params.top_p < 1 else None
+    k = torch.full((compared,), min(params.top_k, logits.shape[-1])) if params.top_k > 0 else None
+    p = torch.full((compared,), params.top_p) if params.top_p < 1 else None
     logits = apply_top_k_top_p(logits, k, p)
-    there = torch.tensor(tokens[-kept:], dtype=torch.long).unsqueeze(1)
-    logprobs = logits.log_softmax(dim=-1).gather(1, there).squeeze(1)
+    compared_ids = torch.tensor(tokens[-compared:], dtype=torch.long).unsqueeze(1)
+    logprobs = logits.log_softmax(dim=-1).gather(1, compared_ids).squeeze(1)
     if greedy:
         return logits.argmax(dim=-1), logprobs
-    seeds = _draw(torch.Generator().manual_seed(params.seed), kept)
+    seeds = _draw(torch.Generator().manual_seed(params.seed), compared)
     return torch.ops._C.fused_gumbel_argmax(logits.contiguous(), seeds).view(-1), logprobs

@@ -1,5 +1,8 @@
-"""The engine of a run: a plain one (``engines.plain_vllm``) that takes pushed deltas, verifies kept tokens, sleeps,
-counts its steps, and knows from its processes why it died."""
+"""The vLLM engine of a run and of its judge.
+
+It extends the plain one (``engines.plain_vllm``): it takes pushed deltas, verifies unverified tokens, sleeps, counts
+its steps, and reports which of its processes died. ``launch.roles`` makes one in each engine process and in the judge's
+process; ``engine_config`` also serves the model probe (``load_plan_probe``)."""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from streamrl.engines.resumption import (
     join_completions,
     remaining_tokens,
     resumed_request,
-    without_kept,
+    without_unverified_tokens,
 )
 from streamrl.engines.vllm.arguments import checked_arguments
 from streamrl.engines.vllm.gpus import visible_gpus
@@ -45,27 +48,27 @@ log = logging.getLogger(__name__)
 
 
 class VllmEngine(PlainVllmEngine):
-    """One ``AsyncLLM`` and its two processes. Run ``watch`` beside it: a dead idle engine says nothing by itself."""
+    """One ``AsyncLLM`` and its processes. ``watch`` must run beside it, to notice the death of an idle engine."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options, weights=engine_push)
         self._options = options
         self._processes: ProcessWatch | None = None
         self._counters = EngineCounters()
-        self._holds = False
-        self._verifying: set[str] = set()
-        self._aborted: set[str] = set()
+        self._holds_outputs = False
+        self._verifying: set[str] = set()  # ids of requests whose unverified tokens are being verified
+        self._aborted: set[str] = set()  # those of them that were aborted meanwhile
 
     @property
     def front_end(self) -> Any:
-        """vLLM's ``AsyncLLM``, for the judge's routes. Raises ``EngineError`` before ``start``."""
+        """vLLM's ``AsyncLLM``, for the routes of the judge. Raises ``EngineError`` before ``start``."""
         self._require_alive()
         return self._llm
 
     async def start(self) -> EngineReady:
         os.environ.update(engine_environment())
         ready = await super().start()
-        if self._options.adapter.served:
+        if self._options.adapter.syncs_adapter:
             from streamrl.weights.vllm.adapter import adapter_request
 
             await self._llm.collective_rpc("streamrl_open_adapter")
@@ -75,30 +78,30 @@ class VllmEngine(PlainVllmEngine):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._aborted.update(self._verifying.intersection(request_ids))
-        if not self._holds:
+        if not self._holds_outputs:
             await super().abort(request_ids)
             return
         self._require_alive()
-        known = self._llm.output_processor.external_req_ids  # vLLM's own names of a request, by ours
-        named = [name for request_id in request_ids for name in known.get(request_id, ())]
-        if named:
-            await self._unless_dead(lambda: self._llm.engine_core.call_utility_async(ABORT, named))
+        by_our_id = self._llm.output_processor.external_req_ids  # vLLM's own ids of a request, by ours
+        vllm_ids = [vllm_id for request_id in request_ids for vllm_id in by_our_id.get(request_id, ())]
+        if vllm_ids:
+            await self._unless_dead(lambda: self._llm.engine_core.call_utility_async(ABORT, vllm_ids))
 
     async def sleep(self) -> None:
-        """Give the device's memory back, with the weights in host memory; nothing may be asked of it until ``wake``.
-        CUDA only."""
+        """Free the device's memory; the weights move to host memory. Until ``wake`` the engine takes no requests. CUDA
+        only."""
         self._pauses += 1
         await self._unless_dead(lambda: self._llm.sleep(level=1))
         self._paused = True
 
     async def wake(self) -> None:
-        """Take the device's memory again. Its weights must be brought to the live version before it samples."""
+        """Take the device's memory again. The live version must be committed before anything is sampled."""
         await self._unless_dead(self._llm.wake_up)
         self._paused = False
 
     def load(self) -> EngineLoad:
-        """Load after the last decode step of vLLM's core; while paused all requests wait."""
-        if not self._holds:
+        """Return the load after the last decode step of vLLM's core. During a pause all requests wait."""
+        if not self._holds_outputs:
             return super().load()
         return self._counters.load(open_requests=self._open_requests, paused=self._paused)
 
@@ -113,79 +116,82 @@ class VllmEngine(PlainVllmEngine):
         note_phase("imports vLLM")
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        others = {child.pid for child in psutil.Process().children()}
+        other_children = {child.pid for child in psutil.Process().children()}
         config = engine_config(self._options)
         note_phase("vLLM loads the model and warms up")
         fork_engine_core(spawn_workers=self._options.on_cpu)
         holds = hold_outputs(self._counters)
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-        self._holds = holds and core_is_forked()
-        if holds and not self._holds:
+        self._holds_outputs = holds and core_is_forked()
+        if holds and not self._holds_outputs:
             log.warning(
-                "outputs leave vLLM's core token by token: vLLM spawned it, and what is patched here is not there"
+                "outputs leave vLLM's core token by token: vLLM spawned it, without the patches of this process"
             )
-        self._processes = ProcessWatch(others)
+        self._processes = ProcessWatch(other_children)
         return llm
 
     def _cause_of_death(self) -> str | None:
         return self._processes.first_death() if self._processes else None
 
     async def _answer(self, request: Generate) -> Completion:
-        """Sample ``request``. With kept tokens, one prefill first finds which of them hold; the engine samples on from
-        there, with the random numbers of that place. A request that is aborted before this prefill ends has sampled
-        nothing."""
+        """Sample ``request``. Of its unverified tokens, one prefill first accepts those that the weights choose, too;
+        then the engine samples the following tokens, with the random numbers of their positions. A request that is
+        aborted before this prefill ends has sampled no token."""
         from streamrl.engines.vllm import continuation
 
-        whole = without_kept(request)
-        longest = self._options.max_model_len - 1 - len(whole.token_ids)
-        kept = min(request.kept, longest, remaining_tokens(request))
-        if kept <= 0 or not continuation.verifies():
-            return await self._sampled(whole)
-        tokens = request.token_ids[len(whole.token_ids) :][:kept]
+        prompt = without_unverified_tokens(request)
+        longest = self._options.max_model_len - 1 - len(prompt.token_ids)
+        count = min(request.unverified_tokens, longest, remaining_tokens(request))
+        if count <= 0 or not continuation.verifies():
+            return await self._sample(prompt)
+        unverified = request.token_ids[len(prompt.token_ids) :][:count]
         self._verifying.add(request.request_id)
         try:
-            accepted = await self._scored(whole, tokens)
+            accepted = await self._verify(prompt, unverified)
             if request.request_id in self._aborted:
                 return accepted
         finally:
             self._verifying.discard(request.request_id)
             self._aborted.discard(request.request_id)
-        held = len(accepted.token_ids)
-        rest = resumed_request(whole, accepted, seed=request.seed)
-        if remaining_tokens(rest) == 0:
+        resumed = resumed_request(prompt, accepted, seed=request.seed)
+        if remaining_tokens(resumed) == 0:
             return msgspec.structs.replace(accepted, finish_reason=FinishReason.LENGTH)
-        arguments = {continuation.SKIP: held} if held else {}
-        return join_completions(accepted, await self._sampled(rest, extra_args=arguments))
+        arguments: dict[str, int] = {}
+        if accepted.token_ids:
+            arguments[continuation.SKIP] = len(accepted.token_ids)
+        return join_completions(accepted, await self._sample(resumed, extra_args=arguments))
 
-    async def _scored(self, whole: Generate, tokens: TokenArray) -> Completion:
-        """The part of ``tokens`` that these weights choose, too, as what was sampled so far."""
+    async def _verify(self, prompt: Generate, tokens: TokenArray) -> Completion:
+        """Return the first of ``tokens`` that these weights choose, too, as the completion so far of ``prompt``."""
         from streamrl.engines.vllm import continuation
 
-        asked = msgspec.structs.replace(whole, token_ids=whole.token_ids + tokens, min_tokens=0, stop=())
-        arguments = {continuation.COMPARE: len(tokens), continuation.FEWEST: whole.min_tokens - whole.prefix_length}
-        comparing: dict[str, Any] = {"extra_args": arguments, "prompt_logprobs": 0}
+        prefill = msgspec.structs.replace(prompt, token_ids=prompt.token_ids + tokens, min_tokens=0, stop=())
+        arguments = {continuation.COMPARE: len(tokens), continuation.FEWEST: prompt.min_tokens - prompt.prefix_length}
+        changes: dict[str, Any] = {"extra_args": arguments, "prompt_logprobs": 0}
         pauses = -1
-        while pauses != self._pauses:  # the weights may have changed since: what is in flight now is not affected
+        # A pause may have changed the weights since the prefill: then repeat it.
+        while pauses != self._pauses:
             pauses = self._pauses
-            output = await self._output(asked, max_tokens=1, **comparing)
+            output = await self._output(prefill, max_tokens=1, **changes)
             if output.outputs[0].finish_reason == "abort":
-                self._aborted.add(whole.request_id)
+                self._aborted.add(prompt.request_id)
                 return empty_completion(FinishReason.ABORT)
-            if whole.request_id in self._aborted:
+            if prompt.request_id in self._aborted:
                 break
         flat = output.prompt_logprobs
-        held = accepted_prefix(tokens, flat.ranks[-len(tokens) :])
+        count = accepted_prefix(tokens, flat.ranks[-len(tokens) :])
         version = completion_of(output.outputs[0]).version_spans[0].policy_version
-        routed = routed_within(routed_of(asked, output.outputs[0]), 0, len(whole.token_ids) + held, moved=0)
-        return accepted_part(tokens, flat.logprobs[-len(tokens) :], held, version, routed)
+        routed = routed_within(routed_of(prefill, output.outputs[0]), 0, len(prompt.token_ids) + count, moved=0)
+        return accepted_part(tokens, flat.logprobs[-len(tokens) :], count, version, routed)
 
 
 def engine_config(options: EngineOptions) -> Any:
-    """vLLM's configuration of the engine. Raises ``ModelRefused`` if vLLM rejects the configuration."""
+    """Return vLLM's configuration of the engine. Raises ``ModelRefused`` when vLLM rejects it, or could not serve the
+    model."""
     from vllm.config import WeightTransferConfig
 
     memory = max((gpu.memory for gpu in visible_gpus()), default=0)
-    more: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "max_num_batched_tokens": batched_tokens(options, memory) or None,
         "enable_sleep_mode": options.sleeps,
         "scheduling_policy": "priority" if options.by_priority else "fcfs",
@@ -195,17 +201,17 @@ def engine_config(options: EngineOptions) -> Any:
     if options.routed and options.on_cpu:
         allow_capture_on_cpu()
     if not options.on_cpu:
-        more["gpu_memory_utilization"] = options.gpu_memory_utilization
-    if options.adapter.served:
-        more |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
-        more |= {"max_lora_rank": options.adapter_rank, "lora_target_modules": list(options.adapted_modules)}
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    if options.adapter.syncs_adapter:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
+        arguments |= {"max_lora_rank": options.adapter_rank, "lora_target_modules": list(options.adapted_modules)}
     if options.cache_blocks:
-        more |= {"block_size": options.block_tokens, "num_gpu_blocks_override": options.cache_blocks}
-    given = checked_arguments(options.args, on_cpu=options.on_cpu)
-    more["tensor_parallel_size"] = options.workers // max(1, given.get(STAGES, 1))
+        arguments |= {"block_size": options.block_tokens, "num_gpu_blocks_override": options.cache_blocks}
+    recipe_arguments = checked_arguments(options.args, on_cpu=options.on_cpu)
+    arguments["tensor_parallel_size"] = options.workers // max(1, recipe_arguments.get(STAGES, 1))
     try:
-        config = vllm_config(options, **more | given)
-    except (ValueError, ImportError) as error:  # a method of speculation whose package is missing
+        config = vllm_config(options, **arguments | recipe_arguments)
+    except (ValueError, ImportError) as error:  # ImportError: the package of a method of speculation is missing
         raise ModelRefused(f"{options.name}: {_why_refused(options, str(error))}") from error
     if options.on_cpu and not config.model_config.use_mla:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -217,10 +223,13 @@ def engine_config(options: EngineOptions) -> Any:
     return config
 
 
-def _why_refused(options: EngineOptions, said: str) -> str:
-    """Explain a refusal in one sentence, with the key to set where that is known."""
-    if found := re.search(r"derived max_model_len \(\w+=(\d+)", said):
+def _why_refused(options: EngineOptions, message: str) -> str:
+    """Explain vLLM's error ``message`` in one sentence, with the key to set if it is known."""
+    match = re.search(r"derived max_model_len \(\w+=(\d+)", message)
+    if match:
         key = "engines.max_model_len" if options.pushed else "judge.advanced.max_model_len"
-        return f"the model has {found[1]} positions, and {options.max_model_len} are asked for: set {key} = {found[1]}"
-    given = f" with engines.args = {toml_value(options.args)}" if options.args else ""
-    return f"vLLM cannot serve {options.model_path}{given}: {said}"
+        return f"the model has {match[1]} positions, and {options.max_model_len} are asked for: set {key} = {match[1]}"
+    engine = options.model_path
+    if options.args:
+        engine += f" with engines.args = {toml_value(options.args)}"
+    return f"vLLM cannot serve {engine}: {message}"

@@ -1,10 +1,11 @@
-"""Outputs of a request stay in vLLM's engine core until the request ends.
+"""Patch of vLLM's engine core: the outputs of a request stay in the core until the request ends.
 
-vLLM packs, sends and unpacks every token of every request, and wakes the host's event loop on every step, also where
-only the final output is asked for (``RequestOutputKind.FINAL_ONLY``). Held outputs leave the core in one message: when
-their request ends or is aborted, and before the first output of another weight version. A request that streams, or
-that vLLM's front end may stop (stop strings), gets its tokens as they come. The core is a fork of its host
-(``fork_engine_core``), so the host patches its own ``EngineCoreProc``."""
+Stock vLLM packs, sends and unpacks every token of every request, and wakes the event loop of the engine process on
+every step, even for a request of the final output alone (``RequestOutputKind.FINAL_ONLY``). Held outputs leave the core
+in one message: when their request ends or is aborted, and before the first output of another weight version. A request
+that streams, or that vLLM's front end may stop (stop strings), gets its tokens at once. The core is a fork of the
+engine process (``fork_engine_core``), so the engine process patches its own ``EngineCoreProc`` when it builds the
+engine."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from streamrl.engines.vllm.statistics import EngineCounters
 
 log = logging.getLogger(__name__)
 
-HELD_VARIABLE = "STREAMRL_HELD_OUTPUTS"  # "stock": as vLLM does, to measure against
+HELD_VARIABLE = "STREAMRL_HELD_OUTPUTS"  # "stock": without this patch, as a baseline of measurements
 ABORT = "streamrl_abort"
-"""Method of the patched core: abort requests and send what they have sampled. vLLM's own abort answers from what the
-host has, which is nothing here."""
+"""Method of the patched core: abort requests and send the tokens that they have sampled. vLLM's own abort answers from
+the tokens in the engine process, which has none of them here."""
 
-_JOIN_FROM = 64  # logprobs of so many steps become one array: small arrays are mostly overhead
+_JOIN_FROM = 64  # number of steps whose logprobs are joined to one array: small arrays are mostly overhead
 
 
 def hold_outputs(counters: EngineCounters) -> bool:
-    """Let the next engine core of this process hold outputs and count its steps in ``counters``. False, with one line
-    in the log, where vLLM lacks a method that this needs."""
+    """Let the next engine core of this process hold outputs and count its steps in ``counters``. Returns False, after
+    one line in the log, when vLLM lacks a method that the patch needs."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.request import RequestStatus
@@ -49,7 +50,7 @@ def hold_outputs(counters: EngineCounters) -> bool:
     def process_and_count(core: Any) -> bool:
         if core.streamrl_counters is None:
             return bool(vllm_step(core))
-        if not isinstance(core.output_queue, HeldOutputs):  # before the first step there is nothing to hold
+        if not isinstance(core.output_queue, HeldOutputs):  # the first step of this core
             core.output_queue = HeldOutputs(core.output_queue, core.scheduler)
         return core.output_queue.count(core.streamrl_counters, lambda: vllm_step(core))
 
@@ -69,14 +70,15 @@ def hold_outputs(counters: EngineCounters) -> bool:
 
 
 class HeldOutputs:
-    """Output queue of an engine core: wraps ``queue`` and holds the outputs of unfinished requests."""
+    """Output queue of an engine core, in place of vLLM's ``queue``. It holds the outputs of unfinished requests."""
 
     def __init__(self, queue: Any, scheduler: Any) -> None:
         self.get = queue.get
         self._queue = queue
         self._scheduler = scheduler
-        self._held: dict[str, _Held | None] = {}  # by request; None: its outputs are not held
-        self._version: str | None = None  # of all that is held
+        self._pending: dict[str, _MergedOutput | None] = {}  # by request id; None: outputs of it are sent at once
+        self._version: str | None = None  # weight version of all pending outputs
+        # Counts of the current step.
         self._tokens = 0
         self._prefilled = False
         self._preempted = 0
@@ -89,7 +91,7 @@ class HeldOutputs:
             self._preempted += 1
             preempt(*arguments, **options)
 
-        def schedule_and_look(*arguments: Any, **options: Any) -> Any:
+        def schedule_and_count(*arguments: Any, **options: Any) -> Any:
             scheduled = schedule(*arguments, **options)
             self._drafted = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
             decoded = len(scheduled.num_scheduled_tokens) + self._drafted
@@ -97,11 +99,11 @@ class HeldOutputs:
             return scheduled
 
         scheduler._preempt_request = preempt_and_count
-        scheduler.schedule = schedule_and_look
+        scheduler.schedule = schedule_and_count
 
     def count(self, counters: EngineCounters, step: Callable[[], Any]) -> bool:
         """Run a step of the core and count it."""
-        # clearing the cache in a pause preempts, too
+        # Reset here: clearing the cache in a pause preempts requests, too, which is no lack of memory.
         self._tokens = 0
         self._prefilled = False
         self._preempted = 0
@@ -111,24 +113,31 @@ class HeldOutputs:
         scheduler = self._scheduler
         executed = bool(step())
         decoded_s = None if self._prefilled else time.monotonic() - began_s
-        usage = scheduler.kv_cache_manager.usage
-        state = {"running": len(scheduler.running), "drafted": self._drafted, "accepted": self._accepted}
-        counters.count_step(self._tokens, decoded_s, self._preempted, kv_usage=usage, **state)
+        counters.count_step(
+            self._tokens,
+            decoded_s,
+            self._preempted,
+            running=len(scheduler.running),
+            kv_usage=scheduler.kv_cache_manager.usage,
+            drafted=self._drafted,
+            accepted=self._accepted,
+        )
         return executed
 
     def discard(self, request_ids: list[str]) -> None:
-        """Drop the held outputs of requests that the host has aborted itself."""
+        """Drop the held outputs of requests that the engine process has aborted itself."""
         for request_id in request_ids:
-            self._held.pop(request_id, None)
+            self._pending.pop(request_id, None)
 
     def put_nowait(self, item: Any) -> None:
-        """Queue what is to be sent now: ``(client, EngineCoreOutputs)``, or bytes."""
+        """Queue ``item``, a pair ``(client, EngineCoreOutputs)`` or bytes, without the outputs that are held."""
         if not isinstance(item, bytes) and item[1].outputs:
             client, step = item
-            if step.weight_version is None:  # abort outputs carry none
+            if step.weight_version is None:  # the outputs of aborts have no version
                 step.weight_version = self._version
             elif step.weight_version != self._version:
-                if older := [held.take() for held in [*self._held.values()] if held and held.output.new_token_ids]:
+                older = self._take_pending()
+                if older:
                     self._queue.put_nowait((client, type(step)(outputs=older, weight_version=self._version)))
                 self._version = step.weight_version
             step.outputs = [output for output in step.outputs if self._is_released(output)]
@@ -136,31 +145,40 @@ class HeldOutputs:
                 return
         self._queue.put_nowait(item)
 
+    def _take_pending(self) -> list[Any]:
+        """Return the pending outputs with tokens, and begin an empty output for each of their requests."""
+        with_tokens = [merged for merged in list(self._pending.values()) if merged and merged.output.new_token_ids]
+        return [merged.take() for merged in with_tokens]
+
     def _is_released(self, output: Any) -> bool:
-        """Return whether ``output`` is to be sent now, with all that was held of its request. vLLM's input thread puts
-        error outputs here, too, for requests that it could not preprocess: nothing is held of those."""
+        """Return whether ``output`` is to be sent now; the held outputs of its request are then merged into it. vLLM's
+        input thread calls this, too, with error outputs of requests that it could not preprocess: no outputs of such a
+        request are held."""
         self._tokens += len(output.new_token_ids)
-        self._accepted += max(len(output.new_token_ids) - 1, 0)  # without speculation a step samples one
+        self._accepted += max(len(output.new_token_ids) - 1, 0)  # without speculation a step samples one token
         ends = output.finish_reason is not None
-        if (held := self._held.get(output.request_id)) is not None:
-            held.add(output)
-        elif output.request_id not in self._held and not ends:
-            self._held[output.request_id] = _Held(output) if self._is_final_only(output) else None
+        merged = self._pending.get(output.request_id)
+        if merged is not None:
+            merged.add(output)
+        elif output.request_id not in self._pending and not ends:
+            self._pending[output.request_id] = _MergedOutput(output) if self._is_final_only(output) else None
         if ends:
-            self._held.pop(output.request_id, None)
-            if held is not None:
-                held.move_into(output)
-        return ends or self._held[output.request_id] is None
+            self._pending.pop(output.request_id, None)
+            if merged is not None:
+                merged.move_into(output)
+        return ends or self._pending[output.request_id] is None
 
     def _is_final_only(self, output: Any) -> bool:
+        """Return whether only the final output of the request is asked for, and its outputs can be merged."""
         params = getattr(self._scheduler.requests.get(output.request_id), "sampling_params", None)
-        parts = (output.pooling_output, output.new_sampling_mask, output.prompt_token_id_logprobs)
-        asked = params is not None and params.output_kind.name == "FINAL_ONLY" and not params.stop
-        return asked and all(part is None for part in parts)
+        if params is None or params.output_kind.name != "FINAL_ONLY" or params.stop:
+            return False
+        unmerged = (output.pooling_output, output.new_sampling_mask, output.prompt_token_id_logprobs)
+        return all(field is None for field in unmerged)
 
 
-class _Held:
-    """The merged outputs of one request; logprobs of the prompt are in the first."""
+class _MergedOutput:
+    """The merged outputs of one request. Logprobs of the prompt are in the first output."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -176,6 +194,7 @@ class _Held:
             self._routed = [_joined_rows(self._routed)]
 
     def move_into(self, last: Any) -> None:
+        """Set the merged fields in ``last``, the final output of the request."""
         first = self.take()
         last.new_token_ids = first.new_token_ids
         last.new_logprobs = first.new_logprobs
@@ -184,31 +203,35 @@ class _Held:
         last.routed_experts = first.routed_experts
 
     def take(self) -> Any:
-        taken = self.output
-        self.output = type(self.output)(request_id=self.output.request_id, new_token_ids=[])
-        taken.new_logprobs = _joined(self._logprobs)
+        """Return the merged output, and begin an empty one."""
+        output = self.output
+        self.output = type(output)(request_id=output.request_id, new_token_ids=[])
+        output.new_logprobs = _joined(self._logprobs)
         self._logprobs = []
-        taken.routed_experts = _joined_rows(self._routed)
+        output.routed_experts = _joined_rows(self._routed)
         self._routed = []
-        return taken
+        return output
 
 
 def _joined(logprobs: list[Any]) -> Any:
-    """``LogprobsLists`` of one request after another: [tokens, 1 + num_logprobs] and [tokens]; None without any. vLLM's
-    rows are as wide as the widest request of their step asks: columns that not every step has were not asked for."""
+    """Join the ``LogprobsLists`` of several steps of one request: [tokens, 1 + num_logprobs] and [tokens]; None without
+    any. The rows of a step are as wide as its widest request needs, so the columns that some step lacks are not of this
+    request."""
     import numpy as np
 
-    if not (given := [one for one in logprobs if one is not None]):
+    parts = [part for part in logprobs if part is not None]
+    if not parts:
         return None
-    width = min(one.logprobs.shape[1] for one in given)
-    tokens, values = ([one[place][:, :width] for one in given] for place in range(2))
-    ranks = [one.sampled_token_ranks for one in given]
-    return type(given[0])(np.concatenate(tokens), np.concatenate(values), np.concatenate(ranks), None)
+    width = min(part.logprobs.shape[1] for part in parts)
+    token_ids = np.concatenate([part.logprob_token_ids[:, :width] for part in parts])
+    values = np.concatenate([part.logprobs[:, :width] for part in parts])
+    ranks = np.concatenate([part.sampled_token_ranks for part in parts])
+    return type(parts[0])(token_ids, values, ranks, None)
 
 
-def _joined_rows(parts: list[Any]) -> Any:
-    """Experts of one request after another: [tokens, layers, top_k]; None without any."""
+def _joined_rows(routed: list[Any]) -> Any:
+    """Join the experts of several steps of one request: [tokens, layers, top_k]; None without any."""
     import numpy as np
 
-    given = [one for one in parts if one is not None]
-    return np.concatenate(given) if given else None
+    parts = [part for part in routed if part is not None]
+    return np.concatenate(parts) if parts else None

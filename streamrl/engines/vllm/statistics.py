@@ -1,5 +1,7 @@
-"""Counters of a vLLM engine in memory that its core writes after each step and its host reads when asked. vLLM's own
-statistics are off: their messages would wake the host's event loop on every step."""
+"""Counters of a vLLM engine in shared memory: its core writes them after each step, the engine process reads them.
+
+vLLM's own statistics are off: their messages would wake the event loop of the engine process on every step. The
+controller computes the metrics of speculative decoding from the reported counters (``DraftFigures``)."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from streamrl.base.messages import EngineLoad
 
 
 class EngineCounters:
-    """Counters of one engine, shared with the processes that are forked from this one."""
+    """Counters of one engine, in memory that is shared with forks of this process."""
 
     def __init__(self) -> None:
         self._values = memoryview(mmap.mmap(-1, 9 * 8)).cast("d")
@@ -27,8 +29,13 @@ class EngineCounters:
         drafted: int = 0,
         accepted: int = 0,
     ) -> None:
-        """Count one step of the core, which sampled ``tokens``, of them ``accepted`` ones that were ``drafted``.
-        ``decoded_s``: the seconds it took, None where it contained a prefill. ``running``: requests after it."""
+        """Count one step of the core.
+
+        ``tokens``: number of sampled tokens, accepted drafts included
+        ``decoded_s``: duration in seconds; None for a step with a prefill
+        ``preempted``: number of preempted requests
+        ``running``: number of running requests after the step
+        ``drafted``, ``accepted``: number of drafted tokens, and how many of them were accepted"""
         values = self._values
         values[0] = running
         values[1] = kv_usage
@@ -42,8 +49,9 @@ class EngineCounters:
             values[8] += accepted
 
     def load(self, *, open_requests: int, paused: bool) -> EngineLoad:
-        """Load of the engine now. ``open_requests``: those that were given to vLLM and have no answer yet. One that was
-        aborted has its answer and still runs until vLLM dropped it: ``running`` is what the core counts."""
+        """Return the load of the engine now. ``open_requests``: number of requests that vLLM has not answered yet. An
+        aborted request is answered, but runs until vLLM drops it, so the core's own count of running requests is
+        used."""
         running, kv_usage, tokens, preemptions, steps, decode_s, decoded, drafted, accepted = self._values
         running = 0 if paused else int(running)
         return EngineLoad(
@@ -61,14 +69,14 @@ class EngineCounters:
 
 
 class DraftFigures:
-    """Metrics of speculative decoding by the engines whose ``load`` counts it."""
+    """Metrics of speculative decoding, from the counters that ``load`` returns."""
 
     def __init__(self, load: Callable[[], EngineLoad]) -> None:
         self._load = load
         self._before = EngineLoad()
 
     def take(self) -> dict[str, float]:
-        """``perf/draft_*`` since the last call; nothing where no token was drafted."""
+        """Return ``perf/draft_*`` since the last call; empty when no token was drafted."""
         before = self._before
         now = self._load()
         self._before = now
@@ -81,8 +89,8 @@ class DraftFigures:
 
 
 def kv_tokens(llm: Any) -> int:
-    """Tokens that the KV cache of an ``AsyncLLM`` has room for, as its engine process said when it was ready."""
+    """Return the capacity of the KV cache of an ``AsyncLLM`` in tokens, which its core has reported."""
     cache = llm.vllm_config.cache_config
-    # Newer versions know better where requests take blocks of several kinds.
-    known = getattr(cache, "kv_cache_size_tokens", None)
-    return int(known or (cache.num_gpu_blocks or 0) * cache.block_size)
+    # Newer versions of vLLM report the tokens, which is exact for models with several kinds of blocks.
+    reported_tokens = getattr(cache, "kv_cache_size_tokens", None)
+    return int(reported_tokens or (cache.num_gpu_blocks or 0) * cache.block_size)

@@ -1,4 +1,5 @@
-"""The controller's side of steering: requests become events of control, which are in the journal before the answer."""
+"""The controller's side of steering: requests of users become events of control, which are in the journal before the
+answer. ``run_controller`` serves it in the controller's process; ``steering_requests`` sends the requests."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ _MOST_WAITS = 20
 
 
 class SteeringService(Observer):
-    """Answers requests, one after the other. ``state`` and ``notify``: of the controller, once it is made."""
+    """Answers requests, one after the other. ``serve`` gets ``state`` and ``notify`` of the controller. ``reply``:
+    sends an answer to the parent."""
 
     def __init__(
         self,
@@ -51,16 +53,16 @@ class SteeringService(Observer):
         self._watch = watch
         self._waits = waits
         self._reply = reply
-        self._sent: ControlEvent | None = None
-        self._taken = anyio.Event()
+        self._pending_event: ControlEvent | None = None
+        self._event_handled = anyio.Event()
 
     async def on_event(self, event: ControlEvent) -> None:
-        """Note that control takes what was sent."""
-        if event is self._sent:
-            self._taken.set()
+        """Note that control has handled the event of a request."""
+        if event is self._pending_event:
+            self._event_handled.set()
 
     async def serve(self, endpoint: str, state: RunState, notify: Callable[[ControlEvent], None]) -> None:
-        """Serve until the parent is gone."""
+        """Serve requests at ``endpoint`` until the parent is gone."""
         try:
             async with zmq_receiver(SteeringRequest, endpoint, bind=False, name="controller.steering") as requests:
                 async for request in requests:
@@ -76,54 +78,59 @@ class SteeringService(Observer):
             return self._status(number, state)
         try:
             event, text = self._event(request, state)
-            msgspec.msgpack.encode(event)  # as the journal will: an integer may be too large for it
+            msgspec.msgpack.encode(event)  # as the journal does: an integer may be too large
         except RecipeError as error:
             return SteeringTaken(request_id=number, problems=tuple(error.problems))
-        except Exception as error:  # whatever went wrong with a request must not end the run
+        except Exception as error:  # no error of a request may end the run
             log.exception("steering: %s failed", request)
             return SteeringTaken(request_id=number, problems=(f"{type(error).__name__}: {error}",))
-        self._sent = event
-        self._taken = anyio.Event()
+        self._pending_event = event
+        self._event_handled = anyio.Event()
         notify(event)
-        await self._taken.wait()
+        await self._event_handled.wait()
         await self._journal.settled()
         return SteeringTaken(request_id=number, text=text)
 
     def _event(self, request: SteerRun | ChangeSettings, state: RunState) -> tuple[ControlEvent, str]:
-        """The event that carries ``request``, and what follows from it. Raises ``RecipeError`` where it cannot be."""
+        """The event of ``request``, and a text for the user about its effect. Raises ``RecipeError`` where it cannot be
+        carried out."""
         if state.live_version < 0 or state.ending:
-            raise RecipeError(
-                f"the run {'ends' if state.ending else 'has not begun'}: nothing of it can be changed now"
-            )
+            reason = "ends" if state.ending else "has not begun"
+            raise RecipeError(f"the run {reason}: nothing of it can be changed now")
         if not isinstance(request, SteerRun):
             change = settings_change(self._recipe, state, request.changes, request.step)
-            when = f"step {change.step}" if change.step else "the next batch that opens"
-            return change, f"{', '.join(f'{key} = {value}' for key, value in change.values.items())}: from {when} on"
+            start = f"step {change.step}" if change.step else "the next batch that opens"
+            settings = ", ".join(f"{key} = {value}" for key, value in change.values.items())
+            return change, f"{settings}: from {start} on"
         if request.order == "evaluate" and not self._recipe.evaluation.prompts:
             raise RecipeError("evaluation.prompts: this run has no held-out prompts")
-        soon = "once the version that is made now is live"
+        event = Steered(order=request.order)
+        later = "once the version that is made now is live"
         version = state.live_version
-        has = {"evaluate": state.evaluated == (version, 0), "checkpoint": state.saved_version == version}
-        if has.get(request.order) and not waits_for_version(state):
-            return Steered(order=request.order), f"the {request.order} of version {version} was ordered already"
-        return Steered(order=request.order), {
+        done_orders = {"evaluate": state.evaluated == (version, 0), "checkpoint": state.saved_version == version}
+        if done_orders.get(request.order) and not waits_for_version(state):
+            return event, f"the {request.order} of version {version} was ordered already"
+        effects = {
             "pause": f"nothing more is launched; {state.accounting().in_flight} trajectories are finished",
             "continue": "launches go on",
-            "evaluate": f"all held-out prompts are evaluated, at once or {soon}",
-            "checkpoint": f"a checkpoint is written, at once or {soon}",
-        }[request.order]
+            "evaluate": f"all held-out prompts are evaluated, at once or {later}",
+            "checkpoint": f"a checkpoint is written, at once or {later}",
+        }
+        return event, effects[request.order]
 
     def _status(self, number: int, state: RunState) -> SteeringStatus:
+        """The answer to the status request ``number``."""
         steering = state.steering
         batch = state.batch
         pending = state.pending
         reason, seconds = self._waits.waits_for()
         orders = {"draw prompts": pending.draw or None, "push": pending.push, "checkpoint": pending.checkpoint}
         orders |= {"evaluation": state.evaluating, "step": pending.step.policy_version if pending.step else None}
-        words = {"ended": state.finished, "draining": state.draining, "paused": steering.paused}
+        conditions = {"ended": state.finished, "draining": state.draining, "paused": steering.paused}
+        open_orders = [f"{name} {version}" for name, version in orders.items() if version is not None]
         return SteeringStatus(
             request_id=number,
-            state=next((word for word, holds in words.items() if holds), "running"),
+            state=next((name for name, holds in conditions.items() if holds), "running"),
             step=max(state.live_version, 0),
             steps=state.steps,
             trainer_version=state.trainer_version,
@@ -138,7 +145,7 @@ class SteeringService(Observer):
             waits_for=str(reason),
             waited_s=round(seconds, 1),
             waits=tuple(self._watch.waits.lines()[:_MOST_WAITS]),
-            pending=(*(f"{name} {n}" for name, n in orders.items() if n is not None), *steering.wanted),
+            pending=(*open_orders, *steering.wanted),
             changed=steering.changed,
-            waiting=tuple(WaitingChange(step=one.step, values=one.values) for one in steering.asked),
+            waiting=tuple(WaitingChange(step=change.step, values=change.values) for change in steering.asked),
         )

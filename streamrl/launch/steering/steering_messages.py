@@ -1,5 +1,5 @@
-"""Requests by which people look at and steer a running run, and their answers: over its control socket to the parent,
-and from there to the controller, which answers on ``steps``."""
+"""Requests by which users watch and steer a running run, and their answers. A request goes over the control socket to
+the parent (the process of the command) and on to the controller, which answers on ``steps``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from streamrl.base.types import Record
 
 
 class ReadStatus(Message, frozen=True):
-    """Say where the run stands."""
+    """Ask for the status of the run."""
 
     request_id: int = 0
 
 
 class SteerRun(Message, frozen=True):
-    """Pause launches or let them go on, evaluate or write a checkpoint (``control.events.Steered``)."""
+    """Pause or continue launches, evaluate, or write a checkpoint (``control.events.Steered``)."""
 
     order: Literal["pause", "continue", "evaluate", "checkpoint"]
     request_id: int = 0
 
 
 class ChangeSettings(Message, frozen=True):
-    """Change settings, each ``key=value``, from the batch of ``step`` on (0: the next one that opens)."""
+    """Change settings, each ``key=value``, from the batch of ``step`` on (0: the next batch that opens)."""
 
     changes: tuple[str, ...]
     step: int = 0
@@ -34,8 +34,8 @@ SteeringRequest = ReadStatus | SteerRun | ChangeSettings
 
 
 class ProcessStatus(Record, frozen=True):
-    """A process on the host of the parent. ``started_s``: seconds since it was started; ``restarts``: how often it was
-    started again; ``exit_code``: None while it runs."""
+    """A process of the parent. ``started_s``: seconds since its start; ``restarts``: number of its restarts;
+    ``exit_code``: None while it runs."""
 
     name: str
     pid: int
@@ -45,19 +45,22 @@ class ProcessStatus(Record, frozen=True):
 
 
 class WaitingChange(Record, frozen=True):
-    """A change that was asked for, and the step whose batch it waits for (0: the next one that opens)."""
+    """A requested change of settings that waits for the batch of ``step`` (0: the next batch that opens)."""
 
     step: int
     values: dict[str, Any]
 
 
 class SteeringStatus(Message, frozen=True):
-    """State of a run. ``state``: ``running``, ``paused``, ``draining``, ``ended``, or ``starting`` where the controller
-    does not answer (yet), and only ``processes`` are known. ``step``: the last one whose version is live. Counts:
-    ``in_flight`` trajectories, ``ready`` groups that wait for a batch, ``batch`` trajectories (or groups, where batches
-    keep their prompts) of ``batch_target``, prompts in the ``queue``. ``waits_for``: what the run as a whole waits for,
-    since ``waited_s``; ``waits``: who waits for what. ``pending``: orders that were not carried out yet. ``changed``:
-    settings in force that the recipe does not have; ``waiting``: changes that wait for their step."""
+    """State of a run.
+
+    ``state``: ``running``, ``paused``, ``draining``, ``ended``, or ``starting`` where the controller does not answer
+    (yet), and only ``processes`` has values. ``step``: last step whose version is live.
+    ``in_flight``: number of trajectories in flight. ``ready``: number of groups that wait for a batch.
+    ``batch``: number of trajectories in the batch (or groups, where batches keep their prompts), of ``batch_target``.
+    ``queue``: number of prompts in the queue. ``waits_for``: reason for which the run as a whole waits, for
+    ``waited_s`` seconds. ``waits``: open waits, one line each. ``pending``: orders that were not carried out yet.
+    ``changed``: settings in force that differ from the recipe. ``waiting``: changes that wait for their step."""
 
     request_id: int = 0
     state: str = "starting"
@@ -82,8 +85,8 @@ class SteeringStatus(Message, frozen=True):
 
 
 class SteeringTaken(Message, frozen=True):
-    """The answer to all that changes something: it is in the journal, and ``text`` says what follows. ``problems``:
-    nothing has changed."""
+    """Answer to a request that changes the run, which is in the journal. ``text``: effect of the request, for the user;
+    ``problems``: reasons for which nothing was changed, or empty."""
 
     request_id: int
     text: str = ""

@@ -1,4 +1,5 @@
-"""The parent's side of steering: requests from the control socket go to the controller; the parent knows processes."""
+"""The parent's side of steering, in the process of the command: ``pipeline`` passes requests from the control socket
+to the controller with it, and it adds the states of processes to the status."""
 
 from __future__ import annotations
 
@@ -25,19 +26,19 @@ STATUS_LIMIT_S = 3.0
 
 
 def steering_endpoint(topology: Topology) -> str:
-    """Endpoint at which the controller receives requests. Beside its own stream, which never leaves the host."""
+    """Endpoint at which the controller receives requests: the endpoint of ``steps`` with a suffix, on the same host."""
     return f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.steering"
 
 
 class SteeringRequests(Conversation[SteeringRequest, SteeringReply]):
-    """Requests to steer one run."""
+    """Requests to steer one run, and their answers."""
 
     def __init__(self) -> None:
         super().__init__(SteeringRequest, "controller.steering")
 
     async def carry_out(self, request: SteeringRequest, supervisor: Supervisor) -> SteeringReply:
-        """The answer to ``request``. Raises ``RecipeError`` where it cannot be carried out, and ``StreamRLError`` where
-        the controller ends meanwhile."""
+        """Return the answer to ``request``. Raises ``RecipeError`` where it cannot be carried out, and
+        ``StreamRLError`` where the controller ends meanwhile."""
         reply: SteeringReply = SteeringStatus()
         with anyio.move_on_after(STATUS_LIMIT_S if isinstance(request, ReadStatus) else math.inf):
             reply = await self.ask(request)

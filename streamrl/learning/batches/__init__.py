@@ -1,1 +1,1 @@
-"""Batches: groups become rows of packed tokens, gradients, and passes without gradient."""
+"""Batches of a trainer rank: preparation of groups, packing into rows of tokens, gradients, passes without gradient."""

@@ -1,4 +1,6 @@
-"""Preparation of scored groups: samples with advantages, and a rank's open batch. No model is called here."""
+"""Preparation of scored groups: samples with advantages, and a rank's open batch. No model is called here.
+
+``trainer`` and ``updates`` call it in each trainer rank."""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ from streamrl.recipe.objectives.method import KlPlace, Value
 
 
 class SampleScores(msgspec.Struct, frozen=True, kw_only=True):
-    """Models' scores of the trained tokens of a sample before it is trained. Float32, one entry each."""
+    """Scores of the trained tokens of a sample before it is trained: one float32 entry a token.
+
+    ``proximal``: logprobs under the policy at the start of the update.
+    ``reference``: logprobs under the reference model.
+    ``values``: values of the critic."""
 
     proximal: FloatVector | None = None
     reference: FloatVector | None = None
@@ -41,7 +47,7 @@ UNSCORED = SampleScores()
 
 
 def shaped_reward(sample: TrainingSample, options: TrainerOptions) -> float:
-    """The reward that the objective sees: with DAPO's soft overlong punishment, where it is asked for."""
+    """Return the reward that the objective sees: with DAPO's soft overlong punishment where the objective has one."""
     return sample.reward + _overlong(sample, options)
 
 
@@ -55,19 +61,24 @@ def _overlong(sample: TrainingSample, options: TrainerOptions) -> float:
 
 
 def has_signal(group: TrainingGroup, options: TrainerOptions) -> bool:
-    """Return whether a group can have a gradient at all. Rewards that are compared alone, or by turns, may differ where
-    totals are equal."""
-    by_turns = options.credit is not Credit.TRAJECTORY
-    # Turns that all earned 0 are compared as turns without a reward are, whatever their number.
-    compared = [
-        (shaped_reward(s, options), s.separate_rewards, by_turns and any(s.turn_rewards) and s.turn_rewards)
-        for s in group.samples
-    ]
-    return options.objective.trains_without_signal or any(rewards != compared[0] for rewards in compared)
+    """Return whether a group can have a gradient at all: whether its siblings have different rewards. Rewards that are
+    compared separately, or by turns, may differ where totals are equal."""
+    rewards = [_rewards_to_compare(sample, options) for sample in group.samples]
+    return options.objective.trains_without_signal or any(sibling != rewards[0] for sibling in rewards)
+
+
+def _rewards_to_compare(
+    sample: TrainingSample, options: TrainerOptions
+) -> tuple[float, Mapping[str, tuple[float, float]], tuple[float, ...]]:
+    turn_rewards: tuple[float, ...] = ()
+    # Turns that all earned 0 compare like turns without rewards, whatever their number.
+    if options.credit is not Credit.TRAJECTORY and any(sample.turn_rewards):
+        turn_rewards = sample.turn_rewards
+    return shaped_reward(sample, options), sample.separate_rewards, turn_rewards
 
 
 def counts_in_loss(sample: TrainingSample, options: TrainerOptions) -> bool:
-    """Return whether the loss sees the tokens of a sample: truncated ones may be left out (DAPO's overlong
+    """Return whether the loss counts the tokens of a sample: truncated samples may be left out (DAPO's overlong
     filtering)."""
     return options.objective.train_truncated or not sample.truncated
 
@@ -82,46 +93,55 @@ def behavior_of_trained(sample: TrainingSample) -> FloatVector:
 def prepare_group(
     group: TrainingGroup, scores: Mapping[TrajectoryId, SampleScores], options: TrainerOptions
 ) -> list[PreparedSample]:
-    """Samples of one group with their advantages; those of the whole batch are not final yet."""
+    """Samples of one group with their advantages. Advantages relative to the whole batch are not final yet."""
     penalties = [_penalties(sample, scores.get(sample.id, UNSCORED), options) for sample in group.samples]
+    values = _compare_siblings(group, penalties, options)
     return [
-        _prepare(sample, value, p, scores.get(sample.id, UNSCORED), options)
-        for sample, value, p in zip(group.samples, _compared(group, penalties, options), penalties, strict=True)
-        if sample.trained_tokens and counts_in_loss(sample, options)  # models say nothing of a sample without any
+        _prepare(sample, value, token_penalties, scores.get(sample.id, UNSCORED), options)
+        for sample, value, token_penalties in zip(group.samples, values, penalties, strict=True)
+        if sample.trained_tokens and counts_in_loss(sample, options)  # a sample without trained tokens has no scores
     ]
 
 
-def _compared(group: TrainingGroup, penalties: Sequence[FloatVector], options: TrainerOptions) -> Sequence[Value]:
-    """Advantages of the siblings by their totals, of their tokens by turns, or by each reward alone, where each that
-    shapes them is one more. Their rewards where siblings are not compared."""
+def _compare_siblings(
+    group: TrainingGroup, penalties: Sequence[FloatVector], options: TrainerOptions
+) -> Sequence[Value]:
+    """Advantage of each sibling: by its total reward, by turns (an advantage a token), or by each reward separately.
+    The total reward of each sample where the estimator does not compare siblings.
+
+    ``penalties``: KL penalties of the tokens of each sample."""
     estimator = options.objective.estimator
     samples = group.samples
-    # Siblings are compared by what the whole sample earned, so its penalties are one number.
-    sums = [float(p.sum()) if estimator.compares_siblings else 0.0 for p in penalties]
+    # Siblings are compared by the total of a sample, so its penalties are added up.
+    sums = [float(token_penalties.sum()) if estimator.compares_siblings else 0.0 for token_penalties in penalties]
     totals = [shaped_reward(sample, options) - penalty for sample, penalty in zip(samples, sums, strict=True)]
     if options.credit is not Credit.TRAJECTORY:
-        turns_ST = turn_advantages(totals, [_turn_rewards(s) for s in samples], options.credit, estimator)
+        turns_ST = turn_advantages(totals, [_turn_rewards(sample) for sample in samples], options.credit, estimator)
         turns = [np.array(sample.turns, dtype=np.int64).reshape(-1, 2).T for sample in samples]
         return [
-            np.repeat(of_T[numbers], tokens) for of_T, (numbers, tokens) in zip(turns_ST.numpy(), turns, strict=True)
+            np.repeat(turns_T[numbers], tokens)
+            for turns_T, (numbers, tokens) in zip(turns_ST.numpy(), turns, strict=True)
         ]
     if not estimator.compares_siblings:
         return totals
     if not any(sample.separate_rewards for sample in samples):
         return list(group_advantages(torch.tensor(totals, dtype=torch.float64), estimator).tolist())
-    rewards = [s.separate_rewards | _shaping(s, penalty, options) for s, penalty in zip(samples, sums, strict=True)]
+    rewards = [
+        sample.separate_rewards | _shaping(sample, penalty, options)
+        for sample, penalty in zip(samples, sums, strict=True)
+    ]
     return list(separate_advantages(rewards, estimator).tolist())
 
 
 def _turn_rewards(sample: TrainingSample) -> tuple[float, ...]:
-    """Reward of each turn of a sample, one at least; 0 where its environment gave none."""
+    """Reward of each turn of a sample, which has one turn at least; 0 for turns without a reward."""
     turns = 1 + max((number for number, _ in sample.turns), default=0)
     return sample.turn_rewards + (0.0,) * (turns - len(sample.turn_rewards))
 
 
 def _shaping(sample: TrainingSample, penalty: float, options: TrainerOptions) -> dict[str, tuple[float, float]]:
-    """(weight, value) of what shapes a reward that is compared alone. The size of a value is lost in the comparison,
-    so the coefficient is the weight. Names that no reward has: one with "/" is refused."""
+    """(weight, value) of each term that shapes the reward, where rewards are compared separately. The comparison
+    normalises values, so the coefficient is the weight. No reward has these names: recipes refuse names with "/"."""
     settings = options.objective
     shaping: dict[str, tuple[float, float]] = {}
     if settings.overlong_buffer and settings.overlong_penalty:
@@ -164,13 +184,13 @@ def _prepare(
 
 
 def token_moments(samples: Sequence[PreparedSample]) -> Moments:
-    """Moments of the token advantages of one rank's samples."""
+    """Moments of the token advantages of this rank's samples."""
     vectors = [item.token_advantages for item in samples if item.token_advantages is not None]
     return moments_of(np.concatenate(vectors)) if vectors else Moments()
 
 
 def whitened(samples: Sequence[PreparedSample], moments: Moments) -> list[PreparedSample]:
-    """The same samples with advantages relative to the whole batch (or cohort)."""
+    """Return the samples with advantages relative to the whole batch (or cohort)."""
     return [
         msgspec.structs.replace(item, token_advantages=whiten(item.token_advantages, moments))
         for item in samples
@@ -179,34 +199,47 @@ def whitened(samples: Sequence[PreparedSample], moments: Moments) -> list[Prepar
 
 
 def worth_training(item: PreparedSample, options: TrainerOptions) -> bool:
-    """Return whether a sample can have a gradient: without KL, entropy or critic an advantage of 0 has none."""
+    """Return whether a sample can have a gradient: an advantage of 0 has no gradient without KL, entropy or critic."""
     settings = options.objective
     if settings.has_critic or settings.has_reference or settings.entropy_coefficient:
         return True
-    return bool(item.advantage if item.token_advantages is None else item.token_advantages.any())
+    if item.token_advantages is None:
+        return bool(item.advantage)
+    return bool(item.token_advantages.any())
 
 
 def split_for_updates(samples: Sequence[PreparedSample], options: TrainerOptions) -> list[list[PreparedSample]]:
-    """Split this rank's samples into ``updates_per_batch`` updates. Each update trains the same whole groups whatever
-    the number of ranks: in turn, or ``shortest_first`` by mean length, as many in each. Collective."""
+    """Split this rank's samples into ``updates_per_batch`` updates. Collective.
+
+    Each update trains the same whole groups for any number of ranks: the groups are dealt out by their numbers, or, if
+    ``shortest_first``, sorted by mean length and split into equal shares."""
     lengths: dict[int, list[int]] = {}
     for item in samples:
         lengths.setdefault(item.sample.id.group_id, []).append(item.sample.trained_tokens)
-    own = [(fmean(found) if options.shortest_first else 0.0, group) for group, found in lengths.items()]
-    encoded = all_gather_bytes(msgspec.msgpack.encode(own))[:: options.ranks_per_group]
+    rank_groups = [
+        (fmean(group_lengths) if options.shortest_first else 0.0, group) for group, group_lengths in lengths.items()
+    ]
+    encoded = all_gather_bytes(msgspec.msgpack.encode(rank_groups))[:: options.ranks_per_group]
     groups = sorted(pair for part in encoded for pair in msgspec.msgpack.decode(part, type=list[tuple[float, int]]))
     updates = options.updates_per_batch
     places = {group: index for index, (_, group) in enumerate(groups)}
     shares: list[list[PreparedSample]] = [[] for _ in range(updates)]
     for item in samples:
         place = places[item.sample.id.group_id]
-        shares[place * updates // len(groups) if options.shortest_first else place % updates].append(item)
+        update = place % updates
+        if options.shortest_first:
+            update = place * updates // len(groups)
+        shares[update].append(item)
     return shares
 
 
 class OpenBatch:
-    """A rank's batch from its first group to the close. ``batch_id`` is None until the first group came.
-    ``waiting_tokens``: of the samples in ``waiting`` that the loss counts. ``sample_ids``: of all samples until now."""
+    """A rank's batch from its first group to the close.
+
+    ``batch_id``: number of the batch; None until its first group arrives.
+    ``waiting``: groups that are still to be computed.
+    ``waiting_tokens``: number of tokens of the samples in ``waiting`` that the loss counts.
+    ``sample_ids``: names of the samples that are or were in ``waiting`` and that the loss counts."""
 
     def __init__(self, options: TrainerOptions) -> None:
         self._options = options
@@ -217,7 +250,8 @@ class OpenBatch:
         self.sample_ids: list[str] = []
 
     def take(self, group: TrainingGroup) -> None:
-        """Count a group, and let it wait if it has to be computed. Raises ``StreamRLError`` for another batch's."""
+        """Count a group, and let it wait if it needs computing. Raises ``StreamRLError`` for a group of another
+        batch."""
         if self.batch_id is None:
             self.batch_id = group.batch_id
         if group.batch_id != self.batch_id:
@@ -226,22 +260,22 @@ class OpenBatch:
             )
         options = self._options
         sums = self.sums
-        seen = [sample for sample in group.samples if counts_in_loss(sample, options)]
+        loss_samples = [sample for sample in group.samples if counts_in_loss(sample, options)]
         sums.groups += 1
         sums.samples += len(group.samples)
         sums.trained_tokens += sum(sample.trained_tokens for sample in group.samples)
-        sums.loss_tokens += sum(sample.trained_tokens for sample in seen)
+        sums.loss_tokens += sum(sample.trained_tokens for sample in loss_samples)
         if not has_signal(group, options):
             sums.groups_without_signal += 1
-            # Its advantages are 0, which the deviation of a whole batch has to count.
+            # Where advantages are relative to the batch, its deviation has to count the zeros of this group.
             if not options.objective.estimator.whole_batch:
                 return
         self.waiting.append(group)
-        self.waiting_tokens += sum(len(sample.token_ids) for sample in seen)
-        self.sample_ids += [str(sample.id) for sample in seen]
+        self.waiting_tokens += sum(len(sample.token_ids) for sample in loss_samples)
+        self.sample_ids += [str(sample.id) for sample in loss_samples]
 
     def take_waiting(self) -> list[TrainingGroup]:
-        """The groups that wait; from now on none does."""
+        """Return the waiting groups, and clear ``waiting``."""
         groups = self.waiting
         self.waiting = []
         self.waiting_tokens = 0

@@ -1,4 +1,6 @@
-"""Logprobs of the trained tokens of a row under the distribution that the engine sampled from."""
+"""Logprobs of the trained tokens of a row under the distribution that the engine sampled from.
+
+``gradients`` and ``scoring`` call it in each trainer rank."""
 
 from __future__ import annotations
 
@@ -19,16 +21,16 @@ def processed_logprobs(
     *,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies of ``part`` of the trained tokens of ``row``, by ``policy`` (or its reference). Float32
-    [N] and [N], N the tokens of the part."""
+    """Logprobs and entropies of ``part`` of the trained tokens of ``row`` under ``policy``, which may be the reference.
+    Both are float32 [N], with N trained tokens in the part."""
     excluded = None
     if options.min_tokens:
-        # Of each turn: the engine is asked for one at a time.
+        # The first tokens of each turn: every turn is a request of its own to the engine.
         excluded = row.places_N[part] < options.min_tokens, options.end_tokens
     temperature: float | Tensor = options.temperature
     if row.temperature_N is not None:
-        own_N = row.temperature_N[part]
-        temperature = torch.where(own_N > 0, own_N, options.temperature)
+        temperature_N = row.temperature_N[part]
+        temperature = torch.where(temperature_N > 0, temperature_N, options.temperature)
     return token_logprobs(
         policy.head(hidden_ND[part]),
         row.targets_N[part],

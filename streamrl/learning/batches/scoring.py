@@ -1,4 +1,6 @@
-"""Passes without gradient: reference logprobs, proximal logprobs and values of samples, logprobs of the canary."""
+"""Passes without gradient: reference logprobs, proximal logprobs and values of samples, logprobs of the canary.
+
+``updates`` and ``trainer`` call it in each trainer rank, before a batch's first gradients."""
 
 from __future__ import annotations
 
@@ -39,12 +41,14 @@ def score_samples(
     proximal: bool,
     together: bool,
 ) -> dict[TrajectoryId, SampleScores]:
-    """Run what was asked for over the trained tokens of ``samples``; the models stay as they are. Empty for nothing.
-    ``together``: parameters are gathered by layer; collective."""
+    """Score the trained tokens of ``samples`` by ``reference``, by ``critic`` and, if ``proximal``, by ``policy``. The
+    models do not change. Without any of the three the result is empty.
+
+    ``together``: whether parameters are gathered by layer; then it is collective."""
     if reference is None and critic is None and not proximal:
         return {}
     prepared = [PreparedSample(sample) for sample in samples if sample.trained_tokens]
-    found: dict[str, tuple[FloatVector | None, ...]] = {}
+    scores: dict[str, tuple[FloatVector | None, ...]] = {}
     for row in packed_rows(prepared, options, 0, device, together=together, context=policy.context):
         logprobs = None
         values = None
@@ -53,22 +57,25 @@ def score_samples(
         with compute_context(options, device):
             if proximal or (critic is not None and critic.trunk is None):
                 hidden_ND = policy(row)
-                logprobs = _split(row, _logprobs(policy, hidden_ND, row, options)) if proximal else None
+                if proximal:
+                    logprobs = _split(row, _logprobs(policy, hidden_ND, row, options))
             if critic is not None:
                 values = _split(row, critic(row, hidden_ND))
-            if reference is not None:  # a policy of its own: its routers choose themselves
-                own = row._replace(routed=None)
-                references = _split(row, _logprobs(reference, reference(own), own, options))
+            if reference is not None:
+                # The reference is another policy: its routers choose the experts themselves.
+                unrouted_row = row._replace(routed=None)
+                logprobs_N = _logprobs(reference, reference(unrouted_row), unrouted_row, options)
+                references = _split(row, logprobs_N)
         for index, name in enumerate(row.sample_ids):
-            found[name] = tuple(vectors[index] if vectors else None for vectors in (logprobs, references, values))
+            scores[name] = tuple(vectors[index] if vectors else None for vectors in (logprobs, references, values))
     if together:
         for model in (policy, reference):
             set_sharded(model, True)
-    return {item.sample.id: _joined([found[part.name] for part in sequences_of(item)]) for item in prepared}
+    return {item.sample.id: _joined([scores[part.name] for part in sequences_of(item)]) for item in prepared}
 
 
 def _joined(parts: Sequence[tuple[FloatVector | None, ...]]) -> SampleScores:
-    """Scores of a trajectory, of those of its sequences."""
+    """Join the scores of the sequences of a trajectory."""
     proximal, reference, values = (
         None if vectors[0] is None else np.concatenate([vector for vector in vectors if vector is not None])
         for vectors in zip(*parts, strict=True)
@@ -77,15 +84,16 @@ def _joined(parts: Sequence[tuple[FloatVector | None, ...]]) -> SampleScores:
 
 
 def _logprobs(policy: PackedPolicy, hidden_ND: Tensor, row: MicroBatch, options: TrainerOptions) -> Tensor:
-    found = [
+    logprobs = [
         processed_logprobs(policy, hidden_ND, row, part, options)[0] for part in chunks(policy, row.targets_N.numel())
     ]
-    return torch.cat(found)
+    return torch.cat(logprobs)
 
 
 def _split(row: MicroBatch, values_N: Tensor) -> list[FloatVector]:
-    """One vector for each sequence of the row. Collective where it is cut."""
-    vectors: list[FloatVector] = np.split(row.whole(values_N.float()).cpu().numpy(), np.cumsum(row.counts)[:-1])
+    """Split the values of a row into one vector for each of its sequences. Collective where ranks share the row."""
+    all_values_N = row.gather(values_N.float()).cpu().numpy()
+    vectors: list[FloatVector] = np.split(all_values_N, np.cumsum(row.counts)[:-1])
     return vectors
 
 

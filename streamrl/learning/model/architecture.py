@@ -1,4 +1,7 @@
-"""Differences between causal language models outside of their layers: logits, layer lists, names in the checkpoint."""
+"""Differences between causal language models outside of their layers: logits, layer lists, names in the checkpoint.
+
+``policy``, ``loading`` and ``state`` call it in each trainer rank, ``loading.published_shapes`` also in a check before
+a run."""
 
 from __future__ import annotations
 
@@ -21,10 +24,12 @@ class LogitScaling(NamedTuple):
     softcap: float | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits of the model from outputs of its head, any shape."""
+        """Turn outputs of the head, of any shape, into logits."""
         if self.factor != 1.0:
             logits = logits * self.factor
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
 
 
 def logit_scaling(config: Any) -> LogitScaling:
@@ -37,8 +42,8 @@ def logit_scaling(config: Any) -> LogitScaling:
 
 
 def longest_exact_sequence(config: Any) -> int | None:
-    """Tokens up to which rotary angles do not depend on the other sequences of a row; None: whatever the length. The
-    rope types ``dynamic`` and ``longrope`` choose their angles by the longest position of the whole forward."""
+    """Number of tokens up to which rotary angles of a sequence do not depend on the other sequences of a row; None: no
+    limit. The rope types ``dynamic`` and ``longrope`` choose angles by the longest position of the whole forward."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
@@ -51,34 +56,44 @@ def longest_exact_sequence(config: Any) -> int | None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers: the longest module list that lies in no other (lists of experts lie inside of layers)."""
+    """The repeated layers: the longest module list that is not inside another one (lists of experts are inside
+    layers)."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    outermost = [m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    outermost = [layers for name, layers in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
     if not outermost:
         raise StreamRLError(f"model type {model.config.model_type!r} has no list of layers: it cannot be sharded")
     return max((list(layers) for layers in outermost), key=len)
 
 
 def refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Raises ``StreamRLError`` unless each name of ``targets``, as peft reads names, is that of linear modules only,
-    which share their weights with no other module."""
-    own = {name.removesuffix(".weight") for name, _ in model.named_parameters()}
+    """Raise ``StreamRLError`` unless each name of ``targets``, as peft reads names, matches linear modules only, which
+    share their weights with no other module."""
+    with_own_weight = {name.removesuffix(".weight") for name, _ in model.named_parameters()}
     modules = dict(model.named_modules())
-    linear = {name.rpartition(".")[2] for name, one in modules.items() if name in own and isinstance(one, nn.Linear)}
+    linear = {name for name, module in modules.items() if name in with_own_weight and isinstance(module, nn.Linear)}
     for target in targets:
-        named = {name: one for name, one in modules.items() if is_target(name, target)}
-        other = [type(one).__name__ for one in named.values() if not isinstance(one, nn.Linear)]
-        problem = "is no module of this model" if not named else ""
-        problem = f"is a module of kind {other[0]}, and only linear ones can be adapted" if other else problem
-        if not problem and not named.keys() <= own:
-            problem = "shares its weight with another module, so it cannot have an adapter of its own"
+        matches = {name: module for name, module in modules.items() if is_target(name, target)}
+        problem = _why_not_adapted(matches, with_own_weight)
         if problem:
-            names = ", ".join(sorted(linear))
+            names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise StreamRLError(f'lora.targets: {target!r} {problem}: name modules among {names}, or ["all-linear"]')
 
 
+def _why_not_adapted(matches: dict[str, nn.Module], with_own_weight: set[str]) -> str:
+    """Return why the modules that a target matches cannot have adapters; empty where they can."""
+    if not matches:
+        return "is no module of this model"
+    for module in matches.values():
+        if not isinstance(module, nn.Linear):
+            return f"is a module of kind {type(module).__name__}, and only linear ones can be adapted"
+    if not matches.keys() <= with_own_weight:
+        return "shares its weight with another module, so it cannot have an adapter of its own"
+    return ""
+
+
 class CheckpointPiece(NamedTuple):
-    """One tensor of the checkpoint: ``shape`` at element ``start`` of the flattened parameter ``parameter``."""
+    """One tensor of the checkpoint, which is a part of a model's parameter: it has ``shape``, and begins at element
+    ``start`` of the flattened ``parameter``."""
 
     name: str
     parameter: str
@@ -87,19 +102,21 @@ class CheckpointPiece(NamedTuple):
 
 
 class _WithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """``contiguous()`` gives back the strided view, so that every result still says where in the parameter it lies."""
+    """Makes ``contiguous()`` return the strided view, so that every result still has its offset in the parameter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def checkpoint_pieces(model: PreTrainedModel) -> list[CheckpointPiece]:
     """Locate each tensor of the checkpoint in the parameters, tied ones once, by parameter and position.
 
-    transformers renames and fuses weights at load (experts of one layer become one parameter); engines know the names
-    and shapes of the file. Its own conversion is run backwards over meta tensors; every result must be one contiguous
-    part of a parameter. Raises ``StreamRLError`` where it is not."""
-    parameters = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+    transformers renames and fuses weights at load (experts of one layer become one parameter); engines use the names
+    and shapes of the file. So transformers' own conversion is run backwards over meta tensors. Every result must be one
+    contiguous part of a parameter; otherwise the function raises ``StreamRLError``."""
+    parameters = {name: torch.empty(parameter.shape, device="meta") for name, parameter in model.named_parameters()}
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in parameters.items()}
     with _WithoutCopies():  # type: ignore[no-untyped-call]
         converted = revert_weight_conversion(model, dict(parameters))
@@ -119,7 +136,7 @@ def checkpoint_pieces(model: PreTrainedModel) -> list[CheckpointPiece]:
 
 
 def _check_complete(pieces: list[CheckpointPiece], parameters: dict[str, Tensor]) -> None:
-    """The pieces of a parameter must follow each other without a gap and fill it."""
+    """Raise ``StreamRLError`` unless the pieces of each parameter follow each other without a gap and fill it."""
     ends = dict.fromkeys(parameters, 0)
     for piece in pieces:
         if piece.start == ends[piece.parameter]:
@@ -130,6 +147,6 @@ def _check_complete(pieces: list[CheckpointPiece], parameters: dict[str, Tensor]
 
 
 def persistent_buffers(model: PreTrainedModel) -> list[str]:
-    """Names of saved tensors that are no parameters, such as the expert bias of DeepSeek-V3."""
+    """Names of saved tensors that are not parameters, such as the expert bias of DeepSeek-V3."""
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return sorted(set(cast("dict[str, Tensor]", model.state_dict())) - trained)

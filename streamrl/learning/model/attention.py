@@ -1,13 +1,14 @@
 """Attention over packed sequences, through transformers' registries: no model code is changed.
 
-A micro-batch is one row of ``T`` tokens. transformers' own packing (by ``position_ids``) builds a T x T mask, 3 to 7
-times slower on CPU. Here sequences of nearly equal length are gathered into buckets, padded inside attention only: one
-``scaled_dot_product_attention`` each. On CUDA the whole row is one flash variable-length call.
+``packing`` makes a layout for each row, and the model's layers call ``packed_attention``, in each trainer rank. A
+micro-batch is one row of ``T`` tokens. transformers' own packing (by ``position_ids``) builds a T x T mask, which is 3
+to 7 times slower on CPU. Here sequences of nearly equal length are gathered into buckets, and padded inside attention
+only: each bucket is one ``scaled_dot_product_attention``. On CUDA the full row is one flash variable-length call.
 
-A sequence may continue another one, its prefix: its tokens attend to the prefix and to themselves, and the tokens of
-the prefix go through the rest of the model once for all that continue it.
+A sequence may continue another sequence, its prefix: its tokens attend to the prefix and to themselves. Outside of
+attention the tokens of the prefix are computed once for all sequences that continue it.
 
-With context parallel a rank has the queries of its piece of the row, and the keys of the row up to there."""
+With context parallel a rank has the queries of its slice of the row, and the keys of the row up to its slice's end."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from streamrl.base.errors import StreamRLError
-from streamrl.learning.model.context import Context, SharedKeys, gather_rows
+from streamrl.learning.model.context import ContextGroup, SharedKeys, gather_rows
 from streamrl.learning.model.hugging_face import AttentionInterface, AttentionMaskInterface
 
 ATTENTION_NAME = "streamrl_packed"
@@ -31,8 +32,8 @@ BUCKET_RATIO = 1.25
 BUCKET_SLACK = 8
 """Sequences share a bucket when the longest is at most 1.25 times, or 8 tokens, longer than the shortest."""
 LONG_PREFIX = 32
-"""A prefix this long and longer than what continues it is attended once; the queries of a shorter one are repeated in
-every continuation, where plain causal attention without a mask is faster."""
+"""Length from which on the queries of a prefix are computed once, if it is longer than all its continuations. The
+queries of a shorter prefix are repeated in every continuation: plain causal attention without a mask is faster then."""
 
 FLASH_DEVICES = ("cuda",)
 """Device types with torch's variable-length flash kernel, which takes 16-bit values."""
@@ -41,7 +42,7 @@ Places = NDArray[np.int64]
 
 
 class PackedSequence(NamedTuple):
-    """Tokens ``[start, start + length)`` of a row. ``prefix``: index of the sequence that it continues, -1: none."""
+    """Tokens ``[start, start + length)`` of a row. ``prefix``: index of the sequence that they continue, -1: none."""
 
     start: int
     length: int
@@ -49,8 +50,8 @@ class PackedSequence(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """A number of sequences with equal sizes: ``queries`` tokens, the last ones of the ``keys`` tokens that they attend
-    to."""
+    """A number of ``sequences`` that are padded to equal sizes: ``queries`` tokens, which are the last ones of the
+    ``keys`` tokens that they attend to."""
 
     sequences: int
     queries: int
@@ -58,10 +59,12 @@ class Bucket(NamedTuple):
 
 
 class Spread(msgspec.Struct, frozen=True, eq=False):
-    """Copies the ``T`` tokens of a row to the ``P`` places of its buckets. All int64.
+    """Indices that copy the ``T`` tokens of a row to the ``P`` places of its buckets. All are int64.
 
-    ``tokens_P``: what is copied to each place. ``places_T``: one place of each token. ``repeats_R``, ``repeated_R``:
-    further places, and the token there, of tokens that are copied more than once. Other places are padding."""
+    ``tokens_P``: token of each place.
+    ``places_T``: first place of each token.
+    ``repeats_R``: further places of tokens that are copied more than once. All other places are padding.
+    ``repeated_R``: token at each of these further places."""
 
     tokens_P: Tensor
     places_T: Tensor
@@ -70,8 +73,10 @@ class Spread(msgspec.Struct, frozen=True, eq=False):
 
 
 class FlashBoundaries(msgspec.Struct, frozen=True, eq=False):
-    """Arguments of the variable-length kernel: int32 [sequences + 1] cumulative lengths. ``keys_K`` None: the row as it
-    is."""
+    """Arguments of the variable-length kernel.
+
+    ``queries``, ``keys``: cumulative lengths, int32 [sequences + 1].
+    ``keys_K``: indices in the row of all keys, one sequence after the other; None: the tokens of the row in order."""
 
     queries: Tensor
     keys: Tensor
@@ -80,9 +85,14 @@ class FlashBoundaries(msgspec.Struct, frozen=True, eq=False):
 
 
 class PackedLayout(msgspec.Struct, frozen=True, eq=False):
-    """Layout of the sequences of one row. An object, not a tuple: a compiled layer must not specialise on its numbers.
-    ``longest``: tokens that a token attends to at most. ``shared``: keys that come from other ranks (None: the row is
-    not cut)."""
+    """Layout of the sequences of one row. It is an object and not a tuple, as a compiled layer must not specialise on
+    its numbers.
+
+    ``queries``: places of the queries in the buckets.
+    ``keys``: places of the keys and values in the buckets.
+    ``flash``: arguments of the flash kernel; None: the buckets are computed.
+    ``longest``: number of tokens that a token attends to at most.
+    ``shared``: keys that come from other ranks; None: the rank has the full row."""
 
     buckets: tuple[Bucket, ...]
     queries: Spread
@@ -93,114 +103,129 @@ class PackedLayout(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Attended(NamedTuple):
-    """A sequence as its bucket sees it: places in the row of its queries and of its keys."""
+    """Places in the row of the queries and of the keys of one sequence of a bucket."""
 
     queries: Places
     keys: Places
 
 
 def packed_layout(
-    sequences: Sequence[PackedSequence], device: torch.device, context: Context | None = None
+    sequences: Sequence[PackedSequence], device: torch.device, context: ContextGroup | None = None
 ) -> PackedLayout:
-    """Layout of these sequences, which follow each other in the row without a gap; of this rank's piece of it, with a
-    ``context``. The row has a multiple of ``context.size`` tokens then."""
+    """Make the layout of ``sequences``, which follow each other in the row without a gap. With a ``context``, the
+    layout is for this rank's slice of the row, which has a multiple of ``context.size`` tokens."""
     places = [np.arange(sequence.start, sequence.start + sequence.length) for sequence in sequences]
     keys = [
         places[index] if sequence.prefix < 0 else np.concatenate([places[sequence.prefix], places[index]])
         for index, sequence in enumerate(sequences)
     ]
-    whole = [_Attended(*pair) for pair in zip(places, keys, strict=True)]
-    tokens = keyed = sequences[-1].start + sequences[-1].length
+    items = [_Attended(*pair) for pair in zip(places, keys, strict=True)]
+    row_tokens = sequences[-1].start + sequences[-1].length
     if context is None:
-        items = whole
+        query_tokens = row_tokens
+        key_tokens = row_tokens
         attended = _attended(sequences, places, keys)
         shared = None
     else:
-        items, used = _cut(whole, context.piece(tokens))
+        items, shared_places = _slice_items(items, context.slice_of_rank(row_tokens))
         attended = items
-        shared = SharedKeys(context, torch.from_numpy(used).to(device))
-        tokens = tokens // context.size
-        keyed = len(used)
+        shared = SharedKeys(context, torch.from_numpy(shared_places).to(device))
+        query_tokens = row_tokens // context.size
+        key_tokens = len(shared_places)
     buckets = _buckets(attended)
-    queries = _spread([item.queries for bucket in buckets for item in bucket], buckets, tokens, device, own=True)
-    shapes = tuple(Bucket(len(b), max(len(i.queries) for i in b), max(len(i.keys) for i in b)) for b in buckets)
-    repeated = shared is not None or any(bucket.queries != bucket.keys for bucket in shapes)
+    shapes = tuple(
+        Bucket(len(bucket), max(len(item.queries) for item in bucket), max(len(item.keys) for item in bucket))
+        for bucket in buckets
+    )
+    spread_queries = _spread([[item.queries for item in bucket] for bucket in buckets], query_tokens, device)
+    spread_keys = spread_queries
+    if shared is not None or any(bucket.queries != bucket.keys for bucket in shapes):
+        spread_keys = _spread([[item.keys for item in bucket] for bucket in buckets], key_tokens, device)
     return PackedLayout(
         buckets=shapes,
-        queries=queries,
-        keys=_spread([i.keys for b in buckets for i in b], buckets, keyed, device, own=False) if repeated else queries,
+        queries=spread_queries,
+        keys=spread_keys,
         flash=_flash_boundaries(items, device) if device.type in FLASH_DEVICES else None,
         longest=max(len(item) for item in keys),
         shared=shared,
     )
 
 
-def _cut(items: list[_Attended], piece: slice) -> tuple[list[_Attended], Places]:
-    """Pair the queries of a piece of the row, numbered from its start, with their keys, numbered among those that any
-    of them needs: their places in the row are returned too."""
-    found = []
+def _slice_items(items: list[_Attended], part: slice) -> tuple[list[_Attended], Places]:
+    """Pair the queries of a slice of the row with their keys. Queries are numbered from the start of the slice, keys
+    among the tokens that the slice attends to. The places in the row of these tokens are the second result."""
+    sliced = []
     for queries, keys in items:
-        first, last = np.searchsorted(queries, (piece.start, piece.stop))
+        first, last = np.searchsorted(queries, (part.start, part.stop))
         if first < last:
-            found.append(_Attended(queries[first:last] - piece.start, keys[: len(keys) - len(queries) + last]))
-    used = np.unique(np.concatenate([item.keys for item in found]))
-    return [item._replace(keys=np.searchsorted(used, item.keys)) for item in found], used
+            sliced.append(_Attended(queries[first:last] - part.start, keys[: len(keys) - len(queries) + last]))
+    key_places = np.unique(np.concatenate([item.keys for item in sliced]))
+    return [item._replace(keys=np.searchsorted(key_places, item.keys)) for item in sliced], key_places
 
 
 def _attended(sequences: Sequence[PackedSequence], places: list[Places], keys: list[Places]) -> list[_Attended]:
-    """Pair queries with their keys. Tokens of a short prefix are queries in each of its continuations, and not
-    alone."""
+    """Pair queries with their keys. Tokens of a short prefix are queries in each of its continuations, and have no item
+    of their own."""
     longest_after: dict[int, int] = {}
     for sequence in sequences:
         longest_after[sequence.prefix] = max(longest_after.get(sequence.prefix, 0), sequence.length)
 
-    def repeated(prefix: int) -> bool:
+    def is_repeated(prefix: int) -> bool:
         return len(places[prefix]) < max(LONG_PREFIX, longest_after[prefix])
 
     items = []
     for index, sequence in enumerate(sequences):
         if sequence.prefix >= 0:
-            items.append(_Attended(keys[index] if repeated(sequence.prefix) else places[index], keys[index]))
-        elif index not in longest_after or not repeated(index):
+            queries = keys[index] if is_repeated(sequence.prefix) else places[index]
+            items.append(_Attended(queries, keys[index]))
+        elif index not in longest_after or not is_repeated(index):
             items.append(_Attended(places[index], places[index]))
     return items
 
 
 def _buckets(items: list[_Attended]) -> list[list[_Attended]]:
-    """Neighbours in length; those that continue a long prefix only with others whose prefix is as long (one mask)."""
+    """Group sequences of nearly equal length. A bucket has one mask, so sequences that continue a long prefix share a
+    bucket only with sequences whose prefix is as long."""
     ordered = sorted(items, key=lambda item: (len(item.keys) - len(item.queries), len(item.queries)))
     buckets: list[list[_Attended]] = []
     for item in ordered:
         if buckets:
             first = buckets[-1][0]
-            before = len(first.keys) - len(first.queries)
+            prefix = len(first.keys) - len(first.queries)
             limit = max(BUCKET_RATIO * len(first.queries), len(first.queries) + BUCKET_SLACK)
-            if before == len(item.keys) - len(item.queries) and len(item.queries) <= limit:
+            if prefix == len(item.keys) - len(item.queries) and len(item.queries) <= limit:
                 buckets[-1].append(item)
                 continue
         buckets.append([item])
     return buckets
 
 
-def _spread(
-    sequences: list[Places], buckets: list[list[_Attended]], total: int, device: torch.device, *, own: bool
-) -> Spread:
-    """Places of these sequences, one after the other, each padded with its last token to the longest of its bucket."""
-    widths = [max(len(item.queries if own else item.keys) for item in bucket) for bucket in buckets]
-    widths = [width for bucket, width in zip(buckets, widths, strict=True) for _ in bucket]
-    tokens = np.concatenate([np.pad(s, (0, w - len(s)), mode="edge") for s, w in zip(sequences, widths, strict=True)])
+def _spread(buckets: list[list[Places]], total: int, device: torch.device) -> Spread:
+    """Spread the sequences of ``buckets``, one after the other, each padded with its last token to the longest of its
+    bucket. ``total``: number of different tokens."""
+    sequences = [sequence for bucket in buckets for sequence in bucket]
+    widths = []
+    for bucket in buckets:
+        longest = max(len(sequence) for sequence in bucket)
+        widths += [longest] * len(bucket)
+    padded = [
+        np.pad(sequence, (0, width - len(sequence)), mode="edge")
+        for sequence, width in zip(sequences, widths, strict=True)
+    ]
+    tokens = np.concatenate(padded)
     starts = np.cumsum([0, *widths[:-1]])
-    filled = np.concatenate([first + np.arange(len(s)) for s, first in zip(sequences, starts, strict=True)])
-    filling = tokens[filled]
-    first_places = np.full(total, -1)
-    where = np.arange(len(filling))
-    first_places[filling[::-1]] = where[::-1]
-    repeats = where[first_places[filling] != where]
+    # Places that are no padding, and the token at each.
+    places = np.concatenate([start + np.arange(len(s)) for s, start in zip(sequences, starts, strict=True)])
+    placed_tokens = tokens[places]
+    order = np.arange(len(placed_tokens))
+    first_order = np.full(total, -1)
+    first_order[placed_tokens[::-1]] = order[::-1]  # in reverse: the first copy of a token is written last
+    repeats = order[first_order[placed_tokens] != order]
 
     def tensor(values: Places) -> Tensor:
         return torch.from_numpy(values).to(device)
 
-    return Spread(tensor(tokens), tensor(filled[first_places]), tensor(filled[repeats]), tensor(filling[repeats]))
+    return Spread(tensor(tokens), tensor(places[first_order]), tensor(places[repeats]), tensor(placed_tokens[repeats]))
 
 
 def _flash_boundaries(items: list[_Attended], device: torch.device) -> FlashBoundaries:
@@ -217,8 +242,10 @@ def _flash_boundaries(items: list[_Attended], device: torch.device) -> FlashBoun
 
 
 class _SpreadRows(torch.autograd.Function):
-    """``rows_T.. -> rows_P..``. torch's own backward adds row by row into zeros; here it is a gather and few additions.
-    The gradient of padding is not read: it is 0, as no real query attends to it and its outputs are dropped."""
+    """Copy tokens to their places: ``rows_T.. -> rows_P..``.
+
+    torch's own backward adds row by row into zeros; here the backward is a gather and few additions. The gradient of
+    padding is not read: it is 0, as no real query attends to padding and its outputs are dropped."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, spread: Spread) -> Tensor:
@@ -236,7 +263,7 @@ class _SpreadRows(torch.autograd.Function):
 
 
 class _CollectRows(torch.autograd.Function):
-    """``rows_P.. -> rows_T..``: one place of each token; the others get a gradient of 0."""
+    """Read the first place of each token: ``rows_P.. -> rows_T..``. All other places get a gradient of 0."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, spread: Spread) -> Tensor:
@@ -270,17 +297,17 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence, for transformers: query ``[1, heads, T, D]``, out ``[1, T, heads, D]``.
 
-    ``sliding_window``: a token sees so many, itself included. Raises ``StreamRLError`` for soft caps of the scores, and
-    for a model that does not hand on ``packed``."""
+    ``sliding_window``: number of tokens that a token attends to, itself included. Raises ``StreamRLError`` for soft
+    caps of the scores, and for a model that does not hand on ``packed``."""
     if packed is None:
         raise StreamRLError("its layers do not hand keyword arguments on to their attention, which has to know the row")
     if softcap is not None:
         raise StreamRLError(f"its attention caps scores at {softcap}, which no packed kernel here does")
     window = packed.longest if sliding_window is None else min(sliding_window, packed.longest)
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if packed.shared is not None:
-        both = gather_rows(torch.cat([key.to(value.dtype), value], dim=-1), packed.shared)
-        key, value = torch.split(both, [key.shape[-1], value.shape[-1]], dim=-1)
+        keys_and_values = gather_rows(torch.cat([key.to(value.dtype), value], dim=-1), packed.shared)
+        key, value = torch.split(keys_and_values, [key.shape[-1], value.shape[-1]], dim=-1)
     if packed.flash is not None and value.dtype in (torch.bfloat16, torch.float16):
         # Under autocast rope and norms have multiplied queries and keys by float32 tables.
         query = query.to(value.dtype)
@@ -303,14 +330,14 @@ def packed_attention(
 
 
 def _bucket_attention(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scaling: float, window: int) -> Tensor:
-    """``[places, heads, D]`` in and out. The mask is causal from the bottom right: the last query sees the last
-    ``window`` keys."""
+    """Attention of one bucket: ``[places, heads, D]`` in and out. The mask is causal from the bottom right: the last
+    query attends to the last ``window`` keys."""
     q, k, v = (x.reshape(bucket.sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     mask = None
     if bucket.queries != bucket.keys or window < bucket.keys:
-        everything = torch.ones(bucket.queries, bucket.keys, dtype=torch.bool, device=query.device)
-        before = bucket.keys - bucket.queries
-        mask = everything.tril(before).triu(before - window + 1)
+        all_pairs = torch.ones(bucket.queries, bucket.keys, dtype=torch.bool, device=query.device)
+        prefix = bucket.keys - bucket.queries
+        mask = all_pairs.tril(prefix).triu(prefix - window + 1)
     grouped = q.shape[1] != k.shape[1]
     output = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -327,12 +354,12 @@ def _flash_attention(
     if flash.keys_K is not None:
         key = key.index_select(0, flash.keys_K)
         value = value.index_select(0, flash.keys_K)
-    heads_each = query.shape[1] // key.shape[1]
+    queries_per_key = query.shape[1] // key.shape[1]
     grouping: dict[str, Any] = {}
-    if heads_each > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    if queries_per_key > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         grouping = {"enable_gqa": True}
-    elif heads_each > 1:  # torch 2.11
-        key, value = (x.repeat_interleave(heads_each, dim=1) for x in (key, value))
+    elif queries_per_key > 1:  # torch 2.11
+        key, value = (tensor.repeat_interleave(queries_per_key, dim=1) for tensor in (key, value))
     output = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -350,7 +377,7 @@ def _flash_attention(
 
 
 def no_mask(*_: Any, **__: Any) -> None:
-    """The mask function that goes with ``packed_attention``: the layout says all."""
+    """Make no mask: ``packed_attention`` takes the layout instead."""
     return
 
 
@@ -362,7 +389,8 @@ def register_packed_attention() -> str:
 
 
 def register_uncompiled_attention() -> str:
-    """The same function, which ``torch.compile`` leaves alone. Not marked for all: that would import the compiler."""
+    """Make ``packed_attention`` known to transformers under a second name, with a mark that ``torch.compile`` skips it.
+    Only this name has the mark, which imports the compiler. Idempotent; returns the name."""
     name = f"{ATTENTION_NAME}_uncompiled"
     AttentionInterface.register(name, torch.compiler.disable(packed_attention))  # type: ignore[no-untyped-call]
     AttentionMaskInterface.register(name, no_mask)

@@ -1,8 +1,9 @@
-"""Context parallel: a packed row is cut over the ranks of a group into contiguous pieces of as many tokens.
+"""Context parallel: the ranks of a group split each packed row into contiguous slices of equal numbers of tokens.
 
-A rank computes the hidden states, logprobs and losses of its own piece; its attention gathers keys and values of all
-pieces, and the gradients of those are summed where they came from. Everything else of a decoder layer sees one token at
-a time. So the sum of the gradients of all ranks is that of the row, which is how FSDP2 reduces them."""
+A rank computes the hidden states, logprobs and losses of its own slice. Its attention gathers keys and values of all
+slices, and their gradients are summed on the ranks that they came from. All other parts of a decoder layer see one
+token at a time. So the sum of the gradients of all ranks is the gradient of the row, and FSDP2 reduces with that sum.
+``policy``, ``packing`` and ``attention`` call it in each trainer rank."""
 
 from __future__ import annotations
 
@@ -18,35 +19,37 @@ from torch import Tensor
 from streamrl.learning.options import TrainerOptions
 
 
-class Context(NamedTuple):
-    """The ``size`` ranks of ``group``, over which each row is cut; this one has piece ``number``."""
+class ContextGroup(NamedTuple):
+    """The ``size`` ranks of ``group``, which split each row; this rank has slice ``number``."""
 
     group: Any
     number: int
     size: int
 
-    def piece(self, tokens: int) -> slice:
-        """Places of this rank's tokens in a row of so many, a multiple of ``size``."""
-        own = tokens // self.size
-        return slice(self.number * own, (self.number + 1) * own)
+    def slice_of_rank(self, tokens: int) -> slice:
+        """Slice of this rank in a row of ``tokens`` tokens, a multiple of ``size``."""
+        tokens_per_rank = tokens // self.size
+        return slice(self.number * tokens_per_rank, (self.number + 1) * tokens_per_rank)
 
-    def joined(self, own_N: Tensor, own: Tensor, tokens: int) -> Tensor:
-        """Values of all trained tokens of a row, [tokens], of which ``own_N`` are those with the indices ``own``. No
-        gradient. Collective."""
-        whole = own_N.new_zeros(tokens).index_copy_(0, own, own_N.detach())
-        dist.all_reduce(whole, group=self.group)
-        return whole
+    def gather(self, values_N: Tensor, indices_N: Tensor, trained_tokens: int) -> Tensor:
+        """Gather the values of all trained tokens of a row, [trained_tokens]; this rank has ``values_N``, at
+        ``indices_N``. No gradient. Collective."""
+        all_values = values_N.new_zeros(trained_tokens).index_copy_(0, indices_N, values_N.detach())
+        dist.all_reduce(all_values, group=self.group)
+        return all_values
 
 
 class SharedKeys(msgspec.Struct, frozen=True, eq=False):
-    """``tokens_U``: int64, places in the row of those tokens that the tokens of this rank's piece attend to."""
+    """Keys and values that a rank gathers. ``tokens_U``: int64, places in the row of the tokens that this rank's slice
+    attends to."""
 
-    context: Context
+    context: ContextGroup
     tokens_U: Tensor
 
 
-def context_of(options: TrainerOptions) -> Context | None:
-    """The context group of this rank: ranks count first along tensors, then along the row. Collective."""
+def context_of(options: TrainerOptions) -> ContextGroup | None:
+    """Make the context group of this rank; None without context parallel. Ranks count first along tensors, then along
+    the row. Collective."""
     size = options.context_parallel_size
     tensor = options.tensor_parallel_size
     if size == 1:
@@ -55,30 +58,31 @@ def context_of(options: TrainerOptions) -> Context | None:
     group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
         ranks.tolist(), timeout=timedelta(seconds=options.collective_timeout_s)
     )
-    return Context(group, options.rank // tensor % size, size)
+    return ContextGroup(group, options.rank // tensor % size, size)
 
 
 class _GatherRows(torch.autograd.Function):
-    """``rows_T.. -> rows_U..``. A token gets the sum of the gradients that it has on the ranks that attend to it."""
+    """Gather keys and values: ``rows_T.. -> rows_U..``. A token gets the sum of its gradients on the ranks that attend
+    to it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, shared: SharedKeys) -> Tensor:
         ctx.shared = shared
-        ctx.own = len(rows)
+        ctx.rank_tokens = len(rows)
         context = shared.context
-        whole = rows.new_empty(ctx.own * context.size, *rows.shape[1:])
-        dist.all_gather(list(whole.chunk(context.size)), rows.contiguous(), group=context.group)
-        return whole.index_select(0, shared.tokens_U)
+        all_rows = rows.new_empty(ctx.rank_tokens * context.size, *rows.shape[1:])
+        dist.all_gather(list(all_rows.chunk(context.size)), rows.contiguous(), group=context.group)
+        return all_rows.index_select(0, shared.tokens_U)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
         context = ctx.shared.context
-        whole = gradient.new_zeros(ctx.own * context.size, *gradient.shape[1:])
-        whole.index_copy_(0, ctx.shared.tokens_U, gradient)
-        own = gradient.new_empty(ctx.own, *gradient.shape[1:])
-        dist.reduce_scatter(own, list(whole.chunk(context.size)), group=context.group)
-        return own, None
+        all_gradients = gradient.new_zeros(ctx.rank_tokens * context.size, *gradient.shape[1:])
+        all_gradients.index_copy_(0, ctx.shared.tokens_U, gradient)
+        rank_gradient = gradient.new_empty(ctx.rank_tokens, *gradient.shape[1:])
+        dist.reduce_scatter(rank_gradient, list(all_gradients.chunk(context.size)), group=context.group)
+        return rank_gradient, None
 
 
 gather_rows = cast("Callable[[Tensor, SharedKeys], Tensor]", _GatherRows.apply)

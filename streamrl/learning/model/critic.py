@@ -1,4 +1,6 @@
-"""PPO's critic: one linear value of each position, on the hidden states of the policy or of a model of its own."""
+"""PPO's critic: one linear value of each position, on the hidden states of the policy or of a separate model.
+
+``loading`` makes it in each trainer rank; ``updates`` trains it."""
 
 from __future__ import annotations
 
@@ -10,18 +12,20 @@ from streamrl.learning.model.policy import MicroBatch, PackedPolicy
 from streamrl.learning.options import TrainerOptions
 
 VALUE_STEP = 0.04
-"""About how far the default rate of the head moves a value in a step: 0.04 / 4,096 is 1e-5, the rate of verl's
+"""Approximate change of a value in one step of the head's default rate: 0.04 / 4,096 is 1e-5, the rate of verl's
 critic."""
 TRUNK_RATE = 1e-5
-"""Default rate of a value model of its own below its head: that of verl's critic."""
+"""Default rate of a separate value model below its head: the rate of verl's critic."""
 
 
 class Critic:
-    """A linear head ``[N, D] -> [N]``, starting at 0, and ``trunk``, the model below it (None: the policy's, which the
-    value loss trains with). Every rank holds all of both; gradients are summed over the ranks at the close.
+    """A linear head ``[N, D] -> [N]``, which starts at 0, and the model below it. Every rank holds all parameters of
+    both, and gradients are summed over the ranks at the close.
 
     It is trained and saved with the policy and never published. A step of AdamW moves a value by about its rate times
-    ``D``, so that rates for the layers of a policy would leave the head at 0: it has one of its own, not warmed up."""
+    ``D``, and the rates of a policy's layers would leave the head at 0: the head has a separate rate, without warm-up.
+
+    ``trunk``: separate model below the head; None: the policy, which the value loss then trains, too."""
 
     def __init__(
         self, options: TrainerOptions, hidden: int, device: torch.device, trunk: PackedPolicy | None = None
@@ -35,7 +39,7 @@ class Critic:
         rate = options.objective.value_learning_rate
         groups = [{"params": list(self._parameters.values()), "lr": rate or VALUE_STEP / hidden}]
         if trunk is not None:
-            trunk.requires_grad_(False)  # its output head has no part in a value
+            trunk.requires_grad_(False)  # a value does not depend on its output head
             inner = trunk.hugging_face.base_model.requires_grad_(True)
             self._parameters |= {f"trunk.{name}": parameter for name, parameter in inner.named_parameters()}
             groups.append({"params": list(inner.parameters()), "lr": rate or TRUNK_RATE})
@@ -47,25 +51,28 @@ class Critic:
             self._optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
 
     def __call__(self, row: MicroBatch, hidden_ND: Tensor | None) -> Tensor:
-        """Values before each predicted token, float32 [N]. ``hidden_ND``: of the policy; None with a ``trunk``."""
-        hidden_ND = hidden_ND if self.trunk is None else self.trunk(row)
+        """Values before each predicted token, float32 [N]. ``hidden_ND``: hidden states of the policy; None with a
+        ``trunk``."""
+        if self.trunk is not None:
+            hidden_ND = self.trunk(row)
         assert hidden_ND is not None
-        # Outside autocast, which would compute, and return, bfloat16.
+        # Without autocast, which would compute and return bfloat16.
         with torch.autocast(hidden_ND.device.type, enabled=False):
             values_N: Tensor = self._linear(hidden_ND.float())[:, 0]
         return values_N
 
     def reduce(self) -> float:
-        """Sum gradients over the ranks; returns their norm."""
+        """Sum gradients over the ranks, and return their norm. Collective."""
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        for gradient in gradients if dist.get_world_size() > 1 else ():
-            dist.all_reduce(gradient)
-            gradient.div_(self._copies)  # ranks with the same rows have the same gradient
+        if dist.get_world_size() > 1:
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+                gradient.div_(self._copies)  # ranks with the same rows have the same gradient
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def step(self, scale: float, times: int = 1) -> None:
-        """Move so many times by the gradient times ``scale``, and clear it."""
+        """Take ``times`` optimizer steps with the gradient times ``scale``, and clear it."""
         for parameter in self._parameters.values():
             assert parameter.grad is not None
             parameter.grad.mul_(scale)
@@ -78,9 +85,9 @@ class Critic:
         self._optimizer.zero_grad(set_to_none=False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a checkpoint keeps, as views: loading writes into them."""
-        found: dict[str, Tensor] = {}
+        """All tensors that a checkpoint saves, as views: loading writes into them."""
+        tensors: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            found[f"critic.{name}"] = parameter.data
-            found |= {f"critic.{name}.{key}": value for key, value in self._optimizer.state[parameter].items()}
-        return found
+            tensors[f"critic.{name}"] = parameter.data
+            tensors |= {f"critic.{name}.{key}": value for key, value in self._optimizer.state[parameter].items()}
+        return tensors

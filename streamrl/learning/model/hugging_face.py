@@ -1,9 +1,10 @@
-"""Imports from transformers and accelerate without the compiler: 25 MiB of a rank and a second of its start.
+"""Imports from transformers and accelerate without the compiler: a rank saves 25 MiB and a second of its start.
 
-transformers and the initialisation of a model on the meta device import ``torch._dynamo`` only to mark functions for
-``torch.compile``. While ``without_compiler`` lasts, a stand-in takes those marks and drops them; whatever else is asked
-of it imports the real one. A policy that is compiled loses nothing: what transformers marks are fp8 kernels, the cache
-of its own serving loop and mask building, none of which packed rows go through."""
+Every other module of ``learning`` imports transformers' names from here. transformers and the initialisation of a model
+on the meta device import ``torch._dynamo`` only to mark functions for ``torch.compile``. Inside ``without_compiler`` a
+stand-in takes these marks and drops them; any other attribute of it imports the real module. A policy that is compiled
+loses nothing: transformers marks fp8 kernels, the cache of its own serving loop and mask building, and packed rows use
+none of them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _GET_ITEM = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
 class _LateTransform:
-    """``TransformGetItemToIndex``, imported when it is entered."""
+    """Context manager that imports and enters the real ``TransformGetItemToIndex`` when it is entered."""
 
     def __enter__(self) -> None:
         self._real = importlib.import_module(_GET_ITEM).TransformGetItemToIndex()
@@ -35,11 +36,13 @@ class _LateTransform:
 
 def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
     """Accept ``@mark`` and ``@mark(...)``, and mark nothing."""
-    return function if function is not None else lambda marked: marked
+    if function is None:
+        return lambda decorated: decorated
+    return function
 
 
 class _StandIn(ModuleType):
-    """``torch._dynamo`` as far as decorators go."""
+    """Stand-in for ``torch._dynamo`` that has its decorators only; any other attribute imports the real module."""
 
     def __init__(self) -> None:
         super().__init__(_DYNAMO)
@@ -59,7 +62,8 @@ def _remove() -> None:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Imports of ``torch._dynamo`` inside find the stand-in, unless the real one is there already. Not thread-safe."""
+    """Let imports of ``torch._dynamo`` inside the context get the stand-in, unless the real module is imported already.
+    Not thread-safe."""
     if _DYNAMO in sys.modules:
         yield
         return

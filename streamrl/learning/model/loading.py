@@ -1,9 +1,11 @@
-"""The models of one rank (policy, reference, critic) from a Hugging Face directory, whatever its architecture.
+"""Load the models of one rank (policy, reference, critic) from a Hugging Face directory of any architecture.
+
+``updates`` calls ``load_models`` in each trainer rank; ``prepare.probe`` calls ``published_shapes`` before a run.
 
 Decoder layers may trade time for memory (activation checkpointing) or start-up time for speed (``torch.compile``). Both
 change layers in place, keep parameter names, and are called once, before ``shard`` and before the first forward; with
-both, checkpointing comes last. Gradients stay those of the plain layers: bit for bit with checkpointing, to rounding
-with compiled layers."""
+both, checkpointing comes last. Gradients are the same as with the plain layers: bit for bit with checkpointing, to
+rounding with compiled layers."""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from streamrl.learning.model.hugging_face import (
     without_compiler,
 )
 from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards
-from streamrl.learning.model.parallel import WHOLE, Split, refuse_without_plan, split_of, split_tensors
+from streamrl.learning.model.parallel import UNSPLIT, Split, refuse_without_plan, split_of, split_tensors
 from streamrl.learning.model.policy import (
     PackedPolicy,
     computes_in_sixteen_bits,
@@ -58,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 def empty_policy(model_path: str) -> PackedPolicy:
-    """The model of ``load_policy`` with parameters on the meta device, which ``load_policy`` fills."""
+    """Make the model of ``load_policy`` with parameters on the meta device, which ``load_policy`` fills."""
     directory = Path(model_path)
     with _training_errors(model_path):
         refuse_untrainable(directory)
@@ -70,10 +72,11 @@ def empty_policy(model_path: str) -> PackedPolicy:
                 config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             )
         model.tie_weights()
-    if (made := type(model).__name__) not in (config.architectures or [made]):
+    class_name = type(model).__name__
+    if config.architectures and class_name not in config.architectures:
         raise StreamRLError(
             f"the config.json of {model_path!r} names {', '.join(config.architectures)}, which vLLM follows, and "
-            f"model_type {config.model_type!r}, which transformers makes a {made} of: correct one of the two"
+            f"model_type {config.model_type!r}, which transformers makes a {class_name} of: correct one of the two"
         )
     with _training_errors(model_path):
         return PackedPolicy(model.eval())
@@ -82,37 +85,37 @@ def empty_policy(model_path: str) -> PackedPolicy:
 def load_policy(
     model_path: str,
     device: torch.device,
-    split: Split = WHOLE,
+    split: Split = UNSPLIT,
     gathered: Gathered = Gathered.BATCH,
     *,
     sixteen_bit: bool = False,
 ) -> PackedPolicy:
-    """The model of a Hugging Face directory in float32, without dropout, checked on a few packed tokens. With
+    """Load the model of a Hugging Face directory in float32, without dropout, and check it on a few packed tokens. With
     a ``split``, each rank reads and holds only its part of every tensor, and the call is collective.
 
-    Packing is checked in float32 before the bfloat16 model (``sixteen_bit``, of several ranks only) is made.
-    Raises ``StreamRLError`` for a directory that is not a whole model or holds code or pickles, for quantised weights,
-    and for a model that packed rows or published weights would get wrong. Auxiliary losses of routers (mixtures of
-    experts) are not trained."""
-    policy = _placed(model_path, device, split)
+    Packing is checked in float32 before the bfloat16 model (``sixteen_bit``, with several ranks only) is made.
+    Raises ``StreamRLError`` for a directory that is not a complete model or holds code or pickles, for quantised
+    weights, and for a model whose packed rows or published weights would be wrong. Auxiliary losses of routers
+    (mixtures of experts) are not trained."""
+    policy = _empty_on_device(model_path, device, split)
     if split.data is not None:
         shard(policy, split.data, gathered, sixteen_bit=False)
     with _training_errors(model_path):
         with _load_errors(model_path):
             parameters = _read_parameters(policy, _check_names(policy, Path(model_path)), device)
-        _take(policy, parameters)
+        _assign(policy, parameters)
         check_packing(policy)
     set_sharded(policy, True)
     if split.data is None or not sixteen_bit:
         return policy
-    narrow = _placed(model_path, device, split)
-    shard(narrow, split.data, gathered, sixteen_bit=True)
-    _take(narrow, policy.trained_parameters())
-    return narrow
+    sixteen_bit_policy = _empty_on_device(model_path, device, split)
+    shard(sixteen_bit_policy, split.data, gathered, sixteen_bit=True)
+    _assign(sixteen_bit_policy, policy.trained_parameters())
+    return sixteen_bit_policy
 
 
-def _placed(model_path: str, device: torch.device, split: Split = WHOLE) -> PackedPolicy:
-    """The empty model with its buffers on the device, its layers split."""
+def _empty_on_device(model_path: str, device: torch.device, split: Split = UNSPLIT) -> PackedPolicy:
+    """The empty model with its buffers on the device and its layers split."""
     policy = empty_policy(model_path)
     split_tensors(policy, split)
     policy.hugging_face.set_attn_implementation(register_packed_attention())
@@ -122,8 +125,8 @@ def _placed(model_path: str, device: torch.device, split: Split = WHOLE) -> Pack
     return policy
 
 
-def _take(policy: PackedPolicy, parameters: Mapping[str, Tensor]) -> None:
-    """Assign ``parameters`` to the policy; a tied one is listed once."""
+def _assign(policy: PackedPolicy, parameters: Mapping[str, Tensor]) -> None:
+    """Assign ``parameters`` to the policy; they name a tied parameter once."""
     policy.hugging_face.load_state_dict(parameters, strict=False, assign=True)
     if isinstance(policy, FSDPModule):
         gather_once(policy)
@@ -133,27 +136,28 @@ def _take(policy: PackedPolicy, parameters: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: torch.device) -> dict[str, Tensor]:
-    """Parameters, or this rank's part of them, with what the files hold, float32, by name; tied ones once."""
+    """Read the parameters, or this rank's part of them, from files: float32 tensors by name, tied parameters once."""
     parameters = policy.trained_parameters()
-    opened: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in set(files.values())}
-    read: dict[str, Tensor] = {}
+    open_files: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in set(files.values())}
+    tensors: dict[str, Tensor] = {}
     starts: dict[str, int] = {}
     for part in local_shards(parameters):
-        like = cast("Any", parameters[part.name])
-        local = torch.empty(part.local_shape, dtype=torch.float32, device=device)
-        sharded = isinstance(like, DTensor)
-        read[part.name] = cast("Any", DTensor)(local, like._spec, requires_grad=False) if sharded else local
+        parameter = cast("Any", parameters[part.name])
+        tensor = torch.empty(part.local_shape, dtype=torch.float32, device=device)
+        if isinstance(parameter, DTensor):
+            tensor = cast("Any", DTensor)(tensor, parameter._spec, requires_grad=False)
+        tensors[part.name] = tensor
         starts[part.name] = part.start
     for piece, part in zip(policy.pieces, published_shards(local_shards(parameters), policy.pieces), strict=True):
-        stored = opened[files[piece.name]].get_slice(piece.name)
+        stored = open_files[files[piece.name]].get_slice(piece.name)
         first = part.start - starts[piece.parameter]
-        flat = local_part(read[piece.parameter]).view(-1)
+        flat = local_part(tensors[piece.parameter]).view(-1)
         flat[first : first + part.stop - part.start] = _stored_part(stored, part)
-    return read
+    return tensors
 
 
 def _stored_part(stored: Any, part: LocalShard) -> Tensor:
-    """Elements of a stored tensor, flat: only their rows are read, and where the tensor is a matrix their columns."""
+    """Elements of a stored tensor, flat. Only the rows that have them are read, and of a matrix only the columns."""
     width = torch.Size(part.shape[1:]).numel()
     count = part.stop - part.start
     if part.run:
@@ -164,7 +168,9 @@ def _stored_part(stored: Any, part: LocalShard) -> Tensor:
         else:
             columns = stored[...].reshape(-1, part.stride)[row : row + lines, column : column + part.run]
         return columns.flatten()
-    rows = stored[part.offset // width : -(-(part.offset + count) // width)] if part.shape else stored[...]
+    first_row = part.offset // width
+    end_row = -(-(part.offset + count) // width)
+    rows = stored[first_row:end_row] if part.shape else stored[...]
     flat: Tensor = rows.flatten()[part.offset % max(1, width) :][:count]
     return flat
 
@@ -175,7 +181,7 @@ def _load_errors(model_path: str) -> Iterator[None]:
         yield
     except StreamRLError:
         raise
-    except Exception as error:  # transformers makes the model: a KeyError, an AssertionError, anything
+    except Exception as error:  # transformers raises errors of any class while it makes a model
         raise StreamRLError(f"cannot load the model of {model_path!r}: {error}") from error
 
 
@@ -190,9 +196,10 @@ def _training_errors(model_path: str) -> Iterator[None]:
 def published_shapes(
     model_path: str, targets: Sequence[str] = (), split: tuple[int, int] = (1, 1)
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that engines would be given of the model in a directory, by name, without its weights.
+    """Shapes, by name, of the tensors that a run publishes for the model of a directory. Weights are not read.
+
     ``split``: numbers of tensor and of expert parallel ranks, for which transformers must have a plan.
-    Raises ``StreamRLError`` as ``load_policy`` does, except errors only a forward can show."""
+    Raises ``StreamRLError`` as ``load_policy`` does, except for errors that only a forward shows."""
     policy = empty_policy(model_path)
     with _training_errors(model_path):
         _check_names(policy, Path(model_path))
@@ -203,8 +210,8 @@ def published_shapes(
 
 
 def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
-    """Engines load the same directory: what is published must have the names of its files, and nothing may be lost.
-    Returns the file of each tensor."""
+    """Check that the directory has exactly the tensors that will be published, with the same names and shapes: engines
+    load the same directory. Returns the file of each tensor."""
     stored = stored_tensors(directory)
     model = policy.hugging_face
     unknown = sorted(piece.name for piece in policy.pieces if piece.name not in stored)
@@ -231,11 +238,12 @@ def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
 def load_models(
     options: TrainerOptions, device: torch.device
 ) -> tuple[PackedPolicy, PackedPolicy | None, Critic | None, bool]:
-    """Policy, reference and critic, as ``options`` ask for, and whether parameters are gathered layer by layer, so that
-    every forward is a collective. Collective with several ranks. Raises ``StreamRLError``."""
+    """Load policy, reference and critic, as ``options`` require. The last result is whether parameters are gathered
+    layer by layer, so that every forward is a collective. Collective with several ranks. Raises ``StreamRLError``."""
     split = split_of(options, device)
     gathered = Gathered.BATCH if options.ranks == 1 else Gathered.LAYER
-    if options.ranks > 1 and options.ranks_per_group == 1:  # else every forward is a collective
+    # Ranks that share rows compute every forward together, so they can gather layer by layer.
+    if options.ranks > 1 and options.ranks_per_group == 1:
         gathered = _choose_gathered(options, device)
     load = partial(_load, options, device, gathered, split)
     policy = load()
@@ -243,16 +251,18 @@ def load_models(
     critic = None
     policy.context = context_of(options)
     trunk = load_policy(options.model_path, device) if options.objective.has_value_model else None
-    for trained in (policy, trunk) if trunk is not None else (policy,):
+    trained_models = [policy]
+    if trunk is not None:
+        trained_models.append(trunk)
+    for model in trained_models:
         if options.compile:
-            compile_policy(trained)
+            compile_policy(model)
         if options.activation_checkpointing:
-            checkpoint_activations(trained)
+            checkpoint_activations(model)
     by_layer = gathered is Gathered.LAYER
     if options.objective.has_reference:
-        # Ranks that score different numbers of rows need all of it.
-        whole = load() if by_layer else load_policy(options.model_path, device)
-        reference = _freeze(whole)
+        # Unless every forward is a collective, ranks score different numbers of rows, and each needs the full model.
+        reference = _freeze(load() if by_layer else load_policy(options.model_path, device))
     if options.objective.has_critic:
         critic = Critic(options, policy.hugging_face.config.get_text_config().hidden_size, device, trunk)
     return policy, reference, critic, by_layer
@@ -265,7 +275,7 @@ def _load(options: TrainerOptions, device: torch.device, gathered: Gathered, spl
 
 @torch.no_grad()
 def _freeze(policy: PackedPolicy) -> PackedPolicy:
-    """Freeze a policy at the published bits of version 0: what the policy that is trained is held close to."""
+    """Freeze a policy at the published bits of version 0, which the KL term compares the trained policy with."""
     for parameter in policy.requires_grad_(False).parameters():
         part = local_part(parameter)
         part.copy_(part.to(torch.bfloat16))
@@ -279,31 +289,31 @@ def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
     tokens = options.row_tokens(device.type, facts.parameters, options.max_tokens)
     logits = min(tokens * facts.vocabulary, logits_at_once(device))
     activations = activation_bytes(facts, options, tokens, logits, sixteen_bit=sizes.sixteen_bit)
-    room = round(process_group.all_reduce([_free_bytes(device, options.ranks)], device, dist.ReduceOp.MIN)[0])
-    chosen, reason = choose_gathered(options.gathered, sizes, room, activations)
+    free_bytes = process_group.all_reduce([_free_bytes(device, options.ranks)], device, dist.ReduceOp.MIN)[0]
+    gathered, reason = choose_gathered(options.gathered, sizes, round(free_bytes), activations)
     if options.rank == 0:
         log.info("%s", reason)
-    return chosen
+    return gathered
 
 
 def _free_bytes(device: torch.device, ranks: int) -> float:
-    """Memory that this rank may take now: of its device, or its share of what the host has."""
+    """Free memory that this rank may take: memory of its GPU, or its share of the host's memory."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return float(psutil.virtual_memory().available) / ranks
 
 
 def checkpoint_activations(policy: PackedPolicy) -> None:
-    """Keep only the input of each decoder layer in forward, and run the layer again in backward. transformers' own
-    switch is not used: it acts in training mode only, and the policy is in evaluation mode."""
+    """Store only the input of each decoder layer in forward, and run the layer again in backward. transformers' own
+    option is not used: it works in training mode only, and the policy is in evaluation mode."""
     for layer in decoder_layers(policy.hugging_face):
-        # The policy has no dropout: the generator need not be put back for the second run.
+        # The policy has no dropout, so the second run does not need the state of the random generator.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_policy(policy: PackedPolicy) -> None:
-    """Compile the decoder layers for any row length; attention stays as it is, between two compiled halves. Layers of
-    equal shapes share the code: it is compiled once, at the first row, not once for each layer or row."""
+    """Compile the decoder layers for any row length. Attention is not compiled: it runs between two compiled halves of
+    a layer. Layers of equal shapes share the code, which is compiled once, at the first row."""
     policy.hugging_face.set_attn_implementation(register_uncompiled_attention())
     for layer in decoder_layers(policy.hugging_face):
         layer.forward = torch.compile(layer.forward, dynamic=True)

@@ -1,5 +1,7 @@
-"""The part of each tensor that lies on one rank, read from its placements: a part of each side of a parameter, and of a
-checkpoint's tensor a range of elements or of columns."""
+"""The part of each tensor that one rank holds, computed from the tensor's placements.
+
+A rank holds a part of each side of a parameter, and a range of elements or of columns of a checkpoint's tensor.
+``loading`` and ``state`` call it in each trainer rank, to load, to save and to publish weights."""
 
 from __future__ import annotations
 
@@ -19,11 +21,17 @@ from streamrl.learning.model.architecture import CheckpointPiece
 
 
 class LocalShard(NamedTuple):
-    """Part of one tensor that this rank has: ``[start, stop)`` of the flat vectors, ``offset`` in the full tensor.
+    """Part of one tensor that this rank holds.
 
-    ``run`` 0: its elements lie in a row there. Else they are columns of a matrix: ``run`` elements in a row, the next
-    ones ``stride`` further on. ``owned``: of the ranks with the same part this one counts and publishes it. ``held``:
-    of a parameter, the indices on each of its sides, int64."""
+    ``shape``: shape of the full tensor.
+    ``local_shape``: shape of the part.
+    ``offset``: index of the part's first element in the full tensor.
+    ``start``, ``stop``: range of the part in the rank's flat vectors.
+    ``run``: number of elements of the part that follow each other in the full tensor, where the part is columns of a
+    matrix; 0: all of them.
+    ``stride``: distance of the runs in the full tensor.
+    ``owned``: whether this rank counts and publishes the part, of the ranks that hold the same part.
+    ``indices``: int64 indices on each side of a parameter that the rank holds."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +42,7 @@ class LocalShard(NamedTuple):
     run: int = 0
     stride: int = 0
     owned: bool = True
-    held: tuple[np.ndarray, ...] = ()
+    indices: tuple[np.ndarray, ...] = ()
 
     @property
     def place(self) -> slice:
@@ -48,71 +56,84 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_shards(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
-    """Lay this rank's part of each tensor in a flat vector, one after the other. Raises ``StreamRLError`` for a
-    placement that is not understood."""
+    """Lay this rank's parts of all tensors in a flat vector, one after the other. Raises ``StreamRLError`` for an
+    unknown placement."""
     shards = []
     start = 0
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        held = tuple(_held(name, tensor, side) for side in range(len(shape)))
-        local_shape = tuple(len(indices) for indices in held)
-        if tuple(local_part(tensor).shape) != local_shape:
-            found = tuple(local_part(tensor).shape)
-            raise StreamRLError(f"{name}: {_placed(tensor)} is {found} on this rank; understood was {local_shape}")
+        indices = tuple(_indices_on_side(name, tensor, side) for side in range(len(shape)))
+        local_shape = tuple(len(side_indices) for side_indices in indices)
+        actual_shape = tuple(local_part(tensor).shape)
+        if actual_shape != local_shape:
+            raise StreamRLError(
+                f"{name}: {_describe(tensor)} is {actual_shape} on this rank; understood was {local_shape}"
+            )
         count = math.prod(local_shape)
-        firsts = [int(indices[0]) for indices in held] if count else []
-        offset = sum(first * math.prod(shape[side + 1 :]) for side, first in enumerate(firsts))
-        shards.append(
-            LocalShard(name, shape, local_shape, offset, start, start + count, owned=_is_owned(tensor), held=held)
-        )
-        start += count
+        offset = 0
+        if count:
+            offset = sum(int(rows[0]) * math.prod(shape[side + 1 :]) for side, rows in enumerate(indices))
+        stop = start + count
+        owned = _is_owned(tensor)
+        shards.append(LocalShard(name, shape, local_shape, offset, start, stop, owned=owned, indices=indices))
+        start = stop
     return shards
 
 
 def published_shards(shards: Sequence[LocalShard], pieces: Sequence[CheckpointPiece]) -> list[LocalShard]:
-    """Return this rank's part of each tensor of the checkpoint, given its part of each parameter: a range of elements,
-    or columns. Raises ``StreamRLError`` for a part that is neither."""
+    """Return this rank's part of each tensor of the checkpoint: a range of elements, or columns. ``shards``: parts
+    of the parameters. Raises ``StreamRLError`` for a part that is neither a range nor columns."""
     by_name = {shard.name: shard for shard in shards}
     rows = {shard.name: _rows(shard) for shard in shards}
     return [_published(piece, by_name[piece.parameter], rows[piece.parameter]) for piece in pieces]
 
 
 def _published(piece: CheckpointPiece, shard: LocalShard, rows: np.ndarray) -> LocalShard:
-    """Part of a piece. ``rows``: those of the parameter's matrix that this rank has, in order."""
-    width, columns = (shard.shape[-1], shard.held[-1]) if len(shard.shape) > 1 else (1, np.zeros(1, dtype=np.int64))
+    """Part of a piece. ``rows``: rows of the parameter's matrix that this rank holds, in order."""
+    width = 1
+    columns = np.zeros(1, dtype=np.int64)
+    if len(shard.shape) > 1:
+        width = shard.shape[-1]
+        columns = shard.indices[-1]
     count = math.prod(piece.shape)
-    wide = len(columns)
-    whole = wide == width
-    if not wide or not count:
+    local_width = len(columns)
+    has_all_columns = local_width == width
+    if not local_width or not count:
         return LocalShard(piece.name, piece.shape, (0,), 0, shard.start, shard.start, owned=shard.owned)
-    first, last = (int(np.searchsorted(rows, line)) for line in (piece.start // width, (piece.start + count) // width))
-    mine = rows[first:last]
-    aligned = not (piece.start % width or count % width) and (len(piece.shape) < 2 or whole or piece.shape[-1] == width)
-    if not aligned or any((np.diff(part) != 1).any() for part in (mine, columns)):
+    first = int(np.searchsorted(rows, piece.start // width))
+    last = int(np.searchsorted(rows, (piece.start + count) // width))
+    local_rows = rows[first:last]
+    is_whole_rows = piece.start % width == 0 and count % width == 0
+    aligned = is_whole_rows and (len(piece.shape) < 2 or has_all_columns or piece.shape[-1] == width)
+    if not aligned or any((np.diff(indices) != 1).any() for indices in (local_rows, columns)):
         raise StreamRLError(
             f"{piece.name}: this rank has neither consecutive rows nor consecutive columns of it: such a split of "
             f"{shard.name} cannot be published; set training.advanced.tensor_parallel_size = 1, or "
             "expert_parallel_size to it"
         )
-    start = shard.start + first * wide
-    offset = int(mine[0]) * width - piece.start + int(columns[0]) if len(mine) else 0
-    run, stride = (0, 0) if whole else (wide, width)
-    stop = start + len(mine) * wide
+    start = shard.start + first * local_width
+    stop = start + len(local_rows) * local_width
+    offset = 0
+    if len(local_rows):
+        offset = int(local_rows[0]) * width - piece.start + int(columns[0])
+    run = 0 if has_all_columns else local_width
+    stride = 0 if has_all_columns else width
     return LocalShard(piece.name, piece.shape, (stop - start,), offset, start, stop, run, stride, shard.owned)
 
 
 def _rows(shard: LocalShard) -> np.ndarray:
-    """The rows that a rank has of a parameter, seen as a matrix of its last side, or as one column."""
-    sides = shard.held[:-1] if len(shard.held) > 1 else shard.held
+    """Rows that a rank holds of a parameter, which is read as a matrix whose rows are its last side, or as one
+    column."""
+    sides = shard.indices[:-1] if len(shard.indices) > 1 else shard.indices
     rows = np.zeros(1, dtype=np.int64)
     for indices, size in zip(sides, shard.shape, strict=False):
         rows = (rows[:, None] * size + indices[None, :]).reshape(-1)
     return rows
 
 
-def _held(name: str, tensor: Tensor, side: int) -> np.ndarray:
-    """Indices on one side that this rank has. Placements are taken as torch applies them: from the first dimension of
-    the mesh to the last, each to what the ones before left."""
+def _indices_on_side(name: str, tensor: Tensor, side: int) -> np.ndarray:
+    """Indices on one side that this rank holds. Placements are applied as torch does: from the first dimension of the
+    mesh to the last, each to the result of the one before."""
     indices = torch.arange(tensor.shape[side])
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
@@ -122,7 +143,7 @@ def _held(name: str, tensor: Tensor, side: int) -> np.ndarray:
             if isinstance(placement, Replicate):
                 continue
             if not isinstance(placement, Shard | _StridedShard):
-                raise StreamRLError(f"{name}: {_placed(tensor)} is a placement that cannot be published")
+                raise StreamRLError(f"{name}: {_describe(tensor)} is a placement that cannot be published")
             if placement.dim % tensor.ndim == side:
                 factor = getattr(placement, "split_factor", None)
                 along = Shard(0) if factor is None else _StridedShard(0, split_factor=factor)
@@ -132,18 +153,23 @@ def _held(name: str, tensor: Tensor, side: int) -> np.ndarray:
 
 
 def _is_owned(tensor: Tensor) -> bool:
-    """Return whether this is the first of the ranks with the same part of a tensor. The dimensions that its own mesh
-    lacks of the whole mesh hold copies of it, the first of them where rank 0 is."""
+    """Return whether this is the first of the ranks that hold the same part of a tensor. Where the mesh of the tensor
+    has fewer dimensions than the mesh of the run, the other dimensions hold copies, and the first copy is on the ranks
+    with rank 0."""
     if not isinstance(tensor, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     copies = [
-        at for at, placement in zip(coordinate, tensor.placements, strict=True) if isinstance(placement, Replicate)
+        number
+        for number, placement in zip(coordinate, tensor.placements, strict=True)
+        if isinstance(placement, Replicate)
     ]
     return not any(copies) and int(tensor.device_mesh.mesh.min()) == 0
 
 
-def _placed(tensor: Tensor) -> str:
-    placements = tensor.placements if isinstance(tensor, DTensor) else ()
-    return f"{tuple(tensor.shape)} placed as {', '.join(map(repr, placements)) or 'a whole'}"
+def _describe(tensor: Tensor) -> str:
+    placements = "a whole"
+    if isinstance(tensor, DTensor):
+        placements = ", ".join(map(repr, tensor.placements))
+    return f"{tuple(tensor.shape)} placed as {placements}"

@@ -1,4 +1,6 @@
-"""The model as the trainer sees it: packed tokens in, hidden states of the predicting positions out."""
+"""The model as the trainer uses it: it takes packed tokens and returns hidden states of the predicting positions.
+
+``loading`` makes it in each trainer rank; ``updates``, ``gradients`` and ``scoring`` run it."""
 
 from __future__ import annotations
 
@@ -18,35 +20,42 @@ from streamrl.learning.model.architecture import (
     longest_exact_sequence,
 )
 from streamrl.learning.model.attention import PackedLayout, PackedSequence, packed_layout
-from streamrl.learning.model.context import Context
+from streamrl.learning.model.context import ContextGroup
 from streamrl.learning.model.routers import RoutedRow, routers_of
 from streamrl.learning.objective.objectives import TokenInputs
 from streamrl.learning.options import TrainerOptions
 from streamrl.recipe.sections import ComputeDtype, Gathered
 
 LOGITS_IN_A_CHUNK = 1 << 24
-"""Logits that exist at once (64 MiB of float32): the head runs over so many trained positions at a time. On CUDA as
-many as a 64th of the card holds: each chunk reads the head again, and adds to its gradient."""
+"""Largest number of logits that exist at once (64 MiB of float32): the head runs over chunks of trained positions."""
 CARD_SHARE = 64
+"""Share of a GPU's memory, 1/64, that logits may take where it is more. Larger chunks are faster: each chunk reads the
+head again, and adds to its gradient."""
 
 
-class CutRow(NamedTuple):
-    """The row that a rank has a piece of. ``inputs``: of all its trained tokens; ``own_N``: int64, which of them are
-    predicted in the piece."""
+class FullRow(NamedTuple):
+    """The full row of which a rank has a slice, with context parallel.
 
-    context: Context
+    ``inputs``: inputs of the loss for all trained tokens of the row.
+    ``indices_N``: int64, indices among them of the trained tokens that the slice predicts."""
+
+    context: ContextGroup
     inputs: TokenInputs
-    own_N: Tensor
+    indices_N: Tensor
 
 
 class MicroBatch(NamedTuple):
-    """One row of ``T`` tokens with ``N`` trained ones among them, or a rank's piece of one (``cut``).
+    """One row of ``T`` tokens with ``N`` trained tokens, or a rank's slice of it. Indices are int64.
 
-    ``tokens_T``, ``positions_T``: int64. ``predictors_N``: index in the row of the token whose output predicts
-    the target ``targets_N`` (the one before it; siblings that share a prompt share it). ``places_N``: int64, number of
-    the target in its turn. ``sample_ids`` and ``counts``: names of the row's sequences, in their order, and how many of
-    the targets of the whole row are theirs. ``temperature_N``: float32, 0 for that of the options (None: all have
-    it). ``routed``: the experts that engines chose for its tokens (None: for none of them)."""
+    ``predictors_N``: index in the row of the token whose output predicts the target: the token before it. Siblings that
+    share a prompt share the token that predicts their first target.
+    ``targets_N``: trained tokens.
+    ``sample_ids``: names of the row's sequences, in order.
+    ``counts``: number of targets of each sequence, in the full row.
+    ``places_N``: number of each target within its turn.
+    ``temperature_N``: float32 temperature of each target, 0: the one of the options; None: all targets have that one.
+    ``routed``: experts that engines chose for the tokens; None: for no token.
+    ``full_row``: row that this is a slice of; None: the rank has the full row."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -59,57 +68,63 @@ class MicroBatch(NamedTuple):
     places_N: Tensor
     temperature_N: Tensor | None = None
     routed: RoutedRow | None = None
-    cut: CutRow | None = None
+    full_row: FullRow | None = None
 
-    def whole(self, values_N: Tensor) -> Tensor:
-        """Values of all trained tokens of the row, given those of this rank. No gradient where the row is cut, and
-        collective over its group then."""
-        if self.cut is None:
+    def gather(self, values_N: Tensor) -> Tensor:
+        """Gather the values of all trained tokens of the full row; ``values_N`` are the ones of this rank. Where the
+        rank has a slice, it is collective over the context group, and the result has no gradient."""
+        if self.full_row is None:
             return values_N
-        return self.cut.context.joined(values_N, self.cut.own_N, self.cut.inputs.behavior_N.numel())
+        trained_tokens = self.full_row.inputs.behavior_N.numel()
+        return self.full_row.context.gather(values_N, self.full_row.indices_N, trained_tokens)
 
-    def piece(self, context: Context) -> MicroBatch:
-        """This rank's piece of a row whose layout is that of the piece already. A token is trained where it is
-        predicted, which may be one piece before the one that it lies in."""
-        place = context.piece(self.tokens_T.numel())
-        own_N = ((self.predictors_N >= place.start) & (self.predictors_N < place.stop)).nonzero()[:, 0]
+    def slice_of_rank(self, context: ContextGroup) -> MicroBatch:
+        """Return this rank's slice of a row whose layout is the layout of the slice already. A token is trained on the
+        rank that predicts it, which may be the rank before the one that has the token."""
+        place = context.slice_of_rank(self.tokens_T.numel())
+        indices_N = ((self.predictors_N >= place.start) & (self.predictors_N < place.stop)).nonzero()[:, 0]
         return self._replace(
             tokens_T=self.tokens_T[place],
             positions_T=self.positions_T[place],
-            predictors_N=self.predictors_N[own_N] - place.start,
-            targets_N=self.targets_N[own_N],
-            inputs=self.inputs.part(own_N),
-            places_N=self.places_N[own_N],
-            temperature_N=None if self.temperature_N is None else self.temperature_N[own_N],
-            cut=CutRow(context, self.inputs, own_N),
+            predictors_N=self.predictors_N[indices_N] - place.start,
+            targets_N=self.targets_N[indices_N],
+            inputs=self.inputs.part(indices_N),
+            places_N=self.places_N[indices_N],
+            temperature_N=None if self.temperature_N is None else self.temperature_N[indices_N],
+            full_row=FullRow(context, self.inputs, indices_N),
         )
 
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:
-    """Two tokens, none trained: keeps a rank in step with collectives when it has nothing to train."""
-    nothing = torch.zeros(0, device=device)
-    index = torch.zeros(0, dtype=torch.int64, device=device)
+    """Make a row of two tokens, none trained: a rank that has nothing to train takes part in collectives with it."""
+    no_values = torch.zeros(0, device=device)
+    no_indices = torch.zeros(0, dtype=torch.int64, device=device)
     return MicroBatch(
         tokens_T=torch.zeros(2, dtype=torch.int64, device=device),
         positions_T=torch.arange(2, device=device),
         layout=packed_layout([PackedSequence(0, 2)], device),
-        predictors_N=index,
-        targets_N=index,
-        inputs=TokenInputs(nothing, nothing, nothing, index, index, 0),
+        predictors_N=no_indices,
+        targets_N=no_indices,
+        inputs=TokenInputs(no_values, no_values, no_values, no_indices, no_indices, 0),
         sample_ids=(),
         counts=(),
-        places_N=index,
+        places_N=no_indices,
     )
 
 
 class PackedPolicy(nn.Module):
-    """A Hugging Face causal language model on packed rows. Its forward is the unit that FSDP2 sees as its root.
+    """A Hugging Face causal language model on packed rows. It is the root unit of FSDP2.
 
-    ``pieces``: where each tensor of the checkpoint lies in the parameters; they are published under its names.
-    ``hugging_face``: the transformers model itself. ``partial_gradients``: parameters of which each rank of
-    ``tensor_group`` has the gradient of its own heads only (``parallel.split_tensors``). ``experts``: its routers
-    (None: it has none). ``context``: ranks over which rows are cut.
-    The output head is not applied here but in chunks by the caller, so that the logits of a whole row never exist."""
+    Its forward does not apply the output head: the caller does, in chunks, so that the logits of a whole row never
+    exist.
+
+    ``hugging_face``: transformers model.
+    ``pieces``: tensors of the checkpoint, each with its place in the parameters; weights are published under their
+    names.
+    ``partial_gradients``: names of parameters whose gradient on each rank of ``tensor_group`` is only the part of that
+    rank's heads (``parallel.split_tensors``).
+    ``context``: ranks that split each row; None: every rank has full rows.
+    ``experts``: routers of the model; None: it has no experts."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -124,13 +139,13 @@ class PackedPolicy(nn.Module):
         self.pieces = checkpoint_pieces(self.hugging_face)
         self.partial_gradients: frozenset[str] = frozenset()
         self.tensor_group: Any = None
-        self.context: Context | None = None
+        self.context: ContextGroup | None = None
         self._scaling = logit_scaling(self.hugging_face.config)
         self._longest = longest_exact_sequence(self.hugging_face.config)
         self.experts = routers_of(self.hugging_face)
 
     def head(self, hidden_ND: Tensor) -> Tensor:
-        """Logits ``[N, V]``: the output head, and what the model does to what comes out of it."""
+        """Logits ``[N, V]``: outputs of the head, scaled and capped as the model does."""
         return self._scaling(self.hugging_face.get_output_embeddings()(hidden_ND))
 
     def forward(self, row: MicroBatch) -> Tensor:
@@ -160,26 +175,29 @@ class PackedPolicy(nn.Module):
         return dict(self.hugging_face.named_parameters())
 
 
-def shard(policy: PackedPolicy, over: DeviceMesh, gathered: Gathered, *, sixteen_bit: bool) -> None:
-    """FSDP2: each decoder layer is a unit, the rest is the root's, which stays gathered from its forward to the end of
-    the backward, as the head runs in between. ``sixteen_bit``: all-gather in bfloat16; stored float32 values
-    are exact bfloat16.
+def shard(policy: PackedPolicy, mesh: DeviceMesh, gathered: Gathered, *, sixteen_bit: bool) -> None:
+    """Shard a policy with FSDP2: each decoder layer is a unit. All other parameters are in the root unit, which stays
+    gathered from its forward to the end of the backward, as the head runs in between.
 
-    ``gathered``: for the forward and the backward of a unit, with the gradient reduced in each backward; or until
-    ``set_sharded``, with gradients added up on each rank until ``set_gradient_sync``."""
+    ``gathered``: ``layer``: a unit is gathered for its forward and for its backward, and each backward reduces the
+    gradient. ``batch``: units are gathered until ``set_sharded``, and each rank adds up gradients until
+    ``set_gradient_sync``.
+    ``sixteen_bit``: whether parameters are gathered in bfloat16; the stored float32 values are exact in bfloat16."""
     by_layer = gathered is Gathered.LAYER
     mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
     if sixteen_bit:
         mixed = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder_layers(policy.hugging_face):
-        fully_shard(layer, mesh=over, mp_policy=mixed, reshard_after_forward=by_layer)
-    fully_shard(policy, mesh=over, mp_policy=mixed, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=by_layer)
+    fully_shard(policy, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
     cast("FSDPModule", policy).set_reshard_after_backward(by_layer)
 
 
 def gather_once(policy: PackedPolicy) -> None:
-    """Gather a loaded policy unit by unit, so that tied parameters are one again and gradients of gathered bfloat16
-    parameters add up in float32, as those of float32 parameters do under autocast. Collective."""
+    """Gather a loaded policy once, unit by unit. Collective.
+
+    It makes tied parameters one parameter again, and lets gradients of gathered bfloat16 parameters add up in float32,
+    as the gradients of float32 parameters do under autocast."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -189,10 +207,15 @@ def gather_once(policy: PackedPolicy) -> None:
 
 
 def set_sharded(policy: PackedPolicy | None, sharded: bool) -> None:
-    """Shard or gather every unit. Collective. Nothing to do without FSDP2."""
-    for module in policy.modules() if policy is not None else ():
+    """Shard or gather every unit. Collective. Does nothing without a policy or without FSDP2."""
+    if policy is None:
+        return
+    for module in policy.modules():
         if isinstance(module, FSDPModule):
-            module.reshard() if sharded else module.unshard()
+            if sharded:
+                module.reshard()
+            else:
+                module.unshard()
 
 
 def set_gradient_sync(policy: PackedPolicy, synced: bool) -> None:
@@ -202,33 +225,33 @@ def set_gradient_sync(policy: PackedPolicy, synced: bool) -> None:
 
 
 def drop_unreduced_gradients(policy: PackedPolicy) -> None:
-    """Drop the gradients of a batch that was not closed, which this rank never reduced. Parameters are gathered."""
+    """Drop the gradients of a batch that was not closed, which this rank never reduced. Parameters must be gathered."""
     if isinstance(policy, FSDPModule):
         policy.zero_grad()
 
 
 def computes_in_sixteen_bits(options: TrainerOptions, device: torch.device) -> bool:
-    """Return whether forwards run in bfloat16, as ``options.compute_dtype`` says (``auto``: on CUDA)."""
-    wanted = options.compute_dtype
-    return wanted is ComputeDtype.BFLOAT16 or (wanted is ComputeDtype.AUTO and device.type == "cuda")
+    """Return whether forwards run in bfloat16: by ``options.compute_dtype``, where ``auto`` means on CUDA."""
+    dtype = options.compute_dtype
+    return dtype is ComputeDtype.BFLOAT16 or (dtype is ComputeDtype.AUTO and device.type == "cuda")
 
 
 def compute_context(options: TrainerOptions, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Context of a forward pass: bfloat16 autocast, or nothing."""
+    """Context manager of a forward pass: bfloat16 autocast, or nothing."""
     if computes_in_sixteen_bits(options, device):
         return torch.autocast(device.type, torch.bfloat16)
     return contextlib.nullcontext()
 
 
 def chunks(policy: PackedPolicy, tokens: int) -> list[slice]:
-    """Ranges of predicting positions whose logits may exist at once; one at least."""
+    """Ranges of trained tokens whose logits may exist at once; one range at least."""
     vocabulary = policy.hugging_face.config.get_text_config().vocab_size
     size = max(1, logits_at_once(policy.hugging_face.device) // vocabulary)
     return [slice(start, start + size) for start in range(0, max(1, tokens), size)]
 
 
 def logits_at_once(device: torch.device) -> int:
-    """Float32 logits that the head makes at a time on this device."""
+    """Number of float32 logits that the head makes at a time on this device."""
     if device.type != "cuda":
         return LOGITS_IN_A_CHUNK
     return max(LOGITS_IN_A_CHUNK, torch.cuda.get_device_properties(device).total_memory // CARD_SHARE // 4)

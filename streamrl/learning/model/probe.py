@@ -1,4 +1,6 @@
-"""A model is trusted on packed rows only after it has shown that they change nothing: a few tokens at every load."""
+"""Check at every load, on a few tokens, that a model computes the same logprobs on packed rows as on single sequences.
+
+``loading`` calls it in each trainer rank."""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from streamrl.learning.model.local_shards import local_part
 from streamrl.learning.model.policy import PackedPolicy, empty_micro_batch
 
 TOLERANCE = 1e-3
-"""Largest difference of logprobs, in nats. Rounding of deep float32 models stays below; a missing cap does not."""
+"""Largest allowed difference of logprobs, in nats. Rounding of deep float32 models is below, a missing cap above it."""
 _ROW = (PackedSequence(0, 4), PackedSequence(4, 3, prefix=0), PackedSequence(7, 5))
-_ALONE = (7, 5)
-"""Twelve tokens: a prompt, its continuation, and another sequence; alone they are sequences of 7 and 5 tokens."""
+_SINGLE_LENGTHS = (7, 5)
+"""Twelve tokens: a prompt, its continuation, and another sequence. As single sequences they have 7 and 5 tokens."""
 _FAR = 1 << 40
 _WIDEST = 1 << 18
 _EVERYTHING = -1
@@ -45,12 +47,12 @@ def check_packing(policy: PackedPolicy) -> None:
         if part.numel() and not all(math.isfinite(bound) for bound in part.aminmax()):
             raise StreamRLError(f"{kind}: the weight {name} has NaN or infinite values: repair or replace the model")
     vocabulary = model.config.get_text_config().vocab_size
-    tokens_T = torch.arange(1, 1 + sum(_ALONE), device=model.device) * vocabulary // (1 + sum(_ALONE))
+    tokens_T = torch.arange(1, 1 + sum(_SINGLE_LENGTHS), device=model.device) * vocabulary // (1 + sum(_SINGLE_LENGTHS))
     try:
         model.set_attn_implementation(register_packed_attention())
-        # Runs first because, with sharded parameters, it all-gathers those that the next forward needs.
+        # The packed forward runs first: with sharded parameters, it gathers the parameters that the next forward needs.
         actual_TV = _packed_logprobs(policy, tokens_T, _ROW)
-        expected_TV = _own_logprobs(model, tokens_T)
+        expected_TV = _single_logprobs(model, tokens_T)
         _check_windows(policy, tokens_T[: _ROW[0].length])
     except StreamRLError:
         raise
@@ -67,21 +69,24 @@ def check_packing(policy: PackedPolicy) -> None:
         )
 
 
-def _own_logprobs(model: Any, tokens_T: Tensor) -> Tensor:
-    """Log-softmax of each sequence alone, through the model's own attention and head. Float32 [T, V]."""
+def _single_logprobs(model: Any, tokens_T: Tensor) -> Tensor:
+    """Log-softmax of each single sequence, through the model's own attention and head. Float32 [T, V]."""
     model.set_attn_implementation("eager")
     try:
-        parts = [model(input_ids=t[None], use_cache=False).logits[0] for t in torch.split(tokens_T, list(_ALONE))]
+        parts = [
+            model(input_ids=ids[None], use_cache=False).logits[0]
+            for ids in torch.split(tokens_T, list(_SINGLE_LENGTHS))
+        ]
     finally:
         model.set_attn_implementation(register_packed_attention())
     return torch.cat(parts).float().log_softmax(-1)
 
 
 def _packed_logprobs(policy: PackedPolicy, tokens_T: Tensor, sequences: Sequence[PackedSequence]) -> Tensor:
-    """The same through the policy, as one row."""
+    """Log-softmax of ``sequences`` as one packed row, through the policy. Float32 [T, V]."""
     device = tokens_T.device
-    before = [sequences[item.prefix].length if item.prefix >= 0 else 0 for item in sequences]
-    positions = [torch.arange(item.length) + first for item, first in zip(sequences, before, strict=True)]
+    prefixes = [sequences[item.prefix].length if item.prefix >= 0 else 0 for item in sequences]
+    positions = [torch.arange(item.length) + prefix for item, prefix in zip(sequences, prefixes, strict=True)]
     row = empty_micro_batch(device)._replace(
         tokens_T=tokens_T,
         positions_T=torch.cat(positions).to(device),
@@ -92,9 +97,9 @@ def _packed_logprobs(policy: PackedPolicy, tokens_T: Tensor, sequences: Sequence
 
 
 def _check_windows(policy: PackedPolicy, tokens_T: Tensor) -> None:
-    """Check that each attention function gets the window of its layer's mask: a few tokens cannot show a window of
-    4096. The mask is replaced by a tensor that holds how far it reaches."""
-    wrong: dict[str, str] = {}
+    """Check that each attention function gets the window of its layer's mask: a few tokens are not enough to show a
+    window of 4096 in the logprobs. Each mask is replaced by a tensor that holds its reach."""
+    mismatches: dict[str, str] = {}
 
     def mask(*_: Any, mask_function: MaskFunction, **__: Any) -> Tensor:
         reach = _reach(mask_function)
@@ -103,11 +108,12 @@ def _check_windows(policy: PackedPolicy, tokens_T: Tensor) -> None:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        got = options.get("sliding_window") or _EVERYTHING
-        asked = got if attention_mask is None else int(attention_mask.flatten()[0])
-        if asked != got:
+        window = options.get("sliding_window") or _EVERYTHING
+        mask_window = window if attention_mask is None else int(attention_mask.flatten()[0])
+        if mask_window != window:
             names = {_EVERYTHING: "all tokens", _IRREGULAR: "a changing number of tokens"}
-            wrong[names.get(asked, f"{asked} tokens")] = names.get(got, f"{got} tokens")
+            mask_name = names.get(mask_window, f"{mask_window} tokens")
+            mismatches[mask_name] = names.get(window, f"{window} tokens")
         result: tuple[Tensor, None] = packed_attention(module, query, key, value, None, **options)
         return result
 
@@ -117,18 +123,21 @@ def _check_windows(policy: PackedPolicy, tokens_T: Tensor) -> None:
         _packed_logprobs(policy, tokens_T, [PackedSequence(0, len(tokens_T))])
     finally:
         register_packed_attention()
-    for asked, got in wrong.items():
+    for mask_name, window_name in mismatches.items():
         kind = policy.hugging_face.config.model_type
-        raise StreamRLError(f"model type {kind!r} masks attention to {asked}, but tells its attention function {got}")
+        raise StreamRLError(
+            f"model type {kind!r} masks attention to {mask_name}, but tells its attention function {window_name}"
+        )
 
 
 def _reach(function: MaskFunction) -> int:
-    """Count the tokens that a far token sees, itself included; -1: all; -2: it depends on the position."""
+    """Count the tokens that a token at a far position attends to, itself included. ``_EVERYTHING``: all tokens;
+    ``_IRREGULAR``: the number depends on the position."""
     positions_Q = torch.tensor([_FAR, _FAR + 12_345])
     back_K = torch.arange(_WIDEST)
     zero = torch.zeros((), dtype=torch.int64)
     seen_QK = function(zero, zero, positions_Q[:, None], positions_Q[:, None] - back_K)
-    here, there = (int(count) for count in seen_QK.expand(2, _WIDEST).sum(-1))
-    if here != there:
+    count, later_count = (int(count) for count in seen_QK.expand(2, _WIDEST).sum(-1))
+    if count != later_count:
         return _IRREGULAR
-    return _EVERYTHING if here == _WIDEST else here
+    return _EVERYTHING if count == _WIDEST else count

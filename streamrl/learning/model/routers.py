@@ -1,4 +1,6 @@
-"""Routers of a mixture of experts: they take experts that were chosen elsewhere, and count what goes to each expert."""
+"""Routers of a mixture of experts: they take the experts that engines chose, and count the tokens of each expert.
+
+``policy`` makes them in each trainer rank, for models that have experts."""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ from streamrl.pretrained.model_facts import experts_of
 
 
 class RoutedRow(NamedTuple):
-    """Experts of the tokens of a row. ``experts_TLK``: uint8 (int16 of models with more than 256 experts) [tokens,
-    layers of the model, top_k]; ``known_T``: bool, False where the router chooses itself; ``missing``: their number."""
+    """Experts of the tokens of a row.
+
+    ``experts_TLK``: uint8 [tokens, layers of the model, top_k]; int16 for models with more than 256 experts.
+    ``known_T``: bool, False for a token for which the router chooses.
+    ``missing``: number of these tokens."""
 
     experts_TLK: Tensor
     known_T: Tensor
@@ -27,10 +32,10 @@ class RoutedRow(NamedTuple):
 class Routers:
     """The routers of a model, which has ``number`` experts a layer; a token goes through ``top_k`` of them.
 
-    A router scores all experts, and ``torch.topk`` of the scores chooses. That call is answered with the experts of the
-    row: their scores, normalised by the model's own code, weigh their outputs, so that gradients reach the router. It
-    works for each family of transformers, also where the output of the router is changed afterwards, as by expert
-    parallel plans."""
+    A router scores all experts, and ``torch.topk`` of the scores chooses. The call returns the experts of the row
+    instead: their scores, normalised by the model's own code, weigh their outputs, so that gradients reach the router.
+    This works for each family of transformers, also where the output of the router is changed later, for example by
+    expert parallel plans."""
 
     def __init__(self, model: Any, layers: int, number: int, top_k: int) -> None:
         self.number = number
@@ -42,13 +47,14 @@ class Routers:
         self._loads_LE: Tensor | None = None
         self._device: Callable[[], torch.device] = lambda: model.device
         for layer, decoder in enumerate(decoder_layers(model)):
-            for block in (one for one in decoder.modules() if isinstance(getattr(one, "experts", None), nn.Module)):
-                block.forward = self._around(layer, block.forward)
+            for block in decoder.modules():
+                if isinstance(getattr(block, "experts", None), nn.Module):
+                    block.forward = self._around(layer, block.forward)
 
     def begin(self, row: RoutedRow | None, *, counted: bool) -> None:
         """Use the experts of ``row`` until the next call (None: the routers choose), in its forward and where the
-        backward computes that again. ``counted``: it adds to the loads. Raises ``StreamRLError`` for experts of another
-        model."""
+        backward computes layers again. ``counted``: whether the row adds to the loads. Raises ``StreamRLError`` for
+        experts of another model."""
         if row is not None and tuple(row.experts_TLK.shape[1:]) != (self._layers, self.top_k):
             raise StreamRLError(
                 f"engines return {row.experts_TLK.shape[2]} experts in each of {row.experts_TLK.shape[1]} layers, the "
@@ -58,7 +64,7 @@ class Routers:
         self.counted = counted
 
     def take_loads(self) -> Tensor:
-        """Tokens that went to each expert since the last call: float64 [layers, experts]."""
+        """Return the number of tokens of each expert since the last call, float64 [layers, experts], and clear it."""
         loads_LE = self._loads()
         self._loads_LE = None
         return loads_LE
@@ -72,7 +78,7 @@ class Routers:
         def routed(*arguments: Any, **options: Any) -> Any:
             with _Choice(self, layer) as choice:
                 result = forward(*arguments, **options)
-            if not choice.made:
+            if not choice.chose_experts:
                 raise StreamRLError(
                     f"model type {self._kind!r} does not choose experts by torch.topk: its routing cannot be replayed: "
                     "set training.advanced.routing_replay = false"
@@ -82,7 +88,8 @@ class Routers:
         return routed
 
     def choose(self, layer: int, own_TK: Tensor) -> Tensor:
-        """The experts of the row in ``layer``, int64 [tokens, top_k]; ``own_TK`` where it has none."""
+        """Experts of the row in ``layer``, int64 [tokens, top_k]; ``own_TK``, the router's own choice, for tokens that
+        have none."""
         chosen_TK = own_TK
         if self._row is not None:
             chosen_TK = torch.where(self._row.known_T[:, None], self._row.experts_TLK[:, layer].long(), own_TK)
@@ -92,13 +99,13 @@ class Routers:
 
 
 class _Choice(TorchFunctionMode):
-    """Answers the ``torch.topk`` that chooses experts, while the block of a layer runs."""
+    """Replaces the result of the ``torch.topk`` that chooses experts, while the block of a layer runs."""
 
     def __init__(self, routers: Routers, layer: int) -> None:
         super().__init__()
         self._routers = routers
         self._layer = layer
-        self.made = False
+        self.chose_experts = False
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
@@ -107,10 +114,10 @@ class _Choice(TorchFunctionMode):
         if function not in (torch.topk, Tensor.topk):
             return result
         scores = arguments[0]
-        wanted = (self._routers.number, self._routers.top_k)
-        if scores.ndim != 2 or (scores.shape[-1], result.indices.shape[-1]) != wanted:
-            return result  # of groups of experts
-        self.made = True
+        sizes = (self._routers.number, self._routers.top_k)
+        if scores.ndim != 2 or (scores.shape[-1], result.indices.shape[-1]) != sizes:
+            return result  # this call chooses groups of experts
+        self.chose_experts = True
         if isinstance(scores, DTensor):
             raise StreamRLError("the scores of a router are split over ranks: its routing cannot be replayed")
         chosen_TK = self._routers.choose(self._layer, result.indices)
@@ -118,6 +125,6 @@ class _Choice(TorchFunctionMode):
 
 
 def routers_of(model: Any) -> Routers | None:
-    """The routers of a transformers model; None: it has no experts."""
+    """Make the routers of a transformers model; None where it has no experts."""
     sizes = experts_of(model.config.get_text_config().to_dict())
     return None if sizes is None else Routers(model, *sizes)

@@ -1,1 +1,1 @@
-"""Loss functions: advantages, surrogates, off-policy corrections, the critic. Pure functions with their papers."""
+"""Loss functions of a trainer rank: pure functions, with the papers that they are from."""

@@ -1,4 +1,6 @@
-"""Advantages: pure functions of rewards. ``_S``: one entry for each sample of a group; ``_N``: each trained token."""
+"""Advantages: pure functions of rewards, which ``batches.preparation`` and ``updates`` call in each trainer rank.
+
+Names end in ``_S`` for one entry a sample of a group, and in ``_N`` for one entry a trained token."""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from streamrl.recipe.objectives.method import Advantages
 
 FloatVector = NDArray[np.float32]
 EQUAL = 1e-12
-"""Rewards that differ from their mean by at most this part of the largest differ by rounding: 0.1 + 0.2 and 0.3."""
+"""Largest difference from the mean, relative to the largest reward, that counts as rounding: 0.1 + 0.2 equals 0.3."""
 
 
 class Moments(NamedTuple):
-    """Number, sum and sum of squares of float64 values: those of several ranks or batches are added field by field."""
+    """Number, sum and sum of squares of float64 values. Moments of several ranks or batches add up field by field."""
 
     number: float = 0.0
     total: float = 0.0
@@ -36,8 +38,8 @@ def moments_of(values_N: FloatVector) -> Moments:
 
 
 def whiten(values_N: FloatVector, moments: Moments) -> FloatVector:
-    """(values - mean) / deviation of the population, after REINFORCE++ (arXiv 2501.03262). Float32 [N]. Zeros where
-    there is no deviation: the mean of equal float32 values is exact in float64."""
+    """(values - mean) / deviation of the population, after REINFORCE++ (arXiv 2501.03262). Float32 [N]. Zeros where the
+    deviation is 0: the mean of equal float32 values is exact in float64."""
     count = max(1.0, moments.number)
     mean = moments.total / count
     mean_square = moments.square / count
@@ -48,11 +50,11 @@ def whiten(values_N: FloatVector, moments: Moments) -> FloatVector:
 
 
 def group_advantages(rewards_S: Tensor, estimator: Advantages) -> Tensor:
-    """Rewards of one group as far as the group alone decides them; the rewards themselves where siblings are not
-    compared. Float32 [S].
+    """Advantages of the samples of one group by their rewards; the rewards themselves where the estimator does not
+    compare siblings. Float32 [S].
 
-    A group of one sample, or of equal rewards, has advantage exactly 0 where siblings are compared: rounding, of the
-    mean or of a sum of parts, must not make a gradient out of nothing."""
+    A group of one sample, or of equal rewards, has advantage exactly 0 where siblings are compared: rounding of the
+    mean, or of a sum of parts, must not produce a gradient."""
     rewards_S = rewards_S.double()
     if not estimator.compares_siblings:
         return rewards_S.float()
@@ -63,9 +65,10 @@ def group_advantages(rewards_S: Tensor, estimator: Advantages) -> Tensor:
 
 
 def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], estimator: Advantages) -> Tensor:
-    """Compare each reward with its siblings' alone, and add the advantages by weight (GDPO, arXiv 2601.05242), so that
-    a reward of small deviation is not lost beside one of a large. ``rewards_S``: (weight, value) by name, of each
-    sample; a sample that has no value of a name gets nothing for it. Float32 [S]."""
+    """Compare each reward separately with the same reward of the siblings, and add the advantages by weight (GDPO,
+    arXiv 2601.05242). So a reward of small deviation still counts besides a reward of large deviation. Float32 [S].
+
+    ``rewards_S``: (weight, value) of each reward of a sample, by name; a reward that a sample lacks adds nothing."""
     advantages_S = torch.zeros(len(rewards_S), dtype=torch.float64)
     for name in sorted({name for rewards in rewards_S for name in rewards}):
         members = [index for index, rewards in enumerate(rewards_S) if name in rewards]
@@ -78,22 +81,28 @@ def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], 
 def turn_advantages(
     totals_S: Sequence[float], turns_S: Sequence[Sequence[float]], credit: Credit, estimator: Advantages
 ) -> Tensor:
-    """Advantage of each turn of siblings, as ``Credit`` says; entries past the last turn of a sibling are undefined.
-    Float32 [S, most turns]. ``totals_S``: whole rewards, ``turns_S``: what each turn adds to them; one turn at least.
+    """Advantage of each turn of siblings, by ``credit``. Entries past the last turn of a sibling are undefined. Float32
+    [S, largest number of turns].
 
-    A sibling that ended before a turn is compared in it all the same, so that every turn has the whole group's
-    baseline: by the return of its last turn, which is its total where only last turns earn."""
+    A sibling that ended before a turn still takes part in the comparison of this turn, so that every turn has the
+    baseline of the full group. It takes part with the return of its last turn, which is its total where only last turns
+    earn.
+
+    ``totals_S``: total reward of each sample.
+    ``turns_S``: part of the total that each turn earned; one turn at least."""
     rewards_ST = pad_sequence([torch.tensor(rewards, dtype=torch.float64) for rewards in turns_S], batch_first=True)
     totals_S1 = torch.tensor(totals_S, dtype=torch.float64)[:, None]
-    # What is left of a total, from each turn on and behind the last one; not what is left by rounding.
-    left_ST1 = totals_S1 - pad(rewards_ST.cumsum(1), (1, 0))
+    # Return from each turn on, and behind the last turn: total minus the rewards of the turns before. A return that is
+    # only a rounding error is 0.
+    returns_ST1 = totals_S1 - pad(rewards_ST.cumsum(1), (1, 0))
     rounding_S1 = EQUAL * (totals_S1.abs() + rewards_ST.abs().sum(1, keepdim=True))
-    left_ST1 = left_ST1.where(left_ST1.abs() > rounding_S1, 0.0)
+    returns_ST1 = returns_ST1.where(returns_ST1.abs() > rounding_S1, 0.0)
     if credit is Credit.TURN:
         compared_ST = rewards_ST
-        outcomes_S = group_advantages(left_ST1[:, -1], estimator)
+        outcomes_S = group_advantages(returns_ST1[:, -1], estimator)
     else:
-        places_ST = torch.arange(rewards_ST.shape[1]).minimum(torch.tensor([[len(own) - 1] for own in turns_S]))
-        compared_ST = left_ST1.gather(1, places_ST)
+        last_turns_S1 = torch.tensor([[len(turns) - 1] for turns in turns_S])
+        places_ST = torch.arange(rewards_ST.shape[1]).minimum(last_turns_S1)
+        compared_ST = returns_ST1.gather(1, places_ST)
         outcomes_S = torch.zeros(len(turns_S))
     return torch.stack([outcomes_S + group_advantages(turn_S, estimator) for turn_S in compared_ST.T], 1)

@@ -1,8 +1,9 @@
-"""Corrections for tokens that another policy sampled: the proximal policy, weights, masks. Nothing here has a gradient.
+"""Corrections for tokens that another policy sampled: the proximal policy, weights, masks. They have no gradient.
 
-Three policies: ``behavior`` sampled the token (an older version, in another engine), ``proximal`` is what the clipped
-ratio is taken against, and the trainer's own. The surrogate of a token is multiplied by w = pi_proximal / pi_behavior
-(the decoupled objective, AReaL, arXiv 2505.24298, section 5.2). Shapes: ``N`` trained tokens, ``S`` sequences."""
+``objectives`` calls it in each trainer rank. There are three policies: ``behavior`` sampled the token (an older
+version, in an engine), ``proximal`` is the denominator of the clipped ratio, and the trainer's own policy. The
+surrogate of a token is multiplied by w = pi_proximal / pi_behavior (the decoupled objective, AReaL, arXiv 2505.24298,
+section 5.2). Shapes: ``N`` trained tokens, ``S`` sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from streamrl.recipe.objective import OffPolicy, Proximal, RatioLevel
 
 
 class Correction(NamedTuple):
-    """``weight_N``: factor of each token's surrogate, 0 where ``masked_N`` (bool) leaves the token out."""
+    """Correction of each token. ``weight_N``: factor of its surrogate, 0 where the token is masked. ``masked_N``: bool,
+    whether the token is left out."""
 
     weight_N: Tensor
     masked_N: Tensor
@@ -32,21 +34,23 @@ def sequence_means(values_N: Tensor, sequence_N: Tensor, sequences: int) -> Tens
     return sequence_sums(values_N, sequence_N, sequences) / counts_S
 
 
-def proximal_logprobs(proximal: Proximal, own_N: Tensor, behavior_N: Tensor, staleness_N: Tensor) -> Tensor:
-    """Logprobs of the policy that the ratio is taken against. [N], no gradient.
+def proximal_logprobs(proximal: Proximal, trainer_N: Tensor, behavior_N: Tensor, staleness_N: Tensor) -> Tensor:
+    """Logprobs of the proximal policy, the denominator of the ratio. [N], no gradient.
 
-    ``own_N``: the trainer's, before the first update on the batch. It is the answer wherever ``staleness_N`` is 0: that
-    version sampled the token, and what its engine reported differs by rounding only. ``interpolated``, after A-3PO
-    (arXiv 2512.06547; AReaL's ``prox_logp_method="loglinear"``): log pi_proximal = log pi_behavior / d +
-    (1 - 1 / d) log pi_own at staleness d, hence the behaviour policy at d = 1."""
-    own_N = own_N.detach()
+    Where ``staleness_N`` is 0 the result is the trainer's logprob: this version sampled the token, and the logprob of
+    its engine differs by rounding only. ``interpolated``, after A-3PO (arXiv 2512.06547; AReaL's
+    ``prox_logp_method="loglinear"``): log pi_proximal = log pi_behavior / d + (1 - 1 / d) log pi_trainer at staleness
+    d, hence the behaviour policy at d = 1.
+
+    ``trainer_N``: logprobs of the trainer's policy before the first update on the batch."""
+    trainer_N = trainer_N.detach()
     if proximal is Proximal.DECOUPLED:
-        return own_N
+        return trainer_N
     older_N = behavior_N
     if proximal is Proximal.INTERPOLATED:
-        share_N = 1 / staleness_N.clamp(min=1).to(own_N.dtype)
-        older_N = share_N * behavior_N + (1 - share_N) * own_N
-    return torch.where(staleness_N > 0, older_N, own_N)
+        share_N = 1 / staleness_N.clamp(min=1).to(trainer_N.dtype)
+        older_N = share_N * behavior_N + (1 - share_N) * trainer_N
+    return torch.where(staleness_N > 0, older_N, trainer_N)
 
 
 @torch.no_grad()
@@ -58,15 +62,15 @@ def off_policy_correction(
     sequence_N: Tensor,
     sequences: int,
 ) -> Correction:
-    """Weight and mask of each token. Weight exactly 1, not masked, where the token needs none.
+    """Weight and mask of each token. A token that needs no correction has weight exactly 1 and is not masked.
 
-    Weight: w truncated at ``cap`` at the level of ``truncate``, times staleness_discount ** staleness. ``token``:
-    truncated importance sampling (https://fengyao.notion.site/off-policy-rl); ``sequence``: the product over it
-    (unbiased, and its variance grows with length); ``geometric``: its length-th root. Mask: w at the level of ``mask``
-    outside [mask_low, mask_high]. Known methods: ``token`` for both and cap >= mask_high is IcePop
-    (https://ringtech.notion.site/icepop); ``sequence`` for both, cap = mask_high and mask_low 0 is masked importance
-    sampling (https://richardli.xyz/post/rl-collapse-part3, which also has the geometric mask)."""
-    # A token of the trained version differs by engine rounding alone: corrected only when asked for.
+    Weight: w truncated at ``cap`` at the level of ``truncate``, times staleness_discount ** staleness. The levels are
+    ``token``: truncated importance sampling (https://fengyao.notion.site/off-policy-rl); ``sequence``: product of w
+    over the sequence (unbiased, and its variance grows with length); ``geometric``: length-th root of this product.
+    Mask: w at the level of ``mask`` is outside [mask_low, mask_high]. Known methods: ``token`` for both and cap >=
+    mask_high is IcePop (https://ringtech.notion.site/icepop); ``sequence`` for both, cap = mask_high and mask_low 0 is
+    masked importance sampling (https://richardli.xyz/post/rl-collapse-part3, which also has the geometric mask)."""
+    # The logprobs of a token of the trained version differ by engine rounding only: ``correct_mismatch`` corrects it.
     corrected_N = torch.ones_like(staleness_N, dtype=torch.bool) if off_policy.correct_mismatch else staleness_N > 0
     difference_N = proximal_N - behavior_N
     weight_N = torch.ones_like(difference_N)
@@ -77,13 +81,13 @@ def off_policy_correction(
     if off_policy.mask is not RatioLevel.NONE:
         ratio_N = _ratios(off_policy.mask, difference_N, sequence_N, sequences)
         masked_N = corrected_N & ((ratio_N < off_policy.mask_low) | (ratio_N > off_policy.mask_high))
-    # Chosen, not multiplied: cap < 1 must not touch a token that needs no correction.
+    # Selected by ``where`` and not multiplied: cap < 1 must not change a token that needs no correction.
     weight_N = torch.where(corrected_N, weight_N, 1.0)
     return Correction(weight_N.masked_fill(masked_N, 0.0), masked_N)
 
 
 def _ratios(level: RatioLevel, difference_N: Tensor, sequence_N: Tensor, sequences: int) -> Tensor:
-    """w of each token: its own, or that of its sequence. [N], inf where it overflows: only compared or truncated."""
+    """w of each token, or of its sequence. [N]. It may overflow to inf: callers only compare or truncate it."""
     if level is RatioLevel.TOKEN:
         return difference_N.exp()
     pooled = sequence_sums if level is RatioLevel.SEQUENCE else sequence_means

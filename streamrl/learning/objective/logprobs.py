@@ -1,5 +1,6 @@
-"""Logprobs of sampled tokens under the distribution that the engine sampled from, and its entropy. Shapes: ``N``
-trained tokens, ``V`` vocabulary."""
+"""Logprobs of sampled tokens under the distribution that the engine sampled from, and its entropy.
+
+``batches.processed_logprobs`` calls it in each trainer rank. Shapes: ``N`` trained tokens, ``V`` vocabulary."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from torch import Tensor
 
 
 def nucleus_mask(logits_NV: Tensor, top_p: float, targets_N: Tensor, *, top_k: int = 0, min_p: float = 0.0) -> Tensor:
-    """True where vLLM's sampler removes a token by min-p, top-k and top-p. Bool [N, V].
+    """Mask of the tokens that vLLM's sampler removes by min-p, top-k and top-p. Bool [N, V].
 
-    Repeats vLLM 0.32 (``MinPLogitsProcessor``, ``apply_top_k_top_p_pytorch``) operation for operation in float32
-    (ascending sort, softmax, cumulative sum, ``<= 1 - p``, the last one always kept), so that equal logits give an
-    equal nucleus. Either of two tied tokens at the edge may be cut; both weigh the same, so the renormalised rest does
-    not depend on which. Logits that differ in the last bits can move a token at the very edge. The sampled token was
-    inside by construction, so it is kept in any case: its logprob stays finite."""
+    It repeats vLLM 0.32 (``MinPLogitsProcessor``, ``apply_top_k_top_p_pytorch``) operation for operation in float32
+    (ascending sort, softmax, cumulative sum, ``<= 1 - p``, the last token always stays), so that equal logits give an
+    equal nucleus. Either of two tied tokens at the edge may be removed; both have the same probability, so the
+    renormalised logprobs are the same. Logits that differ in the last bits can move a token at the very edge. The
+    sampled token was inside by construction, so it always stays: its logprob is finite."""
     if min_p > 0:
         probabilities_NV = logits_NV.softmax(dim=-1)
         unlikely_NV = probabilities_NV < probabilities_NV.amax(-1, keepdim=True) * min_p
@@ -37,9 +38,10 @@ def nucleus_mask(logits_NV: Tensor, top_p: float, targets_N: Tensor, *, top_k: i
 class _SampledLogprobs(torch.autograd.Function):
     """Log-softmax at one target of each row and the entropy of the row, with one [N, V] buffer.
 
-    ``log_softmax`` followed by ``exp`` keeps two such buffers and takes the exponential twice more (for the entropy and
-    in its backward). Here exp(logits - max) is taken once; backward scales it in place into the gradient, so a second
-    backward through the same result raises. A sum over the row is pairwise, so the result is also nearer to float64."""
+    ``log_softmax`` followed by ``exp`` keeps two such buffers and computes the exponential twice more (for the entropy
+    and in its backward). Here exp(logits - max) is computed once. The backward scales it in place into the gradient, so
+    a second backward through the same result raises. A sum over the row is pairwise, so the result is also nearer to
+    float64."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -47,7 +49,7 @@ class _SampledLogprobs(torch.autograd.Function):
         exponentials_NV = (logits_NV - largest_N[:, None]).exp_()
         sum_N = exponentials_NV.sum(-1)
         log_sum_N = sum_N.log()
-        with torch.autocast(logits_NV.device.type, enabled=False):  # it would take the products in bfloat16
+        with torch.autocast(logits_NV.device.type, enabled=False):  # autocast would compute the products in bfloat16
             mean_logit_N = torch.linalg.vecdot(exponentials_NV, logits_NV) / sum_N
         entropy_N = log_sum_N + (largest_N - mean_logit_N)
         if entropy_gradient:
@@ -60,17 +62,18 @@ class _SampledLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         logprob_gradient_N, entropy_gradient_N = gradients
-        exponentials_NV, sum_N, targets_N, *rest = ctx.saved_tensors
-        with_entropy_NV = None
-        if rest:
-            # d entropy / d logit = -p (log p + entropy). p first: a removed token is 0 times a huge number.
-            logits_NV, mean_logit_N = rest
-            with_entropy_NV = (logits_NV - mean_logit_N[:, None]).mul_(exponentials_NV)
-            with_entropy_NV.mul_((entropy_gradient_N / sum_N)[:, None])
+        exponentials_NV, sum_N, targets_N, *entropy_tensors = ctx.saved_tensors
+        from_entropy_NV = None
+        if entropy_tensors:
+            # d entropy / d logit = -p (log p + entropy). p is multiplied first: it is 0 for a removed token, whose
+            # logit is huge.
+            logits_NV, mean_logit_N = entropy_tensors
+            from_entropy_NV = (logits_NV - mean_logit_N[:, None]).mul_(exponentials_NV)
+            from_entropy_NV.mul_((entropy_gradient_N / sum_N)[:, None])
         gradient_NV = exponentials_NV.mul_((-logprob_gradient_N / sum_N)[:, None])
         gradient_NV.scatter_add_(-1, targets_N[:, None], logprob_gradient_N[:, None])
-        if with_entropy_NV is not None:
-            gradient_NV.sub_(with_entropy_NV)
+        if from_entropy_NV is not None:
+            gradient_NV.sub_(from_entropy_NV)
         return gradient_NV, None, None
 
 
@@ -87,10 +90,13 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of the targets under the processed distribution, and its entropy in nats. Float32 [N] and [N].
 
-    Processed as the engine does it: divide by the temperature (of each row [N], or of all), cut the nucleus,
-    renormalise. ``excluded``: rows (bool [N]) and tokens that could not be sampled there. Only with
-    ``entropy_gradient`` can the entropy be differentiated (it keeps the logits for it). Logits must be finite."""
-    # float64 stays what it is, for the references of the tests
+    The processing is the engine's: divide by the temperature, remove the tokens outside of the nucleus, renormalise.
+    Logits must be finite.
+
+    ``temperature``: number for all rows, or tensor [N].
+    ``excluded``: rows (bool [N]) and the token ids that could not be sampled in these rows.
+    ``entropy_gradient``: whether the entropy can be differentiated; then the logits are kept for it."""
+    # float64 is not rounded: tests compute references with it.
     scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if isinstance(temperature, Tensor):
         scaled_NV = scaled_NV / temperature[:, None]

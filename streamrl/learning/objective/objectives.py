@@ -1,8 +1,8 @@
-"""Objectives: pure functions of logprobs, from the loss of a token to that of a batch.
+"""Objectives: pure functions of logprobs, from the loss of a token to the loss of a batch.
 
-Shapes: ``N`` trained tokens of whole sequences. A batch's loss is
-``sum over tokens of (token weight * token loss) / denominator``: the numerator can be accumulated while groups arrive,
-the denominator is known when the batch is closed. That is what makes streaming training exact."""
+``batches`` and ``updates`` call it in each trainer rank. Shapes: ``N`` trained tokens of whole sequences. A batch's
+loss is ``sum over tokens of (token weight * token loss) / denominator``. The numerator can be accumulated while groups
+arrive, and the denominator is known when the batch is closed: this makes streaming training exact."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from streamrl.recipe.objectives.method import KlPlace, LossNormalization
 LARGEST_LOG_RATIO = 20.0
 """A ratio of two policies is truncated at exp(20): beyond it, float32 overflows to inf and inf * 0 to NaN."""
 LARGEST_LOG_K3 = 10.0
-"""k3 grows as exp(log(reference / policy)): beyond this exponent it goes on along its tangent."""
+"""Exponent up to which k3 = exp(log(reference / policy)) + ... is exact: beyond it, k3 continues along its tangent."""
 
 
 class TokenInputs(NamedTuple):
-    """Inputs of the loss for ``N`` trained tokens, known before the model runs. Float32 [N] unless said.
+    """Inputs of the loss for ``N`` trained tokens, known before the model runs. Float32 [N] unless noted.
 
-    ``weights_N``: of each token in the un-normalised sum. ``staleness_N``: int64, versions between the one that sampled
-    the token and the one that is differentiated. ``sequence_N``: int64, index of its trajectory among the ``sequences``
-    of the row, whose ratios are taken together. ``proximal_N`` None: the policy that is differentiated, before this
-    step. ``reference_N``: logprobs of the reference model. ``old_values_N``, ``returns_N``: of the critic."""
+    ``behavior_N``: logprobs that the engine reported.
+    ``weights_N``: weight of each token in the un-normalised sum.
+    ``staleness_N``: int64, versions between the one that sampled the token and the one that is differentiated.
+    ``sequence_N``: int64, index of the token's trajectory, whose tokens share a ratio in some objectives.
+    ``sequences``: number of trajectories of the row.
+    ``proximal_N``: logprobs before the first of several updates on a batch; None: logprobs of this forward.
+    ``reference_N``: logprobs of the reference model.
+    ``old_values_N``: values of the critic before the first update.
+    ``returns_N``: returns that the critic learns."""
 
     behavior_N: Tensor
     advantages_N: Tensor
@@ -41,16 +46,21 @@ class TokenInputs(NamedTuple):
     returns_N: Tensor | None = None
 
     def part(self, positions: slice | Tensor) -> TokenInputs:
-        """The same of some of the tokens."""
-        cut: dict[str, Any] = {n: v[positions] for n, v in self._asdict().items() if isinstance(v, Tensor)}
-        return self._replace(**cut)
+        """Inputs of some of the tokens."""
+        tensors: dict[str, Any] = {
+            name: value[positions] for name, value in self._asdict().items() if isinstance(value, Tensor)
+        }
+        return self._replace(**tensors)
 
 
 class TokenLoss(NamedTuple):
-    """``loss_N``: loss of each token before ``weights_N``, differentiable. The rest is for metrics, without gradient:
-    ``clipped_N``: bool, the clip removed its gradient (``token_weight``: bounded its weight); ``masked_N``: bool, the
-    correction left it out; ``correction_N``: its off-policy weight (0 where masked); ``reference_kl_N``: estimated KL
-    to the reference (0 without)."""
+    """Loss of each token, and values for metrics, which have no gradient.
+
+    ``loss_N``: loss of the token before ``weights_N``, differentiable.
+    ``clipped_N``: bool, whether the clip removed the token's gradient (``token_weight``: bounded its weight).
+    ``masked_N``: bool, whether the off-policy correction left the token out.
+    ``correction_N``: off-policy weight, 0 where masked.
+    ``reference_kl_N``: estimated KL to the reference model, 0 without one."""
 
     loss_N: Tensor
     clipped_N: Tensor
@@ -62,19 +72,19 @@ class TokenLoss(NamedTuple):
 def token_loss(
     settings: ObjectiveSettings, off_policy: OffPolicy, logprobs_N: Tensor, entropy_N: Tensor, tokens: TokenInputs
 ) -> TokenLoss:
-    """Loss of each token under ``settings``, corrected for staleness as ``off_policy`` says.
+    """Loss of each token under ``settings``, corrected for staleness by ``off_policy``.
 
     correction * surrogate + kl_coefficient * KL - entropy_coefficient * entropy, as in TRL and verl: a token that the
-    correction leaves out is still kept near the reference. ``tokens.proximal_N``, when several updates are made on one
-    batch: the trainer's logprobs before the first of them; without it, those of this very forward."""
-    own_N = logprobs_N.detach() if tokens.proximal_N is None else tokens.proximal_N
-    proximal_N = proximal_logprobs(off_policy.proximal, own_N, tokens.behavior_N, tokens.staleness_N)
+    correction leaves out still has its KL term. With several updates on a batch, ``tokens.proximal_N`` has the
+    trainer's logprobs before the first of them; without it, the logprobs of this forward take their place."""
+    trainer_N = logprobs_N.detach() if tokens.proximal_N is None else tokens.proximal_N
+    proximal_N = proximal_logprobs(off_policy.proximal, trainer_N, tokens.behavior_N, tokens.staleness_N)
     correction_N, masked_N = off_policy_correction(
         off_policy, proximal_N, tokens.behavior_N, tokens.staleness_N, tokens.sequence_N, tokens.sequences
     )
     loss_N, clipped_N = _surrogate_loss(settings, logprobs_N, proximal_N, tokens)
     loss_N = correction_N * loss_N
-    kl_N = torch.zeros_like(own_N)
+    kl_N = torch.zeros_like(trainer_N)
     if tokens.reference_N is not None:
         kl_N = reference_kl(logprobs_N, tokens.reference_N, settings.kl_estimator)
         if settings.kl_in is KlPlace.LOSS:
@@ -96,7 +106,7 @@ def _surrogate_loss(
 
 
 def _ratio(difference_N: Tensor) -> Tensor:
-    """exp(difference), truncated at exp(20); the gradient of a truncated one is that of exp(20) * difference."""
+    """exp(difference), truncated at exp(20). The gradient of a truncated ratio is the one of exp(20) * difference."""
     constant_N = difference_N.detach()
     return constant_N.clamp(max=LARGEST_LOG_RATIO).exp() * (difference_N - constant_N).exp()
 
@@ -105,11 +115,11 @@ def reference_kl(logprobs_N: Tensor, reference_N: Tensor, estimator: KlEstimator
     """KL(policy, reference) estimated from tokens of the policy (http://joschu.net/blog/kl-approx.html). [N].
 
     With d = log policy - log reference: k1 = d (unbiased), k2 = d^2 / 2 (biased, never negative), k3 = exp(-d) - 1 + d
-    (unbiased, never negative). A good estimate of the value is not one of the gradient. Differentiated as a loss, k2
-    has the gradient of this KL: E[d grad log policy]. k1 has none: E[grad log policy] = 0, noise alone. k3, GRPO's, has
-    that of the other direction, KL(reference, policy), equal to first order where the two are close; multiplied by the
-    differentiable ratio (DeepSeek-V3.2, arXiv 2512.02556; TRL's default), it has k2's at a ratio of 1. In a reward,
-    which is not differentiated, k1 is exact and k2 and k3 are not
+    (unbiased, never negative). A good estimate of the value need not have a good gradient. Differentiated as a loss, k2
+    has the gradient of this KL: E[d grad log policy]. k1 has no gradient: E[grad log policy] = 0, only noise. k3, which
+    GRPO uses, has the gradient of the other direction, KL(reference, policy), equal to first order where the two are
+    close; multiplied by the differentiable ratio (DeepSeek-V3.2, arXiv 2512.02556; TRL's default), it has the gradient
+    of k2 at a ratio of 1. In a reward, which is not differentiated, k1 is exact and k2 and k3 are not
     (https://xihuai18.github.io/reinforcement-learning/2025/12/01/kl-estimators-en.html)."""
     difference_N = logprobs_N - reference_N
     if estimator is KlEstimator.K1:
@@ -125,35 +135,37 @@ def value_loss(settings: ObjectiveSettings, values_N: Tensor, tokens: TokenInput
     """Squared error of the critic, halved, before ``weights_N`` and ``value_coefficient``. Float32 [N].
 
     max((V - R)^2, (V clipped to old V +- value_clip - R)^2) / 2: the error is PPO's (arXiv 1707.06347, equation 9), the
-    clip is of OpenAI's baselines. Without old values (first update on a batch) or with ``value_clip`` 0: not clipped.
-    Raises ``ValueError`` without returns."""
+    clip is from OpenAI's baselines. Without old values (first update on a batch) or with ``value_clip`` 0 the error is
+    not clipped. Raises ``ValueError`` without returns."""
     if tokens.returns_N is None:
         raise ValueError("the value loss needs the returns of each token: TokenInputs.returns_N is None")
     error_N = (values_N - tokens.returns_N).square()
     if tokens.old_values_N is not None and settings.value_clip > 0:
         clip = settings.value_clip
         old_N = tokens.old_values_N
-        near_N = old_N + (values_N - old_N).clamp(-clip, clip)
-        error_N = torch.maximum(error_N, (near_N - tokens.returns_N).square())
+        clipped_N = old_N + (values_N - old_N).clamp(-clip, clip)
+        error_N = torch.maximum(error_N, (clipped_N - tokens.returns_N).square())
     return error_N / 2
 
 
 def needs_whole_sequences(settings: ObjectiveSettings, off_policy: OffPolicy) -> bool:
-    """Return whether a token's loss depends on others of its trajectory, which may not be cut into chunks then."""
+    """Return whether a token's loss depends on other tokens of its trajectory, which chunks may not split then."""
     pooled = {RatioLevel.SEQUENCE, RatioLevel.GEOMETRIC}
     return settings.token_surrogate.whole_sequences or off_policy.truncate in pooled or off_policy.mask in pooled
 
 
 def token_weight(normalization: LossNormalization, trained_tokens: int) -> float:
     """Weight of each trained token of a sample with ``trained_tokens`` of them, in the un-normalised sum."""
-    return 1.0 / max(1, trained_tokens) if normalization is LossNormalization.SEQUENCE_MEAN else 1.0
+    if normalization is LossNormalization.SEQUENCE_MEAN:
+        return 1.0 / max(1, trained_tokens)
+    return 1.0
 
 
 def loss_denominator(
     normalization: LossNormalization, *, samples: float, trained_tokens: float, max_tokens: int
 ) -> float:
-    """Divisor of the un-normalised sum of a whole batch (all ranks, groups without signal included). For one of several
-    updates on a batch: its share of the counts, which need not be whole."""
+    """Divisor of the un-normalised sum of a whole batch (all ranks, groups without signal included). Each of several
+    updates on a batch has its share of the counts, which may be a fraction."""
     if normalization is LossNormalization.TOKEN_MEAN:
         return trained_tokens or 1.0
     if normalization in {LossNormalization.SEQUENCE_MEAN, LossNormalization.SEQUENCE_SUM}:

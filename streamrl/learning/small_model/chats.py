@@ -1,5 +1,6 @@
-"""The vocabulary of a small policy that speaks in chats: ChatML, with tools as Hermes and Qwen write them, and byte
-pairs that are learned from examples."""
+"""The vocabulary of a small policy for chats, which the programs of ``examples`` that make such models call.
+
+The chat template is ChatML, with tools in the format of Hermes and Qwen. Byte pairs are learned from examples."""
 
 from __future__ import annotations
 
@@ -56,9 +57,10 @@ def chat_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | 
 
 class Chats(Vocabulary):
     """At most ``size`` tokens for texts of ``chat_text``, learned from ``texts``; equal texts give equal tokens. Any
-    text has tokens. A phrase or a number that stands in ``least`` places, such as the begin of a call, is one."""
+    text can be encoded. A phrase or a number that occurs ``min_frequency`` times, such as the beginning of a tool call,
+    becomes one token."""
 
-    def __init__(self, texts: Iterable[str], context: int, *, size: int = 1024, least: int = 1) -> None:
+    def __init__(self, texts: Iterable[str], context: int, *, size: int = 1024, min_frequency: int = 1) -> None:
         self._backend = Tokenizer(models.BPE())
         self._backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -70,28 +72,28 @@ class Chats(Vocabulary):
         special = [PAD, BEGIN, END]
         trainer = trainers.BpeTrainer(
             vocab_size=size - len(TAGS),
-            min_frequency=least,
+            min_frequency=min_frequency,
             special_tokens=special,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        cut = re.compile("|".join(map(re.escape, (*special, *TAGS))))
-        self._backend.train_from_iterator((piece for text in texts for piece in cut.split(text)), trainer)
+        markers = re.compile("|".join(map(re.escape, (*special, *TAGS))))
+        self._backend.train_from_iterator((part for text in texts for part in markers.split(text)), trainer)
         self._backend.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
         self.ids = self._backend.get_vocab()
         self.context = context
         self.special_ids = {"bos_token_id": self.ids[PAD], "eos_token_id": self.ids[END], "pad_token_id": self.ids[PAD]}
 
     def demonstration(self, text: str) -> tuple[list[int], list[int]]:
-        """Token ids of a chat, and the places of those that the assistant says, the end of each turn among them."""
+        """Token ids of a chat, and the places of the assistant's tokens, the end of each turn among them."""
         opening = f"{BEGIN}assistant\n"
         first, *turns = text.split(opening)
         ids = self._encode(first)
         places = list[int]()
         for turn in turns:
-            said, end, answer = turn.partition(END)
+            message, end, answer = turn.partition(END)
             ids += self._encode(opening)
-            sampled = self._encode(said + end)
+            sampled = self._encode(message + end)
             places += range(len(ids), len(ids) + len(sampled))
             ids += sampled + self._encode(answer)
         return ids, places
@@ -100,16 +102,16 @@ class Chats(Vocabulary):
         return list(self._backend.encode(text).ids)
 
     def imitate(self, policy: PreTrainedModel, texts: Iterator[str], steps: int, batch: int = 96) -> Iterator[float]:
-        """Show ``policy`` ``batch`` chats of ``texts`` a step, and yield the loss of each step."""
+        """Train ``policy`` on ``batch`` chats of ``texts`` a step, and yield the loss of each step."""
 
-        def loss_of(shown: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
-            return completion_losses(policy, shown, self.special_ids["pad_token_id"])[0].mean()
+        def loss_of(chats: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
+            return completion_losses(policy, chats, self.special_ids["pad_token_id"])[0].mean()
 
         batches = ([self.demonstration(text) for text in islice(texts, batch)] for _ in range(steps))
         yield from imitate(policy, batches, loss_of, steps)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Byte pairs, with ``TEMPLATE`` as chat template."""
+        """Make a tokenizer of byte pairs, with ``TEMPLATE`` as chat template."""
         return PreTrainedTokenizerFast(
             tokenizer_object=self._backend,
             chat_template=TEMPLATE,

@@ -1,5 +1,7 @@
-"""Supervised training of a small policy on demonstrations: token ids of ``<bos>prompt completion<eos>``, each with the
-number of its tokens that are prompt, ``<bos>`` among them."""
+"""Supervised training of a small policy on demonstrations, for ``warm_up``, ``chats`` and ``examples``.
+
+A demonstration is the token ids of ``<bos>prompt completion<eos>``, and the number of tokens of the prompt, ``<bos>``
+among them."""
 
 from __future__ import annotations
 
@@ -15,15 +17,18 @@ Batch = TypeVar("Batch")
 PEAK = 3e-3
 WARMUP_STEPS = 50
 DECAY_SHARE = 0.4
-LEAST = 0.02
+LOWEST_SHARE = 0.02
+"""Share of the peak rate below which the rate does not fall."""
 
 
 def completion_losses(
     policy: PreTrainedModel, batch: Sequence[tuple[list[int], int | Sequence[int]]], padding: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross-entropy of each completion token of ``batch`` (of a chat, which has several completions: each token whose
-    place is given instead of the length of a prompt), float32 ``(tokens,)``; all ids, int64 ``(samples, width)``;
-    which of these are followed by a completion token, bool ``(samples, width - 1)``."""
+    """Compute the losses of the completion tokens of ``batch``.
+
+    An example is token ids with the length of the prompt, or, for a chat of several completions, with the places of all
+    completion tokens. Returns the cross-entropy of each completion token, float32 ``(tokens,)``; all ids, int64
+    ``(samples, width)``; and a mask of the ids that a completion token follows, bool ``(samples, width - 1)``."""
     width = max(len(ids) for ids, _ in batch)
     token_ids = torch.full((len(batch), width), padding)
     targets = torch.full((len(batch), width), -100)
@@ -43,7 +48,7 @@ def imitate(
     linearly over the last 40 % of ``steps``."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=PEAK, betas=(0.9, 0.98), weight_decay=0.01)
     for step, batch in enumerate(batches):
-        rate = min(1.0, (step + 1) / WARMUP_STEPS, max(LEAST, (1 - step / steps) / DECAY_SHARE))
+        rate = min(1.0, (step + 1) / WARMUP_STEPS, max(LOWEST_SHARE, (1 - step / steps) / DECAY_SHARE))
         for group in optimizer.param_groups:
             group["lr"] = PEAK * rate
         loss = loss_of(batch)

@@ -1,9 +1,9 @@
-"""``python -m streamrl.learning.small_model.warm_up CORPUS OUT [--steps N] [--until SHARE] [--seed N]``: a small policy
-in Hugging Face format, out of JSON objects with ``prompt`` and ``completion``, one a line.
+"""``python -m streamrl.learning.small_model.warm_up CORPUS OUT [--steps N] [--until SHARE] [--seed N]``: make a small
+policy in Hugging Face format from JSON objects with ``prompt`` and ``completion``, one a line.
 
-It has a token for each character of the corpus, and imitates completions until ``SHARE`` of those that it samples for
-prompts it has not seen are the ones shown (0: all steps): reinforcement learning has something to begin with, and
-something left. Equal corpora and seeds give equal weights. Progress goes to stderr, figures as JSON to stdout."""
+The policy has a token for each character of the corpus. It imitates completions until it samples the right completion
+for ``SHARE`` of the prompts that are held out (0: all steps). So reinforcement learning begins with some reward, and
+has more to learn. Equal corpora and seeds give equal weights. Progress goes to stderr, figures as JSON to stdout."""
 
 from __future__ import annotations
 
@@ -25,36 +25,37 @@ from streamrl.learning.small_model.imitation import Demonstration, completion_lo
 BATCH_TOKENS = 4096
 POOL = 512
 HELD_OUT = 64
-EVERY = 25
+STEPS_BETWEEN_CHECKS = 25
 
 
 def demonstrations(path: Path) -> tuple[list[Demonstration], Characters]:
-    """All examples of a corpus, and the characters that are in it."""
+    """Read all examples of a corpus, and the characters that it has."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     texts = [row["prompt"] + row["completion"] for row in rows]
     characters = Characters(sorted(set("".join(texts))), context=(2 * max(map(len, texts)) // 256 + 1) * 256)
     begin = characters.ids[BOS]
     end = characters.ids[EOS]
     ids = ([begin, *(characters.ids[character] for character in text), end] for text in texts)
-    return [(one, len(row["prompt"]) + 1) for one, row in zip(ids, rows, strict=True)], characters
+    examples = [(text_ids, len(row["prompt"]) + 1) for text_ids, row in zip(ids, rows, strict=True)]
+    return examples, characters
 
 
 def batches(examples: Sequence[Demonstration], rng: random.Random) -> Iterator[list[Demonstration]]:
     """Endless batches of near-equal length and at most ``BATCH_TOKENS`` tokens, in random order."""
     while True:
         pool = sorted(rng.choices(examples, k=POOL), key=lambda example: len(example[0]))
-        full: list[list[Demonstration]] = [[]]
+        pool_batches: list[list[Demonstration]] = [[]]
         for example in pool:
-            if full[-1] and (len(full[-1]) + 1) * len(example[0]) > BATCH_TOKENS:
-                full.append([])
-            full[-1].append(example)
-        rng.shuffle(full)
-        yield from full
+            if pool_batches[-1] and (len(pool_batches[-1]) + 1) * len(example[0]) > BATCH_TOKENS:
+                pool_batches.append([])
+            pool_batches[-1].append(example)
+        rng.shuffle(pool_batches)
+        yield from pool_batches
 
 
 @torch.no_grad()
 def share_right(policy: PreTrainedModel, held_out: Sequence[Demonstration], characters: Characters) -> float:
-    """Share of ``held_out`` whose completion, sampled at temperature 1, is the one shown."""
+    """Share of ``held_out`` for which the completion sampled at temperature 1 is the one of the corpus."""
     torch.manual_seed(0)
     padding = characters.ids[PAD]
     width = max(prompt_length for _, prompt_length in held_out)
@@ -62,15 +63,16 @@ def share_right(policy: PreTrainedModel, held_out: Sequence[Demonstration], char
     for row, (ids, prompt_length) in enumerate(held_out):
         prompts[row, width - prompt_length :] = torch.tensor(ids[:prompt_length])
     longest = max(len(ids) - prompt_length for ids, prompt_length in held_out)
-    seen = (prompts != padding).long()
-    sampled = policy.generate(prompts, attention_mask=seen, max_new_tokens=longest, do_sample=True, top_k=0)
-    shown = [ids[prompt_length:] for ids, prompt_length in held_out]
-    right = [one[: len(ids)] == ids for one, ids in zip(sampled[:, width:].tolist(), shown, strict=True)]
+    mask = (prompts != padding).long()
+    generated = policy.generate(prompts, attention_mask=mask, max_new_tokens=longest, do_sample=True, top_k=0)
+    completions = generated[:, width:].tolist()
+    answers = [ids[prompt_length:] for ids, prompt_length in held_out]
+    right = [completion[: len(ids)] == ids for completion, ids in zip(completions, answers, strict=True)]
     return sum(map(int, right)) / len(right)
 
 
 def main() -> None:
-    """Make, warm up and save."""
+    """Make a policy, warm it up and save it."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("corpus", type=Path)
     arguments.add_argument("out", type=Path)
@@ -91,7 +93,7 @@ def main() -> None:
         return completion_losses(policy, batch, characters.ids[PAD])[0].mean()
 
     for step, loss in enumerate(imitate(policy, source, loss_of, options.steps), 1):
-        if step % EVERY and step < options.steps:
+        if step % STEPS_BETWEEN_CHECKS and step < options.steps:
             continue
         share = share_right(policy, held_out, characters)
         sys.stderr.write(f"warm-up: step {step} of at most {options.steps}  loss {loss:.3f}  right {share:.0%}\n")

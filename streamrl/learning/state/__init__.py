@@ -1,1 +1,1 @@
-"""State of a rank between batches: masters, optimizer, published bits; and its checkpoints."""
+"""State of a trainer rank between batches: masters, optimizer, published bits, and checkpoints of them."""

@@ -1,9 +1,10 @@
-"""Checkpoints: trainer state in ``trainer/``, a Hugging Face directory in ``hf/``, complete or absent. With LoRA the
-latter is the merged model, and ``adapter/`` is the adapter in peft's format.
+"""Checkpoints: trainer state in ``trainer/``, a Hugging Face directory in ``hf/``, complete or absent. With LoRA,
+``hf/`` is the merged model, and ``adapter/`` is the adapter in peft's format.
 
-Everything is written beside the final name, flushed, listed with its sha256 in ``digests``, and renamed at the end: a
-directory of that name is a whole checkpoint, also after a power cut. Trainer state is ``torch.distributed.checkpoint``
-on safetensors files (its default metadata is a pickle), scalars are msgpack; any number of ranks can load it."""
+``updates`` saves and loads them in each trainer rank. All files are written in a partial directory, flushed, listed
+with their sha256 in ``digests``, and the directory is renamed at the end: a directory of the final name is a complete
+checkpoint, also after a power cut. Trainer state is ``torch.distributed.checkpoint`` on safetensors files (its default
+metadata is a pickle), scalars are msgpack. Any number of ranks can load it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """State that a trainer resumes from besides tensors. ``cohort``: moments (count, total, square) of past batches."""
+    """State without tensors that a trainer resumes from. ``cohort``: moments (count, total, square) of past batches."""
 
     policy_version: int
     cohort: tuple[tuple[float, float, float], ...] = ()
@@ -52,13 +53,16 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """The one field of ``trainer.msgpack`` that every format has."""
+    """The only field of ``trainer.msgpack`` that every format has."""
 
     format: int
 
 
 class _Scalars(msgspec.Struct, frozen=True, kw_only=True):
-    """``trainer.msgpack``. No generator's state: training draws nothing at random."""
+    """Content of ``trainer.msgpack``. It has no state of a random generator: training draws no random numbers.
+
+    ``moments``: names of the optimizer's moments.
+    ``extra``: names of the tensors besides masters and moments."""
 
     format: int
     state: TrainerState
@@ -76,18 +80,18 @@ def save(
     model_path: Path,
     extra: Mapping[str, Tensor] | None = None,
     min_free_bytes: int = 0,
-    beside: Mapping[str, bytes] | None = None,
+    sidecar_digests: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a checkpoint. Collective; every rank must see the same file system. Replaces a checkpoint of that name.
+    """Write a checkpoint, or replace the one of the same name. Collective; all ranks must have the same file system.
 
-    ``extra``: tensors that are equal on every rank, by name. ``beside``: sha256 by name of the files that
-    ``atomic_files.stage_sidecar`` left for it. Raises ``StreamRLError`` on every rank when one of them cannot write, or
-    when less than ``min_free_bytes`` would be left on the disk; nothing half-written stays."""
+    ``extra``: tensors that are equal on every rank, by name.
+    ``sidecar_digests``: sha256, by name, of the files that ``atomic_files.stage_sidecar`` staged for the checkpoint.
+    Raises ``StreamRLError`` on every rank when a rank cannot write, or when less than ``min_free_bytes`` would be left
+    on the disk. A failed write leaves no partial files."""
     partial = directory.with_name(f".{directory.name}.partial")
-    first = dist.get_rank() == 0
     moments = optimizer.moments()
     extra = extra or {}
-    tensors = _tensors(weights, weights.masters.whole(), moments, extra)
+    tensors = _tensors(weights, weights.masters.full(), moments, extra)
     published = weights.full_published()
     scalars = _Scalars(
         format=FORMAT,
@@ -105,20 +109,20 @@ def save(
     def export() -> None:
         save_hugging_face(partial / "hf", published, model_path)
         (partial / SCALARS).write_bytes(msgspec.msgpack.encode(scalars))
-        take_sidecar(directory, partial, beside or {})
+        take_sidecar(directory, partial, sidecar_digests or {})
 
     try:
         _on_first_rank(prepare)
         _write_tensors(partial / "trainer", tensors)
         _on_every_rank(lambda: weights.save_adapter(partial / "adapter"))
         _on_first_rank(export)
-        digests = _on_every_rank(lambda: durable_files.flush_and_digest(partial, _my_share(partial)))
+        digests = _on_every_rank(lambda: durable_files.flush_and_digest(partial, _files_of_rank(partial)))
         _on_first_rank(lambda: durable_files.write_digests(partial, digests))
         _on_first_rank(lambda: durable_files.move_into_place(partial, directory))
     except StreamRLError:
-        if first:
-            for half_written in (partial, sidecar_folder(directory)):
-                shutil.rmtree(half_written, ignore_errors=True)
+        if dist.get_rank() == 0:
+            for unfinished in (partial, sidecar_folder(directory)):
+                shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
@@ -126,7 +130,7 @@ def load(
     directory: Path, weights: PublishedWeights, optimizer: MasterOptimizer, *, extra: Mapping[str, Tensor] | None = None
 ) -> TrainerState:
     """Fill masters, optimizer state and ``extra`` of this rank from a checkpoint. Collective. Raises ``StreamRLError``
-    when it is not a checkpoint, has a damaged file, is one of another model, or lacks a tensor of ``extra``."""
+    when the directory is not a checkpoint, has a damaged file, is of another model, or lacks a tensor of ``extra``."""
     directory = durable_files.surviving(directory)
     _verify_together(directory)
     scalars = _read_scalars(directory)
@@ -137,12 +141,12 @@ def load(
         "as model.path"
     )
     _refuse_missing(directory, "tensors", extra or {}, scalars.extra, remedy)
-    masters_L = weights.masters.whole()
+    masters_L = weights.masters.full()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
             reader = HuggingFaceStorageReader(str(directory / "trainer"))
-            _load(_tensors(weights, masters_L, buffers, extra or {}), storage_reader=reader, no_dist=_alone())
+            _load(_tensors(weights, masters_L, buffers, extra or {}), storage_reader=reader, no_dist=_is_single_rank())
         except (CheckpointException, RuntimeError, ValueError) as error:
             raise StreamRLError(f"checkpoint {str(directory)!r} does not fit this model: {error}") from error
     weights.masters.load(masters_L)
@@ -151,8 +155,8 @@ def load(
 
 
 def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path: Path) -> None:
-    """A directory that transformers and vLLM load: the published bfloat16 tensors, tied ones once, and everything
-    of the original directory that is not weights (tokenizer, generation settings, chat template)."""
+    """Write a directory that transformers and vLLM load: the published bfloat16 tensors, tied ones once, and all files
+    of the original directory except its weights (tokenizer, generation settings, chat template)."""
     directory.mkdir(parents=True)
     for source in sorted(model_path.iterdir()):
         if source.is_file() and not source.name.endswith(WEIGHT_SUFFIXES):
@@ -168,8 +172,8 @@ def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path:
 
 
 def save_shards(files: Iterable[Path], directory: Path, largest: str) -> None:
-    """Write the tensors of safetensors ``files`` anew in files of at most ``largest``, such as 2GB, with their index.
-    Raises ``ValueError`` for a size that is none."""
+    """Write the tensors of safetensors ``files`` to new files of at most ``largest``, such as 2GB, with their index.
+    Raises ``ValueError`` where ``largest`` is not a size."""
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     save_torch_state_dict(tensors, directory, max_shard_size=largest, metadata={"format": "pt"})
 
@@ -180,9 +184,13 @@ def save_shards(files: Iterable[Path], directory: Path, largest: str) -> None:
 def _tensors(
     weights: PublishedWeights, masters_L: Tensor, moments: Mapping[str, Tensor], extra: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Views of everything that is saved: loading writes into them."""
-    flats = {"master": masters_L, **moments}
-    tensors = {f"{kind}.{name}": t for kind, flat in flats.items() for name, t in weights.as_tensors(flat).items()}
+    """Views of all tensors that a checkpoint has: loading writes into them."""
+    flat_vectors = {"master": masters_L, **moments}
+    tensors = {
+        f"{kind}.{name}": tensor
+        for kind, vector_L in flat_vectors.items()
+        for name, tensor in weights.as_tensors(vector_L).items()
+    }
     return tensors | {f"extra.{name}": tensor.detach() for name, tensor in extra.items()}
 
 
@@ -191,14 +199,14 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
         warnings.simplefilter("ignore")
         try:
             writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-            _save(tensors, storage_writer=writer, no_dist=_alone())
+            _save(tensors, storage_writer=writer, no_dist=_is_single_rank())
         except CheckpointException as error:
             causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
             raise StreamRLError(f"cannot write checkpoint files in {str(directory)!r}: {causes}") from error
 
 
 def _refuse_full_disk(directory: Path, tensors: list[Tensor], min_free_bytes: int) -> None:
-    # numel of a distributed tensor counts the elements of all ranks.
+    # The numel of a distributed tensor counts the elements of all ranks.
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     make_directory(directory.parent)
     free = shutil.disk_usage(directory.parent).free
@@ -206,8 +214,7 @@ def _refuse_full_disk(directory: Path, tensors: list[Tensor], min_free_bytes: in
         raise DiskFull(
             f"checkpoint {str(directory)!r} takes {size / GIB:.2f} GiB and {free / GIB:.2f} GiB are free there: less "
             f"than {min_free_bytes / GIB:.2f} GiB (checkpoint.advanced.min_free_gib) would be left; make room, keep "
-            f"fewer "
-            "(checkpoint.keep, keep_best, keep_every), or lower min_free_gib"
+            "fewer (checkpoint.keep, keep_best, keep_every), or lower min_free_gib"
         )
 
 
@@ -215,67 +222,70 @@ def _refuse_full_disk(directory: Path, tensors: list[Tensor], min_free_bytes: in
 
 
 def _verify_together(directory: Path) -> None:
-    """Verify the files, each rank a part of them; every rank raises what any of them found."""
+    """Verify the files, a part of them on each rank. Every rank raises the faults of all ranks."""
 
-    def my_faults() -> list[str]:
+    def faults_of_part() -> list[str]:
         digests = durable_files.read_digests(directory)
-        mine = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
-        return durable_files.faults(directory, {name: digests[name] for name in mine})
+        names = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
+        return durable_files.faults(directory, {name: digests[name] for name in names})
 
-    durable_files.refuse_faults(directory, [fault for found in _on_every_rank(my_faults) for fault in found])
+    faults = [fault for rank_faults in _on_every_rank(faults_of_part) for fault in rank_faults]
+    durable_files.refuse_faults(directory, faults)
 
 
 def _read_scalars(directory: Path) -> _Scalars:
     try:
         encoded = (directory / SCALARS).read_bytes()
-        written = msgspec.msgpack.decode(encoded, type=_Format).format
-        if written != FORMAT:
-            raise StreamRLError(f"checkpoint {str(directory)!r} has format {written}; this version reads {FORMAT}")
+        file_format = msgspec.msgpack.decode(encoded, type=_Format).format
+        if file_format != FORMAT:
+            raise StreamRLError(f"checkpoint {str(directory)!r} has format {file_format}; this version reads {FORMAT}")
         return msgspec.msgpack.decode(encoded, type=_Scalars)
     except (OSError, *UNDECODABLE) as error:
         raise StreamRLError(f"{str(directory)!r} is not a checkpoint of streamrl: {error}") from error
 
 
 def _refuse_missing(
-    directory: Path, what: str, wanted: Mapping[str, Tensor], written: tuple[str, ...], remedy: str
+    directory: Path, kind: str, tensors: Mapping[str, Tensor], saved_names: tuple[str, ...], remedy: str
 ) -> None:
-    missing = sorted(set(wanted) - set(written))
+    missing = sorted(set(tensors) - set(saved_names))
     if missing:
         raise StreamRLError(
-            f"checkpoint {str(directory)!r} has no {what} {', '.join(missing)}, which this recipe needs "
-            f"(it has {', '.join(written) or 'none'}): {remedy}"
+            f"checkpoint {str(directory)!r} has no {kind} {', '.join(missing)}, which this recipe needs "
+            f"(it has {', '.join(saved_names) or 'none'}): {remedy}"
         )
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def _alone() -> bool:
-    """One rank plans by itself; of several torch exchanges the plans as pickles (SECURITY.md, ranks)."""
+def _is_single_rank() -> bool:
+    """Whether there is one rank, which plans without other ranks. The plans of several ranks travel as torch's pickles
+    (SECURITY.md, ranks)."""
     return dist.get_world_size() == 1
 
 
-def _my_share(directory: Path) -> list[str]:
+def _files_of_rank(directory: Path) -> list[str]:
     return durable_files.files_below(directory)[dist.get_rank() :: dist.get_world_size()]
 
 
 def _on_every_rank(work: Callable[[], T]) -> list[T]:
-    """Run ``work`` and return its results on all ranks (of other ranks as msgpack's own types). Raises
-    ``StreamRLError`` on all of them when it failed on one."""
-    mine: tuple[T | None, str]
+    """Run ``work`` on each rank, and return the results of all ranks (results of other ranks are msgpack's own types).
+    Raises ``StreamRLError`` on every rank when ``work`` fails on one of them."""
+    outcome: tuple[T | None, str]
     cause: Exception | None = None
     try:
-        mine = (work(), "")
+        outcome = (work(), "")
     except (OSError, RuntimeError, SafetensorError, StreamRLError) as error:
-        mine = (None, str(error))
+        outcome = (None, str(error))
         cause = error
-    encoded = all_gather_bytes(msgspec.msgpack.encode(mine))
-    everything: list[tuple[T, str]] = [msgspec.msgpack.decode(one, type=tuple[Any, str]) for one in encoded]
-    if failure := next((failure for _, failure in everything if failure), ""):
-        raise StreamRLError(failure) from cause
-    return [value for value, _ in everything]
+    payloads = all_gather_bytes(msgspec.msgpack.encode(outcome))
+    outcomes: list[tuple[T, str]] = [msgspec.msgpack.decode(payload, type=tuple[Any, str]) for payload in payloads]
+    for _, failure in outcomes:
+        if failure:
+            raise StreamRLError(failure) from cause
+    return [result for result, _ in outcomes]
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Rank 0 works while the others wait. Raises ``StreamRLError`` on all of them when it failed."""
+    """Run ``work`` on rank 0 while the other ranks wait. Raises ``StreamRLError`` on every rank when it fails."""
     _on_every_rank(work if dist.get_rank() == 0 else lambda: None)

@@ -1,4 +1,6 @@
-"""A directory that is whole or absent, also after a power cut: flushed, listed with digests, then renamed."""
+"""Directories that are complete or absent, also after a power cut: flushed, listed with digests, then renamed.
+
+Trainer ranks write checkpoints with it; the controller, ``preflight`` and commands on models read and verify them."""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ log = logging.getLogger(__name__)
 
 
 def files_below(directory: Path) -> list[str]:
-    """Relative names of all files but the digests, sorted."""
+    """Relative names of all files except the digests, sorted."""
     names = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return sorted(name for name in names if name != DIGESTS)
 
 
 def flush_and_digest(directory: Path, names: Iterable[str]) -> dict[str, str]:
-    """Force these files to the disk, also those of other libraries, and return their sha256 by name."""
+    """Force files, of any library, to the disk, and return their sha256 by name."""
     digests = {}
     for name in names:
         with (directory / name).open("rb") as file:
@@ -35,17 +37,17 @@ def flush_and_digest(directory: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def write_digests(directory: Path, digests: Iterable[Mapping[str, str]]) -> None:
-    """Write one list (``sha256sum -c digests`` reads it) and force it and every directory below to the disk."""
+    """Write the list of digests (``sha256sum -c digests`` reads it), and force it and all directories to the disk."""
     with (directory / DIGESTS).open("w") as file:
         file.writelines(f"{digest}  {name}\n" for part in digests for name, digest in sorted(part.items()))
         file.flush()
         os.fsync(file.fileno())
-    for below in [directory, *(path for path in directory.rglob("*") if path.is_dir())]:
-        flush_directory(below)
+    for folder in [directory, *(path for path in directory.rglob("*") if path.is_dir())]:
+        flush_directory(folder)
 
 
 def read_digests(directory: Path) -> dict[str, str]:
-    """sha256 by file name. Raises ``StreamRLError`` when the directory was not written by ``write_digests``."""
+    """Read the sha256 of each file, by name. Raises ``StreamRLError`` for a directory without a list of digests."""
     try:
         lines = (directory / DIGESTS).read_text().splitlines()
         digests = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
@@ -60,36 +62,37 @@ def read_digests(directory: Path) -> dict[str, str]:
 
 
 def faults(directory: Path, digests: Mapping[str, str]) -> list[str]:
-    """Files that are missing or whose bytes are not those that were written, each in a few words."""
-    found = []
+    """Compare files with their digests, and return the faults, each in a few words: missing files and other bytes."""
+    problems = []
     for name, expected in digests.items():
         try:
             with (directory / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                    found.append(f"{name} differs")
+                    problems.append(f"{name} differs")
         except OSError as error:
-            found.append(f"{name} cannot be read ({error.strerror})")
-    return found
+            problems.append(f"{name} cannot be read ({error.strerror})")
+    return problems
 
 
-def refuse_faults(directory: Path, found: list[str]) -> None:
-    """Raise ``StreamRLError`` when ``faults`` found any."""
-    if found:
+def refuse_faults(directory: Path, problems: list[str]) -> None:
+    """Raise ``StreamRLError`` when there are ``problems``, results of ``faults``."""
+    if problems:
         raise StreamRLError(
-            f"checkpoint {str(directory)!r} is damaged: {', '.join(sorted(found))}; resume from another checkpoint"
+            f"checkpoint {str(directory)!r} is damaged: {', '.join(sorted(problems))}; resume from another checkpoint"
         )
 
 
 def verify(directory: Path) -> None:
-    """Compare every file with its digest. Raises ``StreamRLError`` that names those that differ."""
+    """Compare every file with its digest. Raises ``StreamRLError`` that names the files that differ."""
     refuse_faults(directory, faults(directory, read_digests(directory)))
 
 
 def move_into_place(partial: Path, directory: Path) -> None:
-    """Rename ``partial`` to ``directory``, replacing one of that name. Durable when it returns. Nobody may read what is
-    ``surviving`` beside it meanwhile."""
+    """Rename ``partial`` to ``directory``, and replace the directory of that name. The rename is durable when the call
+    returns. No other process may read the directory of ``surviving`` during the call."""
     aside = _aside(directory)
-    if directory.exists():  # where it is not, what a crash left aside is the only one: it stays until there is another
+    # Without ``directory``, a crash left the only checkpoint aside: it stays until there is another one.
+    if directory.exists():
         shutil.rmtree(aside, ignore_errors=True)
         directory.rename(aside)
     partial.rename(directory)
@@ -98,18 +101,23 @@ def move_into_place(partial: Path, directory: Path) -> None:
 
 
 def surviving(directory: Path) -> Path:
-    """``directory`` without links, or what a crash between the two renames of ``move_into_place`` left of it."""
+    """Return ``directory`` without links. After a crash between the two renames of ``move_into_place``, return the
+    directory that the first rename moved aside."""
     real = directory.resolve()
-    return _aside(real) if not real.exists() and _aside(real).exists() else real
+    if not real.exists() and _aside(real).exists():
+        return _aside(real)
+    return real
 
 
 def newest_checkpoint(run_directory: Path) -> Path | None:
-    """The newest checkpoint of a run whose files are all as they were written; None: there is none. A damaged one is
-    left out, and the log says so."""
+    """Return the newest undamaged checkpoint of a run; None where there is none. The log names damaged checkpoints."""
     checkpoints = run_directory / "checkpoints"
     latest = surviving(checkpoints / "latest")
     older = sorted((path for path in checkpoints.glob("step-*") if path.is_dir()), reverse=True)
-    for directory in dict.fromkeys([*([latest] if latest.is_dir() else []), *(path.resolve() for path in older)]):
+    candidates = [path.resolve() for path in older]
+    if latest.is_dir():
+        candidates.insert(0, latest)
+    for directory in dict.fromkeys(candidates):
         try:
             verify(directory)
         except StreamRLError as error:
@@ -124,8 +132,8 @@ def _aside(directory: Path) -> Path:
 
 
 def _settle(checkpoints: Path) -> None:
-    """Repair what a killed process left: a directory that was moved aside gets its name back where that is free, and is
-    deleted otherwise."""
+    """Clean up after a killed process: a directory that was moved aside gets its name back where the name is free, and
+    is deleted otherwise."""
     for aside in checkpoints.glob(f".*{_REPLACED}"):
         directory = aside.with_name(aside.name.removeprefix(".").removesuffix(_REPLACED))
         if directory.exists():

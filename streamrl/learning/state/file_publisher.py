@@ -1,5 +1,7 @@
-"""A plain weight push, the trainer's side: each version complete in one safetensors file. For one trainer rank and
-engines that read the same directory. ``streamrl.weights`` publishes deltas, to any host."""
+"""A simple publisher for one trainer rank: each version is one complete safetensors file in a directory.
+
+Engines read the same directory (``engines.file_weights``). Programs that use the trainer without a run pass it to
+``TorchTrainer``; a run uses ``streamrl.weights``, which publishes deltas to any host."""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from streamrl.learning.options import TrainerOptions
 
 
 class FilePublisher:
-    """Writes the versions of a trainer with one rank to ``directory``, bfloat16; the newest two stay. See
-    ``trainer.Publisher``; a ``WeightSource`` has the path of the file as its endpoint."""
+    """Writes the versions of a trainer with one rank to ``directory``, in bfloat16; the newest two stay. The endpoint
+    of a ``WeightSource`` is the path of the file. See ``contracts.Publisher``."""
 
     def __init__(self, directory: Path, shards: Sequence[LocalShard]) -> None:
         self._directory = directory
@@ -29,7 +31,7 @@ class FilePublisher:
 
     @classmethod
     def into(cls, directory: Path) -> Callable[[TrainerOptions, Sequence[LocalShard], torch.device], FilePublisher]:
-        """Return what ``TorchTrainer`` takes as ``start_publisher``."""
+        """Return the function that ``TorchTrainer`` takes as ``start_publisher``."""
 
         def start(options: TrainerOptions, shards: Sequence[LocalShard], device: torch.device) -> FilePublisher:
             if options.ranks != 1:
@@ -41,7 +43,7 @@ class FilePublisher:
         return start
 
     def publish(self, policy_version: int, values: Mapping[str, Tensor], /) -> Published:
-        """Write a version. Raises ``OSError`` where the directory takes no file."""
+        """Write a version. Raises ``OSError`` where the file cannot be written."""
         tensors = {
             name: values[name].to("cpu", torch.bfloat16).reshape(shard.shape) for name, shard in self._shards.items()
         }
@@ -56,13 +58,13 @@ class FilePublisher:
         return published
 
     def publish_anchor(self, policy_version: int) -> Published:
-        """Return the newest version again. Raises ``WeightError`` for another one."""
+        """Return the newest version again. Raises ``WeightError`` for another version."""
         if self._newest is None or self._newest[0] != policy_version:
             raise WeightError(f"version {policy_version} is not the newest that was published")
         return self._newest[1]
 
     def acknowledge(self, policy_version: int) -> None:
-        """Remove the files of versions older than the one before ``policy_version``."""
+        """Remove the files of versions below ``policy_version - 1``."""
         for path in self._directory.glob("version-*.safetensors"):
             if int(path.stem.partition("-")[2]) < policy_version - 1:
                 path.unlink()

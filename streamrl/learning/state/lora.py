@@ -1,15 +1,15 @@
-"""Low-rank adapters: peft chooses the targets and initialises, the forward and the engines get the merged bits.
+"""Low-rank adapters that are merged: peft chooses the targets and initialises, forward and engines get merged weights.
 
-Hu et al., "LoRA" (2021), section 4.1: ``W = W0 + s B A`` with ``s = alpha / rank``. ``W0`` is the base as it is
-published (bfloat16), and what is published is ``bfloat16(W0 + s B A)``. The forward runs on these bits, so the policy
-that is differentiated is the one that sampled; the rounding is passed straight through: with ``G = dL/dW``,
-``dA = s B^T G`` and ``dB = s G A^T``.
+``updates.make_weights`` makes them in each trainer rank. Hu et al., "LoRA" (2021), section 4.1: ``W = W0 + s B A`` with
+``s = alpha / rank``. ``W0`` is the base in the published format (bfloat16), and ``bfloat16(W0 + s B A)`` is published.
+The forward runs on these bits, so the policy that is differentiated is the one that sampled. The backward passes the
+rounding straight through: with ``G = dL/dW``, ``dA = s B^T G`` and ``dB = s G A^T``.
 
 With ``lora.dora`` (Liu et al., "DoRA", 2024) ``W = m V / |V|`` by row, where ``V = W0 + s B A``: the length m of each
 row is trained, too. As in section 4.3 of the paper the norm counts as a constant: ``dV = m / |V| G``.
 
-A and B are cut into ranges of rows over the ranks, B as its weight is; a merge needs all of A, which is gathered.
-Without FSDP2 a dense gradient lives from its own backward to its projection only; with it until the close of the batch.
+The ranks have ranges of rows of A and B, and B is split like its weight. A merge gathers the full A. A dense gradient
+exists only from its own backward to its projection without FSDP2, and until the close of the batch with FSDP2.
 
 Bytes: 4 an element of the model (forward), 2 an adapted element (the base); masters and gradient 8 an adapter element.
 """
@@ -42,26 +42,33 @@ from streamrl.recipe.sections import Lora
 
 
 class Adapted(NamedTuple):
-    """One adapted weight ``[N, M]``: its name and parameter, this rank's rows of its base, and the names of A, B and,
-    with DoRA, the lengths of its rows."""
+    """One adapted weight ``[N, M]``.
+
+    ``weight``: name of the weight.
+    ``base``: rows of the base weight on this rank.
+    ``scale``: factor ``s`` of ``B A``.
+    ``a_name``, ``b_name``: names of A and B.
+    ``lengths_name``: name of the lengths of the rows; empty without DoRA."""
 
     weight: str
     parameter: nn.Parameter
     base: Tensor
     scale: float
-    a: str
-    b: str
-    lengths: str = ""
+    a_name: str
+    b_name: str
+    lengths_name: str = ""
 
 
 class AdapterWeights(PublishedWeights):
-    """Masters are the adapters, A ``[rank, M]`` and B ``[N, rank]`` of each target; nothing else is trained. Raises
-    ``StreamRLError`` for targets that the model does not have or that are no plain linear modules."""
+    """Weights of which only the adapters are trained: masters are A ``[rank, M]`` and B ``[N, rank]`` of each target.
+
+    The constructor raises ``StreamRLError`` for targets that the model does not have or that are not plain linear
+    modules."""
 
     def __init__(self, options: TrainerOptions, policy: PackedPolicy) -> None:
         super().__init__(policy.trained_parameters(), policy.pieces)
         self.model_path = options.model_path
-        layers, self.config = chosen_by_peft(options.lora, policy.hugging_face, options.model_path, options.seed)
+        layers, self.config = peft_adapters(options.lora, policy.hugging_face, options.model_path, options.seed)
         self._master_tensors: dict[str, Tensor] = {}
         self._adapted: list[Adapted] = []
         for parameter in self._parameters.values():
@@ -73,12 +80,13 @@ class AdapterWeights(PublishedWeights):
         self.master_shards = local_shards(self._master_tensors)
         self.adapter_elements = sum(math.prod(shard.shape) for shard in self.master_shards)
         self.masters: Masters = WholeMasters(
-            torch.cat([local_part(t).flatten() for t in self._master_tensors.values()])
+            torch.cat([local_part(tensor).flatten() for tensor in self._master_tensors.values()])
         )
-        self.gradient_L = torch.zeros_like(self.masters.whole())
-        self._master_tensors = self.as_tensors(self.masters.whole())
-        self._gradients = {n: local_part(t) for n, t in self.as_tensors(self.gradient_L).items()}
-        self._whole_a: dict[str, Tensor] = {}
+        self.gradient_L = torch.zeros_like(self.masters.full())
+        self._master_tensors = self.as_tensors(self.masters.full())
+        gradients = self.as_tensors(self.gradient_L)
+        self._gradients = {name: local_part(tensor) for name, tensor in gradients.items()}
+        self._full_a: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}
         self.refresh_forward()
 
@@ -90,59 +98,60 @@ class AdapterWeights(PublishedWeights):
         parameter = self._parameters[weight]
         base = self._base_of(parameter)
         adapted = Adapted(weight, parameter, base, scale, f"{module}.lora_A.weight", f"{module}.lora_B.weight")
-        for name, tensor in ((adapted.a, lora_a), (adapted.b, lora_b)):
+        for name, tensor in ((adapted.a_name, lora_a), (adapted.b_name, lora_b)):
             if isinstance(parameter.data, DTensor):
                 tensor = distribute_tensor(tensor, parameter.data.device_mesh, parameter.data.placements)
             self._master_tensors[name] = tensor
         if self.config.use_dora:
-            adapted = adapted._replace(lengths=f"{module}.lora_magnitude_vector")
+            adapted = adapted._replace(lengths_name=f"{module}.lora_magnitude_vector")
             lengths_N = torch.linalg.vector_norm(base.float(), dim=1)
             if isinstance(parameter.data, DTensor):
                 mesh = parameter.data.device_mesh
-                placed = parameter.data.placements
-                whole = torch.Size([parameter.shape[0]])
-                lengths_N = DTensor.from_local(lengths_N, mesh, placed, shape=whole, stride=(1,))
-            self._master_tensors[adapted.lengths] = lengths_N
+                placements = parameter.data.placements
+                shape = torch.Size([parameter.shape[0]])
+                lengths_N = DTensor.from_local(lengths_N, mesh, placements, shape=shape, stride=(1,))
+            self._master_tensors[adapted.lengths_name] = lengths_N
         self._adapted.append(adapted)
         self._connect(adapted)
 
     def _connect(self, adapted: Adapted) -> None:
-        """Have the forward run with the adapter, and the backward find its gradient."""
+        """Let the forward run with the adapter, and the backward compute the adapter's gradient."""
         adapted.parameter.requires_grad_(True)
         if not self._sharded:
 
             def project(parameter: Tensor) -> None:
                 assert parameter.grad is not None
-                self._project(adapted, parameter.grad, self._gradients[adapted.a])
+                self._project(adapted, parameter.grad, self._gradients[adapted.a_name])
                 parameter.grad = None
 
             cast("Any", adapted.parameter).register_post_accumulate_grad_hook(project)
 
     @torch.no_grad()
-    def _project(self, adapted: Adapted, gradient_NM: Tensor, into_a: Tensor) -> None:
-        """Add the gradients of A (what these rows of the weight give to all of it) and of this rank's rows of B."""
-        b_NR = local_part(self._master_tensors[adapted.b])
-        if adapted.lengths:
+    def _project(self, adapted: Adapted, gradient_NM: Tensor, gradient_RM: Tensor) -> None:
+        """Add the gradients of this rank's rows of B, and add to ``gradient_RM`` the part of the gradient of the full A
+        that comes from this rank's rows of the weight."""
+        b_NR = local_part(self._master_tensors[adapted.b_name])
+        if adapted.lengths_name:
             gradient_NM = gradient_NM / self._norms[adapted.weight][:, None]
-            self._gradients[adapted.lengths] += (gradient_NM * self._merged(adapted)).sum(1)
-            gradient_NM = gradient_NM * local_part(self._master_tensors[adapted.lengths])[:, None]
-        into_a.addmm_(b_NR.T, gradient_NM, alpha=adapted.scale)
-        self._gradients[adapted.b].addmm_(gradient_NM, self._whole_a[adapted.a].T, alpha=adapted.scale)
+            self._gradients[adapted.lengths_name] += (gradient_NM * self._merged(adapted)).sum(1)
+            gradient_NM = gradient_NM * local_part(self._master_tensors[adapted.lengths_name])[:, None]
+        gradient_RM.addmm_(b_NR.T, gradient_NM, alpha=adapted.scale)
+        self._gradients[adapted.b_name].addmm_(gradient_NM, self._full_a[adapted.a_name].T, alpha=adapted.scale)
 
     def _merged(self, adapted: Adapted) -> Tensor:
-        """``W0 + s B A`` of this rank's rows, not rounded."""
-        b_NR = local_part(self._master_tensors[adapted.b])
-        return torch.addmm(adapted.base.float(), b_NR, self._whole_a[adapted.a], alpha=adapted.scale)
+        """``W0 + s B A`` for this rank's rows, not rounded."""
+        b_NR = local_part(self._master_tensors[adapted.b_name])
+        return torch.addmm(adapted.base.float(), b_NR, self._full_a[adapted.a_name], alpha=adapted.scale)
 
     @torch.no_grad()
     def refresh_forward(self) -> None:
         for adapted in self._adapted:
-            a_RM = self._master_tensors[adapted.a]
-            self._whole_a[adapted.a] = a_RM.full_tensor() if isinstance(a_RM, DTensor) else a_RM
+            a_RM = self._master_tensors[adapted.a_name]
+            self._full_a[adapted.a_name] = a_RM.full_tensor() if isinstance(a_RM, DTensor) else a_RM
             merged_NM = self._merged(adapted)
-            if adapted.lengths:
+            if adapted.lengths_name:
                 norms_N = self._norms[adapted.weight] = torch.linalg.vector_norm(merged_NM, dim=1)
-                merged_NM *= (local_part(self._master_tensors[adapted.lengths]) / norms_N)[:, None]
+                merged_NM *= (local_part(self._master_tensors[adapted.lengths_name]) / norms_N)[:, None]
             local_part(adapted.parameter.detach()).copy_(merged_NM.to(PUBLISHED_DTYPE))
 
     @torch.no_grad()
@@ -150,13 +159,13 @@ class AdapterWeights(PublishedWeights):
         if self._sharded:
             a_shards = {shard.name: shard for shard in self.master_shards}
             for adapted in self._adapted:
-                into_a = torch.zeros_like(self._whole_a[adapted.a])
+                gradient_RM = torch.zeros_like(self._full_a[adapted.a_name])
                 if adapted.parameter.grad is not None:
-                    self._project(adapted, local_part(adapted.parameter.grad), into_a)
+                    self._project(adapted, local_part(adapted.parameter.grad), gradient_RM)
                     adapted.parameter.grad = None
-                dist.all_reduce(into_a)
-                shard = a_shards[adapted.a]
-                self.gradient_L[shard.place] += into_a.flatten()[shard.offset :][: shard.stop - shard.start]
+                dist.all_reduce(gradient_RM)
+                shard = a_shards[adapted.a_name]
+                self.gradient_L[shard.place] += gradient_RM.flatten()[shard.offset :][: shard.stop - shard.start]
         return self.gradient_L
 
     def clear_gradient(self) -> None:
@@ -166,7 +175,7 @@ class AdapterWeights(PublishedWeights):
 
     def save_adapter(self, directory: Path) -> None:
         tensors: dict[str, Tensor] = {}
-        for name, tensor in self._master_tensors.items():  # gathered on every rank
+        for name, tensor in self._master_tensors.items():  # a collective on every rank
             complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             tensors[f"base_model.model.{name}"] = complete.to("cpu", copy=True)
         if dist.is_initialized() and dist.get_rank() != 0:
@@ -178,11 +187,12 @@ class AdapterWeights(PublishedWeights):
         save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def chosen_by_peft(
+def peft_adapters(
     lora: Lora, model: PreTrainedModel, model_path: str, seed: int
 ) -> tuple[dict[str, tuple[Tensor, Tensor, float]], LoraConfig]:
-    """A, B and scale by the name of their module, and the configuration. The model is left as it was. The values of A
-    are those of the run's seed. Raises ``StreamRLError``."""
+    """Let peft make adapters. Returns A, B and scale by the name of their module, and peft's configuration.
+
+    The model does not change. The values of A follow from the run's seed. Raises ``StreamRLError``."""
     targets = lora.pattern or list(lora.named_targets) or "".join(lora.targets) or None
     refuse_targets(model, lora.named_targets)
     config = LoraConfig(
@@ -190,8 +200,12 @@ def chosen_by_peft(
     )
     device = next(model.parameters()).device
     layers: dict[str, tuple[Tensor, Tensor, float]] = {}
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that tied weights cannot be merged: they are refused
+    devices_with_generator = []
+    if device.type == "cuda":
+        devices_with_generator.append(device)
+    with torch.random.fork_rng(devices_with_generator), warnings.catch_warnings():
+        # The warning that tied weights cannot be merged: ``refuse_targets`` refuses them.
+        warnings.simplefilter("ignore")
         torch.manual_seed(derive_seed(seed, "lora") % (1 << 32))
         try:
             adapted = get_peft_model(model, config)
@@ -200,12 +214,13 @@ def chosen_by_peft(
                 f"lora.targets {list(lora.targets)} do not fit {model_path!r}: {error}; name modules of the "
                 'model, such as ["q_proj", "v_proj"], or ["all-linear"]'
             ) from error
-        found = {n: m for n, m in adapted.base_model.model.named_modules() if isinstance(m, LoraLayer)}
+        modules = adapted.base_model.model.named_modules()
+        lora_layers = {name: module for name, module in modules if isinstance(module, LoraLayer)}
         adapted.unload()
-    config.use_dora = lora.dora  # only now: peft would compute lengths of sharded rows
-    refuse_targets(model, list(found))
-    for name, layer in found.items():
-        a = layer.lora_A["default"].weight.detach()
-        b = layer.lora_B["default"].weight.detach()
-        layers[name] = (a.float(), b.float(), float(layer.scaling["default"]))
+    config.use_dora = lora.dora  # set after the adapters are made: peft would compute lengths of sharded rows
+    refuse_targets(model, list(lora_layers))
+    for name, layer in lora_layers.items():
+        lora_a = layer.lora_A["default"].weight.detach()
+        lora_b = layer.lora_B["default"].weight.detach()
+        layers[name] = (lora_a.float(), lora_b.float(), float(layer.scaling["default"]))
     return layers, config

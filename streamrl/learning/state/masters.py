@@ -1,14 +1,14 @@
-"""Float32 masters of one rank: where they are, and how a step reads and writes them.
+"""Float32 masters of one rank: their storage, and how an optimizer step reads and writes them.
 
-Split masters take 2 bytes an element beside what the forward runs on. The forward has the float32 values of the
-published bfloat16 bits (``P``, the low half of each is 0); a master is ``P``'s bit pattern plus a signed 16-bit
-remainder, as integers. Rounding to bfloat16 moves a pattern by at most half of 2**16, so the remainder fits, but for
-one case: a master in the very middle of two bfloat16 values that rounds down has the remainder +2**15, which int16 does
-not have. It is written with 2**15 - 1: the next float32 towards zero, which rounds to the same ``P``. That is one
-element in 131,072, moved by less than one part in 8 million, the same way on every number of ranks; what is once
-written is read back exactly. (Splitting a float32 into a bfloat16 and 16 more bits: Split-SGD-BF16 of Kalamkar et al.,
-"Optimizing Deep Learning Recommender Systems Training On CPU Cluster Architectures" (2020), which truncates; published
-bits are rounded to nearest.)"""
+``published_weights`` and ``lora`` make them in each trainer rank. Split masters take 2 bytes an element besides the
+values that the forward runs on. The forward has the float32 values of the published bfloat16 bits (``P``, the low half
+of each is 0). A master is the bit pattern of ``P`` plus a signed 16-bit remainder, as integers. Rounding to bfloat16
+moves a pattern by at most half of 2**16, so the remainder fits, with one exception: a master in the very middle of two
+bfloat16 values that rounds down has the remainder +2**15, which int16 does not have. It is written with 2**15 - 1: the
+next float32 towards zero, which rounds to the same ``P``. This changes one element in 131,072 by less than one part in
+8 million, the same way on every number of ranks. Values that are written once are read back exactly. (Splitting a
+float32 into a bfloat16 and 16 more bits: Split-SGD-BF16 of Kalamkar et al., "Optimizing Deep Learning Recommender
+Systems Training On CPU Cluster Architectures" (2020), which truncates; published bits are rounded to nearest.)"""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from streamrl.learning.rank_memory import STEP_ELEMENTS
 
 
 class Masters(ABC):
-    """Float32 masters of ``size`` elements, read and written in parts. ``device``: where they are stepped."""
+    """Float32 masters of ``size`` elements, read and written in parts. ``device``: device of the optimizer step."""
 
     size: int
     device: torch.device
 
     @abstractmethod
     def read(self, place: slice) -> Tensor:
-        """Masters ``[start, stop)``, float32. Valid until the next read; a change counts only once it is written."""
+        """Return the masters in ``place``, float32. They are valid until the next read; changes count once written."""
 
     @abstractmethod
     def write(self, place: slice, values: Tensor) -> None:
-        """Take the changed values of ``read(place)``, or others."""
+        """Store ``values`` in ``place``: the changed result of ``read(place)``, or other values."""
 
     def steps(self) -> Iterator[slice]:
-        """Places that cover all elements, in order, one at least."""
+        """Yield places that cover all elements, in order; one place at least."""
         chunk = STEP_ELEMENTS[self.device.type]
         for start in range(0, max(1, self.size), chunk):
             yield slice(start, min(start + chunk, self.size))
 
-    def whole(self) -> Tensor:
-        """All of them, float32 [L]: a copy where they are split."""
+    def full(self) -> Tensor:
+        """Return all masters, float32 [L]: a copy where they are split."""
         values_L = torch.empty(self.size, dtype=torch.float32, device=self.device)
         for place in self.steps():
             values_L[place] = self.read(place)
@@ -51,13 +51,13 @@ class Masters(ABC):
 
     @torch.no_grad()
     def load(self, values_L: Tensor) -> None:
-        """Take all of them, float32 [L] on their device."""
+        """Store all masters, float32 [L] on their device."""
         for place in self.steps():
             self.write(place, values_L[place])
 
 
 class WholeMasters(Masters):
-    """One float32 vector, stepped in place: adapters, and masters in host memory below a forward on a device."""
+    """One float32 vector, stepped in place: adapters, and masters in host memory while the forward runs on a GPU."""
 
     def __init__(self, values_L: Tensor) -> None:
         self.values_L = values_L.detach()
@@ -71,15 +71,17 @@ class WholeMasters(Masters):
         if values.data_ptr() != self.values_L[place].data_ptr():
             self.values_L[place] = values
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         return self.values_L
 
 
 class SplitMasters(Masters):
-    """The forward's float32 values and a 16-bit remainder of each: 2 bytes an element of its own.
+    """The forward's float32 values with a 16-bit remainder of each: 2 bytes an element besides the forward's values.
 
-    ``forward``: the vectors that the forward runs on, flat float32, one after the other in the masters; a function that
-    gives each, as FSDP2 may replace what a parameter holds. Their values now are the masters: they are rounded here."""
+    ``forward``: functions that return the flat float32 vectors of the forward, one after the other in the masters.
+    They are functions because FSDP2 may replace the tensor of a parameter. The current values become the masters, and
+    the vectors are rounded.
+    ``sizes``: number of elements of each vector."""
 
     @torch.no_grad()
     def __init__(self, forward: Sequence[Callable[[], Tensor]], sizes: Sequence[int], device: torch.device) -> None:
@@ -99,7 +101,7 @@ class SplitMasters(Masters):
             self.write(place, values_C)
 
     def _parts(self, place: slice) -> Iterator[tuple[Tensor, slice]]:
-        """The forward's vectors in ``place``: each part of one, and where in ``place`` it lies."""
+        """Yield the parts of the forward's vectors that are in ``place``, each with its slice of ``place``."""
         index = max(0, bisect_right(self._starts, place.start) - 1)
         while index < len(self._starts) and self._starts[index] < place.stop:
             start = max(self._starts[index], place.start)

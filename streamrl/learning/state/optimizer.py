@@ -1,10 +1,11 @@
-"""The optimizer of one rank's flat master vector: one step, and a state that a checkpoint can hold.
+"""The optimizer of one rank's flat master vector: its step, and its state for checkpoints.
 
-AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2. The decay is its own product
-before the moments' step, over matrices only, so that the step itself stays one call over the whole vector.
+``updates`` makes it and steps it in each trainer rank. AdamW: Loshchilov and Hutter, "Decoupled Weight Decay
+Regularization" (2019), algorithm 2. The weight decay is a separate product before the step, over matrices only, so that
+the step itself is one call over a chunk of the vector.
 
-Bytes an element beside the masters: ``adamw`` 8; ``adamw_8bit`` 2.03; ``adamw_offloaded`` none on the device, and in
-host memory 18 (masters 4, moments 8, the gradient that comes over 4, the bits that go back 2).
+Bytes an element besides the masters: ``adamw`` 8; ``adamw_8bit`` 2.03; ``adamw_offloaded`` none on the device, and 18
+in host memory (masters 4, moments 8, a copy of the gradient 4, bits for the device 2).
 A step goes chunk by chunk over the masters, which may be stored in another form (``masters.SplitMasters``)."""
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.masters import Masters
 from streamrl.recipe.sections import OptimizerKind
 
-# Imported by us and by peft, it warns that kernels for 4-bit inference, which nobody asked for, are missing.
+# bitsandbytes warns about missing kernels for 4-bit inference, which streamrl does not use.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 QUANTIZED_BLOCK = 256
@@ -30,35 +31,38 @@ ADAM_EPSILON = 1e-8
 
 
 class MasterOptimizer:
-    """AdamW on ``masters``, as ``options.optimizer`` says.
+    """AdamW on ``masters``, of the kind ``options.optimizer``.
 
-    ``decayed``: the places to which weight decay applies (``PublishedWeights.decayed``).
-    Masters may lie in host memory: the gradient is fetched, and the step taken there.
-    Raises ``StreamRLError`` when the library of ``adamw_8bit`` is missing."""
+    Masters may be in host memory: the gradient is copied to it, and the step is taken on the host.
+    The constructor raises ``StreamRLError`` when the library of ``adamw_8bit`` is missing.
 
-    def __init__(self, options: TrainerOptions, masters: Masters, decayed: Sequence[slice]) -> None:
+    ``decayed_places``: places in the masters to which weight decay applies (``PublishedWeights.decayed_places``)."""
+
+    def __init__(self, options: TrainerOptions, masters: Masters, decayed_places: Sequence[slice]) -> None:
         quantized = options.optimizer is OptimizerKind.ADAMW_8BIT
         self._masters = masters
         self._moments = _QuantizedMoments(options, masters) if quantized else _FullMoments(options, masters)
         self._weight_decay = options.weight_decay
-        self._decayed = list(decayed) if options.weight_decay else []
-        self._fetched_L: Tensor | None = None
+        self._decayed_places: list[slice] = []
+        if options.weight_decay:
+            self._decayed_places = list(decayed_places)
+        self._host_gradient_L: Tensor | None = None
 
     @property
     def steps(self) -> int:
-        """Steps taken so far."""
+        """Number of steps until now."""
         return self._moments.steps
 
     @torch.no_grad()
     def step(self, gradient_L: Tensor, learning_rate: float) -> None:
-        """Move the masters by one step along ``gradient_L`` (float32 [L], on the masters' device or another)."""
+        """Take one step with ``gradient_L`` (float32 [L], on the device of the masters or on another one)."""
         if gradient_L.device != self._masters.device:
-            if self._fetched_L is None:
-                self._fetched_L = torch.empty(gradient_L.shape, dtype=gradient_L.dtype, pin_memory=True)
-            gradient_L = self._fetched_L.copy_(gradient_L)
+            if self._host_gradient_L is None:
+                self._host_gradient_L = torch.empty(gradient_L.shape, dtype=gradient_L.dtype, pin_memory=True)
+            gradient_L = self._host_gradient_L.copy_(gradient_L)
         for place in self._masters.steps():
             values = self._masters.read(place)
-            for decayed in self._decayed:
+            for decayed in self._decayed_places:
                 inside = slice(max(decayed.start - place.start, 0), max(decayed.stop - place.start, 0))
                 values[inside].mul_(1.0 - learning_rate * self._weight_decay)
             self._moments.step(place, values, gradient_L[place], learning_rate)
@@ -66,17 +70,17 @@ class MasterOptimizer:
         self._moments.steps += 1
 
     def moments(self) -> dict[str, Tensor]:
-        """``exp_avg`` and ``exp_avg_sq``, float32 [L]; zeros before the first step. They may be copies."""
+        """Return ``exp_avg`` and ``exp_avg_sq``, float32 [L], which may be copies; zeros before the first step."""
         return self._moments.moments()
 
     def load_moments(self, moments: dict[str, Tensor], steps: int) -> None:
-        """Take the state of a checkpoint. What ``moments`` returned comes back exactly, also from 8 bits; moments of
-        another kind of optimizer or cut into other shards are quantized anew."""
+        """Set the state from a checkpoint. Results of ``moments`` are restored exactly, also in 8 bits. Moments of
+        another kind of optimizer, or of other shards, are quantized again."""
         self._moments.load(moments, steps)
 
 
 class _FullMoments:
-    """torch's fused AdamW without its decay: moments in float32."""
+    """Moments in float32, for torch's fused AdamW without its decay."""
 
     def __init__(self, options: TrainerOptions, masters: Masters) -> None:
         self.steps = 0
@@ -111,9 +115,9 @@ class _FullMoments:
 
 
 class _QuantizedMoments:
-    """bitsandbytes' AdamW: moments in 8 bits with one scale in 256 elements (Dettmers et al., "8-bit Optimizers via
-    Block-wise Quantization", 2022). Its kernels are prebuilt for CUDA, and plain torch on a CPU (35 times the time of
-    torch's fused AdamW there)."""
+    """Moments in 8 bits with one scale for 256 elements, for bitsandbytes' AdamW (Dettmers et al., "8-bit Optimizers
+    via Block-wise Quantization", 2022). Its kernels are prebuilt for CUDA. On a CPU they are plain torch, and take 35
+    times as long as torch's fused AdamW."""
 
     NAMES = {"exp_avg": ("state1", "absmax1", "dynamic"), "exp_avg_sq": ("state2", "absmax2", "udynamic")}
 
@@ -141,7 +145,7 @@ class _QuantizedMoments:
             chunk.data = chunk.data.new_empty(0)
 
     def step(self, place: slice, values: Tensor, gradient: Tensor, learning_rate: float) -> None:
-        # The other chunks have no gradient: the library leaves them out.
+        # The library skips the other chunks, which have no gradient.
         chunk = self._chunks[self._places.index(place)]
         chunk.data = values
         chunk.grad = gradient
@@ -167,25 +171,25 @@ class _QuantizedMoments:
             for chunk, place in zip(self._chunks, self._places, strict=True):
                 state = self._adamw.state[chunk]
                 blocks = _blocks(moments[name][place].to(chunk.device))
-                found_scales, found_codes = quantize_again(blocks, self._adamw.name2qmap[levels])
+                block_scales, block_codes = quantize_again(blocks, self._adamw.name2qmap[levels])
                 state["step"] = steps
-                state[scales].copy_(found_scales)
-                state[codes].copy_(found_codes.flatten()[: place.stop - place.start])
+                state[scales].copy_(block_scales)
+                state[codes].copy_(block_codes.flatten()[: place.stop - place.start])
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """A flat vector as [blocks, 256], padded with zeros."""
+    """Reshape a flat vector to [blocks, 256], padded with zeros."""
     return nn.functional.pad(values, (0, -len(values) % QUANTIZED_BLOCK)).view(-1, QUANTIZED_BLOCK)
 
 
 def quantize_again(values_BK: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales (float32 [B]) and codes (uint8 [B, K]) of blocks, such that values which are already products of a scale
-    and levels come back bit for bit.
+    """Scales (float32 [B]) and codes (uint8 [B, K]) of blocks. Values that are already products of a scale and levels
+    are reproduced bit for bit.
 
-    The largest value of a block gives its scale only up to its own level: the signed map of bitsandbytes has 1 and no
-    -1, so a block whose largest value is negative would shrink by 0.7 % at each save and load. Every scale within one
-    rounding of the two outermost levels is tried; the first that reproduces its block is taken. Other values get the
-    nearest levels with the scale max |value|, as the library would give them."""
+    The largest value of a block determines its scale only up to the level of this value: the signed map of bitsandbytes
+    has 1 and no -1, so a block whose largest value is negative would shrink by 0.7 % at each save and load. Every scale
+    within one rounding of the two outermost levels is tried, and the first scale that reproduces its block is taken.
+    Other values get the nearest levels with the scale max |value|, as the library computes them."""
     largest_B = values_BK.abs().amax(dim=1)
     scales_B = largest_B.clone()
     codes_BK = _nearest(values_BK, scales_B, levels)
@@ -195,15 +199,15 @@ def quantize_again(values_BK: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
         for candidate_B in (quotient_B, quotient_B.nextafter(2 * quotient_B), quotient_B.nextafter(0 * quotient_B)):
             if reproduced_B.all():
                 break
-            tried_BK = _nearest(values_BK, candidate_B, levels)
-            exact_B = (levels[tried_BK] * candidate_B[:, None] == values_BK).all(dim=1) & ~reproduced_B
+            candidate_codes_BK = _nearest(values_BK, candidate_B, levels)
+            exact_B = (levels[candidate_codes_BK] * candidate_B[:, None] == values_BK).all(dim=1) & ~reproduced_B
             scales_B = torch.where(exact_B, candidate_B, scales_B)
-            codes_BK = torch.where(exact_B[:, None], tried_BK, codes_BK)
+            codes_BK = torch.where(exact_B[:, None], candidate_codes_BK, codes_BK)
             reproduced_B |= exact_B
     return scales_B, codes_BK.to(torch.uint8)
 
 
 def _nearest(values_BK: Tensor, scales_B: Tensor, levels: Tensor) -> Tensor:
-    """The index of the level nearest to value / scale, int64; the level 0 where the scale is 0."""
+    """Index of the level that is nearest to value / scale, int64; the index of level 0 where the scale is 0."""
     relative_BK = values_BK / torch.where(scales_B > 0, scales_B, 1.0)[:, None]
     return torch.bucketize(relative_BK, (levels[1:] + levels[:-1]) / 2)

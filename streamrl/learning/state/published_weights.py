@@ -1,12 +1,13 @@
-"""Masters and what is published: the forward runs on the bits that the engines hold.
+"""Masters, gradients and published bits of one rank: the forward runs on the bits that the engines hold.
 
-The optimizer steps float32 masters; every parameter of the model is the float32 value of its published bfloat16 bits,
-bit for bit what engines sample with. Gradients and masters of a rank are each one flat vector ``_L`` (L local elements,
-tensor after tensor). AdamW is elementwise, so that is exact for any sharding.
+``updates.make_weights`` makes them in each trainer rank. The optimizer steps float32 masters. Every parameter of the
+model is the float32 value of its published bfloat16 bits, bit for bit the value that engines sample with. Gradients and
+masters of a rank are each one flat vector ``_L`` (L local elements, tensor after tensor). AdamW is elementwise, so the
+flat vector is exact for any sharding.
 
-Bytes an element, without optimizer and activations: forward 4, the rest of the masters 2 (``masters.SplitMasters``),
-gradient 4. Published bits are the upper halves of the forward's float32 values: no copy on a CPU. The model of the
-caller is taken over tensor by tensor, so loading never holds more than that."""
+Bytes an element, without optimizer and activations: forward 4, remainders of the masters 2 (``masters.SplitMasters``),
+gradient 4. Published bits are the upper halves of the forward's float32 values, without a copy on a CPU. The caller's
+model is taken over tensor by tensor, so loading needs no second copy of the model."""
 
 from __future__ import annotations
 
@@ -29,45 +30,49 @@ from streamrl.learning.state.masters import Masters, SplitMasters, WholeMasters
 PUBLISHED_DTYPE = torch.bfloat16
 UPPER_HALF = 1 if sys.byteorder == "little" else 0
 NORM_ELEMENTS = 1 << 20
-"""Elements that a norm takes at once: in float64, all of them would take twice the memory of the gradient."""
+"""Elements that a norm converts at once: in float64 a full gradient would take twice the memory of the gradient."""
 
 
 class PublishedWeights(ABC):
-    """Masters, gradients and published bits of one rank. Parameters must be sharded (if they are) and loaded.
+    """Masters, gradients and published bits of one rank. The parameters must be loaded, and sharded where they will be.
 
-    ``shards``: the published tensors, with the names and shapes of the checkpoint (``pieces``; None: those of the
-    parameters). ``master_shards``: the tensors that the masters, ``gradient_L`` and optimizer moments consist of;
-    ``_master_tensors`` have their shapes and sharding."""
+    ``shards``: published tensors, with the names and shapes of the checkpoint (``pieces``; None: of the parameters).
+    ``master_shards``: tensors that make up the masters, ``gradient_L`` and the optimizer's moments.
+    ``_master_tensors``: tensors with the shapes and the sharding of ``master_shards``.
+    ``adapter_elements``: number of elements of all adapters over all ranks; 0 where all parameters are trained."""
 
     master_shards: list[LocalShard]
     _master_tensors: Mapping[str, Tensor]
     masters: Masters
     gradient_L: Tensor
     adapter_elements = 0
-    """Elements of all adapters over all ranks, where nothing else is trained."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], pieces: Sequence[CheckpointPiece] | None = None) -> None:
         self._parameters = parameters
         self._parameter_shards = local_shards(parameters)
-        self._pieces = pieces or [CheckpointPiece(s.name, s.name, s.shape, 0) for s in self._parameter_shards]
-        # Of the ranks with the same part of a tensor one publishes it, the others nothing of it.
-        every = published_shards(self._parameter_shards, self._pieces)
-        self.shards = [s if s.owned else s._replace(offset=0, stop=s.start, run=0, stride=0) for s in every]
+        self._pieces = pieces or [
+            CheckpointPiece(shard.name, shard.name, shard.shape, 0) for shard in self._parameter_shards
+        ]
+        # Of the ranks that hold the same part of a tensor, one publishes it; the part is empty on the others.
+        shards = published_shards(self._parameter_shards, self._pieces)
+        self.shards = [
+            shard if shard.owned else shard._replace(offset=0, stop=shard.start, run=0, stride=0) for shard in shards
+        ]
         self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
 
     @property
     def total_elements(self) -> int:
-        """Elements of all published tensors over all ranks."""
+        """Number of elements of all published tensors over all ranks."""
         return sum(int(np.prod(shard.shape, dtype=np.int64)) for shard in self.shards)
 
     @property
-    def counted(self) -> list[slice]:
-        """The places in the masters that count in a sum over all ranks: what other ranks have too counts once."""
+    def counted_places(self) -> list[slice]:
+        """Places in the masters that count in a sum over all ranks. A place that several ranks hold counts on one."""
         return [shard.place for shard in self.master_shards if shard.owned]
 
     @property
-    def decayed(self) -> list[slice]:
-        """The places of matrices in the masters: weight decay is for them, not for norms and biases."""
+    def decayed_places(self) -> list[slice]:
+        """Places of matrices in the masters: weight decay applies to them, and not to norms and biases."""
         return _joined([shard.place for shard in self.master_shards if len(shard.shape) > 1])
 
     @abstractmethod
@@ -83,11 +88,11 @@ class PublishedWeights(ABC):
         """Set gradients to 0 for the next batch."""
 
     def bits(self) -> dict[str, np.ndarray]:
-        """Published bits of this rank as flat uint16 arrays, by name. Views where they can be: valid until a step."""
+        """Published bits of this rank as flat uint16 arrays, by name. They may be views, valid until a step."""
         return {name: bit_array(values) for name, values in self.values().items()}
 
     def values(self) -> dict[str, Tensor]:
-        """Values that ``bits`` is made of, where they lie: flat float32 views, by name. Valid until a step."""
+        """Float32 values of ``bits`` on their device: flat views, by name, which are valid until a step."""
         flat = {name: local_part(parameter.detach()).reshape(-1) for name, parameter in self._parameters.items()}
         starts = {shard.name: shard.start for shard in self._parameter_shards}
         return {
@@ -95,17 +100,17 @@ class PublishedWeights(ABC):
             for piece, shard in zip(self._pieces, self.shards, strict=True)
         }
 
-    def save_adapter(self, directory: Path) -> None:  # noqa: B027 - where everything is trained there is none
-        """Write the adapter, if there is one, in peft's format, which engines load too. Collective; rank 0 writes."""
+    def save_adapter(self, directory: Path) -> None:  # noqa: B027 - without adapters there is no file
+        """Write the adapters, if there are any, in peft's format, which engines load. Collective; rank 0 writes."""
 
     def as_tensors(self, flat_L: Tensor) -> dict[str, Tensor]:
         """Views of a float32 vector (masters or an optimizer moment) as full or distributed tensors, for checkpoints.
-        They stay where the vector is, also when that is host memory and the mesh is CUDA's."""
+        They have the memory of the vector, also where it is in host memory and the mesh is of CUDA devices."""
         tensors: dict[str, Tensor] = {}
         for shard, like in zip(self.master_shards, self._master_tensors.values(), strict=True):
             local = flat_L.detach()[shard.place].view(shard.local_shape)
             if isinstance(like, DTensor):
-                # ``DTensor.from_local`` would copy host memory to the device of the mesh, and what is loaded be lost.
+                # ``DTensor.from_local`` would copy host memory to the device of the mesh: loading would fill the copy.
                 local = cast("Any", DTensor)(local, like._spec, requires_grad=False)
             tensors[shard.name] = local
         return tensors
@@ -115,30 +120,32 @@ class PublishedWeights(ABC):
 
     @torch.no_grad()
     def full_published(self) -> dict[str, Tensor]:
-        """All tensors of the model complete, bfloat16 on the CPU, adapters merged. Collective; the first rank gets
-        them, others nothing."""
-        mine = not dist.is_initialized() or dist.get_rank() == 0
+        """All tensors of the model, complete, in bfloat16 on the CPU, adapters merged. Collective. The first rank gets
+        them, the other ranks get an empty dictionary."""
+        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         complete: dict[str, Tensor] = {}
         for name in self._parameters:
             published = self._saved(name).to(PUBLISHED_DTYPE)
-            whole = published.full_tensor() if isinstance(published, DTensor) else published
-            # Copied: what is gathered from uneven shards is a view of a padded buffer, which safetensors refuses.
-            if mine:
-                complete[name] = whole.to("cpu", copy=True)
-        full: dict[str, Tensor] = {}
-        for name, parameter_name, shape, first in self._pieces if mine else ():
-            piece = complete[parameter_name].flatten()[first:][: torch.Size(shape).numel()].view(shape)
-            # A tensor of its own: safetensors refuses views of one storage.
-            full[name] = piece.clone() if piece.numel() < complete[parameter_name].numel() else piece
-        return full
+            full_tensor = published.full_tensor() if isinstance(published, DTensor) else published
+            # Copied: a tensor gathered from uneven shards is a view of a padded buffer, which safetensors refuses.
+            if is_first_rank:
+                complete[name] = full_tensor.to("cpu", copy=True)
+        if not is_first_rank:
+            return {}
+        tensors: dict[str, Tensor] = {}
+        for name, parameter_name, shape, first in self._pieces:
+            tensor = complete[parameter_name].flatten()[first:][: torch.Size(shape).numel()].view(shape)
+            # Cloned where several tensors share a parameter: safetensors refuses views of one storage.
+            tensors[name] = tensor.clone() if tensor.numel() < complete[parameter_name].numel() else tensor
+        return tensors
 
 
 class FullWeights(PublishedWeights):
-    """Every parameter is trained: published bits are ``bfloat16(master)``.
+    """Weights of which every parameter is trained: published bits are ``bfloat16(master)``.
 
-    ``masters_on_host``: masters lie whole in host memory, for an optimizer that steps there; the gradient stays on the
-    device and bfloat16 bits come back, through pinned memory on CUDA. On a CPU that is the same memory, and no other.
-    """
+    ``masters_on_host``: whether full masters are in host memory, for an optimizer that steps on the host. The gradient
+    stays on the device, and bfloat16 bits go back to the device, through pinned memory on CUDA. It changes nothing on
+    a CPU."""
 
     def __init__(
         self,
@@ -155,13 +162,13 @@ class FullWeights(PublishedWeights):
         device = local_part(next(iter(parameters.values()))).device
         size = self.master_shards[-1].stop
         forward_L = None if self._sharded else self._take_over(torch.empty(size, dtype=torch.float32, device=device))
-        self._crossing_L: Tensor | None = None
+        self._host_bits_L: Tensor | None = None
         if masters_on_host and device.type != "cpu":
-            whole_L = torch.empty(size, dtype=torch.float32)
+            masters_L = torch.empty(size, dtype=torch.float32)
             for shard, parameter in self._pairs():
-                whole_L[shard.place] = local_part(parameter.detach()).flatten()
-            self.masters: Masters = WholeMasters(whole_L)
-            self._crossing_L = torch.empty(size, dtype=PUBLISHED_DTYPE, pin_memory=True)
+                masters_L[shard.place] = local_part(parameter.detach()).flatten()
+            self.masters: Masters = WholeMasters(masters_L)
+            self._host_bits_L = torch.empty(size, dtype=PUBLISHED_DTYPE, pin_memory=True)
         elif forward_L is not None:
             self.masters = SplitMasters([lambda: forward_L], [size], device)
         else:
@@ -169,13 +176,13 @@ class FullWeights(PublishedWeights):
             self.masters = SplitMasters(parts, [shard.stop - shard.start for shard in self.master_shards], device)
         self.gradient_L = torch.zeros(size, dtype=torch.float32, device=device)
         for parameter, gradient in zip(parameters.values(), self.as_tensors(self.gradient_L).values(), strict=True):
-            # A gradient that exists is added to in place: backward fills the flat vector itself.
+            # The backward adds to an existing gradient in place, so it fills the flat vector.
             parameter.grad = gradient
         self.refresh_forward()
 
     @torch.no_grad()
     def _take_over(self, forward_L: Tensor) -> Tensor:
-        """Parameters become views of one vector, which gets their values; their memory is freed one by one."""
+        """Copy the parameters to one vector, and make them views of it. Their own memory is freed one by one."""
         for shard, parameter in self._pairs():
             forward_L[shard.place] = parameter.flatten()
             parameter.data = forward_L[shard.place].view(shard.shape)
@@ -190,24 +197,23 @@ class FullWeights(PublishedWeights):
 
     @torch.no_grad()
     def refresh_forward(self) -> None:
-        if self._crossing_L is None:
-            return  # split masters are written with the forward
-        rounded_L = self._crossing_L.copy_(self.masters.whole()).to(self.gradient_L.device)
+        if self._host_bits_L is None:
+            return  # split masters write the forward's values in each step
+        rounded_L = self._host_bits_L.copy_(self.masters.full()).to(self.gradient_L.device)
         for shard, parameter in self._pairs():
             local_part(parameter).copy_(rounded_L[shard.place].view(shard.local_shape))
 
     def reduce_over(self, group: Any, partial: Set[str]) -> None:
-        """Add up the gradients of the parameters ``partial`` over the ranks of ``group``, at each close."""
+        """Sum the gradients of the parameters ``partial`` over the ranks of ``group``, at each close."""
         self._group = group
         self._partial = [shard.place for shard in self.master_shards if shard.name in partial]
 
     def collect_gradient(self) -> Tensor:
         if self._partial:
-            together = torch.cat([self.gradient_L[place] for place in self._partial])
-            dist.all_reduce(together, group=self._group)
-            for place, part in zip(
-                self._partial, torch.split(together, [p.stop - p.start for p in self._partial]), strict=True
-            ):
+            joined = torch.cat([self.gradient_L[place] for place in self._partial])
+            dist.all_reduce(joined, group=self._group)
+            parts = torch.split(joined, [place.stop - place.start for place in self._partial])
+            for place, part in zip(self._partial, parts, strict=True):
                 self.gradient_L[place] = part
         return self.gradient_L
 
@@ -216,7 +222,7 @@ class FullWeights(PublishedWeights):
 
 
 def _joined(places: Sequence[slice]) -> list[slice]:
-    """Places that follow each other as one; empty ones left out."""
+    """Join places that follow each other, and leave out empty places."""
     joined: list[slice] = []
     for place in places:
         if joined and joined[-1].stop == place.start:
@@ -227,21 +233,22 @@ def _joined(places: Sequence[slice]) -> list[slice]:
 
 
 def bit_array(values: Tensor) -> np.ndarray:
-    """The bits of flat float32 values that bfloat16 has, as uint16: their upper halves, a view of values on a CPU."""
+    """Return the bfloat16 bits of flat float32 values, their upper halves, as uint16: a view of values on a CPU."""
     halves = upper_halves(values)
-    # Gathered before they cross: a copy of every second half would take all.
-    there = halves if halves.device.type == "cpu" else halves.contiguous().cpu()
-    return there.numpy().view(np.uint16)
+    if halves.device.type != "cpu":
+        # Made contiguous on the device: a copy of the strided view would transfer both halves.
+        halves = halves.contiguous().cpu()
+    return halves.numpy().view(np.uint16)
 
 
 def upper_halves(values: Tensor) -> Tensor:
-    """The bits of flat float32 values that bfloat16 has, as int16: a view, which lies apart."""
+    """Return the bfloat16 bits of flat float32 values, as int16: a view with stride 2."""
     return values.view(torch.int16)[UPPER_HALF::2]
 
 
 def global_norm(gradient_L: Tensor, counted: Sequence[slice] | None = None) -> float:
-    """Euclidean norm over the shards of all ranks. ``counted``: the places that other ranks do not count too (None:
-    all)."""
+    """Euclidean norm over the shards of all ranks. Collective. ``counted``: places that no other rank counts; None: all
+    places."""
     places = [slice(None)] if counted is None else _joined(counted)
     parts = [part for place in places for part in torch.split(gradient_L[place], NORM_ELEMENTS)] or [gradient_L[:0]]
     square = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()

@@ -1,4 +1,6 @@
-"""Server-sent events about a run: each client goes on from its own place, so nothing is kept for it."""
+"""Server-sent events about a run that goes on. ``server.py`` answers ``/api/runs/N/live`` with ``LiveEvents``, in the
+process of ``streamrl dashboard``. The id of an event says how much its client has, so the server keeps nothing about a
+client that reconnects."""
 
 from __future__ import annotations
 
@@ -16,16 +18,18 @@ from streamrl.observe.dashboard.run_view import RunView
 from streamrl.observe.dashboard.timeline_columns import event_row, step_row
 
 LOOK_S = 0.5
+"""Seconds between two reads of the files."""
 COMMENT_S = 15.0
+"""Seconds without an event after which a comment is sent, which keeps the connection open."""
 SLOW_S = 20.0
-"""Seconds between two looks, between comments, and after which a client that takes nothing is left."""
+"""Seconds after which a client that receives nothing is disconnected."""
 MOST_ROWS = 20_000
-"""Trajectories of one event."""
+"""Trajectories in one event."""
 
 
 class StreamPlace(msgspec.Struct, array_like=True):
-    """Counts that a client has: of trajectories, prompts, events and loads of engines; its last step and evaluation.
-    ``server``: whose numbers these are."""
+    """The rows that a client has: number of trajectories, prompts, events and loads of engines, and the last step and
+    evaluation. ``server``: id of the process whose numbers they are."""
 
     server: int
     rows: int = 0
@@ -37,7 +41,7 @@ class StreamPlace(msgspec.Struct, array_like=True):
 
 
 def place_of(view: RunView) -> StreamPlace:
-    """The end of what is known now."""
+    """Return the place behind everything that the view has read."""
     timeline = view.timeline
     metrics = view.metrics
     return StreamPlace(
@@ -52,7 +56,7 @@ def place_of(view: RunView) -> StreamPlace:
 
 
 def read_place(text: str) -> StreamPlace | None:
-    """The place in an id of an event; None where it is none of this server."""
+    """Decode the id of an event. None where it is invalid or of another server process."""
     try:
         place = msgspec.json.decode(text, type=StreamPlace)
     except msgspec.MsgspecError:
@@ -61,23 +65,14 @@ def read_place(text: str) -> StreamPlace | None:
 
 
 def news(view: RunView, place: StreamPlace) -> Iterator[tuple[str, Any]]:
-    """Events after ``place``, which moves with them."""
+    """Yield the kind and the data of each event after ``place``, and move ``place`` behind it."""
     timeline = view.timeline
-    metrics = view.metrics
-    is_new = max(metrics.steps.step[-1:], default=-1) > place.step  # else nothing is computed of a long run
-    found: dict[str, Any] = metrics.answer(place.step) if is_new else {"step": ()}
-    traced = {step.policy_version: step for step in timeline.steps} if is_new else {}
-    for at, step in enumerate(found["step"]):
-        place.step = step
-        values = {name: column[at] for name, column in found["values"].items()}
-        row = {"trained_tokens_total": found["trained_tokens"][at], "values": values}
-        known = step_row(traced[step]) if step in traced else {"step": step}
-        yield "step", known | row | {"metrics_time_s": found["time_s"][at]}
-    evaluated = metrics.evaluations.after(place.evaluation)
-    for at, step in enumerate(evaluated["step"]):
+    yield from _new_steps(view, place)
+    evaluations = view.metrics.evaluations.after(place.evaluation)
+    for index, step in enumerate(evaluations["step"]):
         place.evaluation = step
-        values = {name: column[at] for name, column in evaluated["values"].items()}
-        yield "evaluation", {"step": step, "time_s": evaluated["time_s"][at], "values": values}
+        values = {name: column[index] for name, column in evaluations["values"].items()}
+        yield "evaluation", {"step": step, "time_s": evaluations["time_s"][index], "values": values}
     while place.rows < (count := timeline.count):
         first = place.rows
         place.rows = min(count, place.rows + MOST_ROWS)
@@ -89,14 +84,32 @@ def news(view: RunView, place: StreamPlace) -> Iterator[tuple[str, Any]]:
     for event in timeline.events[place.events :]:
         place.events += 1
         yield "event", event_row(event)
-    loads = place.loads
+    first_load = place.loads
     place.loads = len(timeline.load["time_s"])
-    if loads < place.loads:
-        yield "engines", {name: values[loads : place.loads].tolist() for name, values in timeline.load.items()}
+    if first_load < place.loads:
+        yield "engines", {name: column[first_load : place.loads].tolist() for name, column in timeline.load.items()}
+
+
+def _new_steps(view: RunView, place: StreamPlace) -> Iterator[tuple[str, Any]]:
+    """Yield the events of the steps after ``place``."""
+    metrics = view.metrics
+    if max(metrics.steps.step[-1:], default=-1) <= place.step:
+        return  # the answer and the dictionary below would cost time for a run with many steps
+    answer = metrics.answer(place.step)
+    traced = {step.policy_version: step for step in view.timeline.steps}
+    for index, step in enumerate(answer["step"]):
+        place.step = step
+        row: dict[str, Any] = {"step": step}
+        if step in traced:
+            row = step_row(traced[step])
+        row["trained_tokens_total"] = answer["trained_tokens"][index]
+        row["values"] = {name: column[index] for name, column in answer["values"].items()}
+        row["metrics_time_s"] = answer["time_s"][index]
+        yield "step", row
 
 
 class LiveEvents(Response):
-    """The stream of ``view`` after ``place`` (None: from now on, where its client has fetched the rest)."""
+    """The stream of events of ``view`` after ``place``. ``place``: None for a client that has all rows up to now."""
 
     media_type = "text/event-stream"
 
@@ -107,7 +120,7 @@ class LiveEvents(Response):
         self._place = place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the client leaves, or takes nothing any more."""
+        """Send events until the client disconnects, or receives nothing for ``SLOW_S``."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._watch, receive, group.cancel_scope)
             await self._stream(send)
@@ -123,35 +136,35 @@ class LiveEvents(Response):
         view = self._view
         text = "retry: 1000\n\n"
         state = ""
-        sent = anyio.current_time()
+        sent_at = anyio.current_time()
         while True:
-            if not text and anyio.current_time() - sent > COMMENT_S:
+            if not text and anyio.current_time() - sent_at > COMMENT_S:
                 text = ": still here\n\n"
             if text:
                 with anyio.move_on_after(SLOW_S) as limit:
                     await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
                 if limit.cancelled_caught:
                     return
-                sent = anyio.current_time()
+                sent_at = anyio.current_time()
             await anyio.to_thread.run_sync(view.refresh)
             text = await anyio.to_thread.run_sync(self._text)
             summary = await anyio.to_thread.run_sync(view.summary)
             if summary["state"] != state:
                 state = summary["state"]
-                text = text + _event("state", summary, "")
+                text = text + _event("state", summary)
             if not text:
                 await anyio.sleep(LOOK_S)
 
     def _text(self) -> str:
+        """Return the new events as text. The last of them has the id."""
         if self._place is None:
             self._place = place_of(self._view)
-        events = list(news(self._view, self._place))
-        place = msgspec.json.encode(self._place).decode()
-        return "".join(
-            _event(kind, data, place if at == len(events) - 1 else "") for at, (kind, data) in enumerate(events)
-        )
+        events = [_event(kind, data) for kind, data in news(self._view, self._place)]
+        if events:
+            place = msgspec.json.encode(self._place).decode()
+            events[-1] = f"id: {place}\n{events[-1]}"
+        return "".join(events)
 
 
-def _event(kind: str, data: Any, place: str) -> str:
-    head = f"id: {place}\n" if place else ""
-    return f"{head}event: {kind}\ndata: {msgspec.json.encode(data).decode()}\n\n"
+def _event(kind: str, data: Any) -> str:
+    return f"event: {kind}\ndata: {msgspec.json.encode(data).decode()}\n\n"

@@ -1,4 +1,5 @@
-"""The metrics of a run as columns over its steps, its evaluations, and what they say of waits."""
+"""The metrics of a run as columns: over its steps, over its evaluations, and the waits of each step. ``RunView`` keeps
+them for the page, in the process of ``streamrl dashboard`` or ``streamrl report``."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ NAN = float("nan")
 
 
 class MetricColumns:
-    """Values by name, one a step, ascending; of steps that a run made twice the later ones. ``began``: seconds since
-    1970 from which times count."""
+    """Values of each metric by step, ascending. Where a run made a step twice, the later values count. ``began``:
+    seconds since 1970 from which times count."""
 
     def __init__(self, began: float) -> None:
         self.began = began
@@ -28,9 +29,9 @@ class MetricColumns:
         self.values: dict[str, list[float]] = {}
 
     def take(self, line: MetricLine) -> None:
-        """Append a step or an evaluation."""
+        """Append the line of a step or of an evaluation."""
         if self.step and line.step <= self.step[-1]:
-            self._keep(bisect_right(self.step, line.step - 1))
+            self._truncate(bisect_right(self.step, line.step - 1))
         self.began = self.began or line.time
         count = len(self.step)
         self.step.append(line.step)
@@ -42,20 +43,20 @@ class MetricColumns:
             if len(column) == count:
                 column.append(NAN)
 
-    def _keep(self, count: int) -> None:
+    def _truncate(self, count: int) -> None:
         del self.step[count:]
         for column in (self.time_s, *self.values.values()):
             del column[count:]
 
     def after(self, step: int) -> dict[str, Any]:
-        """Columns of the steps after ``step``; nan, which JSON shows as null, where there is no value."""
+        """Return the columns of the steps after ``step``. A missing value is nan, which JSON has as null."""
         first = bisect_right(self.step, step)
         values = {name: column[first:] for name, column in self.values.items()}
         return {"step": self.step[first:], "time_s": self.time_s[first:], "values": values}
 
 
 class RunMetrics:
-    """Steps and evaluations of ``files``, up to the last ``refresh``. May be used from several threads."""
+    """Steps and evaluations of a run, as of the last ``refresh``. Several threads may use it."""
 
     def __init__(self, files: RunFiles) -> None:
         self._lines = FollowedLines(files.metrics)
@@ -66,7 +67,7 @@ class RunMetrics:
         self.lock = RLock()
 
     def refresh(self) -> None:
-        """Read what the run has appended."""
+        """Read the lines that the run has appended."""
         with self.lock:
             while lines := self._lines.read():
                 for line in metric_lines(lines):
@@ -77,22 +78,25 @@ class RunMetrics:
                         self.evaluations.take(line)
 
     def answer(self, after: int) -> dict[str, Any]:
-        """Steps after step ``after``; evaluations of ``after``, which may end later, are among it."""
+        """Return the steps after step ``after``, and the evaluations of ``after`` and later steps: an evaluation may
+        end after its step."""
         with self.lock:
-            found = self.steps.after(after)
+            steps = self.steps.after(after)
             tokens = np.nan_to_num(self._values("perf/train_tok_s") * self._values("time/step_s"))
-            trained = np.cumsum(tokens)[len(tokens) - len(found["step"]) :].tolist()
+            trained = np.cumsum(tokens)[len(tokens) - len(steps["step"]) :].tolist()
             evaluations = self.evaluations.after(after - 1)
-            names = [*found["values"], *evaluations["values"]]
+            names = [*steps["values"], *evaluations["values"]]
             help_texts = {name: text for name in names if (text := help_of(name))}
-            return found | {"trained_tokens": trained, "evaluations": evaluations, "help": help_texts}
+            return steps | {"trained_tokens": trained, "evaluations": evaluations, "help": help_texts}
 
     def waits(self) -> dict[str, Any]:
-        """Seconds of each step by what the run waited for, and the idle shares of engines."""
+        """Return the seconds of each step by the reason that the run waited for, and the idle shares of the engines."""
         with self.lock:
             seconds = self._values("time/step_s")
-            names = {k.removeprefix(WAIT_METRICS): k for k in self.steps.values if k.startswith(WAIT_METRICS)}
-            reasons = {reason: np.nan_to_num(self._values(k) * seconds).tolist() for reason, k in names.items()}
+            names = [name for name in self.steps.values if name.startswith(WAIT_METRICS)]
+            reasons = {
+                name.removeprefix(WAIT_METRICS): np.nan_to_num(self._values(name) * seconds).tolist() for name in names
+            }
             return {
                 "time_s": self.steps.time_s[:],
                 "step": self.steps.step[:],

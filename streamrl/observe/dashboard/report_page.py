@@ -1,5 +1,6 @@
-"""The page of runs as one HTML file, which asks nobody for anything: its scripts, its styles, and as data what it would
-fetch, are in it."""
+"""The page about runs as one HTML file without further requests: it has its scripts, its styles, and the answers that
+the page would fetch. ``streamrl report`` and ``streamrl compare`` call ``report_page`` in their process, and the server
+of ``streamrl dashboard`` uses ``page_files``."""
 
 from __future__ import annotations
 
@@ -21,35 +22,36 @@ from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
 INDEX = "index.html"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 SAMPLES = 1_000
-"""Completions of each run that a report has."""
+"""Completions of each run in a report."""
 _ASSET = re.compile(r'<link rel="stylesheet" href="/assets/([\w.]+)">|<script src="/assets/([\w.]+)"></script>')
 
 
 def page_files() -> dict[str, bytes]:
-    """Files of the page by name."""
+    """Return the files of the page by name."""
     folder = files(__package__).joinpath("page")
-    found = [file for file in folder.iterdir() if Path(file.name).suffix in TYPES] if folder.is_dir() else []
-    return {file.name: file.read_bytes() for file in found}
+    if not folder.is_dir():
+        return {}
+    return {file.name: file.read_bytes() for file in folder.iterdir() if Path(file.name).suffix in TYPES}
 
 
-def report_page(places: Sequence[Path], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-    """The report on the runs in ``places``. ``more``: further answers of the page, by path. Raises
-    ``StreamRLError`` where one of ``places`` has nothing of a run."""
+def report_page(places: Sequence[Path], further_answers: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    """Return the report on the runs in ``places``. ``further_answers``: further answers of the page, by path. Raises
+    ``StreamRLError`` where one of ``places`` has no file of a run."""
     views = RunViews(places).views()
     for view in views:
         view.refresh()
-    answers = {"/api/runs": [view.summary() for view in views], **more}
+    answers = {"/api/runs": [view.summary() for view in views], **further_answers}
     numbers = ",".join(str(view.number) for view in views)
-    answers["/api/compare"] = answers[f"/api/compare?runs={numbers}"] = {
-        "recipe_differences": recipe_differences(views)
-    }
+    comparison = {"recipe_differences": recipe_differences(views)}
+    answers["/api/compare"] = comparison
+    answers[f"/api/compare?runs={numbers}"] = comparison
     for view in views:
         answers |= _answers(view)
     return _inlined(page_files(), answers)
 
 
 def _answers(view: RunView) -> dict[str, Any]:
-    """Answers to all that the page would fetch of one run, by path."""
+    """Return the answers to all requests of the page about one run, by path."""
     path = f"/api/runs/{view.number}"
     _, parts = view.timeline.block()
     return {
@@ -61,15 +63,15 @@ def _answers(view: RunView) -> dict[str, Any]:
 
 
 def _inlined(page: dict[str, bytes], answers: dict[str, Any]) -> bytes:
-    """The page with its files and ``answers`` in it. Only these scripts may run: their hashes are in its policy."""
+    """Return the page with its files and ``answers`` in it. Its policy allows only the scripts with these hashes."""
     if INDEX not in page:
         raise StreamRLError("the files of the page are not installed: install streamrl again")
-    # No text of a model can end the script that it is data of, or begin a comment.
+    # Without "<" in the data no text of a model can end the script or begin a comment.
     data = msgspec.json.encode(answers).decode().replace("<", "\\u003c")
     scripts = [f"window.STREAMRL_REPORT = {data};"]
 
-    def inline(found: re.Match[str]) -> str:
-        style, script = found.groups()
+    def inline(match: re.Match[str]) -> str:
+        style, script = match.groups()
         text = page[style or script].decode()
         if style:
             return f"<style>{text}</style>"
@@ -77,7 +79,8 @@ def _inlined(page: dict[str, bytes], answers: dict[str, Any]) -> bytes:
         return f"<script>{scripts[-1]}</script>"
 
     html = _ASSET.sub(inline, page[INDEX].decode())
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in scripts)
+    digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
     head = f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
     return html.replace("<head>", f"<head>\n{head}<script>{scripts[0]}</script>", 1).encode()

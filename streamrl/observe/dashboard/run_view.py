@@ -1,4 +1,5 @@
-"""One run as the page sees it: what its files say now, read when it is asked for."""
+"""One run as the page shows it, read from its files when the page asks for it. The server of ``streamrl dashboard``
+calls ``RunViews`` from several threads; ``report_page`` calls it once."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ from streamrl.observe.follow.run_files import RunFiles, run_files, runs_in
 from streamrl.observe.report.trajectory_trace import TRAINED
 
 LATEST_S = 0.25
-"""Files are not read again within so many seconds."""
+"""Seconds within which files are not read again."""
 BINS = 32
 LOG_BYTES = 16_000
-"""Of the end of each log."""
+"""Bytes of the end of each log that the page shows."""
 _ENDS = ("drain", "resumed")
+"""Kinds of events that say whether the run is drained: the last of them counts."""
 
 
 class RunView:
-    """The run ``number`` of a dashboard. May be used from several threads, which wait for each other."""
+    """A run on the page. ``number``: number of the run on the page. Several threads may use it, one at a time."""
 
     def __init__(self, number: int, files: RunFiles) -> None:
         self.number = number
@@ -37,17 +39,20 @@ class RunView:
         self._read_at = {"metrics": 0.0, "timeline": 0.0}
 
     def refresh(self, *, timeline: bool = True) -> None:
-        """Read what the run has written since the last time. ``timeline`` False: its metrics alone."""
+        """Read the new lines of the files. ``timeline``: whether the trace is read, or only the metrics."""
         with self._reading:
-            for name in ("metrics", "timeline") if timeline else ("metrics",):
+            names = ("metrics", "timeline") if timeline else ("metrics",)
+            for name in names:
                 if time.monotonic() - self._read_at[name] > LATEST_S:
-                    (self.timeline if name == "timeline" else self.metrics).refresh()
+                    columns = self.timeline if name == "timeline" else self.metrics
+                    columns.refresh()
                     self._read_at[name] = time.monotonic()
 
     def summary(self) -> dict[str, Any]:
-        """Name, place and state of the run."""
+        """Return name, directory and state of the run."""
         last = self.metrics.last_step
         header = self.timeline.header
+        engine_kind = header.engine_kind if header else None
         return {
             "run": self.number,
             "name": self.recipe.get("run.name", self.files.run_id),
@@ -59,50 +64,55 @@ class RunView:
             "started": self.files.started(),
             "step": last.step if last else 0,
             "steps": self.files.steps(last),
-            "engine_kind": self.recipe.get("engines.kind", header.engine_kind if header else ""),
+            "engine_kind": self.recipe.get("engines.kind", engine_kind or ""),
         }
 
     def lengths(self) -> dict[str, Any]:
-        """Histograms of tokens by step: of all that came back before its version was live, and of what it trained."""
+        """Return histograms of tokens by step: of the trajectories that returned before its version was live, and of
+        the trajectories that it trained."""
         timeline = self.timeline
         with timeline.lock:
             tokens = timeline.column("tokens")
-            came = timeline.column("reward_end")
+            returned_s = timeline.column("reward_end")
             trained = timeline.column("outcome") == timeline.number_of_outcome(TRAINED)
-            ended = timeline.column("ended")
+            ended_s = timeline.column("ended")
             steps = list(timeline.steps)
-        most = max(int(tokens.max(initial=0)), 1)
-        edges = np.linspace(0, most, BINS + 1)
-        ends = np.array([step.time_s for step in steps])
+        longest = max(int(tokens.max(initial=0)), 1)
+        edges = np.linspace(0, longest, BINS + 1)
+        step_ends = np.array([step.time_s for step in steps])
 
         def histograms(times: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> list[list[int]]:
-            at = np.searchsorted(ends, times)
-            counts, _, _ = np.histogram2d(at, lengths, bins=(np.arange(len(ends) + 1) - 0.5, edges))
-            found: list[list[int]] = counts.astype(int).tolist()
-            return found
+            if not steps:
+                return []
+            step_indices = np.searchsorted(step_ends, times)
+            step_edges = np.arange(len(step_ends) + 1) - 0.5
+            counts, _, _ = np.histogram2d(step_indices, lengths, bins=(step_edges, edges))
+            rows: list[list[int]] = counts.astype(int).tolist()
+            return rows
 
         return {
             "step": [step.policy_version for step in steps],
             "edges": edges.tolist(),
-            "sampled": histograms(came, tokens) if steps else [],
-            "trained": histograms(ended[trained], tokens[trained]) if steps else [],
+            "sampled": histograms(returned_s, tokens),
+            "trained": histograms(ended_s[trained], tokens[trained]),
         }
 
     def details(self) -> dict[str, Any]:
-        """The recipe, processes and their restarts, alarms, and the end of each log."""
+        """Return the recipe, processes and their restarts, alarms, and the end of each log."""
         events = self.timeline.events
         logs = {name: _tail(path) for name, path in self.files.logs().items()}
         state = self.files.state(self.metrics.last_step)
-        back = Counter(one.text.partition(",")[0] for one in events if one.kind == "engine back")
-        unread = self.timeline.unread
-        notes = [f"{unread} lines of {self.files.trace} are not of a trace that this streamrl reads"] if unread else []
+        restarts = Counter(event.text.partition(",")[0] for event in events if event.kind == "engine back")
+        drained = next((event.kind == "drain" for event in reversed(events) if event.kind in _ENDS), False)
+        alarms = [event for event in events if event.kind == "alarm"]
+        notes = []
+        if unread := self.timeline.unread:
+            notes.append(f"{unread} lines of {self.files.trace} are not of a trace that this streamrl reads")
         return {
             "recipe": self.files.recipe_text(),
-            "processes": [{"name": name, "restarts": back[name], "state": state} for name in logs],
-            "drained": next((one.kind == "drain" for one in reversed(events) if one.kind in _ENDS), False),
-            "alarms": [
-                {"step": one.step, "time_s": one.time_s, "text": one.text} for one in events if one.kind == "alarm"
-            ],
+            "processes": [{"name": name, "restarts": restarts[name], "state": state} for name in logs],
+            "drained": drained,
+            "alarms": [{"step": alarm.step, "time_s": alarm.time_s, "text": alarm.text} for alarm in alarms],
             "log_tail": logs,
             "notes": notes,
         }
@@ -113,11 +123,12 @@ ANSWERS: dict[str, Callable[[RunView], Any]] = {
     "lengths": RunView.lengths,
     "details": RunView.details,
 }
-"""Answers about a run that take no parameters, by the last part of their path."""
+"""Answers about a run without parameters, by the last part of their path."""
 
 
 class RunViews:
-    """Runs by number, in ``places``: directories of runs, or runs. Runs that begin later get the numbers behind."""
+    """Runs by number. ``places``: directories of single runs, or directories that have several runs. A run that begins
+    later gets the next number."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         self._places = places
@@ -125,7 +136,7 @@ class RunViews:
         self._lock = Lock()
 
     def views(self) -> list[RunView]:
-        """The runs that are there now. Raises ``StreamRLError`` for a place without one."""
+        """Return the current runs. Raises ``StreamRLError`` for a place without a run."""
         with self._lock:
             for place in self._places:
                 for run in _runs_of(place):
@@ -136,13 +147,13 @@ class RunViews:
 
 
 def _runs_of(place: Path) -> list[RunFiles]:
-    if (place / "recipe.toml").is_file() or not place.is_dir() or not (found := runs_in(place)):
+    if (place / "recipe.toml").is_file() or not place.is_dir():
         return [run_files(place)]
-    return found
+    return runs_in(place) or [run_files(place)]
 
 
 def recipe_differences(runs: Sequence[RunView]) -> list[dict[str, Any]]:
-    """Keys whose values are not the same in all of ``runs``; null where a recipe does not have one."""
+    """Return the keys whose values differ between ``runs``, with None for a recipe that does not have the key."""
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
     rows = [{"key": key, "values": [run.recipe.get(key) for run in runs]} for key in keys]
     return [row for row in rows if any(value != row["values"][0] for value in row["values"])]

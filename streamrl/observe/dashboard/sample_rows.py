@@ -1,4 +1,5 @@
-"""Completions of a run that a filter takes: those that its steps trained on, and those of its evaluations."""
+"""Completions of a run that pass a filter: completions that its steps trained on, and completions of its evaluations.
+The server of ``streamrl dashboard`` and ``streamrl report`` call ``sample_rows`` in their process."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from streamrl.base.line_file import open_rotated
 from streamrl.observe.follow.run_files import RunFiles
 
 MOST_ROWS = 200
-"""Of one answer."""
+"""Rows of one answer."""
 
 
 class _Key(msgspec.Struct, gc=False):
-    """The part of a line that filters look at."""
+    """The fields of a line that a filter needs."""
 
     prompt_id: str = ""
     step: int = 0
@@ -26,7 +27,8 @@ class _Key(msgspec.Struct, gc=False):
 
 
 class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """``step`` None: any; rewards from ``least`` to ``most``; ``prompt``: the id of a prompt, or a part of its text."""
+    """A filter of completions, from the parameters of a request. ``step``: None for any step. ``least`` and ``most``:
+    range of rewards. ``prompt``: id of a prompt, or a part of its text."""
 
     step: int | None = None
     least: float = -math.inf
@@ -34,7 +36,7 @@ class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str = ""
 
     def takes(self, key: _Key) -> bool:
-        """Return whether a line is asked for. Without a reward it is, unless rewards are asked for."""
+        """Return whether a line passes. A line without a reward passes only where the rewards have no bounds."""
         bounded = self.least > -math.inf or self.most < math.inf
         if self.step not in (None, key.step) or (key.reward is None and bounded):
             return False
@@ -43,31 +45,31 @@ class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def sample_rows(files: RunFiles, wanted: SampleFilter, offset: int, limit: int) -> dict[str, Any]:
-    """Completions from ``offset`` on, at most ``limit``, those of the last step first, each with what its line
-    has beside token ids; ``total``: of all there are."""
+def sample_rows(files: RunFiles, sample_filter: SampleFilter, offset: int, limit: int) -> dict[str, Any]:
+    """Return up to ``limit`` completions from ``offset`` on, the last step first, with the fields of their lines but
+    for token ids, and the number of all completions that pass the filter (``total``)."""
     decode = msgspec.json.Decoder(_Key).decode
-    found: list[tuple[int, int, int, int]] = []  # negative step, file, place in the file, bytes
+    matches: list[tuple[int, int, int, int]] = []  # negative step, index of the source, offset in its file, bytes
     with ExitStack() as stack:
-        opened = [("training", stack.enter_context(file)) for file in open_rotated(files.samples)]
+        sources = [("training", stack.enter_context(file)) for file in open_rotated(files.samples)]
         for step, path in files.evaluations().items():
-            if wanted.step in (None, step):
+            if sample_filter.step in (None, step):
                 with suppress(OSError):
-                    opened.append(("evaluation", stack.enter_context(path.open("rb"))))
-        for number, (_, file) in enumerate(opened):
+                    sources.append(("evaluation", stack.enter_context(path.open("rb"))))
+        for index, (_, file) in enumerate(sources):
             place = 0
             for line in file:
                 with suppress(*UNDECODABLE):
                     key = decode(line)
-                    if wanted.takes(key):
-                        found.append((-key.step, number, place, len(line)))
+                    if sample_filter.takes(key):
+                        matches.append((-key.step, index, place, len(line)))
                 place += len(line)
-        found.sort()
+        matches.sort()
         rows = []
-        for negative, number, place, length in found[max(offset, 0) :][: min(max(limit, 0), MOST_ROWS)]:
-            source, file = opened[number]
+        for negative_step, index, place, length in matches[max(offset, 0) :][: min(max(limit, 0), MOST_ROWS)]:
+            source, file = sources[index]
             file.seek(place)
-            whole = msgspec.json.decode(file.read(length), type=dict[str, Any])
-            kept = {name: value for name, value in whole.items() if not name.endswith("token_ids")}
-            rows.append({"id": f"{source}-{-negative}-{place}", "source": source} | kept)
-    return {"total": len(found), "rows": rows}
+            line_fields = msgspec.json.decode(file.read(length), type=dict[str, Any])
+            fields = {name: value for name, value in line_fields.items() if not name.endswith("token_ids")}
+            rows.append({"id": f"{source}-{-negative_step}-{place}", "source": source} | fields)
+    return {"total": len(matches), "rows": rows}

@@ -1,4 +1,5 @@
-"""The server of the page: a process of its own that reads files of runs, listens on 127.0.0.1 only and answers GET."""
+"""The server of the page. ``streamrl dashboard`` calls ``serve`` in its own process, which reads the files of runs,
+listens on 127.0.0.1 only and answers GET."""
 
 from __future__ import annotations
 
@@ -39,14 +40,14 @@ HEADERS = {
 
 
 class DashboardServer(RunViews):
-    """Answers requests about runs."""
+    """Answers the requests of the page about the runs in ``places``."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         super().__init__(places)
         self._page = page_files()
 
     def app(self) -> Starlette:
-        """The application."""
+        """Return the application with its routes."""
         answers: dict[str, Callable[[Request, RunView], Any]] = {
             "metrics": lambda request, view: view.metrics.answer(_number(request, "after", -1)),
             "samples": _samples,
@@ -97,25 +98,26 @@ class DashboardServer(RunViews):
             raise HTTPException(404, f"there is no run {number}: /api/runs lists {len(views)}")
         return views[number]
 
-    async def _opened(self, request: Request) -> RunView:
+    async def _refreshed_view(self, request: Request) -> RunView:
         view = await self._view(request.path_params["number"])
         await anyio.to_thread.run_sync(view.refresh)
         return view
 
     async def _answer(self, answer: Callable[[Request, RunView], Any], request: Request) -> Response:
-        view = await self._opened(request)
+        view = await self._refreshed_view(request)
         return _json(await anyio.to_thread.run_sync(answer, request, view))
 
     async def _timeline(self, request: Request) -> Response:
-        view = await self._opened(request)
+        view = await self._refreshed_view(request)
         length, parts = await anyio.to_thread.run_sync(view.timeline.block)
         headers = HEADERS | {"Content-Length": str(length)}
         return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
 
     async def _live(self, request: Request) -> Response:
-        view = await self._opened(request)
+        view = await self._refreshed_view(request)
         text = request.headers.get("last-event-id") or request.query_params.get("after", "")
-        return LiveEvents(view, (read_place(text) if text else None) or place_of(view), HEADERS)
+        place = read_place(text) if text else None
+        return LiveEvents(view, place or place_of(view), HEADERS)
 
 
 def _json(answer: Any) -> Response:
@@ -134,12 +136,12 @@ def _number(request: Request, name: str, default: int) -> int:
 
 
 def _samples(request: Request, view: RunView) -> dict[str, Any]:
-    asked = {name: text for name, text in request.query_params.items() if text}
+    parameters = {name: text for name, text in request.query_params.items() if text}
     try:
-        wanted = msgspec.convert(asked, SampleFilter, strict=False)
+        sample_filter = msgspec.convert(parameters, SampleFilter, strict=False)
     except msgspec.ValidationError as error:
         raise HTTPException(400, f"step, least, most: {error}") from None
-    return sample_rows(view.files, wanted, _number(request, "offset", 0), _number(request, "limit", 50))
+    return sample_rows(view.files, sample_filter, _number(request, "offset", 0), _number(request, "limit", 50))
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -149,12 +151,13 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 def serve(places: Sequence[Path], port: int, ready: Callable[[str], object]) -> None:
-    """Serve until SIGINT or SIGTERM. ``ready`` is called with the address of the page. Raises ``StreamRLError`` where
-    there is no run, or the port is in use (0: any free one)."""
+    """Serve until SIGINT or SIGTERM. ``port``: 0 for any free port. ``ready``: called with the address of the page.
+    Raises ``StreamRLError`` where there is no run, or the port is in use."""
     dashboard = DashboardServer(places)
     views = dashboard.views()
-    opened = next((view for view in views if view.files.state(None) is RunStatus.RUNNING), views[-1])
-    Thread(target=opened.refresh, daemon=True).start()  # the page begins with this run, and need not wait for it then
+    # The page shows this run first: it is read now, so that the page need not wait for it.
+    first_view = next((view for view in views if view.files.state(None) is RunStatus.RUNNING), views[-1])
+    Thread(target=first_view.refresh, daemon=True).start()
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

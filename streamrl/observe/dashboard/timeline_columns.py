@@ -1,4 +1,6 @@
-"""The trace of a run as columns: 57 bytes a trajectory, on slots of engines, and its steps, loads and events."""
+"""The trace of a run as columns (57 bytes for each trajectory), with a slot of an engine for each trajectory, and its
+steps, loads and events. ``RunView`` keeps them for the page, in the process of ``streamrl dashboard`` or ``streamrl
+report``; ``streamrl trace`` reads them once."""
 
 from __future__ import annotations
 
@@ -33,56 +35,64 @@ COLUMNS = {
     "slot": "u2", "outcome": "u1", "group": "u4", "prompt": "u4", "sample": "u2", "tokens": "u4", "reward": "f4",
     "oldest": "u4", "newest": "u4", "turns": "u4",
 }  # fmt: skip
-"""Names and types of the columns of a trajectory; times in seconds since the run began, no reward as nan. ``turns``:
-where, among the moments, the number of those of the trajectory stands, with them behind it; 0: none. Moments: seconds
-from the launch to the begin and the end of each turn, and to the end of the environment."""
+"""Names and types of the columns of a trajectory. Times are in seconds since the run began, and a missing reward is
+nan. ``turns``: index into the array of moments (0: the trajectory has none). The number of the trajectory's moments is
+at this index, and the moments follow: seconds from its launch to the start and the end of each turn, and to the end of
+its environment."""
 
 MOST_PROMPTS = 200_000
+"""Prompts with a number. Further prompts share the number ``MOST_PROMPTS``."""
 MOST_SLOTS = 0xFFFF
 MOST_OUTCOMES = 0xFF
 MOST_POINTS = 20_000
-"""Of the load of engines, and of events, in one answer."""
+"""Loads of engines, and events, in one answer."""
 _CODES = {"f4": "f", "u4": "I", "u2": "H", "u1": "B"}
 _CHUNK = 100_000
+"""Trajectories that get their slots at once: it bounds the memory of Python objects."""
 
 
 class EngineSlots:
-    """Slots of engines, on which trajectories lie one after the other. ``blocks``: numbers of slots in a row, each of
-    one engine; a slot that is added later is a block behind all others, so that no number changes its meaning."""
+    """Slots of engines, which trajectories occupy one after the other.
+
+    ``blocks``: engine and number of slots of each block of consecutive slots. A slot that is added later is a block
+    behind all others, so that the numbers of earlier slots do not change."""
 
     def __init__(self) -> None:
         self.blocks: list[tuple[str, int]] = []
         self._count = 0
-        self._free: dict[str, list[int]] = {}
+        self._free: dict[str, list[int]] = {}  # by engine, ascending: time since when it is free | slot
 
     def add(self, engine: str, count: int) -> None:
-        """Add free slots to ``engine``, at least as many as it needs at once."""
+        """Add ``count`` free slots to ``engine``, fewer where ``MOST_SLOTS`` would be exceeded."""
         count = min(count, MOST_SLOTS - self._count)
         if count > 0:
-            before = self.blocks.pop()[1] if self.blocks and self.blocks[-1][0] == engine else 0
-            self.blocks.append((engine, before + count))
+            block_size = count
+            if self.blocks and self.blocks[-1][0] == engine:
+                block_size += self.blocks.pop()[1]
+            self.blocks.append((engine, block_size))
             self._free[engine] = [*range(self._count, self._count + count), *self._free.get(engine, ())]
             self._count += count
 
     def __contains__(self, engine: str) -> bool:
         return engine in self._free
 
-    def place(self, engine: str, launched: int, left: int) -> int:
-        """Return the slot that was free for the shortest time when a trajectory was launched, and take it until the
-        trajectory ``left`` the engine. The last 16 bits of both times are 0."""
+    def place(self, engine: str, launched: int, left_engine: int) -> int:
+        """Return the slot that was free for the shortest time when a trajectory was launched, and occupy it until the
+        trajectory leaves the engine. The last 16 bits of both times are 0: they have room for the number of a slot."""
         free = self._free.setdefault(engine, [])
-        if not (at := bisect_right(free, launched | MOST_SLOTS)):
+        count = bisect_right(free, launched | MOST_SLOTS)
+        if not count:
             self.add(engine, 1)
             free = self._free[engine]
             if not free:
                 return MOST_SLOTS - 1
-        slot = free.pop(max(at - 1, 0)) & MOST_SLOTS
-        insort(free, left | slot)
+        slot = free.pop(max(count - 1, 0)) & MOST_SLOTS
+        insort(free, left_engine | slot)
         return slot
 
 
 class TimelineColumns:
-    """The trace of ``files``, up to the last ``refresh``. May be used from several threads."""
+    """The trace of a run, as of the last ``refresh``. Several threads may use it."""
 
     def __init__(self, files: RunFiles) -> None:
         self._lines = FollowedLines(files.trace)
@@ -91,7 +101,7 @@ class TimelineColumns:
         self._engine = array("H")
         self._moments = array("f", [0.0])
         self._names: dict[str, dict[str, int]] = {"outcome": {}, "prompt": {}, "engine": {}}
-        self._placed = 0
+        self._placed_count = 0
         self._slots = EngineSlots()
         self.lock = RLock()
         self.header: TraceHeader | None = None
@@ -99,25 +109,26 @@ class TimelineColumns:
         self.load: dict[str, array[Any]] = {name: array("f") for name in ("time_s", "running", "waiting", "kv_usage")}
         self.events: list[EventLine] = []
         self.unread = 0
-        """Lines that are none of a trace that this version reads."""
+        """Number of lines that this version of streamrl cannot read."""
 
     @property
     def count(self) -> int:
-        """The number of trajectories that have a slot."""
-        return self._placed
+        """Number of trajectories that have a slot."""
+        return self._placed_count
 
     def refresh(self) -> None:
-        """Read what the run has appended."""
+        """Read the lines that the run has appended."""
         with self.lock:
             while lines := self._lines.read():
-                self._append([found for line in lines if (found := self._take(line)) is not None])
+                trajectories = [self._take(line) for line in lines]
+                self._append([trajectory for trajectory in trajectories if trajectory is not None])
             self._place()
 
     def head(self) -> dict[str, Any]:
-        """All but the columns, with ``count``."""
+        """Return everything but the values of the columns."""
         every = max(len(self.load["time_s"]) // MOST_POINTS, 1)
         return {
-            "count": self._placed,
+            "count": self._placed_count,
             "moments": len(self._moments),
             "columns": [{"name": name, "type": kind} for name, kind in COLUMNS.items()],
             "max_tokens": self.header.max_tokens if self.header else 0,
@@ -128,7 +139,7 @@ class TimelineColumns:
         }
 
     def names(self, first_prompt: int = 0) -> dict[str, Any]:
-        """The meaning of numbers in columns; prompts from ``first_prompt`` on."""
+        """Return the meaning of the numbers in columns. ``first_prompt``: number of the first prompt to return."""
         return {
             "outcomes": list(self._names["outcome"]),
             "prompts": list(self._names["prompt"])[first_prompt:],
@@ -136,19 +147,19 @@ class TimelineColumns:
         }
 
     def column(self, name: str, first: int = 0) -> NDArray[Any]:
-        """A copy of one column of the trajectories from ``first`` on, in the order of their ends."""
+        """Return a copy of a column from trajectory ``first`` on, in the order in which trajectories ended."""
         with self.lock:
-            return np.frombuffer(self._columns[name], dtype=COLUMNS[name])[first : self._placed].copy()
+            return np.frombuffer(self._columns[name], dtype=COLUMNS[name])[first : self._placed_count].copy()
 
     def number_of_outcome(self, outcome: str) -> int:
-        """The number that stands for it in the column; one that none has where no trajectory has ended so."""
+        """Return the number of ``outcome`` in its column; an unused number where no trajectory ended with it."""
         return self._names["outcome"].get(outcome, MOST_OUTCOMES)
 
     def block(self) -> tuple[int, Iterator[bytes]]:
-        """The binary block of the contract: its length in bytes, and its parts. Columns are sorted by launch, and made
-        one by one, so that no second copy of all of them is ever there."""
+        """Return the length in bytes and the parts of the binary block that the page reads. Columns are sorted by
+        launch. They are made one by one, so that there is never a second copy of all columns."""
         with self.lock:
-            count = self._placed
+            count = self._placed_count
             head = msgspec.json.encode(self.head())
             order = np.argsort(self.column("launched"), kind="stable")
             moments = self._moments.tobytes()
@@ -158,62 +169,66 @@ class TimelineColumns:
 
         def parts() -> Iterator[bytes]:
             yield start
-            for part in chain((self.column(name)[:count][order].tobytes() for name in COLUMNS), [moments]):
+            columns = (self.column(name)[:count][order].tobytes() for name in COLUMNS)
+            for part in chain(columns, [moments]):
                 yield part + bytes(_padded(len(part)) - len(part))
 
         return length, parts()
 
     def rows(self, first: int, last: int) -> list[list[float | int | None]]:
-        """Trajectories from ``first`` to before ``last``, each with the values of ``COLUMNS``, for ``turns``
-        the moments; no reward is None."""
+        """Return the rows of the trajectories from ``first`` to before ``last``, with the values of ``COLUMNS``. The
+        value of ``turns`` is a list of moments, and a missing reward is None."""
         with self.lock:
             *columns, places = [self._columns[name][first:last].tolist() for name in COLUMNS]
             columns.append([self._moments[at + 1 : at + 1 + int(self._moments[at])].tolist() for at in places])
+        # Only nan differs from itself.
         return [[None if value != value else value for value in row] for row in zip(*columns, strict=True)]
 
     # ---- lines ---------------------------------------------------------------------------------------
 
     def _take(self, line: bytes) -> TrajectoryLine | None:
-        """Take in a line, but for a trajectory, which is returned."""
+        """Decode a line. The line of a trajectory is returned, any other line is stored."""
         try:
-            found = self._decode(line)
+            decoded = self._decode(line)
         except UNDECODABLE:
             self.unread += 1
             return None
-        if isinstance(found, TrajectoryLine):
-            return found
-        if isinstance(found, StepLine):
-            while self.steps and self.steps[-1].policy_version >= found.policy_version:
-                self.steps.pop()  # the run went back, and made these steps again
-            self.steps.append(found)
-        elif isinstance(found, EnginesLine):
+        if isinstance(decoded, TrajectoryLine):
+            return decoded
+        if isinstance(decoded, StepLine):
+            while self.steps and self.steps[-1].policy_version >= decoded.policy_version:
+                self.steps.pop()  # the run resumed from an earlier version, and made these steps again
+            self.steps.append(decoded)
+        elif isinstance(decoded, EnginesLine):
             for name, values in self.load.items():
-                values.append(getattr(found, name))
-        elif isinstance(found, EventLine):
-            self.events.append(found)
+                values.append(getattr(decoded, name))
+        elif isinstance(decoded, EventLine):
+            self.events.append(decoded)
         else:
-            self.header = found
-            self.unread += found.schema != TRACE_SCHEMA
+            self.header = decoded
+            self.unread += decoded.schema != TRACE_SCHEMA
         return None
 
     def _append(self, lines: list[TrajectoryLine]) -> None:
-        """Append a row each, whole columns at once."""
+        """Append a row for each trajectory, column by column."""
         if not lines:
             return
-        launched = np.array([line.launched_s for line in lines])
-        ended = np.array([line.ended_s for line in lines])
-        paused = np.array([line.paused_s for line in lines])
-        rollout_end = launched + [line.rollout_s for line in lines] + paused
-        returned = np.array([line.returned_s for line in lines])
-        returned = np.where(returned > 0, returned, np.minimum(rollout_end + [line.reward_s for line in lines], ended))
-        rollout_end = np.minimum(rollout_end, returned)
+        launched_s = np.array([line.launched_s for line in lines])
+        ended_s = np.array([line.ended_s for line in lines])
+        paused_s = np.array([line.paused_s for line in lines])
+        rollout_end = launched_s + [line.rollout_s for line in lines] + paused_s
+        # An older streamrl did not write the moment of the return: it is estimated.
+        expected_s = np.minimum(rollout_end + [line.reward_s for line in lines], ended_s)
+        returned_s = np.array([line.returned_s for line in lines])
+        returned_s = np.where(returned_s > 0, returned_s, expected_s)
+        rollout_end = np.minimum(rollout_end, returned_s)
         columns: dict[str, Any] = {
-            "launched": launched,
-            "begun": np.minimum(launched + [line.queued_s for line in lines], rollout_end),
+            "launched": launched_s,
+            "begun": np.minimum(launched_s + [line.queued_s for line in lines], rollout_end),
             "rollout_end": rollout_end,
-            "reward_end": returned,
-            "ended": ended,
-            "paused": paused,
+            "reward_end": returned_s,
+            "ended": ended_s,
+            "paused": paused_s,
             "slot": np.zeros(len(lines)),
             "outcome": self._numbers("outcome", [line.outcome for line in lines], MOST_OUTCOMES),
             "group": [line.group for line in lines],
@@ -223,76 +238,83 @@ class TimelineColumns:
             "reward": np.array([line.reward for line in lines], dtype=float),
             "oldest": [line.oldest_version for line in lines],
             "newest": [line.newest_version for line in lines],
-            "turns": [self._keep(line.turns) for line in lines],
+            "turns": [self._append_moments(line.turns) for line in lines],
         }
         for name, column in columns.items():
             self._columns[name].frombytes(np.asarray(column).astype(COLUMNS[name]).tobytes())
         self._engine.extend(self._numbers("engine", [line.engine for line in lines], MOST_SLOTS))
 
-    def _keep(self, turns: Sequence[TurnTimes]) -> int:
-        moments = [*accumulate(s for _, outside, _, inside in turns for s in (outside, inside))]
+    def _append_moments(self, turns: Sequence[TurnTimes]) -> int:
+        """Append the moments of a trajectory, and return their index; 0 where it has no turns."""
+        if not turns:
+            return 0
         place = len(self._moments)
-        self._moments.extend((len(moments) - 1, *moments[:-1]) if turns else ())
-        return place if turns else 0
+        seconds = [part for _, environment_s, _, sampling_s in turns for part in (environment_s, sampling_s)]
+        moments = list(accumulate(seconds))
+        self._moments.extend((len(moments) - 1, *moments[:-1]))  # nothing is sampled after the last environment
+        return place
 
-    def _numbers(self, kind: str, names: Sequence[str], most: int) -> list[int]:
-        """The number of each name; ``most`` for those that do not fit, which have none."""
+    def _numbers(self, kind: str, names: Sequence[str], limit: int) -> list[int]:
+        """Return the number of each name; ``limit`` for the names after the first ``limit`` names."""
         numbers = self._names[kind]
         for name in dict.fromkeys(names):
-            if name not in numbers and len(numbers) < most:
+            if name not in numbers and len(numbers) < limit:
                 numbers[name] = len(numbers)
-        return [numbers.get(name, most) for name in names]
+        return [numbers.get(name, limit) for name in names]
 
     # ---- slots ---------------------------------------------------------------------------------------
 
     def _place(self) -> None:
-        """Put trajectories that were read since the last time on slots of their engines, in the order of launches."""
-        first = self._placed
-        self._placed = len(self._engine)
-        # The bits of floats that are not negative are in their order: whole numbers, with room for that of a slot.
+        """Give the trajectories that were read since the last call slots of their engines, in the order of launches."""
+        first = self._placed_count
+        self._placed_count = len(self._engine)
+        # The bits of floats that are not negative sort like the floats. Shifted, they have room for a slot's number.
         times = (self.column(name, first) for name in ("launched", "rollout_end"))
-        launched, left = (np.maximum(time, 0).view("u4").astype("u8") << 16 for time in times)
+        launched, left_engine = (np.maximum(time, 0).view("u4").astype("u8") << 16 for time in times)
         engine = np.frombuffer(self._engine, dtype="u2")[first:].copy()
         names = list(self._names["engine"])
-        each = 0
+        expected_slots = 0
         header = self.header
         if header is not None:
-            each = min(header.capacity, header.prompts_per_batch * header.group_size * 3 // 2) // max(header.engines, 1)
+            requests = min(header.capacity, header.prompts_per_batch * header.group_size * 3 // 2)
+            expected_slots = requests // max(header.engines, 1)
         for number in sorted(set(engine.tolist()), key=lambda number: natural(names[number])):
             if names[number] not in self._slots:
-                needed = most_at_once(launched[engine == number], left[engine == number])
-                self._slots.add(names[number], max(needed, each))
+                needed = most_at_once(launched[engine == number], left_engine[engine == number])
+                self._slots.add(names[number], max(needed, expected_slots))
         order = np.argsort(launched, kind="stable")
         slots = self._columns["slot"]
         for begin in range(0, len(order), _CHUNK):
             chunk = order[begin : begin + _CHUNK]
-            parts = (chunk.tolist(), engine[chunk].tolist(), launched[chunk].tolist(), left[chunk].tolist())
+            parts = (chunk.tolist(), engine[chunk].tolist(), launched[chunk].tolist(), left_engine[chunk].tolist())
             for row, number, since, until in zip(*parts, strict=True):
                 slots[first + row] = self._slots.place(names[number], since, until)
 
 
 def most_at_once(begins: NDArray[Any], ends: NDArray[Any]) -> int:
-    """The largest number of spans that overlap; one that ends when another begins does not."""
+    """Return the largest number of spans that overlap. A span that ends when another begins does not overlap it."""
     changes = np.concatenate([np.ones(len(begins), int), np.full(len(ends), -1)])
     order = np.lexsort((changes, np.concatenate([begins, ends])))
     return int(np.cumsum(changes[order]).max(initial=0))
 
 
 def natural(name: str) -> tuple[str, int]:
-    """A key that sorts ``engine-10`` behind ``engine-9``."""
+    """Return a key that sorts ``engine-10`` behind ``engine-9``."""
     word, _, number = name.rpartition("-")
     return (word, int(number)) if number.isdecimal() else (name, 0)
 
 
 def step_row(step: StepLine) -> dict[str, Any]:
-    """A step as the page gets it."""
+    """Return a step as the page gets it."""
     return {"step": step.policy_version} | msgspec.structs.asdict(step)
 
 
 def event_row(event: EventLine) -> dict[str, Any]:
-    """An event as the page gets it; ``end_s`` where it lasted."""
+    """Return an event as the page gets it, with ``end_s`` where it has a duration."""
     row: dict[str, Any] = {"time_s": event.time_s, "kind": event.kind, "text": event.text, "step": event.step}
-    return row | ({"end_s": event.time_s + event.seconds} if event.seconds else {})
+    if event.seconds:
+        row["end_s"] = event.time_s + event.seconds
+    return row
 
 
 def _padded(length: int) -> int:

@@ -1,4 +1,5 @@
-"""Lines of a file that a run appends to and rotates (``LineFile``), from a cursor on."""
+"""Lines of a file that a run appends to and rotates (``LineFile``), from a cursor on. The dashboard, ``streamrl top``
+and the trackers follow a run with it, each in its own process."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """A place in a file: its ``inode``, the bytes of whole lines that were read, and the CRC-32 of the first 1,024 of
-    them (an inode is given to another file once its own is removed). ``Cursor()`` is the beginning."""
+    """A position in a file; ``Cursor()`` is the start of the file.
+
+    ``offset``: bytes of the complete lines that were read. ``check``: CRC-32 of the first 1,024 bytes of them, because
+    another file may get the inode of a removed file."""
 
     inode: int = 0
     offset: int = 0
@@ -26,11 +29,11 @@ class Cursor(msgspec.Struct, frozen=True):
 
 
 class FollowedLines:
-    """Whole lines of ``path`` after ``cursor``, then those that are appended; where the file was put aside as
-    ``older-NAME`` meanwhile, the rest of that one comes first. The file need not be there yet.
+    """Reads the complete lines of ``path`` after ``cursor``, and later the lines that are appended. Where the file was
+    rotated to ``older-NAME`` meanwhile, its remaining lines come first. The file need not exist yet.
 
-    ``gaps``: how often the file of the cursor was gone, because two rotations lay between two reads: what it had after
-    the cursor is lost, and reading goes on with the oldest line that is left."""
+    ``gaps``: number of times that the file of the cursor was gone, because two rotations lay between two reads. The
+    lines after the cursor are lost then, and reading continues with the oldest remaining line."""
 
     def __init__(self, path: Path, cursor: Cursor = Cursor()) -> None:  # noqa: B008 - frozen
         self._path = path
@@ -38,12 +41,12 @@ class FollowedLines:
         self.gaps = 0
 
     def read(self, most_bytes: int = _BLOCK_BYTES) -> list[bytes]:
-        """Up to ``most_bytes`` of whole lines, at least one where there is one, without their newlines; ``cursor`` is
-        behind them. Empty: all that is there was read. Lines of two files never come together. Raises ``OSError``
-        where the disk cannot be read."""
+        """Return the next complete lines without their newlines, and move ``cursor`` behind them. They have up to
+        ``most_bytes``, but a longer line is returned as well. An empty list: everything was read. Lines of two files
+        are never mixed. Raises ``OSError`` where the disk cannot be read."""
         with ExitStack() as stack:
             files = [stack.enter_context(file) for file in open_rotated(self._path)]
-            first = next((n for n, file in enumerate(files) if self._is_of(file)), None)
+            first = next((index for index, file in enumerate(files) if self._is_of(file)), None)
             if first is None and files and self.cursor.offset:
                 self.gaps += 1
                 self.cursor = Cursor()
@@ -53,7 +56,7 @@ class FollowedLines:
         return []
 
     def _is_of(self, file: IO[bytes]) -> bool:
-        """Return whether the cursor is a place in this file, or in one that this one is a copy of."""
+        """Return whether the cursor is a position in ``file``, or in a file that ``file`` is a copy of."""
         file.seek(0)
         head = file.read(min(self.cursor.offset, _CHECKED_BYTES))
         same = self.cursor.inode == _inode(file) or len(head) == _CHECKED_BYTES

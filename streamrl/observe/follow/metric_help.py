@@ -1,5 +1,6 @@
-"""Meanings of metrics, from ``metrics.txt``, which defines them. ``<name>`` in the name of a metric stands for one word
-that a run fills in: a reward function, an engine, a reason."""
+"""Meanings of metrics, from ``metrics.txt``, which defines them. ``<name>`` in the name of a metric stands for a word
+that a run fills in: a reward function, an engine, a reason. The dashboard and the Prometheus tracker look names up, and
+``lint/metrics_page.py`` writes docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ AGGREGATIONS = {
     "total": "counter since the start of the run",
     "last": "value at the end of the step",
 }
-"""Ways to make the number of one step from what was seen in it, by the words of the table."""
+"""Ways to make the value of a step from the values measured in it, by the words of the table."""
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """One metric."""
+    """One metric. ``name``: may have placeholders such as ``<function>``."""
 
     name: str
     unit: str
@@ -36,10 +37,10 @@ class Metric(msgspec.Struct, frozen=True):
 
 
 def _read(table: str) -> tuple[Metric, ...]:
-    """One metric a line: name, unit, aggregation, meaning; indented lines continue the one above."""
+    """Read the table: one metric a line (name, unit, aggregation, meaning). Indented lines continue the line above."""
     rows = (row.split("|") for row in re.split(r"\n(?! )", table.strip()) if not row.startswith("#"))
     cells = ([" ".join(cell.split()) for cell in row] for row in rows)
-    return tuple(Metric(name, unit, AGGREGATIONS[made], meaning) for name, unit, made, meaning in cells)
+    return tuple(Metric(name, unit, AGGREGATIONS[word], meaning) for name, unit, word, meaning in cells)
 
 
 METRICS = _read(files(__package__).joinpath("metrics.txt").read_text(encoding="utf-8"))
@@ -52,13 +53,19 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 @cache
 def find_metric(name: str) -> tuple[Metric, dict[str, str]] | None:
-    """The registered metric that ``name`` (filled in, such as ``reward/func/exact/mean``) is one of, and its words
-    (``{"function": "exact"}``)."""
-    return next(((one, found.groupdict()) for one in METRICS if (found := _pattern(one.name).fullmatch(name))), None)
+    """Return the metric of the table that ``name`` (such as ``reward/func/exact/mean``) is an instance of, and the
+    words that it fills in (``{"function": "exact"}``)."""
+    for metric in METRICS:
+        if match := _pattern(metric.name).fullmatch(name):
+            return metric, match.groupdict()
+    return None
 
 
 @cache
 def help_of(name: str) -> str:
-    """One sentence about a metric, with its unit; empty for one that a user's code names."""
-    found = find_metric(name)
-    return f"{found[0].meaning} ({found[0].unit}, {found[0].aggregation})" if found else ""
+    """Return a sentence about a metric, with its unit. It is empty for a metric that a user's code names."""
+    entry = find_metric(name)
+    if entry is None:
+        return ""
+    metric, _ = entry
+    return f"{metric.meaning} ({metric.unit}, {metric.aggregation})"

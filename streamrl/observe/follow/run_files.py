@@ -1,5 +1,6 @@
-"""The directory of a run, for readers: of a run that goes on, has ended, was killed, was half deleted, or was written
-by another version of streamrl. Nothing here changes it."""
+"""The directory of a run, for readers in other processes: commands, the dashboard, the trackers. The run may go on,
+have ended, have been killed, be half deleted, or be of another version of streamrl. Nothing here writes to the
+directory."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ from streamrl.run.journal.log import writer_of
 
 METRICS = "metrics.jsonl"
 SCORE = re.compile(r"eval/(?P<set>.+)/(?P<metric>(avg|pass)@\d+)")
-"""Names of the metrics that are scores of an evaluation."""
+"""Names of metrics that are scores of an evaluation."""
 _HEAD = frozenset({"kind", "time", "step", "policy_version"})
 _STARTED = re.compile(r"-(\d{8}-\d{6})(-\d+)?$")
 
 
 class RunStatus(StrEnum):
-    """``running``: a process of this machine holds its lock; ``finished``: all its steps are done;
-    ``failed``: its newest crash bundle is newer than its last step; ``stopped``: it was drained or killed."""
+    """State of a run.
+
+    ``running``: a process of this machine holds its lock. ``finished``: all its steps are done. ``failed``: the newest
+    crash bundle is newer than its last step. ``stopped``: the run was drained or killed."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -37,8 +40,8 @@ class RunStatus(StrEnum):
 
 
 class MetricLine(msgspec.Struct, frozen=True):
-    """A line of ``METRICS``: of a ``step``, or of an ``evaluation`` of its version. ``time``: seconds since 1970;
-    ``values``: those that are finite, by name."""
+    """A line of ``metrics.jsonl``. ``kind``: ``step``, or ``evaluation`` of the version of a step. ``time``: seconds
+    since 1970. ``values``: finite metrics by name."""
 
     kind: str
     step: int
@@ -47,24 +50,26 @@ class MetricLine(msgspec.Struct, frozen=True):
 
 
 def metric_lines(lines: Iterable[bytes]) -> Iterator[MetricLine]:
-    """``lines`` of ``METRICS``, without those that cannot be read."""
+    """Decode lines of ``metrics.jsonl``, without those that cannot be read."""
     for line in decoded_lines(lines, dict[str, Any]):
         step = line.get("step")
         time_s = line.get("time")
         if isinstance(step, int) and isinstance(time_s, int | float):
-            values = {name: one for name, one in line.items() if name not in _HEAD and isinstance(one, int | float)}
+            values = {
+                name: value for name, value in line.items() if name not in _HEAD and isinstance(value, int | float)
+            }
             yield MetricLine("step" if line.get("kind") == "step" else "evaluation", step, time_s, values)
 
 
 class RunFiles(msgspec.Struct, frozen=True):
-    """Files of the run in ``directory``; any of them may be missing. Those of lines may have an older part
-    (``read_lines`` and ``FollowedLines`` read both)."""
+    """Files of the run in ``directory``. Each of them may be missing. A file of lines may have an older part, which
+    ``read_lines`` and ``FollowedLines`` read as well."""
 
     directory: Path
 
     @property
     def run_id(self) -> str:
-        """The name of the directory, behind links."""
+        """Name of the directory, after links are resolved."""
         return self.directory.resolve().name
 
     @property
@@ -83,55 +88,64 @@ class RunFiles(msgspec.Struct, frozen=True):
         return self.directory / "samples.jsonl"
 
     def evaluations(self) -> dict[int, Path]:
-        """Files with the completions of evaluations, by step, ascending."""
-        found = {path.stem.removeprefix("step-"): path for path in self.directory.glob("evaluations/step-*.jsonl")}
-        return {int(step): found[step] for step in sorted(found) if step.isdecimal()}
+        """Return the files with the completions of evaluations, by step, ascending."""
+        paths = {path.stem.removeprefix("step-"): path for path in self.directory.glob("evaluations/step-*.jsonl")}
+        return {int(step): paths[step] for step in sorted(paths) if step.isdecimal()}
 
     def logs(self) -> dict[str, Path]:
-        """Log files of its processes, by the name of the process."""
+        """Return the log files of the run, by the name of the process."""
         return {
             path.stem: path for path in sorted(self.directory.glob("logs/*.log")) if not path.name.startswith("older-")
         }
 
     def recipe_text(self) -> str:
-        """Its recipe as TOML; empty where it is missing."""
+        """Return the recipe as TOML; empty where the file is missing."""
         try:
             return (self.directory / "recipe.toml").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
 
     def recipe(self) -> dict[str, Any]:
-        """Values of its recipe by path, such as ``run.steps``, as they were written: of another version keys may be
-        missing or unknown here. Empty where it is missing or cannot be read."""
+        """Return the values of the recipe by path, such as ``run.steps``, as they were written. A recipe of another
+        version may lack keys, or have keys that this version does not know. Empty where the file is missing or cannot
+        be read."""
         try:
             values = tomllib.loads(self.recipe_text())
-            return dict(leaves("", values)) if values else {}
-        except ValueError:
-            return {}
+            if values:
+                return dict(leaves("", values))
+        except ValueError:  # not TOML
+            pass
+        return {}
 
     def started(self) -> float | None:
-        """When it was begun, in seconds since 1970, as the name of the directory says it in local time; None where it
-        does not."""
-        found = _STARTED.search(self.run_id)
+        """Return the time of the start of the run in seconds since 1970, from the name of the directory, which has it
+        in local time. None where the name has none."""
+        match = _STARTED.search(self.run_id)
+        if match is None:
+            return None
         try:
-            return time.mktime(time.strptime(found[1], "%Y%m%d-%H%M%S")) if found else None
+            return time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S"))
         except (ValueError, OverflowError):  # digits that are no time
             return None
 
     def metric_lines(self) -> Iterator[MetricLine]:
-        """The lines of its metrics, with those of the older part; none where there is no file."""
+        """Yield the lines of ``metrics.jsonl``, with those of its older part. None where there is no file."""
         with ExitStack() as stack:
-            for file in [stack.enter_context(file) for file in open_rotated(self.metrics)]:
+            files = [stack.enter_context(file) for file in open_rotated(self.metrics)]
+            for file in files:
                 yield from metric_lines(file)
 
     def steps(self, last_step: MetricLine | None) -> int | None:
-        """Steps that it is to make, which may have changed since it was started. ``last_step``: as for ``state``."""
-        changed = last_step.values.get("run/steps") if last_step else None
-        steps = changed if changed is not None else self.recipe().get("run.steps")
+        """Return the number of steps that the run is to make, which may change while it goes on. ``last_step``: last
+        line of a step in ``metrics.jsonl``, where there is one."""
+        steps = last_step.values.get("run/steps") if last_step else None
+        if steps is None:
+            steps = self.recipe().get("run.steps")
         return None if steps is None else int(steps)
 
     def state(self, last_step: MetricLine | None) -> RunStatus:
-        """Its state now. ``last_step``: the last line of a step of its metrics, where there is one."""
+        """Return the current state of the run. ``last_step``: last line of a step in ``metrics.jsonl``, where there is
+        one."""
         if writer_of(self.directory) is not None:  # the lock of the run, which its supervisor holds
             return RunStatus.RUNNING
         steps = self.steps(last_step)
@@ -143,7 +157,8 @@ class RunFiles(msgspec.Struct, frozen=True):
 
 
 def run_files(directory: Path) -> RunFiles:
-    """The run in ``directory``. Raises ``StreamRLError`` where nothing of a run is there to be read."""
+    """Return the files of the run in ``directory``. Raises ``StreamRLError`` where the directory has no file of a
+    run."""
     run = RunFiles(directory)
     if not run.recipe() and not any(path.is_file() for path in (run.metrics, run.trace)):
         raise StreamRLError(
@@ -154,14 +169,15 @@ def run_files(directory: Path) -> RunFiles:
 
 
 def runs_in(directory: Path) -> list[RunFiles]:
-    """The runs in the folders of ``directory``, the first started first; links such as ``latest`` name none twice."""
+    """Return the runs in the folders of ``directory``, in the order of their starts. Links such as ``latest`` are
+    skipped."""
     folders = (path for path in directory.glob("*/") if not path.is_symlink())
-    found = [RunFiles(path) for path in folders if (path / "recipe.toml").is_file()]
-    return sorted(found, key=lambda run: (run.started() or 0.0, run.run_id))
+    runs = [RunFiles(path) for path in folders if (path / "recipe.toml").is_file()]
+    return sorted(runs, key=lambda run: (run.started() or 0.0, run.run_id))
 
 
 def changed_s(path: Path) -> float:
-    """When the file was changed last, in seconds since 1970; 0 where it is not there."""
+    """Return the time of the last change of a file in seconds since 1970; 0 where the file does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:  # removed meanwhile

@@ -1,4 +1,6 @@
-"""Alarms: rules over the metrics of steps that tell a person that training went wrong. Pure; they stop nothing."""
+"""Alarms: rules over the metrics of steps that warn a person of a training that goes wrong. An alarm stops nothing.
+``launch/observers.py`` makes the rules and ``RunReport`` checks them after each step, in the process of the controller.
+No I/O."""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ from collections.abc import Sequence
 import msgspec
 
 REPEAT_STEPS = 20
-"""An alarm is reported at most once in so many steps, whether it lasts or comes and goes."""
+"""An alarm is reported at most once in this number of steps, whether it lasts or comes and goes."""
 NO_SIGNAL_SHARE = 0.95
 NO_SIGNAL_STEPS = 10
 
 
 class AlarmRule(msgspec.Struct, frozen=True, kw_only=True):
-    """Raised when ``metric`` was above ``bound`` (or not a number) in ``steps`` steps in a row. ``advice`` follows the
-    value and the bound in the message."""
+    """An alarm that is reported when ``metric`` was above ``bound`` (or not a number) in ``steps`` steps in a row.
+    ``advice``: end of the message, after the value and the bound."""
 
     metric: str
     bound: float
@@ -24,8 +26,8 @@ class AlarmRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def alarm_rules(mismatch_bound: float, canary_bound: float = 0.0) -> tuple[AlarmRule, ...]:
-    """The rules of a run. ``mismatch_bound``: ``off_policy.advanced.alarm`` of the recipe; ``canary_bound``: see
-    ``config.canary``; 0 leaves a rule out."""
+    """Return the rules of a run. ``mismatch_bound``: ``off_policy.advanced.alarm`` of the recipe. ``canary_bound``:
+    alarm of ``learning/canary.py``. A bound of 0 leaves its rule out."""
     no_signal = AlarmRule(
         metric="reward/zero_std_ratio",
         bound=NO_SIGNAL_SHARE,
@@ -59,36 +61,42 @@ def alarm_rules(mismatch_bound: float, canary_bound: float = 0.0) -> tuple[Alarm
 
 
 class Alarms:
-    """The state of the rules in one run. Feed it every step, in order."""
+    """State of the rules in one run. Call ``check`` for every step, in order."""
 
     def __init__(self, rules: Sequence[AlarmRule]) -> None:
         self._rules = tuple(rules)
-        self._above = dict.fromkeys(self._rules, 0)
-        self._reported: dict[AlarmRule, int] = {}
+        self._steps_above = dict.fromkeys(self._rules, 0)
+        self._reported_at: dict[AlarmRule, int] = {}
         self._failures = 0
-        self._failure_reported = -math.inf
+        self._failure_reported_at = -math.inf
 
     def check(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """Alarms to report after ``step``: those that were not reported in the last ``REPEAT_STEPS`` steps."""
-        return [message for rule in self._rules if (message := self._check_rule(rule, step, metrics))]
+        """Return the messages to report after ``step``. A rule that was reported in the last ``REPEAT_STEPS`` steps has
+        none."""
+        messages = [self._check_rule(rule, step, metrics) for rule in self._rules]
+        return [message for message in messages if message]
 
     def reward_failed(self, step: int, message: str) -> str:
-        """Report failed rewards: the first one, and others as seldom as an alarm; empty: nothing to report."""
+        """Count a failed reward. Returns the message to report: for the first failure, then at most once in
+        ``REPEAT_STEPS`` steps; else an empty text."""
         self._failures += 1
-        if step - self._failure_reported < REPEAT_STEPS:
+        if step - self._failure_reported_at < REPEAT_STEPS:
             return ""
-        self._failure_reported = step
+        self._failure_reported_at = step
         count = "a reward has failed" if self._failures == 1 else f"{self._failures} rewards have failed so far"
         return f"{count}; what they were for is not trained on. The last one: {message or 'no message'}"
 
     def _check_rule(self, rule: AlarmRule, step: int, metrics: dict[str, float]) -> str:
         value = metrics.get(rule.metric)
-        if value is None:  # not measured in this step: nothing is known
+        if value is None:  # not measured in this step
             return ""
         above = math.isnan(value) or value > rule.bound
-        self._above[rule] = self._above[rule] + 1 if above else 0
-        if not above or self._above[rule] < rule.steps or step - self._reported.get(rule, -math.inf) < REPEAT_STEPS:
+        steps_above = self._steps_above[rule] + 1 if above else 0
+        self._steps_above[rule] = steps_above
+        if not above or steps_above < rule.steps or step - self._reported_at.get(rule, -math.inf) < REPEAT_STEPS:
             return ""
-        self._reported[rule] = step
-        row = f" for {self._above[rule]} steps" if self._above[rule] > 1 else ""
-        return f"{rule.metric} is {value:.3g}, above {rule.bound:g}{row}: {rule.advice}"
+        self._reported_at[rule] = step
+        text = f"{rule.metric} is {value:.3g}, above {rule.bound:g}"
+        if steps_above > 1:
+            text += f" for {steps_above} steps"
+        return f"{text}: {rule.advice}"

@@ -1,4 +1,5 @@
-"""Samples that a step should have trained and did not, with the reasons, in one line."""
+"""The warning about samples that a step should have trained and did not, with the reasons. ``launch/observers.py``
+makes ``MissingSamples``, and the controller calls it as an observer."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from streamrl.control.machine import Control
 
 
 class MissingSamples(Observer):
-    """Emits a warning for each step that lacks samples: those that failed in its groups, places of its batch that no
-    prompt was left for, and samples that the loss does not see. ``train_truncated``: it sees those that were cut."""
+    """Emits a warning for each step that lacks samples: samples that failed in the groups of its batch, empty places of
+    its batch because the prompts have run out, and samples that the loss does not see. ``train_truncated``: whether the
+    loss sees samples that were cut at ``max_tokens``."""
 
     def __init__(
         self, control: Control, emit: Callable[[RunWarning], Awaitable[None]], *, train_truncated: bool
@@ -25,7 +27,7 @@ class MissingSamples(Observer):
         self._train_truncated = train_truncated
         self._failed: dict[int, list[TrajectoryFailed]] = {}
         self._reasons: Counter[str] = Counter()
-        self._wanted = 0
+        self._expected_samples = 0
         self._lines: dict[int, list[str]] = {}
 
     async def on_event(self, event: ControlEvent) -> None:
@@ -34,23 +36,27 @@ class MissingSamples(Observer):
             self._failed.setdefault(event.id.group_id, []).append(event)
 
     async def on_action(self, action: do.ControlAction) -> None:
-        """Note the groups of the batch, and that it is closed."""
+        """Note each group of the batch, and the end of the batch."""
         buffer = self._control.state.buffer
         batch = self._control.state.batch
-        if isinstance(action, do.TrainGroupNow) and (group := buffer.batched.get(action.group_id)) is not None:
-            self._joined(action, group.keep)
+        if isinstance(action, do.TrainGroupNow):
+            group = buffer.batched.get(action.group_id)
+            if group is not None:
+                self._note_group(action, group.keep)
         elif isinstance(action, do.StepOptimizer):
-            self._failed = {group: events for group, events in self._failed.items() if group in buffer.untrained}
-            self._closed(action.policy_version, batch.missing)
+            self._failed = {
+                group_id: events for group_id, events in self._failed.items() if group_id in buffer.untrained
+            }
+            self._write_lines(action.policy_version, batch.missing)
 
     def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
         """Note samples that the loss does not see."""
         empty = sum(not scored.trajectory.generated_tokens for scored in batch)
-        cut = sum(scored.trajectory.finish_reason is FinishReason.LENGTH for scored in batch)
-        why = {"have no token": empty, "were cut at max_tokens": 0 if self._train_truncated else cut}
+        truncated = sum(scored.trajectory.finish_reason is FinishReason.LENGTH for scored in batch)
+        counts = {"have no token": empty, "were cut at max_tokens": 0 if self._train_truncated else truncated}
         self._lines.setdefault(policy_version, []).extend(
             f"{count} of {len(batch)} samples {text}, so the loss does not see them"
-            for text, count in why.items()
+            for text, count in counts.items()
             if count
         )
 
@@ -59,23 +65,28 @@ class MissingSamples(Observer):
         if lines := self._lines.pop(push.policy_version, []):
             await self._emit(RunWarning(step=push.policy_version, message="; ".join(lines)))
 
-    def _joined(self, action: do.TrainGroupNow, wanted: int) -> None:
+    def _note_group(self, action: do.TrainGroupNow, expected: int) -> None:
+        """Count the samples of a group that are not trained, by reason. ``expected``: number that should be trained."""
         failures = self._failed.pop(action.group_id, [])
         trained = len(action.ids)
-        self._wanted += max(wanted, trained)
-        for place in range(wanted - trained):
-            event = failures[place] if place < len(failures) else None
-            reason = (
-                f"{event.reason}: {event.message or 'no message'}" if event else "failed before the run was resumed"
-            )
+        self._expected_samples += max(expected, trained)
+        for place in range(expected - trained):
+            reason = "failed before the run was resumed"
+            if place < len(failures):
+                event = failures[place]
+                reason = f"{event.reason}: {event.message or 'no message'}"
             self._reasons[reason] += 1
 
-    def _closed(self, policy_version: int, empty_places: int) -> None:
-        lacks = self._reasons.total()
-        reasons = "; ".join(f"{count} {reason}" for reason, count in self._reasons.most_common())
-        lines = [f"{self._wanted - lacks} of {self._wanted} samples were trained ({reasons})"] if lacks else []
+    def _write_lines(self, policy_version: int, empty_places: int) -> None:
+        """Keep the texts of the closed batch until its version is live."""
+        expected = self._expected_samples
+        missing = self._reasons.total()
+        lines = []
+        if missing:
+            reasons = "; ".join(f"{count} {reason}" for reason, count in self._reasons.most_common())
+            lines.append(f"{expected - missing} of {expected} samples were trained ({reasons})")
         if empty_places > 0:
             lines.append(f"{empty_places} places of its batch stayed empty: no prompts are left")
         self._lines[policy_version] = lines
         self._reasons = Counter()
-        self._wanted = 0
+        self._expected_samples = 0

@@ -1,5 +1,8 @@
-"""The report of a run: progress inside a step, one record a step, decisions, alarms, the trace. Measures; decides
-nothing. The two events that tell control what the engines and a step took come from here."""
+"""The report of a run: progress inside a step, the metrics of each step, decisions, alarms, the trace.
+
+``launch/observers.py`` makes ``RunReport``, and the controller calls it as an observer, in its own process. It measures
+and decides nothing, but two of its measurements go to control as events: the load of the engines
+(``EnginesMeasured``) and the times of a step (``RoundTimed``)."""
 
 from __future__ import annotations
 
@@ -46,12 +49,30 @@ from streamrl.run.step_metrics import completion_metrics, control_metrics, rewar
 from streamrl.run.wait_reason import RunWaits, ShellView
 
 PROGRESS_INTERVAL_S = 0.25
+"""Least seconds between two ``RunProgress`` events."""
 MEASURING_INTERVAL_S = 0.25
+"""Seconds between two measurements of the engines."""
 _MEASURED_WITH_TIME = ("time/", "perf/", "util/")
 
 
-class _Trained(msgspec.Struct):
-    """A batch that was trained and whose version is not live yet."""
+class FigureSources(msgspec.Struct, frozen=True, kw_only=True):
+    """Functions that ``RunReport`` calls for figures which other parts of the controller hold.
+
+    ``rollout``: counters of the episodes. ``load``: combined load of all engines. ``serving``: number of engines that
+    are sent requests. ``rewards_in_flight``: number of trajectories in the reward stage. ``loop_lag``: longest time
+    in seconds for which the event loop did not answer since the last call. ``more_metrics``: further metrics of a step,
+    called once a step."""
+
+    rollout: Callable[[], RolloutStatistics]
+    load: Callable[[], EngineLoad] = EngineLoad
+    serving: Callable[[], int] = lambda: 1
+    rewards_in_flight: Callable[[], int] = lambda: 0
+    loop_lag: Callable[[], float] = lambda: 0.0
+    more_metrics: Callable[[], dict[str, float]] = dict
+
+
+class _TrainedBatch(msgspec.Struct):
+    """A batch that was trained and whose version is not live yet. ``samples_to_show``: a few of its completions."""
 
     metrics: dict[str, float]
     round_kind: str
@@ -59,32 +80,26 @@ class _Trained(msgspec.Struct):
     groups: int
     tokens: int
     times: BatchTimes
-    shown: list[CompletionSampled]
+    samples_to_show: list[CompletionSampled]
 
 
 class RunReport(Observer):
-    """Turns what happens into ``RunEvent`` messages, which ``emit`` is given.
+    """Makes ``RunEvent`` messages of the events of control and the outcomes of trajectories, and gives them to
+    ``emit``.
 
-    ``control`` and ``store``: of the run, only read. ``rollout``: counters of the episodes; ``capacity``:
-    trajectories that the engines can run at once, for the shares of free slots; ``load``: of all engines together;
-    ``serving``: the number of engines that are sent requests; ``rewards_in_flight``: what the reward stage holds;
-    ``loop_lag``: longest time without an answer of this loop since the last call; ``figures``: more metrics of a step,
-    one call each. ``resumption``: of a run that goes on. ``trace``, ``samples`` None: not recorded.
-    ``length_limit``: of ``FirstLengths``, until siblings race each other."""
+    ``control`` and ``store``: state and trajectories of the run, which the report only reads. ``capacity``:
+    trajectories that the engines can run at once, for the shares of free slots. ``resumption``: recovered state where
+    the run resumes. ``trace`` and ``samples``: files to write, None where they are not wanted. ``length_limit``: token
+    limit of ``FirstLengths``, which counts until a group launches more members than it keeps."""
 
     def __init__(
         self,
         emit: Callable[[RunEvent], Awaitable[None]],
         control: Control,
         store: TrajectoryStore,
-        rollout: Callable[[], RolloutStatistics],
+        sources: FigureSources,
         capacity: int,
         *,
-        load: Callable[[], EngineLoad] = EngineLoad,
-        serving: Callable[[], int] = lambda: 1,
-        rewards_in_flight: Callable[[], int] = lambda: 0,
-        loop_lag: Callable[[], float] = lambda: 0.0,
-        figures: Callable[[], dict[str, float]] = dict,
         alarms: Alarms | None = None,
         evaluations: HeldOutEvaluations | None = None,
         resumption: Resumption | None = None,
@@ -96,28 +111,23 @@ class RunReport(Observer):
         self._emit = emit
         self._control = control
         self._store = store
-        self._rollout = rollout
+        self._sources = sources
         self._capacity = capacity
-        self._load = load
-        self._serving = serving
-        self._figures = figures
-        self._rewards_in_flight = rewards_in_flight
-        self._loop_lag = loop_lag
         self._alarms = alarms or Alarms(())
         self._evaluations = evaluations
         self._resumption = resumption
         self._trace = trace
         self._samples = samples
         self._clock = clock
-        self._previous_lives_s = resumption.recovered.elapsed_s if resumption else 0.0
+        self._earlier_s = resumption.recovered.elapsed_s if resumption else 0.0
         self._started = self._progressed_at = clock()
-        self._timer = StepTimer(clock, rollout, capacity)
-        self._trained: dict[int, _Trained] = {}
+        self._timer = StepTimer(clock, sources.rollout, capacity)
+        self._trained: dict[int, _TrainedBatch] = {}
         self._rewards = RewardCalls()
         self._rounds = Counter[str]()
         self._began = False
         self._round_kind = ""
-        self._recovered = -1
+        self._recovered_version = -1
         self.trajectories = TrajectoryStats(trace, length_limit)
         self._notify: Callable[[ControlEvent], None] = lambda event: None
         self._last_load = EngineLoad()
@@ -125,64 +135,75 @@ class RunReport(Observer):
         self.waits = RunWaits(clock, self._shell)
 
     def elapsed(self) -> float:
-        """Seconds since the run began."""
-        return self._previous_lives_s + self._clock() - self._started
+        """Return the seconds since the run began, with those of earlier processes of the run."""
+        return self._earlier_s + self._clock() - self._started
 
     async def prepare(self) -> None:
-        """Count the time of a recovery from here on."""
+        """Begin to count the time of a recovery as a wait."""
         if self._resumption is not None:
             self.waits.update(self._resumption.recovered.state)
 
     async def run(self, notify: Callable[[ControlEvent], None]) -> None:
-        """Measure the engines a few times a second, until ``end``, and report it to rounds that read it."""
+        """Measure the engines a few times a second, until ``end``, and notify control where its rounds read the
+        load."""
         self._notify = notify
-        away = -1 if self._resumption else 0
+        # Trajectories in their environments, as control knows them. A resumed control has an old number.
+        reported_environment = -1 if self._resumption else 0
         with self._measuring:
             while True:
                 await anyio.sleep(MEASURING_INTERVAL_S)
-                measured = self.engines_measured(self._load())
+                measured = self.engines_measured(self._sources.load())
                 settings = self._control.settings
-                if settings.rounds is RoundKind.CUSTOM or (settings.reads_environment and measured.environment != away):
-                    away = measured.environment
+                environment_changed = measured.environment != reported_environment
+                if settings.rounds is RoundKind.CUSTOM or (settings.reads_environment and environment_changed):
+                    reported_environment = measured.environment
                     notify(measured)
 
     def end(self) -> None:
         self._measuring.cancel()
 
     async def on_began(self, anchor: WeightAnnouncement) -> None:
-        """Begin the first step. Says what a resumed run restored, and takes a batch that it had trained and not yet
-        reported."""
+        """Begin the first step. A resumed run emits ``RunResumed``, and reports a batch that was trained before it
+        ended and not yet reported."""
         self._timer.began()
         self._began = True
         self.waits.take(self._clock())
-        if (resumption := self._resumption) is None:
+        resumption = self._resumption
+        if resumption is None:
             return
         recovered = resumption.recovered
         version = resumption.policy_version
-        before = recovered.published if recovered.published and recovered.published.policy_version == version else None
+        published = recovered.published
+        same_weights = None
+        if published and published.policy_version == version:
+            same_weights = published.state_hash == anchor.state_hash
         await self._emit(
             RunResumed(
                 policy_version=version,
                 restored=what_was_restored(recovered),
                 held_version=resumption.held_version,
                 trained_again=resumption.batches,
-                same_weights=before.state_hash == anchor.state_hash if before is not None else None,
+                same_weights=same_weights,
             )
         )
-        if version > recovered.state.live_version and (batch := recovered.batch_of(version)):
-            self._recovered = version
+        batch = recovered.batch_of(version) if version > recovered.state.live_version else None
+        if batch:
+            self._recovered_version = version
             self._round_kind = ""
-            self.on_trained(version, batch, resumption.reports[0].metrics if resumption.reports else {})
+            metrics = {}
+            if resumption.reports:
+                metrics = resumption.reports[0].metrics
+            self.on_trained(version, batch, metrics)
 
     async def on_event(self, event: ControlEvent) -> None:
-        """Warn of rewards that fail."""
+        """Warn of a failed reward."""
         if isinstance(event, TrajectoryFailed) and event.reason is DropReason.REWARD_FAILED:
             step = self._next_step
             if warning := self._alarms.reward_failed(step, event.message):
                 await self._emit(RunWarning(step=step, message=warning))
 
     async def on_action(self, action: do.ControlAction) -> None:
-        """Follow launched and dropped trajectories and the moments of the step."""
+        """Note launched and dropped trajectories, decisions, and the moments of the step."""
         match action:
             case do.LaunchGroup():
                 prompt = self._store.prompts[action.ids[0].prompt_id]
@@ -199,7 +220,7 @@ class RunReport(Observer):
                 self._timer.publishing()
 
     def on_outcome(self, outcome: TrajectoryOutcome) -> None:
-        """Count an outcome and the calls of rewards in it."""
+        """Count an outcome and its calls of reward functions."""
         if isinstance(outcome, Scored):
             self._rewards.on_outcome(outcome)
         self.trajectories.on_outcome(outcome, self.elapsed())
@@ -208,49 +229,54 @@ class RunReport(Observer):
         """Keep the figures of the batch until its version is live."""
         times = self._timer.batch_trained()
         reward_cost = self.trajectories.trained(batch, self.elapsed())
-        groups = len({s.trajectory.id.group_id for s in batch})
+        groups = len({scored.trajectory.id.group_id for scored in batch})
         kind = self._round_kind
+        all_metrics = {
+            **reward_metrics(batch),
+            **reward_cost,
+            **completion_metrics(batch),
+            **staleness_metrics(batch, policy_version - 1),
+            **metrics,
+            "time/wait_batch_s": times.rollout_s,
+            "time/close_batch_s": times.training_s,
+            "util/rollout_bubble_ratio": times.rollout_bubble,
+        }
         if kind:
             self._rounds[kind] += 1
-        self._trained[policy_version] = _Trained(
-            metrics={
-                **reward_metrics(batch),
-                **reward_cost,
-                **completion_metrics(batch),
-                **staleness_metrics(batch, policy_version - 1),
-                **metrics,
-                "time/wait_batch_s": times.rollout_s,
-                "time/close_batch_s": times.training_s,
-                "util/rollout_bubble_ratio": times.rollout_bubble,
-            }
-            | ({f"round/{kind}/group_size": len(batch) / groups} if kind else {})
-            | ({"util/environment_bubble_ratio": times.environment_bubble} if times.environment_bubble else {}),
+            all_metrics[f"round/{kind}/group_size"] = len(batch) / groups
+        if times.environment_bubble:
+            all_metrics["util/environment_bubble_ratio"] = times.environment_bubble
+        samples_to_show = []
+        if self._samples is not None:
+            samples_to_show = self._samples.take(policy_version, batch)
+        self._trained[policy_version] = _TrainedBatch(
+            metrics=all_metrics,
             round_kind=kind,
             samples=len(batch),
             groups=groups,
-            tokens=sum(s.trajectory.generated_tokens for s in batch),
+            tokens=sum(scored.trajectory.generated_tokens for scored in batch),
             times=times,
-            shown=self._samples.take(policy_version, batch) if self._samples is not None else [],
+            samples_to_show=samples_to_show,
         )
 
     async def on_weights_live(self, push: PushReport, *, last: bool) -> None:
-        """Report the step that made the version, its alarms, and to control how long it took."""
+        """Report the step that made the version and its alarms, and notify control of its times."""
         times = self._timer.step_finished()
         version = push.policy_version
         trained = self._trained.pop(version, None)
-        if trained is None:  # made and reported before the controller restarted
+        if trained is None:  # an earlier process of the controller reported it
             return
         metrics = trained.metrics | time_metrics(times, push, trained.metrics) | self._work(trained, times)
-        if version == self._recovered:  # it began in another life: how long it took is not known
+        if version == self._recovered_version:  # an earlier process began the step: its times are not known
             metrics = {name: value for name, value in metrics.items() if not name.startswith(_MEASURED_WITH_TIME)}
         elif self._trace is not None:
             self._trace.append(_step_line(self.elapsed(), trained, push, times))
         await self._emit(StepFinished(step=version, policy_version=version, metrics=metrics))
-        for sample in trained.shown:
+        for sample in trained.samples_to_show:
             await self._emit(sample)
         for message in self._alarms.check(version, metrics):
             await self._emit(RunWarning(step=version, message=message))
-        if version != self._recovered:
+        if version != self._recovered_version:
             batch = trained.times
             self._notify(
                 RoundTimed(
@@ -259,7 +285,8 @@ class RunReport(Observer):
             )
 
     async def on_progress(self) -> None:
-        """Say how far the open round is, or the evaluation when all else waits for it; at most a few times a second."""
+        """Emit the progress of the open round, or of an evaluation that the run waits for, at most a few times a
+        second."""
         now = self._clock()
         state = self._control.state
         self.waits.update(state)
@@ -268,78 +295,78 @@ class RunReport(Observer):
         self._progressed_at = now
         phase = "rollout"
         finished = state.batch.filled
-        wanted = state.batch.target
+        target = state.batch.target
         evaluation = self._evaluations.running if self._evaluations is not None else None
         if evaluation is not None and (state.live_version < state.trainer_version or not state.buffer):
             phase = "evaluation"
             finished = len(evaluation.outcomes)
-            wanted = evaluation.wanted
+            target = evaluation.completions
         elif state.pending.push is not None:
             phase = "weights"
         elif state.batch_closed:
             phase = "training"
         step = min(self._next_step, state.steps)
-        await self._emit(RunProgress(step=step, phase=phase, finished=finished, wanted=wanted))
+        await self._emit(RunProgress(step=step, phase=phase, finished=finished, wanted=target))
 
     def engines_measured(self, load: EngineLoad) -> EnginesMeasured:
-        """Measure the engines since the last call, for control and the trace. ``load``: of all engines together, at
-        most 0.2 s old."""
+        """Return the measurements of the engines since the last call, and append them to the trace. ``load``: combined
+        load of all engines, at most 0.2 s old."""
         self.waits.update()
         before = self._last_load
         self._last_load = load
         if load.generated_tokens < before.generated_tokens:
-            before = load  # an engine left, and its counters with it: from here on again
-        measured = load_between(before, load, self._serving(), self._rollout().environment)
+            before = load  # an engine was removed with its counters: differences count from this load on
+        measured = load_between(before, load, self._sources.serving(), self._sources.rollout().environment)
         if self._trace is not None and load != before:
             self._trace.append(engines_line(self.elapsed(), before, load, measured))
         return measured
 
     async def decided(self, decision: do.Decision, step: int) -> None:
-        """Report that something works otherwise, from ``step`` on."""
+        """Emit a decision that takes effect at ``step``."""
         subject = decision.subject
         figures = decision.figures
         await self._emit(RunDecided(step=step, subject=subject, reason=decision.reason, figures=figures))
 
     def close(self) -> None:
-        """Write what is left of the trace. Idempotent."""
+        """Write the open trajectories to the trace, and close the files. Idempotent."""
         self.trajectories.close(self.elapsed())
         for file in (self._trace, self._samples):
             if file is not None:
                 file.close()
 
-    # ---- parts of a record -----------------------------------------------------------------------
+    # ---- metrics of a step -----------------------------------------------------------------------
 
     @property
     def _next_step(self) -> int:
         return self._control.state.trainer_version + 1
 
-    def _work(self, trained: _Trained, times: StepTimes) -> dict[str, float]:
-        """Metrics of what was done in the step, which counts from here on again."""
+    def _work(self, trained: _TrainedBatch, times: StepTimes) -> dict[str, float]:
+        """Return the metrics of the work in the step, and reset their counters."""
         metrics = {
             "util/capacity": float(self._capacity),
-            "util/loop_lag_s": self._loop_lag(),
+            "util/loop_lag_s": self._sources.loop_lag(),
             "perf/train_tok_s": trained.tokens / times.seconds,
             "perf/samples_s": trained.samples / times.seconds,
             "perf/groups_s": trained.groups / times.seconds,
         }
         metrics |= work_metrics(self.trajectories, self._rounds, trained.tokens)
-        metrics |= control_metrics(self._control.state) | self._rewards.take() | self._figures()
-        metrics["reward/in_flight"] = float(self._rewards_in_flight())
+        metrics |= control_metrics(self._control.state) | self._rewards.take() | self._sources.more_metrics()
+        metrics["reward/in_flight"] = float(self._sources.rewards_in_flight())
         return metrics | self.waits.take(times.ended_at)
 
     def _shell(self) -> ShellView:
-        rollout = self._rollout()
+        rollout = self._sources.rollout()
         return ShellView(
             sampling=rollout.running,
             environment=rollout.environment,
-            scoring=self._rewards_in_flight(),
+            scoring=self._sources.rewards_in_flight(),
             capacity=self._capacity,
-            engines=self._serving(),
+            engines=self._sources.serving(),
             recovering=self._resumption is not None and not self._began,
         )
 
 
-def _step_line(elapsed_s: float, trained: _Trained, push: PushReport, times: StepTimes) -> StepLine:
+def _step_line(elapsed_s: float, trained: _TrainedBatch, push: PushReport, times: StepTimes) -> StepLine:
     return StepLine(
         time_s=round(elapsed_s, 4),
         policy_version=push.policy_version,

@@ -1,4 +1,5 @@
-"""Measurements between two moments of a run: the times of a step, and the load of the engines."""
+"""Times of a step, and the load of the engines between two moments. ``RunReport`` calls this file, in the process of
+the controller."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ from streamrl.observe.report.trajectory_trace import EnginesLine
 
 
 class BatchTimes(msgspec.Struct, frozen=True):
-    """Seconds until the batch was full and from there until it was trained; the idle share of the engines meanwhile,
-    and the part of it that trajectories in their environments would fill."""
+    """Times of the batch of a step.
+
+    ``rollout_s``: seconds until the batch was full. ``training_s``: seconds from then until it was trained.
+    ``rollout_bubble``: idle share of the engines' slots while the batch was filled. ``environment_bubble``: part of it
+    that trajectories in their environments would fill."""
 
     rollout_s: float
     training_s: float
@@ -24,9 +28,12 @@ class BatchTimes(msgspec.Struct, frozen=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """A step from one live version to the next. ``ended_at``: by the clock; ``free_slots``, ``engine_idle``: shares, of
-    the capacity and of the time; ``sampled``: tokens; ``verified`` and ``accepted``: tokens of deferred completions
-    that new weights looked at, and those that they chose again."""
+    """Times and counts of a step, from one live version to the next.
+
+    ``ended_at``: time of its end, on the clock of the report. ``push_s``: seconds of the weight push. ``wait_eval_s``:
+    seconds between the training and the push. ``free_slots``: share of the capacity that was free. ``engine_idle``:
+    share of the time in which no trajectory ran. ``sampled``: number of sampled tokens. ``verified``: tokens of
+    deferred completions that the new weights verified. ``accepted``: verified tokens that the new weights accepted."""
 
     ended_at: float
     seconds: float
@@ -40,8 +47,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimer:
-    """Notes the moments of the open step. ``rollout``: what the episodes have counted; ``capacity``: trajectories
-    that the engines can run at once, in the rollout and in the whole step."""
+    """Notes the moments of the open step. ``rollout``: reads the counters of the episodes. ``capacity``: trajectories
+    that the engines can run at once."""
 
     def __init__(self, clock: Callable[[], float], rollout: Callable[[], RolloutStatistics], capacity: int) -> None:
         self._clock = clock
@@ -51,30 +58,30 @@ class StepTimer:
         self._began_with = self._closed_with = rollout()
 
     def began(self) -> None:
-        """The first version is live: the first step begins."""
+        """Begin a step. Call it when the first version is live."""
         self._began_at = self._clock()
         self._began_with = self._rollout()
 
     def batch_closed(self) -> None:
-        """The trainer was ordered to step."""
+        """End the rollout of the step. Call it when the trainer is ordered to step."""
         self._closed_at = self._clock()
         self._closed_with = self._rollout()
 
     def batch_trained(self) -> BatchTimes:
-        """The trainer stepped."""
+        """Return the times of the batch. Call it when the trainer has stepped."""
         self._trained_at = self._clock()
         rollout_s = max(self._closed_at - self._began_at, 0.0)
         bubble = self._free_slots(self._began_with, self._closed_with, rollout_s)
-        away = self._closed_with.environment_seconds - self._began_with.environment_seconds
-        away /= max(self._capacity * rollout_s, 1e-9)
-        return BatchTimes(rollout_s, self._trained_at - self._closed_at, bubble, away)
+        environment_seconds = self._closed_with.environment_seconds - self._began_with.environment_seconds
+        environment_bubble = environment_seconds / max(self._capacity * rollout_s, 1e-9)
+        return BatchTimes(rollout_s, self._trained_at - self._closed_at, bubble, environment_bubble)
 
     def publishing(self) -> None:
-        """The push of the trained version begins."""
+        """Note the start of the push of the trained version."""
         self._publishing_at = self._clock()
 
     def step_finished(self) -> StepTimes:
-        """The version is live: its step has ended, and the next one begins."""
+        """Return the times of the step and begin the next one. Call it when the version of the step is live."""
         before = self._began_with
         began_at = self._began_at
         self.began()
@@ -87,7 +94,7 @@ class StepTimer:
             push_s=now - self._publishing_at,
             wait_eval_s=self._publishing_at - self._trained_at,
             free_slots=self._free_slots(before, after, seconds),
-            engine_idle=_rest(after.working_seconds - before.working_seconds, seconds),
+            engine_idle=_idle_share(after.working_seconds - before.working_seconds, seconds),
             sampled=after.generated_tokens - before.generated_tokens,
             verified=after.verified_tokens - before.verified_tokens,
             accepted=after.accepted_tokens - before.accepted_tokens,
@@ -95,16 +102,19 @@ class StepTimer:
 
     def _free_slots(self, before: RolloutStatistics, after: RolloutStatistics, seconds: float) -> float:
         """1 - sum(min(running, capacity) dt) / (capacity sum(dt))."""
-        return _rest((after.busy_seconds - before.busy_seconds) / self._capacity, seconds)
+        return _idle_share((after.busy_seconds - before.busy_seconds) / self._capacity, seconds)
 
 
-def _rest(part: float, whole: float) -> float:
-    """Share of ``whole`` that is not ``part``; 0 where there is no whole."""
-    return min(max(1 - part / whole, 0.0), 1.0) if whole > 0 else 0.0
+def _idle_share(busy_s: float, total_s: float) -> float:
+    """Share of ``total_s`` outside of ``busy_s``; 0 where ``total_s`` is not positive."""
+    if total_s <= 0:
+        return 0.0
+    return min(max(1 - busy_s / total_s, 0.0), 1.0)
 
 
 def time_metrics(times: StepTimes, push: PushReport, trainer: Mapping[str, float]) -> dict[str, float]:
-    """``time/*`` and ``weights/*`` of a step, and how idle engines and trainer were. ``trainer``: its own figures."""
+    """Return ``time/*`` and ``weights/*`` of a step, and the idle shares of engines and trainer. ``trainer``: metrics
+    that the trainer reported."""
     working = sum(trainer.get(f"time/{part}_s", 0.0) for part in ("forward_backward", "optim", "publish"))
     metrics = {
         "time/step_s": times.seconds,
@@ -128,7 +138,8 @@ def time_metrics(times: StepTimes, push: PushReport, trainer: Mapping[str, float
 
 
 def load_between(before: EngineLoad, after: EngineLoad, engines: int, environment: int) -> EnginesMeasured:
-    """Return what ``engines`` engines, all together, did between two of their loads. ``environment``: as there."""
+    """Return the measurements of ``engines`` engines, all together, between two of their loads. ``environment``: number
+    of trajectories in their environments."""
     steps = after.decode_steps - before.decode_steps
     decoded = after.decode_tokens - before.decode_tokens
     return EnginesMeasured(
@@ -142,7 +153,7 @@ def load_between(before: EngineLoad, after: EngineLoad, engines: int, environmen
 
 
 def engines_line(elapsed_s: float, before: EngineLoad, after: EngineLoad, measured: EnginesMeasured) -> EnginesLine:
-    """The same as a line of the trace, ``elapsed_s`` after the run began."""
+    """Return ``measured`` as a line of the trace, ``elapsed_s`` after the run began."""
     return EnginesLine(
         time_s=round(elapsed_s, 4),
         running=after.running,

@@ -1,5 +1,6 @@
-"""Events of a run in its trace: evaluations, pushes, pauses and checkpoints from begin to end; alarms, decisions, and
-engines that were lost or came back, when they happen."""
+"""Events of a run in its trace: evaluations, pushes, pauses and checkpoints with their durations; alarms, decisions,
+and engines that were lost or came back. ``launch/run_controller.py`` makes ``TraceEvents`` as one of its sinks, and
+``launch/observers.py`` adds it to the observers, both in the process of the controller."""
 
 from __future__ import annotations
 
@@ -17,39 +18,39 @@ PAUSE = "pause"
 CHECKPOINT = "checkpoint"
 HELD = "paused by hand"
 MOST_TEXT = 500
-"""Characters."""
+"""Characters of the text of an event."""
 
 
 class TraceEvents(Observer):
-    """A sink and an observer that appends ``EventLine`` objects to a trace, from ``open`` on. What it was given before
-    (engines that died while the run started) is appended then."""
+    """A sink and an observer that appends ``EventLine`` objects to a trace. Events before ``open``, such as engines
+    that died while the run started, are appended by ``open``."""
 
     def __init__(self) -> None:
         self._trace: TrajectoryTrace | None = None
         self._report: RunReport | None = None
         self._step = 0
-        self._before: list[EventLine] = []
-        self._begun: dict[tuple[str, int], float] = {}
-        self._pushed = ""
+        self._before_open: list[EventLine] = []
+        self._began_s: dict[tuple[str, int], float] = {}
+        self._push_text = ""
 
     def open(self, trace: TrajectoryTrace, report: RunReport, step: int, *, paused: bool) -> None:
-        """Append to ``trace`` of ``report`` from now on, and tell it what only its trajectories say. ``step``: the live
-        version; ``paused``: by hand, before the run was resumed."""
+        """Append to ``trace`` of ``report`` from now on. ``step``: the live version. ``paused``: whether a person had
+        paused the run before it was resumed."""
         self._trace = trace
         self._report = report
         self._step = step
-        if self._before:
-            trace.append(*self._before)
+        if self._before_open:
+            trace.append(*self._before_open)
         if paused:
             self._begin(HELD, 0)
 
-    def routed(self, whole: str, engine: str) -> None:
-        """Note which engine has a completion, by the common id of its parts."""
+    def routed(self, completion: str, engine: str) -> None:
+        """Note which engine samples ``completion``, the common id of its parts. Called by the pool of engines."""
         if self._report is not None:
-            self._report.trajectories.routed(whole, engine, self._now())
+            self._report.trajectories.routed(completion, engine, self._now())
 
     def record(self, event: Message) -> None:
-        """Append an event of the run that has a place in the trace."""
+        """Append an event of the run, where the trace shows its kind."""
         match event:
             case RunWarning():
                 self._append("alarm", event.message, event.step)
@@ -65,10 +66,10 @@ class TraceEvents(Observer):
                 self._append("resumed", f"at version {event.policy_version}", event.policy_version)
 
     def close(self) -> None:
-        """Do nothing: the report closes the trace, which other events may follow."""
+        """Do nothing: further events may follow, and the report closes the trace."""
 
     async def on_action(self, action: do.ControlAction) -> None:
-        """Note what begins."""
+        """Note the start of an action that the trace shows."""
         match action:
             case do.Evaluate():
                 self._begin(EVALUATION, action.policy_version)
@@ -85,14 +86,14 @@ class TraceEvents(Observer):
                 self._report.trajectories.paused(action.ids, self._now(), paused=paused)
 
     async def on_event(self, event: on.ControlEvent) -> None:
-        """Append what has ended."""
+        """Append the end of an action, or an event without a duration."""
         match event:
             case on.EvaluationDone():
                 self._end(EVALUATION, event.policy_version)
             case on.CheckpointDone():
                 self._end(CHECKPOINT, event.policy_version)
             case on.Steered(order="pause"):
-                self._begun.setdefault((HELD, 0), self._now())  # it may be ordered again
+                self._began_s.setdefault((HELD, 0), self._now())  # it may be ordered again
             case on.Steered(order="continue"):
                 self._end(HELD, 0, "nothing was launched")
             case on.SettingsChanged():
@@ -103,24 +104,25 @@ class TraceEvents(Observer):
                 self._append("drain", event.reason)
             case on.WeightsLive():
                 self._step = event.policy_version
-                self._end(PUSH, event.policy_version, self._pushed)
+                self._end(PUSH, event.policy_version, self._push_text)
                 self._end(PAUSE, event.policy_version)
 
     async def on_weights_live(self, push: PushReport, *, last: bool) -> None:
-        """Note the figures of the push, which ends at once."""
-        again = f", {push.reanchored} engines needed it complete" if push.reanchored else ""
+        """Note the figures of the push. ``WeightsLive``, the event that ends it, comes next."""
         if self._report is not None:
             self._report.trajectories.went_live(push.policy_version, self._now())
-        self._pushed = f"{push.payload_bytes} bytes, engines paused {push.paused_s:.3f} s{again}"
+        self._push_text = f"{push.payload_bytes} bytes, engines paused {push.paused_s:.3f} s"
+        if push.reanchored:
+            self._push_text += f", {push.reanchored} engines needed it complete"
 
     def _now(self) -> float:
         return self._report.elapsed() if self._report is not None else 0.0
 
     def _begin(self, kind: str, version: int) -> None:
-        self._begun[kind, version] = self._now()
+        self._began_s[kind, version] = self._now()
 
     def _end(self, kind: str, version: int, text: str = "") -> None:
-        if (began := self._begun.pop((kind, version), None)) is not None:
+        if (began := self._began_s.pop((kind, version), None)) is not None:
             self._append(kind, text, version or None, began)
 
     def _append(self, kind: str, text: str, step: int | None = None, began: float | None = None) -> None:
@@ -133,6 +135,6 @@ class TraceEvents(Observer):
             seconds=0.0 if began is None else round(now - began, 4),
         )
         if self._trace is None:
-            self._before.append(line)
+            self._before_open.append(line)
         elif not self._trace.closed:
             self._trace.append(line)

@@ -1,9 +1,12 @@
-"""Trace of a run for the simulator and the calibration: ``trace.jsonl``, one JSON object a line.
+"""The trace of a run: ``trace.jsonl``, with a JSON object in each line.
 
-The first line is a ``TraceHeader``; every other is a ``TrajectoryLine``, a ``StepLine``, an ``EnginesLine`` or an
-``EventLine``, told apart by ``type``. Times (``..._s`` that name a moment) are seconds since the run began, those of
-lines ascend nearly. Of a run of days the last part is there, and the one before as ``older-trace.jsonl``. Nothing is
-decided from this file."""
+``RunReport``, ``TrajectoryStats`` and ``TraceEvents`` write it in the process of the controller. The simulator, its
+calibration, ``streamrl compare`` and the dashboard read it in the process of their command, and the trackers in theirs.
+The run itself decides nothing from this file.
+
+The first line is a ``TraceHeader``. Every other line is a ``TrajectoryLine``, a ``StepLine``, an ``EnginesLine`` or an
+``EventLine``, as its ``type`` says. Moments are seconds since the run began, and the moments of lines ascend nearly. A
+long trace is rotated: its last part is in ``trace.jsonl``, the part before in ``older-trace.jsonl``."""
 
 from __future__ import annotations
 
@@ -23,20 +26,20 @@ UNFINISHED = "unfinished"
 """Outcome of a trajectory that was under way when the run ended."""
 
 MOST_BYTES = 1 << 30
-"""Of one file: some million trajectories. Then another one is begun."""
+"""Bytes of one file, some million trajectories. A larger file is rotated."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Base of the lines: append fields with defaults, never reuse or remove a name: readers of other versions need
-    them."""
+    """Base of the lines. A new field needs a default, and no name is reused or removed: other versions of streamrl read
+    the lines."""
 
 
 class TraceHeader(Line, frozen=True, tag="header"):
-    """First line. ``recipe.toml`` beside it has what is missing here.
+    """First line of a trace. Everything else about the run is in ``recipe.toml`` of the same directory.
 
     ``capacity``: requests that all engines together run at once, for shares of free slots. ``kv_tokens``: tokens
-    that the KV caches of all engines hold (0: unknown). ``engine_kind``: of ``simulated`` ones lengths and times say
-    nothing about a model."""
+    that the KV caches of all engines hold (0: unknown). ``engine_kind``: ``vllm`` or ``simulated``; lengths and times
+    of simulated engines say nothing about a model."""
 
     schema: int
     run_id: str
@@ -59,13 +62,15 @@ class TraceHeader(Line, frozen=True, tag="header"):
 class TrajectoryLine(Line, frozen=True, tag="trajectory"):
     """A trajectory that ended.
 
-    ``outcome``: ``trained``, a ``DropReason``, or ``unfinished``. ``tokens``: sampled, also by one that was stopped;
-    ``finish_reason`` is empty for such a one. ``rollout_s``: launch to last token, or to the end of its environment,
-    whose ``turns`` those have that ended by themselves; ``reward_s``: in the reward
-    functions; ``ended_s``: when it was trained or its end was known. ``oldest_version`` to ``newest_version``: those
-    that sampled it (the launch version where that is not known). ``engine``: that had it last ("": none had it);
-    ``queued_s``: launch to when an engine could sample it; ``paused_s``: outside of the engines, not in ``rollout_s``;
-    ``returned_s``: when its outcome was known (0: never, or by an older streamrl)."""
+    ``tokens``: number of sampled tokens, also of a stopped trajectory. ``finish_reason``: finish reason of its last
+    completion; empty where the trajectory was stopped. ``outcome``: ``trained``, a ``DropReason``, or ``unfinished``.
+    ``ended_s``: moment at which it was trained, or at which its end was known. ``rollout_s``: seconds from its launch
+    to its last token, or to the end of its environment, without ``paused_s``. ``reward_s``: seconds in the reward
+    functions. ``oldest_version`` and ``newest_version``: range of the versions that sampled it (the version of its
+    launch where they are not known). ``engine``: last engine that sampled it (empty: none). ``queued_s``: seconds from
+    its launch until an engine could sample it. ``paused_s``: seconds of its pauses, outside of the engines.
+    ``returned_s``: moment at which its outcome was known (0: never, or an older streamrl wrote the line). ``turns``:
+    times of the turns in its environment; empty where the trajectory was stopped."""
 
     prompt_id: str
     group: int
@@ -93,8 +98,10 @@ class TrajectoryLine(Line, frozen=True, tag="trajectory"):
 class StepLine(Line, frozen=True, tag="step"):
     """One optimizer step whose version is live.
 
-    ``rollout_s``: until the batch was full; ``training_s``: from there until it was trained; ``push_s``: until live;
-    ``step_s``: all of it, with waits. ``forward_backward_s``: wall time of that part, wherever in the step it lay."""
+    ``step_s``: seconds of the whole step, with waits. ``rollout_s``: seconds until the batch was full. ``training_s``:
+    seconds from then until the batch was trained. ``push_s``: seconds of the push, until the version was live.
+    ``paused_s``: seconds in which the push paused the engines. ``forward_backward_s``: seconds of forward and backward
+    passes, which with streaming begin before the batch is full."""
 
     time_s: float
     policy_version: int
@@ -114,8 +121,9 @@ class StepLine(Line, frozen=True, tag="step"):
 class EnginesLine(Line, frozen=True, tag="engines"):
     """All engines together, a few times a second.
 
-    ``running``, ``waiting``, ``kv_usage`` (share): at ``time_s``. Since the line before: ``token_s``, mean seconds of
-    one decode step (0: none was seen), while ``mean_running`` requests ran; ``generated_tokens``; ``preemptions``."""
+    ``running``, ``waiting`` and ``kv_usage`` (a share) are values at ``time_s``, the other fields are measured since
+    the line before. ``token_s``: mean seconds of a decode step (0: there was none). ``mean_running``: mean number of
+    requests in a decode step."""
 
     time_s: float
     running: int
@@ -128,10 +136,12 @@ class EnginesLine(Line, frozen=True, tag="engines"):
 
 
 class EventLine(Line, frozen=True, tag="event"):
-    """Something that happened, in ``step`` (the version that was live or was made). ``time_s``: its beginning;
-    ``seconds``: that it lasted, of ``evaluation``, ``push``, ``pause`` (of all engines), ``paused by hand`` and
-    ``checkpoint``. Other kinds: ``alarm``, ``decision``, ``setting``, ``engine lost``, ``engine back``, ``stall``,
-    ``resumed``, ``drain``."""
+    """An event of the run.
+
+    ``time_s``: moment at which it began. ``step``: version that was live or was made. ``seconds``: duration of an event
+    of the kinds ``evaluation``, ``push``, ``pause`` (of all engines), ``paused by hand`` and ``checkpoint``. The other
+    kinds are ``alarm``, ``decision``, ``setting``, ``engine lost``, ``engine back``, ``stall``, ``resumed`` and
+    ``drain``."""
 
     time_s: float
     kind: str
@@ -144,7 +154,7 @@ TraceLine = TrajectoryLine | StepLine | EnginesLine | EventLine
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole trace, each kind of line in the order of the file."""
+    """The lines of a trace by kind, in the order of the file."""
 
     header: TraceHeader
     trajectories: tuple[TrajectoryLine, ...]
@@ -154,7 +164,8 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrajectoryTrace(LineFile):
-    """Appends ``TraceLine`` objects to ``path``. ``goes_on``: an earlier life of the run wrote a part already."""
+    """Appends ``TraceLine`` objects to ``path``. ``goes_on``: whether an earlier process of the run wrote a part
+    already."""
 
     def __init__(self, path: Path, header: TraceHeader, *, goes_on: bool = False, most_bytes: int = MOST_BYTES) -> None:
         super().__init__(path, goes_on=goes_on, head=header, most_bytes=most_bytes)
@@ -166,10 +177,10 @@ class TrajectoryTrace(LineFile):
 
 
 def read_trace(path: Path, tail_bytes: int = 0) -> RecordedRun:
-    """The trace in ``path``, or its header and the lines in its last ``tail_bytes`` (0: all). A last line without its
-    newline (a killed run) is left out.
+    """Return the trace in ``path``, or its header and the lines in its last ``tail_bytes`` (0: all lines). A last line
+    without its newline, which a killed run leaves, is ignored.
 
-    Raises ``StreamRLError`` for an empty file, another schema, or a damaged line, naming it."""
+    Raises ``StreamRLError`` for an empty file, another schema, or a damaged line, with its number."""
     header, *lines = trace_lines(path, tail_bytes)
     if not isinstance(header, TraceHeader):
         raise StreamRLError(f"{path}: the first line is a {type(header).__name__}, not the header of a trace")
@@ -185,7 +196,7 @@ def read_trace(path: Path, tail_bytes: int = 0) -> RecordedRun:
 
 
 def trace_lines(path: Path, tail_bytes: int = 0) -> Iterator[TraceHeader | TraceLine]:
-    """The lines of a trace one by one, for files that are too large to hold. Raises as ``read_trace``."""
+    """Yield the lines of a trace, for files that are too large to hold in memory. Raises like ``read_trace``."""
     decoder = msgspec.json.Decoder(TraceHeader | TraceLine)
     with path.open("rb") as file:
         number = 0
@@ -201,6 +212,6 @@ def trace_lines(path: Path, tail_bytes: int = 0) -> Iterator[TraceHeader | Trace
             yield line
             if number == 1 and 0 < tail_bytes < os.fstat(file.fileno()).st_size - len(text):
                 file.seek(-tail_bytes, os.SEEK_END)
-                file.readline()  # a part of one
+                file.readline()  # the rest of a line whose start was skipped
     if number == 0 or (number == 1 and not text.endswith(b"\n")):
         raise StreamRLError(f"{path} has no complete line: not a trace")

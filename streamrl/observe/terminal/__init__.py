@@ -1,1 +1,1 @@
-"""Terminal output: step lines, curves, ``streamrl watch``."""
+"""Output on a terminal: lines of steps, tables, curves, in the processes of the commands."""

@@ -1,4 +1,5 @@
-"""Curves of a run as a plot of braille dots. Pure, no dependency."""
+"""Curves of a run as a plot of braille dots: below the summary of a run, in ``streamrl top``, and in notebooks. No
+I/O."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """One line: ``points`` are (step, value), ascending by step. ``marked``: few points, so each gets a mark, and two
-    of them are not joined: nothing was measured between."""
+    """One curve. ``points``: pairs (step, value), ascending by step. ``marked``: whether the points are few, as those
+    of evaluations are; two such points are not joined by a line, because nothing was measured between them."""
 
     label: str
     points: tuple[tuple[float, float], ...]
@@ -21,35 +22,35 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def joined(self) -> bool:
-        """Return whether a line goes through its points."""
+        """Whether a line joins the points."""
         return len(self.points) > 2 or not self.marked
 
 
 def finite(curve: Curve) -> Curve:
-    """The curve without points that have no finite value."""
-    kept = tuple(point for point in curve.points if math.isfinite(point[0]) and math.isfinite(point[1]))
-    return Curve(curve.label, kept, curve.marked)
+    """Return the curve without points that are not finite."""
+    points = tuple(point for point in curve.points if math.isfinite(point[0]) and math.isfinite(point[1]))
+    return Curve(curve.label, points, curve.marked)
 
 
 def has_shape(curves: Sequence[Curve]) -> bool:
-    """Return whether there is something to see: two steps, and two values of one of the curves."""
+    """Return whether a plot would show a shape: one of the curves has two different values."""
     return any(len({value for _, value in finite(curve).points}) > 1 for curve in curves)
 
 
 class _Frame(msgspec.Struct, frozen=True):
     """The values at the edges of a plot."""
 
-    left: float
-    right: float
+    first_step: float
+    last_step: float
     low: float
     high: float
 
     def across(self, step: float) -> float:
-        """0 at the left edge, 1 at the right."""
-        return (step - self.left) / (self.right - self.left)
+        """Return the position of a step: 0 at the left edge, 1 at the right."""
+        return (step - self.first_step) / (self.last_step - self.first_step)
 
     def up(self, value: float) -> float:
-        """0 at the bottom, 1 at the top."""
+        """Return the position of a value: 0 at the bottom, 1 at the top."""
         return (value - self.low) / (self.high - self.low)
 
 
@@ -62,13 +63,16 @@ def _frame(curves: Sequence[Curve]) -> _Frame | None:
     low = min(values)
     high = max(values)
     margin = (high - low) * 0.05 or max(abs(high), 1.0) * 0.1
-    left = min(steps)
-    right = max(steps)
-    return _Frame(left, right if right > left else left + 1, low - margin, high + margin)
+    first_step = min(steps)
+    last_step = max(steps)
+    if last_step <= first_step:
+        last_step = first_step + 1
+    return _Frame(first_step, last_step, low - margin, high + margin)
 
 
 def terminal_plot(curves: Sequence[Curve], *, width: int = 60, height: int = 8) -> list[str]:
-    """Lines of a plot with a value axis on the left and steps below; empty where there is nothing to show."""
+    """Return the lines of a plot with a value axis on the left and steps below; none where there is no shape to
+    show."""
     curves = [finite(curve) for curve in curves]
     frame = _frame(curves)
     if frame is None or not has_shape(curves):
@@ -85,20 +89,20 @@ def terminal_plot(curves: Sequence[Curve], *, width: int = 60, height: int = 8) 
         f"{labels.get(row, ''):>{indent}} ┤" + "".join(chr(0x2800 + dots) for dots in cells[row]).rstrip("\u2800")
         for row in range(height)
     ]
-    first = f"{frame.left:g}"
-    last = f"{frame.right:g}"
+    first = f"{frame.first_step:g}"
+    last = f"{frame.last_step:g}"
     lines.append(" " * indent + " └" + "─" * width)
     lines.append(" " * (indent + 2) + first + last.rjust(width - len(first)))
     return lines
 
 
 def _dense(curve: Curve, frame: _Frame, samples: int) -> list[tuple[float, float]]:
-    """Points along the polyline, close enough to leave no gap between dots; shares of the frame."""
-    placed = [(frame.across(step), frame.up(value)) for step, value in curve.points]
+    """Return points along the polyline, dense enough to leave no gap between dots, as shares of the frame."""
+    corners = [(frame.across(step), frame.up(value)) for step, value in curve.points]
     if not curve.joined:
-        return placed
-    dense = placed[:1]
-    for (x0, y0), (x1, y1) in itertools.pairwise(placed):
+        return corners
+    dense = corners[:1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         count = max(1, math.ceil(max(x1 - x0, abs(y1 - y0)) * samples))
         dense += [(x0 + (x1 - x0) * i / count, y0 + (y1 - y0) * i / count) for i in range(1, count + 1)]
     return dense

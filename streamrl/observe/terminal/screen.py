@@ -1,4 +1,5 @@
-"""stdout and stderr of a command: what they do not take is dropped, and ends nothing."""
+"""stdout and stderr of a process: output that cannot be written is dropped and ends nothing. ``cli/main.py`` calls
+``open_screen`` for each command, ``processes/child.py`` for each process of a run."""
 
 from __future__ import annotations
 
@@ -16,33 +17,35 @@ log = logging.getLogger(__name__)
 
 
 def open_screen(*, drops: bool) -> None:
-    """Let ``sys.stdout`` and ``sys.stderr`` escape what their encoding lacks, for the rest of this process, and, where
-    ``drops``, drop what cannot be written: a run is more than its screen, a report is not. ``/dev/null`` is opened for
-    each of descriptors 0 to 2 that is closed: libuv aborts where it gets one of them for a socket."""
+    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that escape characters which their encoding lacks.
+
+    ``drops``: whether output that cannot be written is dropped, as a run must go on without its screen; else an error
+    is raised, as for a command whose output is its result. ``/dev/null`` is opened for each of the descriptors 0 to 2
+    that is closed, because libuv aborts where a socket gets one of these numbers."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # ``open`` takes the lowest free number
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         raw = _Screen(descriptor, "w", closefd=False)
         raw.drops = drops
-        encoding = getattr(getattr(sys, name), "encoding", "utf-8")  # None where the descriptor was closed
+        encoding = getattr(getattr(sys, name), "encoding", "utf-8")  # the stream is None if it was closed
         lines = descriptor == 2 or raw.isatty() or getattr(getattr(sys, name), "write_through", False)
         stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=lines)
         setattr(sys, name, stream)
 
 
 class _Screen(io.FileIO):
-    """A descriptor that drops what it cannot take. A reader that has gone (``| head``) is still an error."""
+    """A descriptor that drops data which it cannot write. A reader that has ended (``| head``) is still an error."""
 
     drops = True
-    _shown = False
+    _warned = False
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
             written = super().write(data)
-            if written is None:  # not blocking, and full
+            if written is None:  # the descriptor does not block, and is full
                 select.select((), (self,), (), 1.0)
                 written = super().write(data)
             if written is None:
@@ -51,7 +54,7 @@ class _Screen(io.FileIO):
         except OSError as error:
             if not self.drops or isinstance(error, BrokenPipeError):
                 raise
-            if self.fileno() == 1 and not self._shown:
-                self._shown = True
+            if self.fileno() == 1 and not self._warned:
+                self._warned = True
                 log.warning("stdout cannot be written (%s): lines are lost, and nothing else", error.strerror)
             return memoryview(data).nbytes

@@ -1,4 +1,5 @@
-"""Text for people: lines for steps, evaluations, completions and resumed runs; durations, counts. Pure."""
+"""Text for people: lines for steps, evaluations, completions and resumed runs; durations and counts.
+``StdoutReporter``, ``streamrl top`` and commands of ``cli`` call it in their processes. No I/O."""
 
 from __future__ import annotations
 
@@ -11,28 +12,29 @@ from streamrl.base.run_events import CompletionSampled, RunResumed
 
 ABSENT = "-"
 LINE_TEXT = 160
-"""Characters of the prompt and of the completion on a line."""
+"""Characters to which the prompt and the completion on a line are shortened."""
 HELD_OUT = "eval/<set>/avg@<k>"
-"""Name under which ``Column`` finds the score of the last evaluation."""
+"""Name of the metric under which ``RunHistory`` gives a line the score of the last evaluation."""
 
 
 def duration(seconds: float) -> str:
-    """``0.8 s``, ``42 s``, ``3m05s``, ``2h07m``, ``4d03h``, ``694d``: at most 6 characters below 10,000 days."""
+    """Return a duration such as ``0.8 s``, ``42 s``, ``3m05s``, ``2h07m``, ``4d03h`` or ``694d``, which has at most 6
+    characters below 10,000 days."""
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86_400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    days, rest = divmod(whole, 86_400)
-    return f"{days}d{rest // 3600:02d}h" if days < 100 else f"{days}d"
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60}m{whole_seconds % 60:02d}s"
+    if whole_seconds < 86_400:
+        return f"{whole_seconds // 3600}h{whole_seconds % 3600 // 60:02d}m"
+    days, remaining_seconds = divmod(whole_seconds, 86_400)
+    return f"{days}d{remaining_seconds // 3600:02d}h" if days < 100 else f"{days}d"
 
 
 def short_count(value: float) -> str:
-    """``812``, ``9.8k``, ``13k``, ``2.1M``."""
+    """Return a count such as ``812``, ``9.8k``, ``13k`` or ``2.1M``."""
     for divisor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= divisor * 0.9995:
             scaled = value / divisor
@@ -41,16 +43,21 @@ def short_count(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """``12%``."""
+    """Return a share as text such as ``12%``."""
     return f"{100 * share:.0f}%"
 
 
 def _decimals(value: float) -> str:
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}" if abs(value) < 1e6 else f"{value:.0e}"
+    if abs(value) < 100:
+        return f"{value:.3f}"
+    if abs(value) < 1e6:
+        return f"{value:.0f}"
+    return f"{value:.0e}"
 
 
 class Column(NamedTuple):
-    """One column: ``width`` includes the space before it. ``moves``: it is shown only in a run that moves it."""
+    """A column of the table. ``width``: characters with the space before it. ``moves``: whether the column is shown
+    only in a run in which its metric changes."""
 
     label: str
     metric: str
@@ -78,47 +85,52 @@ FURTHER = (
     Column("trainer-idle", "util/trainer_idle_ratio", percent, 13),
     Column("mismatch", "policy/mismatch_abs_mean", lambda value: f"{value:.1g}", 9),
 )
-"""The most useful first: a terminal shows as many as it has room for. docs/metrics.md has all columns in bold."""
+"""Further columns, the most useful first: a terminal shows as many as fit. docs/metrics.md has the metrics of all
+columns in bold."""
 LEGEND = (
     "  columns  reward: mean of the last 10 steps; held-out: the last evaluation;",
     "           cut: completions at max_tokens; no-signal: groups of equal rewards",
 )
-_TIME = 7
-_LEFT = 7
+_TIME_WIDTH = 7
+_REMAINING_WIDTH = 7
 
 
 def further_columns(moving: frozenset[str], steps: int, width: int | None) -> tuple[Column, ...]:
-    """The further columns of a run that moves those labelled ``moving``, as far as ``width`` characters hold them
-    beside the columns that are always shown (None: all)."""
+    """Return the further columns that fit into ``width`` characters (None: all) beside the columns that are always
+    shown. ``moving``: labels of the columns whose metric changes in the run."""
     room = math.inf if width is None else width - len(table_header(steps))
-    chosen = []
+    columns = []
     for column in FURTHER:
         if (not column.moves or column.label in moving) and column.width <= room:
-            chosen.append(column)
+            columns.append(column)
             room -= column.width
-    return tuple(chosen)
+    return tuple(columns)
 
 
 def round_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
-    """Kind and group size of the round that a step trained (``round/<kind>/group_size``); None where it is unknown."""
+    """Return kind and group size of the round that a step trained (``round/<kind>/group_size``); None where they are
+    not known."""
     for name, value in metrics.items():
-        section, _, rest = name.partition("/")
-        kind, _, what = rest.rpartition("/")
-        if section == "round" and what == "group_size":
+        section, _, path = name.partition("/")
+        kind, _, figure = path.rpartition("/")
+        if section == "round" and figure == "group_size":
             return kind, value
     return None
 
 
 def _cell(column: Column, metrics: Mapping[str, float], width: int = 0) -> str:
-    """``-`` for a metric that is absent or not finite. ``width``: the kind of a round is cut to it (0: not)."""
+    """Return the text of a metric; ``-`` where it is absent or not finite. ``width``: number of characters to which the
+    kind of a round is shortened (0: it is not)."""
     kind = ""
     value = metrics.get(column.metric)
-    if column.label == "round" and (seen := round_of(metrics)) is not None:
-        kind, value = seen
+    if column.label == "round" and (step_round := round_of(metrics)) is not None:
+        kind, value = step_round
     if value is None or not math.isfinite(value):
         return ABSENT
     text = column.write(value)
-    return f"{kind[: width - len(text) - 2] if width else kind} {text}".lstrip()
+    if width:
+        kind = kind[: width - len(text) - 2]
+    return f"{kind} {text}".lstrip()
 
 
 def step_line(
@@ -129,17 +141,17 @@ def step_line(
     remaining_s: float,
     further: Sequence[Column] = (),
 ) -> str:
-    """The line of one step with a label at each value, for files and pipes."""
+    """Return the line of a step with a label at each value, for files and pipes."""
     head = f"step {step:>{len(str(steps))}}/{steps}"
     fields = [f"{column.label} {_cell(column, metrics)}" for column in (*COLUMNS, *further)]
-    left = f"{duration(remaining_s)} left" if step < steps else "done"
-    return "  ".join([head, *fields, duration(step_s), left])
+    remaining = f"{duration(remaining_s)} left" if step < steps else "done"
+    return "  ".join([head, *fields, duration(step_s), remaining])
 
 
 def table_header(steps: int, further: Sequence[Column] = ()) -> str:
-    """The head of the columns that ``table_row`` fills, for a terminal."""
+    """Return the head of the columns that ``table_row`` fills, for a terminal."""
     labels = "".join(f"{column.label:>{column.width}}" for column in (*COLUMNS, *further))
-    return f"{'step':>{max(4, 2 * len(str(steps)) + 1)}}{labels}{'time':>{_TIME}}{'left':>{_LEFT}}"
+    return f"{'step':>{max(4, 2 * len(str(steps)) + 1)}}{labels}{'time':>{_TIME_WIDTH}}{'left':>{_REMAINING_WIDTH}}"
 
 
 def table_row(
@@ -150,66 +162,79 @@ def table_row(
     remaining_s: float,
     further: Sequence[Column] = (),
 ) -> str:
-    """The line of one step as a row under ``table_header``."""
+    """Return the line of a step as a row under ``table_header``."""
     cells = "".join(f"{_cell(column, metrics, column.width):>{column.width}}" for column in (*COLUMNS, *further))
-    left = duration(remaining_s) if step < steps else "done"
+    remaining = duration(remaining_s) if step < steps else "done"
     head = f"{f'{step}/{steps}':>{max(4, 2 * len(str(steps)) + 1)}}"
-    return f"{head}{cells}{duration(step_s):>{_TIME}}{left:>{_LEFT}}"
+    return f"{head}{cells}{duration(step_s):>{_TIME_WIDTH}}{remaining:>{_REMAINING_WIDTH}}"
 
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """``eval at step 20: held_out 0.531 pass@8 0.814 (2048 prompts)``; pass@k for the largest k above 1; the mean of
-    each reward function where there are several."""
+    """Return a line such as ``eval at step 20: held_out 0.531 pass@8 0.814 (2048 prompts)``, with pass@k for the
+    largest k above 1, and the mean of each reward function where there are several."""
     parts = []
     for name, value in sorted(metrics.items()):
-        prefix, _, rest = name.partition("/")
-        collection, _, what = rest.rpartition("/")
-        if prefix == "eval" and what.startswith("avg@"):
-            prompts = metrics.get(f"eval/{collection}/prompts")
-            count = f" ({prompts:.0f} prompts)" if prompts is not None else ""
-            k = what.removeprefix("avg@")
-            solved = metrics.get(f"eval/{collection}/pass@{k}") if k != "1" else None
-            share = "" if solved is None else f" pass@{k} {solved:.3f}"
-            start = f"eval/{collection}/func/"
-            end = "/mean"
-            means = {n[len(start) : -len(end)]: v for n, v in metrics.items() if n.startswith(start)}
-            each = "; " + ", ".join(f"{n} {v:.3f}" for n, v in means.items()) if len(means) > 1 else ""
-            parts.append(f"{collection} {value:.3f}{share}{count}{each}")
+        prefix, _, path = name.partition("/")
+        collection, _, score = path.rpartition("/")
+        if prefix == "eval" and score.startswith("avg@"):
+            parts.append(_collection_scores(collection, value, score.removeprefix("avg@"), metrics))
     return f"eval at step {step}: " + (", ".join(parts) or "no result")
 
 
+def _collection_scores(collection: str, average: float, k: str, metrics: Mapping[str, float]) -> str:
+    """Return the scores of one held-out set, for ``evaluation_line``."""
+    prefix = f"eval/{collection}"
+    text = f"{collection} {average:.3f}"
+    if k != "1" and (solved := metrics.get(f"{prefix}/pass@{k}")) is not None:
+        text += f" pass@{k} {solved:.3f}"
+    if (prompts := metrics.get(f"{prefix}/prompts")) is not None:
+        text += f" ({prompts:.0f} prompts)"
+    start = f"{prefix}/func/"
+    means = {name[len(start) : -len("/mean")]: mean for name, mean in metrics.items() if name.startswith(start)}
+    if len(means) > 1:
+        text += "; " + ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+    return text
+
+
 def _figures(sample: CompletionSampled) -> str:
-    """``reward 0.730 (exact 1.000, length -0.270), 22 tokens, stop``."""
-    several = len(sample.rewards) > 1
-    each = f" ({', '.join(f'{name} {value:.3f}' for name, value in sample.rewards.items())})" if several else ""
-    return f"reward {sample.reward:.3f}{each}, {sample.tokens} tokens, {sample.finish_reason}"
+    """Return figures such as ``reward 0.730 (exact 1.000, length -0.270), 22 tokens, stop``."""
+    text = f"reward {sample.reward:.3f}"
+    if len(sample.rewards) > 1:
+        parts = ", ".join(f"{name} {value:.3f}" for name, value in sample.rewards.items())
+        text += f" ({parts})"
+    return f"{text}, {sample.tokens} tokens, {sample.finish_reason}"
 
 
 def sample_line(sample: CompletionSampled) -> str:
-    """All of it on one line, with long texts shortened."""
+    """Return a completion on one line, with long texts shortened."""
     short = sample.shortened(LINE_TEXT)
     return f'sample at step {sample.step}: {_figures(sample)}: "{one_line(short.prompt)}" -> "{one_line(short.text)}"'
 
 
 def sample_block(title: str, sample: CompletionSampled) -> list[str]:
-    """Title, figures and whole texts, by message of a conversation. Further lines of a text are indented: none looks
-    like a line of another one."""
-    turns = [(f"{one.role} {one.tokens} tok" if one.sampled else one.role, one.text) for one in sample.turns]
-    parts = turns or [("prompt", sample.prompt), ("text", sample.text)]
-    wide = 20 if turns else 8
-    lines = [f"  {name:<{wide}}" + text.replace("\n", f"\n{'':<{wide + 2}}") for name, text in parts]
+    """Return title, figures and full texts of a completion, by message where it is a conversation. Further lines of a
+    text are indented, so that they do not look like the start of a message."""
+    parts = [("prompt", sample.prompt), ("text", sample.text)]
+    label_width = 8
+    if sample.turns:
+        parts = [(f"{turn.role} {turn.tokens} tok" if turn.sampled else turn.role, turn.text) for turn in sample.turns]
+        label_width = 20
+    indent = " " * (label_width + 2)
+    lines = [f"  {name:<{label_width}}" + text.replace("\n", f"\n{indent}") for name, text in parts]
     return [f"{title}: {_figures(sample)}" if title else _figures(sample), *lines]
 
 
 def resumed_lines(event: RunResumed) -> list[str]:
-    """Describe the state of a run that resumes from its journal, and what it did to get there."""
-    has = {name: f"{count:,}" for name, count in event.restored.items()}
+    """Describe the state that a run restored from its journal, and the work that this took."""
+    counts = {name: f"{count:,}" for name, count in event.restored.items()}
     step = f"step {event.policy_version}"
-    events = f"{has['events']} events, {has['replayed']} of them replayed"
-    waits = f"{has['unscored']} that wait for their reward, {has['partial']} in part, {has['queued']} prompts queued"
+    events = f"{counts['events']} events, {counts['replayed']} of them replayed"
+    progress = f"{counts['trained']} trajectories trained, {counts['drawn']} prompts drawn so far"
+    waiting = f"{counts['unscored']} that wait for their reward, {counts['partial']} in part"
+    queued = f"{counts['queued']} prompts queued"
     lines = [
-        f"resumed at {step}: {events}; {has['trained']} trajectories trained, {has['drawn']} prompts drawn so far",
-        f"  kept     {has['scored']} trajectories scored, {waits}; sampled again: {has['again']}",
+        f"resumed at {step}: {events}; {progress}",
+        f"  kept     {counts['scored']} trajectories scored, {waiting}, {queued}; sampled again: {counts['again']}",
     ]
     if event.trained_again:
         again = f"{event.trained_again} batches of the journal trained again"
@@ -217,6 +242,6 @@ def resumed_lines(event: RunResumed) -> list[str]:
     if event.same_weights is True:
         lines.append(f"  weights  of {step} are bit for bit those that were published before")
     elif event.same_weights is False:
-        why = "streaming adds up in the order of arrival"
-        lines.append(f"  weights  of {step} differ from those published before ({why}); engines get the new ones")
+        reason = "streaming adds up in the order of arrival"
+        lines.append(f"  weights  of {step} differ from those published before ({reason}); engines get the new ones")
     return lines

@@ -1,2 +1,3 @@
-"""``streamrl top``: what a run publishes of its race (``live_figures``, in the controller's process), and the terminal
-application that shows it (``picture``, ``boxes``, ``application``). Textual is imported by ``application`` alone."""
+"""``streamrl top``: the figures that a run publishes (``live_figures``, in the process of the controller), and the
+terminal application that shows them (``picture``, ``boxes``, ``application``, in the process of the command). Only
+``application`` imports Textual."""

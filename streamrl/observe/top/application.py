@@ -1,4 +1,5 @@
-"""The terminal application: draws the picture four times a second, and asks before a key changes the run."""
+"""The terminal application of ``streamrl top``, in the process of the command: draws the picture four times a second,
+and asks before a key changes the run. ``cli/windows/top.py`` starts it."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.printable import one_line
 from streamrl.observe.telemetry import TelemetrySubscriber
 from streamrl.observe.top.boxes import BOXES, screen
-from streamrl.observe.top.picture import Happened, Picture
+from streamrl.observe.top.picture import Picture, ShownEvent
 
 LOOK_S = 0.25
+"""Seconds between two reads of the socket."""
 MOST_AT_ONCE = 500
-"""Messages that are taken in between two looks at the keyboard."""
+"""Messages that are read before the keyboard is read again."""
 ORDERS = {
     "p": ("pause", "launch nothing more until `continue`; what runs is finished"),
     "P": ("continue", "let a paused run go on"),
@@ -45,10 +47,11 @@ the limit. Tokens of what is sampled: those of its engine, shared out evenly."""
 )
 
 SendOrder = Callable[[str], Awaitable[str]]
+"""Sends an order to the run and returns its answer."""
 
 
 class Question(ModalScreen[bool]):
-    """A text over the screen; closes with True for ``y``, with False for any other key."""
+    """A text over the screen. It closes with True for ``y``, with False for any other key."""
 
     CSS = "Question { align: center middle; } Question Static { width: auto; max-width: 100%; border: round $primary; }"
 
@@ -64,10 +67,11 @@ class Question(ModalScreen[bool]):
 
 
 class Board(Widget):
-    """The boxes."""
+    """The boxes of the screen. ``hidden``: keys of hidden boxes. ``name_part``: text that the names of plotted metrics
+    contain (empty: the default metrics)."""
 
     hidden: set[str] = set()
-    wanted = ""
+    name_part = ""
 
     def __init__(self, picture: Picture) -> None:
         super().__init__()
@@ -75,23 +79,23 @@ class Board(Widget):
         self._lines: list[Text] = []
 
     def draw(self) -> None:
-        """Draw the lines that have changed: over a slow line the others need not be sent again."""
+        """Draw only the lines that have changed, which a slow connection needs."""
         if not self.size:  # before the first layout, or behind the log
             return
         before = self._lines
         width = self.size.width
-        self._lines = screen(self._picture, width, self.size.height, self.hidden, self.wanted)
+        self._lines = screen(self._picture, width, self.size.height, self.hidden, self.name_part)
         changed = [y for y, line in enumerate(self._lines) if y >= len(before) or line != before[y]]
         if changed:
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 
     def render(self) -> RenderResult:
-        return Text("\n").join(screen(self._picture, self.size.width, self.size.height, self.hidden, self.wanted))
+        return Text("\n").join(screen(self._picture, self.size.width, self.size.height, self.hidden, self.name_part))
 
 
 class TopApplication(App[None]):
-    """``steer``: carries out an order and returns what the run answered, or None and ``why_not``. ``logs``: new lines
-    of the run's logs at each call."""
+    """The application. ``steer``: sends an order to the run and returns its answer; None where orders are not possible.
+    ``why_not``: reason for which they are not. ``logs``: returns the new lines of the logs of the run."""
 
     CSS = "#filter, #log { display: none; } Board { height: 1fr; } #foot { height: 1; background: $panel; }"
     ENABLE_COMMAND_PALETTE = False
@@ -131,24 +135,27 @@ class TopApplication(App[None]):
         self._look()
 
     def _look(self) -> None:
-        """Take in what came, and draw."""
+        """Read the new messages and lines of logs, and draw."""
         for _ in range(MOST_AT_ONCE):
             try:
                 message = self._subscriber.receive(0)
-            except StreamRLError as error:  # of another version
-                self._said("bold red", str(error))
+            except StreamRLError as error:  # a message of another version
+                self._add_event("bold red", str(error))
                 break
             if message is None:
                 break
             self.picture.take(message)
         self.picture.look()
         if (log := self.query_one("#log", RichLog)).display:
-            for line in self._logs() or ([] if log.lines else ["no process has written to its log so far"]):
+            lines = self._logs()
+            if not lines and not log.lines:
+                lines = ["no process has written to its log so far"]
+            for line in lines:
                 log.write(Text(one_line(line)))
         self.query_one(Board).draw()
 
-    def _said(self, style: str, text: str) -> None:
-        self.picture.events.append(Happened(time.time(), style, one_line(text)))
+    def _add_event(self, style: str, text: str) -> None:
+        self.picture.events.append(ShownEvent(time.time(), style, one_line(text)))
         self.query_one(Board).draw()
 
     def action_hide(self, key: str) -> None:
@@ -164,7 +171,10 @@ class TopApplication(App[None]):
         board = self.query_one(Board)
         board.display = log.display
         log.display = not log.display
-        log.focus() if log.display else self.set_focus(None)
+        if log.display:
+            log.focus()
+        else:
+            self.set_focus(None)
         self._look()
 
     def action_filter(self) -> None:
@@ -174,7 +184,7 @@ class TopApplication(App[None]):
 
     def on_input_changed(self, event: Input.Changed) -> None:
         board = self.query_one(Board)
-        board.wanted = event.value.strip()
+        board.name_part = event.value.strip()
         board.draw()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -182,23 +192,23 @@ class TopApplication(App[None]):
         self.set_focus(None)
 
     def action_ask(self, key: str) -> None:
-        """Ask whether the run shall be changed; where it cannot be, say why."""
+        """Ask before an order is sent; where orders are not possible, show the reason."""
         name, text = ORDERS[key]
         if self._steer is None:
-            self._said("bold yellow", f"{name}: {self._why_not}")
+            self._add_event("bold yellow", f"{name}: {self._why_not}")
             return
 
         def answered(yes: bool | None) -> None:
             if yes:
                 self.run_worker(self._order(name))
             else:
-                self._said("dim", f"{name}: not asked for")
+                self._add_event("dim", f"{name}: not asked for")
 
         self.push_screen(Question(f"{name} {self.picture.run_id}: {text}\n\ny: do it   any other key: no"), answered)
 
     async def _order(self, name: str) -> None:
         assert self._steer is not None
         try:
-            self._said("bold green", f"{name}: {await self._steer(name)}")
+            self._add_event("bold green", f"{name}: {await self._steer(name)}")
         except StreamRLError as error:
-            self._said("bold red", f"{name}: {error}")
+            self._add_event("bold red", f"{name}: {error}")

@@ -1,4 +1,6 @@
-"""The topic ``live`` of the metrics socket: engines, groups as they race, and the wait of now, twice a second."""
+"""The topic ``live`` of the metrics socket, twice a second: engines, groups while they are sampled, and the current
+wait. ``launch/observers.py`` makes ``LiveFigures``, which runs in the process of the controller; ``streamrl top``
+decodes ``Live``."""
 
 from __future__ import annotations
 
@@ -20,13 +22,17 @@ Publish = Callable[[str, dict[str, Any]], None]
 
 INTERVAL_S = 0.5
 LARGEST_SHARE = 0.01
-"""Of the event loop's time: figures of a run with very many requests come less often."""
+"""Share of the time of the event loop that the figures may take. With very many requests they are published less
+often."""
 MOST_GROUPS = 64
+"""Groups in one message."""
 MOST_MEMBERS = 64
+"""Members of a group in one message."""
 
 
 class EngineRow(msgspec.Struct, frozen=True):
-    """One engine now. ``slots``: requests that it runs at once (0: unknown); ``serves``: it is sent requests."""
+    """Figures of an engine. ``serves``: whether requests are sent to it. ``slots``: requests that it runs at once (0:
+    not known). ``kv``: used share of the KV cache."""
 
     name: str
     serves: bool
@@ -38,9 +44,12 @@ class EngineRow(msgspec.Struct, frozen=True):
 
 
 class GroupRow(msgspec.Struct):
-    """One group. ``tokens`` and ``marks``: one a member that is left, by sample number; a mark is ``s`` sampling, ``w``
-    waiting for an engine, ``r`` for its reward or environment, ``p`` paused, ``d`` done, ``c`` done and cut short.
-    ``state``: racing, paused, ready, batch, deferred (sampled again later), dropped. ``size``: launched members."""
+    """Figures of a group.
+
+    ``state``: racing, paused, ready, batch, deferred (sampled again later), dropped. ``size``: number of launched
+    members. ``keep``: number of members that the batch takes. ``tokens``: sampled tokens of each remaining member.
+    ``marks``: letter for each remaining member: ``s`` sampling, ``w`` waiting for an engine, ``r`` waiting for its
+    reward or environment, ``p`` paused, ``d`` done, ``c`` done and cut short."""
 
     id: int
     state: str
@@ -51,9 +60,13 @@ class GroupRow(msgspec.Struct):
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of the topic. ``pending``: orders that are not answered (step, push, evaluation, checkpoint);
-    ``filled``, ``target``: weight of the open batch; ``deferred``: prompts that wait to be sampled again; ``scoring``:
-    trajectories without a reward; ``environment``: those between two turns; ``stopping``: the reason of a drain."""
+    """The fields of the topic.
+
+    ``pending``: orders without an answer so far (step, push, evaluation, checkpoint). ``stopping``: reason of a drain.
+    ``filled``, ``target``: weight of the open batch, and weight of a full batch. ``budget``: most tokens of a
+    completion. ``scoring``: trajectories without a reward. ``environment``: trajectories in their environments, between
+    two turns. ``deferred``: prompts that wait to be sampled again. ``groups_in_all``: number of groups, of which
+    ``groups`` has the first ones."""
 
     step: int
     steps: int
@@ -77,11 +90,11 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveFigures(Observer):
-    """Gives ``publish`` the fields of ``live``. ``budget``: tokens of the longest completion; ``engines``: the
-    pool of engines.
+    """An observer that gives ``publish`` the fields of ``live``. ``engines``: pool of engines. ``budget``: most tokens
+    of a completion.
 
-    Engines do not report the tokens of a request that is under way: each gets the tokens of its engine since the last
-    look over the requests that ran, which is how an engine samples; they are exact from the end of the request on."""
+    Engines do not report the tokens of a request that is running. They are estimated: the tokens that an engine sampled
+    since the last message are shared evenly by its running requests. From the end of the request on they are exact."""
 
     def __init__(
         self, publish: Publish, state: Callable[[], RunState], waits: RunWaits, engines: Any, *, budget: int
@@ -93,12 +106,12 @@ class LiveFigures(Observer):
         self._budget = budget
         self._scope = anyio.CancelScope()
         self._loads: dict[str, EngineLoad] = {}
-        self._parts: dict[str, float] = {}
-        self._sampled: dict[str, float] = {}
-        self._racing: dict[int, tuple[str, GroupRow]] = {}
-        self._gone: dict[int, GroupRow] = {}
+        self._part_tokens: dict[str, float] = {}  # by request
+        self._sampled: dict[str, float] = {}  # tokens by trajectory
+        self._racing: dict[int, tuple[str, GroupRow]] = {}  # id of the prompt and row, by group
+        self._gone: dict[int, GroupRow] = {}  # groups that were dropped or deferred since the last step
         self._version = -1
-        self._looked_s = time.monotonic()
+        self._measured_s = time.monotonic()
 
     async def run(self, notify: Callable[[ControlEvent], None]) -> None:
         """Publish until ``end``."""
@@ -112,16 +125,17 @@ class LiveFigures(Observer):
         self._scope.cancel()
 
     def figures(self, now_s: float) -> Live:
-        """The figures at ``now_s`` of a monotonic clock; rates are since the last call."""
+        """Return the figures. ``now_s``: monotonic time. Rates are measured since the last call."""
         state = self._state()
         reason, waited_s = self._waits.waits_for()
         shell = self._waits.shell()
-        engines, running = self._engine_rows(max(now_s - self._looked_s, 1e-3))
+        engines, running = self._engine_rows(max(now_s - self._measured_s, 1e-3))
         groups = self._group_rows(state, running)
-        self._looked_s = now_s
+        self._measured_s = now_s
         batch = state.batch
         pending = state.pending
-        orders = [n for n in ("step", "push", "evaluation", "checkpoint") if getattr(pending, n) is not None]
+        names = ("step", "push", "evaluation", "checkpoint")
+        orders = [name for name in names if getattr(pending, name) is not None]
         return Live(
             step=min(state.trainer_version + 1, state.steps), steps=state.steps, live_version=state.live_version,
             waits_for=str(reason), waits_s=round(waited_s, 2), pending=orders, stopping=state.stop_reason or "",
@@ -131,43 +145,45 @@ class LiveFigures(Observer):
         )  # fmt: skip
 
     def _engine_rows(self, seconds: float) -> tuple[list[EngineRow], dict[str, tuple[float, bool]]]:
-        """One row an engine; and by trajectory, of those that engines have, the tokens so far and whether it has a
-        slot."""
+        """Return a row for each engine; and for each trajectory in an engine, by its id, the tokens so far and whether
+        it has a slot."""
         rows = []
         running = {}
-        parts = {}
+        part_tokens = {}
         loads = {}
-        served = self._engines.served()
+        requests = self._engines.open_requests()
         serving = set(self._engines.serving)
         for name, engine in self._engines.attached.items():
             load = loads[name] = engine.load()
-            ready = getattr(engine, "readiness", None)  # of an engine in a process of its own
-            open_parts = served.get(name, ())
+            ready = getattr(engine, "readiness", None)  # simulated engines have none
+            open_parts = requests.get(name, ())
             before = self._loads.get(name, load)
             runs = min(len(open_parts), load.running)
             sampled = max(load.generated_tokens - before.generated_tokens, 0)
             steps = load.decode_steps - before.decode_steps
-            shares = (load.decode_tokens - before.decode_tokens) / steps if steps > 0 else runs  # requests in a step
+            requests_in_step = (load.decode_tokens - before.decode_tokens) / steps if steps > 0 else runs
             for place, part in enumerate(open_parts):  # the oldest first
-                more = sampled / max(shares, 1) if place < runs else 0
-                tokens = min(self._parts.get(part.request_id, part.sampled) + more, self._budget)
-                parts[part.request_id] = tokens
-                running[part.request_id.rpartition("/")[0]] = tokens, place < runs
+                has_slot = place < runs
+                new_tokens = sampled / max(requests_in_step, 1) if has_slot else 0
+                tokens = min(self._part_tokens.get(part.request_id, part.sampled) + new_tokens, self._budget)
+                part_tokens[part.request_id] = tokens
+                trajectory, _, _ = part.request_id.rpartition("/")
+                running[trajectory] = tokens, has_slot
             slots = ready.max_num_seqs if ready else 0
             rate = round(sampled / seconds, 1)
             kv = round(load.kv_cache_usage, 4)
             rows.append(EngineRow(name, name in serving, slots, load.running, load.waiting, kv, rate))
         self._loads = loads
-        self._parts = parts
+        self._part_tokens = part_tokens
         return rows, running
 
     def _group_rows(self, state: RunState, running: Mapping[str, tuple[float, bool]]) -> list[GroupRow]:
-        """Rows of the groups that have not ended, and of those that were dropped since the last step: racing ones
-        first, then by number."""
+        """Return rows of the groups that have not ended, and of the groups that were dropped since the last step:
+        racing groups first, then by number."""
         if state.trainer_version != self._version:
             self._version = state.trainer_version
             self._gone = {}
-            self._racing = {}  # what is not there any more may have been trained
+            self._racing = {}  # a group that is missing now may have been trained
         sampled: dict[str, float] = {}
         buffer = state.buffer
         racing = {
@@ -196,14 +212,23 @@ class LiveFigures(Observer):
                 tokens.append(member.tokens)
                 marks.append("c" if member.finish_reason == "length" else "d")
                 continue
-            whole = str(trajectory)
-            there, runs = running.get(whole, (0.0, False))
-            sampled[whole] = so_far = max(self._sampled.get(whole, 0.0), there)
-            tokens.append(int(so_far))
-            marks.append("p" if group.paused else "s" if runs else "w" if whole in running or not so_far else "r")
+            request = str(trajectory)
+            running_tokens, has_slot = running.get(request, (0.0, False))
+            tokens_so_far = max(self._sampled.get(request, 0.0), running_tokens)
+            sampled[request] = tokens_so_far
+            tokens.append(int(tokens_so_far))
+            if group.paused:
+                mark = "p"
+            elif has_slot:
+                mark = "s"
+            elif request in running or not tokens_so_far:
+                mark = "w"
+            else:
+                mark = "r"
+            marks.append(mark)
         return GroupRow(
             id=group.group_id,
-            state=state or ("paused" if group.paused else "ready" if group.ready else "racing"),
+            state=state or _state_of(group),
             size=group.size,
             keep=group.keep,
             tokens=tokens[:MOST_MEMBERS],
@@ -211,6 +236,12 @@ class LiveFigures(Observer):
         )
 
 
+def _state_of(group: Group) -> str:
+    if group.paused:
+        return "paused"
+    return "ready" if group.ready else "racing"
+
+
 def pause_after(seconds: float) -> float:
-    """Seconds until the next figures, where those before took so many."""
+    """Return the seconds until the next message. ``seconds``: time that the last message took."""
     return max(INTERVAL_S, seconds / LARGEST_SHARE)

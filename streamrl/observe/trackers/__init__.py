@@ -1,3 +1,3 @@
-"""Trackers as followers: each reads a run's files from a cursor on, in a process of its own (``python -m
-streamrl.observe.trackers``), and sends what is new to TensorBoard, Weights & Biases, trackio, Prometheus or a plug-in.
-Imports of other wings ``observe/follow`` alone, and no torch."""
+"""Trackers: each reads the files of a run from a cursor on, in its own process (``python -m
+streamrl.observe.trackers``), and sends the new lines to TensorBoard, Weights & Biases, trackio, Prometheus or a
+plug-in. Of other wings only ``observe/follow`` is imported, and torch is not."""

@@ -1,4 +1,5 @@
-"""``python -m streamrl.observe.trackers TRACKER DIR``: a follower, until its standard input ends."""
+"""``python -m streamrl.observe.trackers TRACKER DIR``: the process of a follower, which ends when its standard input
+ends. The supervisor starts it (``processes/followers.py``)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ NICE = 10
 
 
 def main() -> None:
-    """Follow a run whose supervisor started this process."""
+    """Follow the run of the supervisor that started this process."""
     die_with_parent()
     os.nice(NICE)
     log_to(sys.stderr, logging.INFO)

@@ -1,4 +1,5 @@
-"""A follower: sends what is new in the files of a run to one tracker, from where its cursor stands."""
+"""A follower: sends the lines of the files of a run after its cursor to one tracker. ``follow_run`` is called in the
+process of a follower (``__main__``), and by ``streamrl sync``."""
 
 from __future__ import annotations
 
@@ -26,17 +27,18 @@ log = logging.getLogger(__name__)
 
 FOLDER = "trackers"
 MOST_ROWS = 64
-"""Of an evaluation that are sent."""
+"""Completions of an evaluation that are sent."""
 SAMPLES_EVERY = 10
-"""Steps between two that send the completions of their batch."""
+"""Completions of a batch are sent once in this number of steps."""
 _POLL_S = 1.0
 _CLOCK_S = 1.0  # the times of files are coarse
 _FILE_S = 600.0
-"""After the line of an evaluation its completions are no longer waited for: the run was killed between the two."""
+"""Seconds after the line of an evaluation for which its completions are expected: a run may be killed between the
+two."""
 
 
 class _Cursors(msgspec.Struct, frozen=True):
-    """``NAME.cursor``: how far each file was taken. ``moved_s``: when, in seconds since 1970."""
+    """Content of ``NAME.cursor``: a cursor for each file. ``moved_s``: time of the last move, in seconds since 1970."""
 
     metrics: Cursor = Cursor()
     samples: Cursor = Cursor()
@@ -44,10 +46,13 @@ class _Cursors(msgspec.Struct, frozen=True):
     moved_s: float = 0.0
 
 
-def follow_run(directory: Path, spec: str, ended: Callable[[], bool]) -> int:
-    """Send what the tracker ``spec`` (an entry of ``metrics.report_to``) has not got yet of the run in ``directory``,
-    and what comes, until the run has ``ended`` and all is sent. Returns how many lines were sent. Raises
-    ``StreamRLError`` while another process does it, or where the tracker is not installed; and as the tracker does."""
+def follow_run(directory: Path, spec: str, has_ended: Callable[[], bool]) -> int:
+    """Send the lines of a run after the cursor, and then the new lines, until the run has ended and every line is sent.
+    Returns the number of sent lines.
+
+    ``spec``: tracker, an entry of ``metrics.report_to``. ``has_ended``: returns whether the run has ended. Raises
+    ``StreamRLError`` while another process sends to this tracker, or where the tracker is not installed; and the errors
+    of the tracker."""
     name, options = name_and_options(spec)
     run = RunFiles(directory.resolve())
     folder = directory.resolve() / FOLDER
@@ -72,18 +77,19 @@ def follow_run(directory: Path, spec: str, ended: Callable[[], bool]) -> int:
                 options=options,
             )
         )
-        return Follower(run, tracker, path, cursors).run(ended)
+        return Follower(run, tracker, path, cursors).run(has_ended)
 
 
 def _read(path: Path) -> _Cursors:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Cursors)
-    except (OSError, *UNDECODABLE):  # none, or of another version: all is sent
+    except (OSError, *UNDECODABLE):  # no file, or of another version: every line is sent
         return _Cursors()
 
 
 class Follower:
-    """Hands the lines of ``run`` after ``cursors`` to ``tracker``, and moves the cursor file ``path``."""
+    """Gives the lines of ``run`` after ``cursors`` to ``tracker``. ``path``: file to which the moved cursors are
+    written."""
 
     def __init__(self, run: RunFiles, tracker: Tracker, path: Path, cursors: _Cursors) -> None:
         self._run = run
@@ -94,33 +100,33 @@ class Follower:
             FollowedLines(run.samples, cursors.samples): self._take_samples,
             FollowedLines(run.trace, cursors.trace): self._take_trace,
         }
-        self._trained: list[dict[str, Any]] = []  # trajectories of the step whose line has not come yet
-        self._evaluated: dict[int, float] = {}  # times of lines whose completions have not come yet, by step
-        self._handed: deque[_Cursors] = deque()
+        self._trained: list[dict[str, Any]] = []  # lines of trajectories of the next step
+        self._evaluation_times: dict[int, float] = {}  # by step, of evaluations whose completions are not sent yet
+        self._unstored: deque[_Cursors] = deque()  # of flushed lines, until ``lag_s`` has passed
         self._gaps = 0
 
-    def run(self, ended: Callable[[], bool]) -> int:
-        """Follow until all is sent of a run that has ended. Returns the number of lines."""
+    def run(self, has_ended: Callable[[], bool]) -> int:
+        """Follow until the run has ended and every line is sent. Returns the number of lines."""
         count = 0
         while True:
-            last = ended()  # asked first: what was written before its end is read after it
-            taken = sum(self._take(file) for file in self._files)
-            count += taken
-            sent = self._send_evaluations()
-            if taken or sent:
+            is_last = has_ended()  # before the files are read, so that the last lines of the run are read after it
+            new_lines = sum(self._take(file) for file in self._files)
+            count += new_lines
+            sent_evaluations = self._send_evaluations()
+            if new_lines or sent_evaluations:
                 self._tracker.flush()
-                if not self._evaluated:  # else their lines are taken again after a restart
-                    self._handed.append(self._cursors())
-            while self._handed and self._handed[0].moved_s <= time.time() - self._tracker.lag_s:
+                if not self._evaluation_times:  # else the lines of these evaluations must be read again after a restart
+                    self._unstored.append(self._cursors())
+            while self._unstored and self._unstored[0].moved_s <= time.time() - self._tracker.lag_s:
                 self._tracker.flush()
-                self._store(self._handed.popleft())
-            if not (taken or sent):
-                if last:
+                self._store(self._unstored.popleft())
+            if not (new_lines or sent_evaluations):
+                if is_last:
                     break
                 time.sleep(_POLL_S)
         self._tracker.close()
-        if self._handed:
-            self._store(self._handed[-1])
+        if self._unstored:
+            self._store(self._unstored[-1])
         return count
 
     def _cursors(self) -> _Cursors:
@@ -133,7 +139,8 @@ class Follower:
     def _take(self, file: FollowedLines) -> int:
         lines = file.read()
         self._files[file](lines)
-        if (gaps := sum(one.gaps for one in self._files)) > self._gaps:
+        gaps = sum(followed.gaps for followed in self._files)
+        if gaps > self._gaps:
             log.warning("lines were rotated away before they were sent: raise metrics.advanced.most_mib")
             self._gaps = gaps
         return len(lines)
@@ -142,28 +149,32 @@ class Follower:
         for line in metric_lines(lines):
             self._tracker.metrics(line.step, line.time, line.values)
             if line.kind == "evaluation":
-                self._evaluated[line.step] = line.time
+                self._evaluation_times[line.step] = line.time
 
     def _send_evaluations(self) -> bool:
-        """Send the completions of evaluations whose file, which the run writes after the line, has come."""
-        files = self._run.evaluations() if self._evaluated else {}
-        sent = False
-        for step, time_s in list(self._evaluated.items()):
-            has_come = step in files and changed_s(files[step]) > time_s - _CLOCK_S  # else of an earlier evaluation
-            if has_come and (rows := evaluated(files[step])):
+        """Send the completions of evaluations whose file exists. The run writes it after the line of the evaluation.
+        Returns whether any were sent."""
+        if not self._evaluation_times:
+            return False
+        files = self._run.evaluations()
+        has_sent = False
+        for step, time_s in list(self._evaluation_times.items()):
+            # An older file is of an earlier evaluation of the step.
+            is_written = step in files and changed_s(files[step]) > time_s - _CLOCK_S
+            if is_written and (rows := evaluation_samples(files[step])):
                 self._tracker.samples(step, "evaluation", rows)
-                sent = True
-            if has_come or time.time() > time_s + _FILE_S:
-                del self._evaluated[step]
-        return sent
+                has_sent = True
+            if is_written or time.time() > time_s + _FILE_S:
+                del self._evaluation_times[step]
+        return has_sent
 
     def _take_samples(self, lines: Sequence[bytes]) -> None:
-        for step, found in groupby(decoded_lines(lines, CompletionSampled), key=lambda one: one.step):
+        for step, samples in groupby(decoded_lines(lines, CompletionSampled), key=lambda sample: sample.step):
             if step == 1 or step % SAMPLES_EVERY == 0:
-                self._tracker.samples(step, "training", list(found))
+                self._tracker.samples(step, "training", list(samples))
 
     def _take_trace(self, lines: Sequence[bytes]) -> None:
-        """Take lines of any version: those that say what is asked for here."""
+        """Give the tracker lines of the trace. Lines of other versions may lack fields, and are used without them."""
         for line in decoded_lines(lines, dict[str, Any]):
             kind = line.get("type")
             step = line.get("policy_version", line.get("step", 0))
@@ -173,10 +184,10 @@ class Follower:
                 trained = self._trained
                 self._trained = []
                 columns = {
-                    "completion/length": [float(one["tokens"]) for one in trained if "tokens" in one],
-                    "reward": [one["reward"] for one in trained if _is_finite(one.get("reward"))],
-                    # The version that the step makes is one more than the one that it began with.
-                    "async/staleness": [float(max(step - 1 - one.get("oldest_version", 0), 0)) for one in trained],
+                    "completion/length": [float(row["tokens"]) for row in trained if "tokens" in row],
+                    "reward": [row["reward"] for row in trained if _is_finite(row.get("reward"))],
+                    # The step begins with version ``step - 1`` and makes version ``step``.
+                    "async/staleness": [float(max(step - 1 - row.get("oldest_version", 0), 0)) for row in trained],
                 }
                 if trained:
                     self._tracker.histograms(step, {name: column for name, column in columns.items() if column})
@@ -188,6 +199,6 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def evaluated(path: Path) -> list[CompletionSampled]:
-    """Up to ``MOST_ROWS`` completions of an evaluation, those of one prompt in turn with those of the others."""
-    return sorted(read_lines(path, CompletionSampled), key=lambda one: one.sample)[:MOST_ROWS]
+def evaluation_samples(path: Path) -> list[CompletionSampled]:
+    """Return up to ``MOST_ROWS`` completions of an evaluation, first one completion of each prompt, then the second."""
+    return sorted(read_lines(path, CompletionSampled), key=lambda completion: completion.sample)[:MOST_ROWS]

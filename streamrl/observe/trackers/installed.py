@@ -1,4 +1,5 @@
-"""Trackers by name: those that are here, with the packages that they need, and those that plug-ins bring."""
+"""Trackers by name: the shipped trackers with the packages that they need, and the trackers of plug-ins. The preflight
+checks of a run and ``streamrl sync`` call ``tracker_problems``, a follower calls ``make_tracker`` in its process."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ GROUP = "streamrl.trackers"
 
 
 class _Shipped(NamedTuple):
-    """``place``: module here and class; ``packages``: with the least version; ``pip``: what installs them."""
+    """A tracker of streamrl. ``place``: module in this package, and class. ``packages``: least version of each needed
+    package. ``pip``: argument of pip that installs them."""
 
     place: str
     packages: dict[str, str]
@@ -32,25 +34,26 @@ SHIPPED = {
 
 
 def name_and_options(spec: str) -> tuple[str, dict[str, str]]:
-    """The two parts of an entry of ``metrics.report_to``: ``prometheus?port=9500``."""
+    """Split an entry of ``metrics.report_to``, such as ``prometheus?port=9500``, into the name and the options."""
     name, _, options = spec.partition("?")
     return name, dict(parse_qsl(options))
 
 
 def make_tracker(name: str) -> Tracker:
-    """A tracker by name, not opened. Raises ``StreamRLError`` where it or its package is not installed."""
+    """Return a new tracker, not opened. Raises ``StreamRLError`` where it or its package is not installed."""
     for problem in tracker_problems([name]):
         raise StreamRLError(problem)
     if name in SHIPPED:
         module, _, kind = SHIPPED[name].place.partition(":")
-        made: Tracker = getattr(import_module(f"streamrl.observe.trackers.{module}"), kind)()
-        return made
-    loaded: Tracker = _plug_ins()[name].load()()
-    return loaded
+        shipped: Tracker = getattr(import_module(f"streamrl.observe.trackers.{module}"), kind)()
+        return shipped
+    plug_in: Tracker = _plug_ins()[name].load()()
+    return plug_in
 
 
 def tracker_problems(report_to: Sequence[str]) -> Iterator[str]:
-    """Each tracker of ``metrics.report_to`` that cannot be used here, and the remedy. Nothing is imported."""
+    """Yield a problem for each tracker of ``metrics.report_to`` that cannot be used on this machine, with its remedy.
+    No tracker is imported."""
     names = [name_and_options(spec)[0] for spec in report_to]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
@@ -58,19 +61,21 @@ def tracker_problems(report_to: Sequence[str]) -> Iterator[str]:
         elif name in SHIPPED:
             yield from _package_problems(name, SHIPPED[name])
         elif name not in _plug_ins():
-            known = ", ".join([*SHIPPED, *_plug_ins()])
-            yield f'there is no tracker "{name}": take one of {known}, or install a plug-in (entry point group {GROUP})'
+            trackers = ", ".join([*SHIPPED, *_plug_ins()])
+            remedy = f"take one of {trackers}, or install a plug-in (entry point group {GROUP})"
+            yield f'there is no tracker "{name}": {remedy}'
 
 
 def _package_problems(name: str, shipped: _Shipped) -> Iterator[str]:
-    for package, least in shipped.packages.items():
+    for package, least_version in shipped.packages.items():
         try:
-            found = version(package)
+            installed_version = version(package)
         except PackageNotFoundError:
             yield f'{name} needs {package}, which is not installed: pip install "{shipped.pip}"'
             continue
-        if _numbers(found) < _numbers(least):
-            yield f'{name} needs {package} {least} or later, {found} is installed: pip install -U "{shipped.pip}"'
+        if _numbers(installed_version) < _numbers(least_version):
+            needed = f"{name} needs {package} {least_version} or later"
+            yield f'{needed}, {installed_version} is installed: pip install -U "{shipped.pip}"'
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A check that any tracker passes: for the tests of plug-ins."""
+"""A check for the tests of a plug-in (docs/trackers.md), which every tracker must pass."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ HOSTILE = "<img src=x onerror=alert(1)> | 1,2 \x00\u2028\n\U0001f600"
 
 
 def check_tracker(make: Callable[[], Tracker], directory: Path, **options: str) -> None:
-    """Give the tracker a short run in ``directory``, in two lives that overlap: an evaluation that ends late, names
-    that come and go, a completion that is markup. Raises ``StreamRLError`` for what a run does to it and it does not
-    take, naming the call; what it made of the run, the caller looks up."""
+    """Give the tracker that ``make`` returns a short run in ``directory``, in two processes that send some steps twice:
+    with an evaluation that ends late, metrics that come and go, and a completion that is markup.
+
+    Raises ``StreamRLError`` with the call that raised, and where threads of the tracker do not end. The caller checks
+    the output of the tracker."""
     run = RunInfo(
         directory=directory, run_id="check", project="p", tags=("a",), recipe={"run.steps": 4}, options=options
     )
@@ -34,8 +36,8 @@ def check_tracker(make: Callable[[], Tracker], directory: Path, **options: str) 
     for steps in (range(1, 4), range(3, 5)):
         tracker = make()
         calls: list[tuple[str, tuple[Any, ...]]] = [("open", (run,))]
-        for n in steps:
-            calls += [("metrics", (n, now, {"reward/mean": n, f"only/{n}": 0.0})), ("flush", ())]
+        for step in steps:
+            calls += [("metrics", (step, now, {"reward/mean": step, f"only/{step}": 0.0})), ("flush", ())]
         calls += [
             ("metrics", (1, now, {"eval/held_out/avg@1": 0.5})),
             ("samples", (1, "evaluation", rows)),
@@ -49,7 +51,9 @@ def check_tracker(make: Callable[[], Tracker], directory: Path, **options: str) 
             try:
                 getattr(tracker, method)(*arguments)
             except Exception as error:
-                given = f"{method}{arguments}"[:200]
-                raise StreamRLError(f"{tracker} raised {type(error).__name__} in {given}: {error}") from error
-    if left := [one.name for one in set(threading.enumerate()) - before if one.is_alive() and not one.daemon]:
-        raise StreamRLError(f"{tracker} left threads that keep its process from ending: {', '.join(left)}")
+                call = f"{method}{arguments}"[:200]
+                raise StreamRLError(f"{tracker} raised {type(error).__name__} in {call}: {error}") from error
+    new_threads = set(threading.enumerate()) - before
+    names = [thread.name for thread in new_threads if thread.is_alive() and not thread.daemon]
+    if names:
+        raise StreamRLError(f"{tracker} left threads that keep its process from ending: {', '.join(names)}")

@@ -1,4 +1,5 @@
-"""Prometheus: the last figures of a run at ``http://ADDRESS:PORT/metrics``, while it goes on."""
+"""The Prometheus tracker: the last metrics of a run at ``http://ADDRESS:PORT/metrics``, while the run goes on. It runs
+in the process of its follower."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ _UNITS = (
 
 
 class Prometheus(Tracker):
-    """Answers with the last figures of steps and evaluations; the label ``run`` is its id. Options: ``port`` (9464),
-    ``address`` (127.0.0.1)."""
+    """Answers a scrape with the last metrics of steps and evaluations, with the id of the run as label ``run``.
+    Options: ``port`` (9464), ``address`` (127.0.0.1)."""
 
     def open(self, run: RunInfo) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
-        registry = CollectorRegistry()  # the default one has what vLLM counts
+        registry = CollectorRegistry()  # the default registry has the metrics of vLLM
         registry.register(self)
         self._run = run.run_id
         self._values = {"step": 0.0}
         self._lock = threading.Lock()
         self._events: Counter[str] = Counter()
-        for line in RunFiles(run.directory).metric_lines():  # what the process before this had
+        for line in RunFiles(run.directory).metric_lines():  # the lines that an earlier follower got
             self.metrics(line.step, line.time, line.values)
         port = int(run.options.get("port", PORT))
         address = run.options.get("address", "127.0.0.1")
@@ -60,14 +61,14 @@ class Prometheus(Tracker):
         self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """Give every figure, once a scrape, in a thread of the server."""
+        """Yield every metric. Called once a scrape, in a thread of the server."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
-            found = [(key, *name_and_labels(key), value) for key, value in self._values.items()]
-            found += [("events_total", "events_total", {"kind": kind}, n) for kind, n in self._events.items()]
+            figures = [(key, *name_and_labels(key), value) for key, value in self._values.items()]
+            figures += [("events_total", "events_total", {"kind": kind}, count) for kind, count in self._events.items()]
         families: dict[str, list[tuple[str, dict[str, str], float]]] = {}
-        for key, name, labels, value in found:
+        for key, name, labels, value in figures:
             families.setdefault(name, []).append((key, {"run": self._run, **labels}, value))
         for name, rows in families.items():
             names = list(dict.fromkeys(label for _, labels, _ in rows for label in labels))
@@ -79,8 +80,8 @@ class Prometheus(Tracker):
 
 
 def name_and_labels(key: str) -> tuple[str, dict[str, str]]:
-    """The name of a metric and its labels: ``reward/func/exact/latency_p50_s`` is ``reward_func_latency_p50_seconds``
-    with ``function="exact"``."""
+    """Return the name and the labels of a metric for Prometheus: ``reward/func/exact/latency_p50_s`` becomes
+    ``reward_func_latency_p50_seconds`` with ``function="exact"``."""
     metric, labels = find_metric(key) or (None, {})
     name = re.sub(r"<\w+>", "", metric.name) if metric else key
     name = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")

@@ -1,4 +1,5 @@
-"""TensorBoard: event files below ``RUN/tensorboard``, by tensorboardX without torch."""
+"""The TensorBoard tracker: event files in ``RUN/tensorboard``, by tensorboardX without torch. It runs in the process of
+its follower."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ _CLOCK_S = 1.0  # the times of files are coarse
 
 
 class TensorBoard(Tracker):
-    """Writes no event twice: those that a killed process wrote after the cursor had moved are looked up in its files.
+    """Writes no event twice: it reads the events that an earlier follower wrote after its cursor was stored.
 
-    ``EventsWriter``, because ``SummaryWriter`` has a queue that ``flush`` does not empty, and a thread that dies of a
-    full disk and then hangs its caller."""
+    It uses ``EventsWriter``, because ``SummaryWriter`` has a queue that ``flush`` does not empty, and a thread that
+    dies of a full disk and then hangs its caller."""
 
     def open(self, run: RunInfo) -> None:
         self._parts = _import_without_torch()
@@ -31,13 +32,14 @@ class TensorBoard(Tracker):
         folder.mkdir(exist_ok=True)
         files = sorted(folder.glob("events.out.tfevents.*"))
         recent = [path for path in files if path.stat().st_mtime > run.moved_s - _CLOCK_S]
-        self._there = {self._key(event) for path in recent for event in self._events(path)}
-        # Readers take files in the order of their names, which begin with the second.
+        self._written = {self._key(event) for path in recent for event in self._events(path)}
+        # Readers take files in the order of their names, which have the second of their start before the suffix.
         self._writer = self._parts.EventsWriter(str(folder / "events"), filename_suffix=f".{len(files):06d}")
 
     def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        value = self._parts.Summary.Value
-        self._write(step, time_s, self._parts.Summary(value=[value(tag=k, simple_value=v) for k, v in values.items()]))
+        make_value = self._parts.Summary.Value
+        cells = [make_value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step, time_s, self._parts.Summary(value=cells))
 
     def samples(self, step: int, kind: str, rows: Sequence[CompletionSampled]) -> None:
         heads, cells = sample_table(step, rows)
@@ -47,7 +49,8 @@ class TensorBoard(Tracker):
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
         for name, column in values.items():
-            counts, edges = np.histogram(array := np.asarray(column), bins=_BINS)
+            array = np.asarray(column)
+            counts, edges = np.histogram(array, bins=_BINS)
             histogram = self._parts.HistogramProto(
                 min=array.min(),
                 max=array.max(),
@@ -64,22 +67,22 @@ class TensorBoard(Tracker):
         self._write(step, time.time(), self._parts.text(f"event/{kind}", text))
 
     def flush(self) -> None:
-        self._writer.flush()  # an fsync
+        self._writer.flush()  # with fsync
 
     def close(self) -> None:
         self._writer.close()
 
     def _write(self, step: int, time_s: float, summary: Any) -> None:
         event = self._parts.Event(wall_time=time_s, step=step, summary=summary)
-        if self._key(event) not in self._there:
+        if self._key(event) not in self._written:
             self._writer.write_event(event)
 
     def _key(self, event: Any) -> int:
-        """A hash: a long run has gigabytes of events."""
+        """Return a hash of an event, as a long run has gigabytes of events."""
         return hash((event.step, event.summary.SerializeToString()))
 
     def _events(self, path: Path) -> Iterator[Any]:
-        """Whole events of a file: each has its length, a checksum of it, the event, and its checksum."""
+        """Yield the complete events of a file. An event is its length, a checksum of it, the data, and its checksum."""
         with path.open("rb") as file:
             while len(head := file.read(12)) == 12:
                 (length,) = struct.unpack("<Q", head[:8])
@@ -90,7 +93,7 @@ class TensorBoard(Tracker):
 
 
 class _Parts:
-    """Classes of tensorboardX."""
+    """The classes and the function of tensorboardX that are used."""
 
     def __init__(self) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -106,7 +109,7 @@ class _Parts:
 
 
 def _import_without_torch() -> _Parts:
-    """tensorboardX imports torch where it finds it: 190 MB and a second."""
+    """Import tensorboardX while torch cannot be imported. It would take 190 MB and a second."""
     if "torch" in sys.modules:
         return _Parts()
     sys.modules["torch"] = None  # type: ignore[assignment]
@@ -117,6 +120,8 @@ def _import_without_torch() -> _Parts:
 
 
 def _cell(value: Any) -> str:
-    """A cell of a Markdown table, in which nothing of a completion is markup."""
-    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)[:_LONGEST_CELL]
+    """Return the text of a cell of a Markdown table, in which a completion is never markup."""
+    if value is None:
+        return ""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)[:_LONGEST_CELL]
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("\n", "<br>")

@@ -1,4 +1,5 @@
-"""trackio: a SQLite database below ``RUN/trackio``, which ``trackio show`` reads."""
+"""The trackio tracker: a SQLite database in ``RUN/trackio``, which ``trackio show`` reads. It runs in the process of
+its follower."""
 
 from __future__ import annotations
 
@@ -18,23 +19,23 @@ from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 
 
 class Trackio(Tracker):
-    """Asks its database for what it has, so that nothing is there twice after a kill."""
+    """Reads its database for the rows that an earlier follower wrote, and writes no row twice."""
 
-    lag_s = 10.0  # threads write the database
+    lag_s = 10.0  # threads of trackio write the database later
 
     def open(self, run: RunInfo) -> None:
         folder = run.directory / "trackio"
-        os.environ.setdefault("TRACKIO_DIR", str(folder))  # not the home folder
+        os.environ.setdefault("TRACKIO_DIR", str(folder))  # the default is in the home folder
         os.environ |= {"TRACKIO_SHOW_LOGO": "0", "GRADIO_ANALYTICS_ENABLED": "0"}
         import pandas
         import trackio
 
         self._trackio: Any = trackio
         self._pandas = pandas
-        self._lost = ""
-        self._show = warnings.showwarning
-        warnings.showwarning = self._note
-        self._there = _hashes(Path(os.environ["TRACKIO_DIR"]), run.run_id)
+        self._write_error = ""
+        self._show_warning = warnings.showwarning
+        warnings.showwarning = self._on_warning
+        self._written = _hashes(Path(os.environ["TRACKIO_DIR"]), run.run_id)
         with redirect_stdout(sys.stderr):
             trackio.init(
                 project=run.project,
@@ -55,38 +56,41 @@ class Trackio(Tracker):
         self._log(step, {f"samples/{kind}": self._trackio.Table(dataframe=table)})
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        made = {f"histogram/{name}": self._trackio.Histogram(list(column)) for name, column in values.items()}
-        self._log(step, made)
+        histograms = {f"histogram/{name}": self._trackio.Histogram(list(column)) for name, column in values.items()}
+        self._log(step, histograms)
 
     def event(self, step: int, kind: str, text: str) -> None:
         self._log(step, {f"event/{kind}": text})
 
     def flush(self) -> None:
-        if self._lost:
-            raise StreamRLError(self._lost)
+        if self._write_error:
+            raise StreamRLError(self._write_error)
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
             self._trackio.finish()
-        warnings.showwarning = self._show
+        warnings.showwarning = self._show_warning
         self.flush()
 
-    def _note(self, message: Warning | str, *place: Any, **options: Any) -> None:
-        """Its threads drop what they cannot write, to a full disk for example, and warn of it once."""
-        self._show(message, *place, **options)
+    def _on_warning(self, message: Warning | str, *place: Any, **options: Any) -> None:
+        """Note a failed write: threads of trackio drop rows that they cannot write, and warn once."""
+        self._show_warning(message, *place, **options)
         if str(message).startswith("trackio.log()") or "User code will continue, but" in str(message):
-            self._lost = str(message)
+            self._write_error = str(message)
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
-        if hash((step, frozenset(values))) not in self._there:
+        if hash((step, frozenset(values))) not in self._written:
             self._trackio.log(values, step=step)
 
 
 def _hashes(folder: Path, run_id: str) -> set[int]:
-    """Hashes of the step and the names of each row of this run."""
-    found: set[int] = set()
+    """Return hashes of the step and the names of each row of this run."""
+    hashes: set[int] = set()
     for path in folder.glob("*.db"):
-        with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(path)) as database:  # the folder may have others
+        with (
+            suppress(sqlite3.DatabaseError),
+            closing(sqlite3.connect(path)) as database,
+        ):  # the folder may have other files
             rows = database.execute("SELECT step, metrics FROM metrics WHERE run_name = ?", (run_id,))
-            found |= {hash((step, frozenset(json.loads(metrics)))) for step, metrics in rows}
-    return found
+            hashes |= {hash((step, frozenset(json.loads(metrics)))) for step, metrics in rows}
+    return hashes

@@ -1,4 +1,5 @@
-"""Weights & Biases: online where a key is found, else files below ``RUN/wandb`` that ``wandb sync`` sends later."""
+"""The Weights & Biases tracker: online where there is a key, else files in ``RUN/wandb`` that ``wandb sync`` sends
+later. It runs in the process of its follower."""
 
 from __future__ import annotations
 
@@ -20,27 +21,29 @@ from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 
 log = logging.getLogger(__name__)
 
-_LONGEST = 8000
-_START = 7
-_HEAD = struct.Struct("<IHB")
+_LONGEST_CELL = 8000
+_START = 7  # bytes before the first chunk of a file of wandb
+_HEAD = struct.Struct("<IHB")  # head of a chunk: checksum, length, kind
 _BLOCK = 1 << 15
-_ENDS = (1, 4)
+_ENDS = (1, 4)  # kinds of the last chunk of a record
 _FLUSH_S = 1.0
 _SENT_S = 30.0
 _WRITTEN_S = 20.0
 
 
 class Wandb(Tracker):
-    """Metrics have the axis ``step``, which is a metric: wandb's own step must rise, and an evaluation that ends later
-    than its step would be dropped. Its files are asked for what they have. Online, lines of the last 30 s before a kill
-    come twice: wandb does not say what its server has."""
+    """Logs metrics over the axis ``step``, which is a metric: the step of wandb must rise, and an evaluation that ends
+    after later steps would be dropped. Offline it reads the files of earlier followers, and logs no row twice. Online,
+    lines of the last 30 s before a kill are sent twice, because wandb does not say which rows its server has."""
 
     def open(self, run: RunInfo) -> None:
         import wandb
 
         self._wandb = wandb
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
-        # Else it takes stdout and uploads code.
+        mode: Any = os.environ.get("WANDB_MODE")
+        if not mode:
+            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+        # With other settings wandb captures stdout and uploads code.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True)
         settings.x_transaction_log_flush_interval = _FLUSH_S
         begin = partial(
@@ -62,9 +65,13 @@ class Wandb(Tracker):
         self._rows = Rows(Path(self._run.settings.sync_file))
         self._logged = 0
         self._written = 0
-        files = run.directory.glob("wandb/offline-run-*/*.wandb") if self._run.offline else ()
-        self._there = {row for path in files if path != self._rows.path for row in map(hash, _rows_before(path))}
-        self.lag_s = 0.0 if self._run.offline else _SENT_S
+        self._earlier_rows: set[int] = set()  # hashes
+        self.lag_s = _SENT_S
+        if self._run.offline:
+            self.lag_s = 0.0
+            for path in run.directory.glob("wandb/offline-run-*/*.wandb"):
+                if path != self._rows.path:
+                    self._earlier_rows.update(map(hash, _rows_before(path)))
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -72,21 +79,23 @@ class Wandb(Tracker):
         self._log(step, values)
 
     def samples(self, step: int, kind: str, rows: Sequence[CompletionSampled]) -> None:
-        """A table of its own each time: one that grows keeps every row in memory, and the functions of the first."""
+        """Log a new table each time: a table that grows keeps every row in memory, and the columns of its first
+        rows."""
         heads, table = sample_table(step, rows)
-        cells = [[cell[:_LONGEST] if isinstance(cell, str) else cell for cell in row] for row in table]
+        cells = [[cell[:_LONGEST_CELL] if isinstance(cell, str) else cell for cell in row] for row in table]
         table = self._wandb.Table(columns=heads, data=cells, allow_mixed_types=True)
         self._log(step, {f"samples/{kind}": table})
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        made = {f"histogram/{name}": self._wandb.Histogram(list(column)) for name, column in values.items()}
-        self._log(step, made)
+        histograms = {f"histogram/{name}": self._wandb.Histogram(list(column)) for name, column in values.items()}
+        self._log(step, histograms)
 
     def event(self, step: int, kind: str, text: str) -> None:
         self._log(step, {f"event/{kind}": text})
 
     def flush(self) -> None:
-        """A process of its own writes them, and says nothing of a full disk. Raises ``StreamRLError``."""
+        """Wait until the rows are in the file. The process of wandb that writes them does not report a full disk.
+        Raises ``StreamRLError``."""
         deadline_s = time.monotonic() + _WRITTEN_S
         while not self._run.disabled:
             self._written += sum(1 for _ in self._rows.read())
@@ -100,50 +109,55 @@ class Wandb(Tracker):
         self._run.finish()
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        if hash((step, frozenset(values))) not in self._there:
+        if hash((step, frozenset(values))) not in self._earlier_rows:
             self._run.log({"step": step, **values})
             self._logged += 1
 
 
 class Rows:
-    """Rows in a file of wandb: LevelDB's log format (checksum, length, kind; blocks of 32 KiB) after 7 bytes."""
+    """Reads the rows of a file of wandb: 7 bytes, then blocks of 32 KiB in the log format of LevelDB, whose chunks have
+    a checksum, a length and a kind. ``end``: position behind the last complete record."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.end = _START
 
     def read(self) -> Iterator[tuple[int, frozenset[str]]]:
-        """The step and the names of those that came since the last call."""
+        """Yield the step and the names of each row that was added since the last call."""
         from wandb.proto.wandb_internal_pb2 import Record
 
         with self.path.open("rb") as file:
             file.seek(self.end)
-            whole = b""
+            record_bytes = b""
             while True:
-                if (left := _BLOCK - file.tell() % _BLOCK) < _HEAD.size:
-                    file.seek(left, os.SEEK_CUR)
-                if len(head := file.read(_HEAD.size)) < _HEAD.size:
+                block_rest = _BLOCK - file.tell() % _BLOCK
+                if block_rest < _HEAD.size:
+                    file.seek(block_rest, os.SEEK_CUR)  # padding
+                head = file.read(_HEAD.size)
+                if len(head) < _HEAD.size:
                     break
                 check, length, kind = _HEAD.unpack(head)
-                if crc32(part := file.read(length), crc32(head[6:])) != check or len(part) < length:
-                    break  # it is not whole yet, or never will be
-                whole += part
+                chunk = file.read(length)
+                if crc32(chunk, crc32(head[6:])) != check or len(chunk) < length:
+                    break  # it is not complete yet, or never will be
+                record_bytes += chunk
                 if kind in _ENDS:
-                    record = Record.FromString(whole)
-                    whole = b""
+                    record = Record.FromString(record_bytes)
+                    record_bytes = b""
                     self.end = file.tell()
                     if record.WhichOneof("record_type") == "history":
-                        items = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
+                        items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
                         names = frozenset(name for name in items if not name.startswith("_") and name != "step")
                         yield json.loads(items["step"]), names
 
 
 def _rows_before(path: Path) -> list[tuple[int, frozenset[str]]]:
-    """Rows of a process before this one. Half a record, or a file without any, is removed: wandb sync ends at it."""
+    """Return the rows of an earlier follower. An incomplete record, or a file without records, is removed, because
+    wandb sync would end at it."""
     rows = Rows(path)
-    found = [*rows.read()]
+    earlier_rows = [*rows.read()]
     if rows.end == _START:
         shutil.rmtree(path.parent, ignore_errors=True)
     else:
         os.truncate(path, rows.end)
-    return found
+    return earlier_rows

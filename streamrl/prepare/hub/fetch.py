@@ -1,6 +1,6 @@
-"""The one process of a run that asks the Hub, through huggingface_hub alone: ``python -m streamrl.prepare.hub.fetch ...
-WANTED STAND_INS``. It answers with ``messages``, one a line. A process of its own: it can be ended in the middle of a
-request or of a download, and reads the variables of huggingface_hub as they are now."""
+"""The only process that asks the Hub, through huggingface_hub: ``python -m streamrl.prepare.hub.fetch ... REQUESTS
+STAND_INS``, started by ``resolution``. It answers with ``messages``, one a line. It is a process of its own, since it
+can be ended in the middle of a request or of a download, and reads the variables of huggingface_hub as they are now."""
 
 from __future__ import annotations
 
@@ -39,8 +39,12 @@ T = TypeVar("T")
 
 
 class _Files(msgspec.Struct, frozen=True, kw_only=True):
-    """``name``: with its commit; ``sizes``: of all files of the repository; ``notice``: why the cache was asked;
-    ``names``, ``patterns``: of the files that are needed."""
+    """Files of a repository of the Hub.
+
+    ``name``: name with the commit.
+    ``sizes``: sizes of all files of the repository.
+    ``notice``: reason why the cache was read in place of the Hub.
+    ``names``, ``patterns``: file names, or patterns, of the files that are needed."""
 
     name: HubName
     sizes: dict[str, int]
@@ -53,7 +57,7 @@ class _Files(msgspec.Struct, frozen=True, kw_only=True):
         return _storage(self.name) / "snapshots" / self.name.revision
 
     def missing(self, names: Iterable[str]) -> dict[str, int]:
-        """The size of each that is not in the cache."""
+        """Sizes of the files among ``names`` that are not in the cache."""
         return {name: self.sizes[name] for name in names if not (self.folder / name).exists()}
 
 
@@ -68,31 +72,35 @@ def _ref(name: HubName) -> Path:
 
 @cache
 def _repository(name: HubName, send: Send) -> _Files:
-    """The files of ``name`` at a commit: by the cache where it knows that commit, else as the Hub says, or by the cache
-    where the Hub does not answer. Raises what huggingface_hub does."""
-    if REGEX_COMMIT_HASH.fullmatch(name.revision) and (known := _cached(name)):
-        return known
-    asked: dict[str, Any] = {"repo_type": name.kind, "revision": name.revision or None, "files_metadata": True}
+    """The files of ``name`` at a commit: from the cache where it has that commit, else from the Hub, or from the cache
+    where the Hub does not answer. Raises the errors of huggingface_hub."""
+    if REGEX_COMMIT_HASH.fullmatch(name.revision) and (cached := _cached(name)):
+        return cached
+    request: dict[str, Any] = {"repo_type": name.kind, "revision": name.revision or None, "files_metadata": True}
     try:
         if _unreachable:
             raise _unreachable[0]  # asking again would take as long
-        info: Any = HfApi().repo_info(name.repository, timeout=answer_s(), **asked)
+        info: Any = HfApi().repo_info(name.repository, timeout=answer_s(), **request)
     except Exception as error:
-        _unreachable.extend(() if isinstance(error, HfHubHTTPError) else (error,))
-        refused = isinstance(error, HfHubHTTPError) and error.response.status_code in _NO_ACCESS
-        if refused or (known := _cached(name)) is None:
+        if isinstance(error, HfHubHTTPError):
+            refused = error.response.status_code in _NO_ACCESS
+        else:
+            refused = False
+            _unreachable.append(error)
+        cached = None if refused else _cached(name)
+        if cached is None:
             raise
-        return structs.replace(known, notice=f"the Hub could not say which is the newest: {type(error).__name__}")
+        return structs.replace(cached, notice=f"the Hub could not say which is the newest: {type(error).__name__}")
     send(messages.Asking(answered=True))
     if name.revision != info.sha:
-        with suppress(OSError):  # a cache that only others may write
+        with suppress(OSError):  # a cache that this user may not write
             make_directory(_ref(name).parent)
-            write_durable(_ref(name), info.sha.encode())  # by which the cache is read when the Hub cannot be asked
+            write_durable(_ref(name), info.sha.encode())  # names the commit when the Hub cannot be asked
     return _files_at(name, info.sha, ((file.rfilename, file.size) for file in info.siblings or ()))
 
 
 def _cached(name: HubName) -> _Files | None:
-    """The repository as the cache knows it; None: not at that revision, or not which files it has."""
+    """The repository as it is in the cache; None where the cache has not that revision or no list of its files."""
     try:
         commit = name.revision if REGEX_COMMIT_HASH.fullmatch(name.revision) else _ref(name).read_text()
         tree = get_cached_repo_tree(name.repository, repo_type=name.kind, revision=commit)
@@ -102,55 +110,64 @@ def _cached(name: HubName) -> _Files | None:
 
 
 def _files_at(name: HubName, commit: str, sizes: Iterable[tuple[str, int | None]]) -> _Files:
-    """Files of a commit, without those whose names lead out of a folder."""
+    """Files of a commit, without files whose names lead out of the folder."""
     inside = {path: size or 0 for path, size in sizes if ".." not in path and not path.startswith("/")}
     return _Files(name=structs.replace(name, revision=commit), sizes=inside)
 
 
-def _choose(wanted: WantedFiles, send: Send) -> _Files:
-    """The files of a key. Raises ``RecipeError`` where a choice is to be made or there is nothing to choose."""
-    name = wanted.name
-    found = _repository(wanted.name, send)
+def _choose(request: WantedFiles, send: Send) -> _Files:
+    """The files that one key of a recipe needs. Raises ``RecipeError`` where the recipe must choose among several sets
+    of files, or the repository has none."""
+    name = request.name
+    repository = _repository(request.name, send)
     if not name.dataset:
-        names = files.model_files(found.sizes)
-        if not any(one.endswith(files.WEIGHTS) for one in names):
+        names = files.model_files(repository.sizes)
+        if not any(file_name.endswith(files.WEIGHTS) for file_name in names):
             remedy = "name a repository that has them, or convert it and name the folder"
             raise RecipeError(f"{name} of the Hub has no {files.WEIGHTS} weights, and pickles are not read: {remedy}")
-        return structs.replace(found, names=names)
-    names = _data_files(wanted, found)
+        return structs.replace(repository, names=names)
+    names = _data_files(request, repository)
     if not names and not name.revision:
         with suppress(RevisionNotFoundError):
-            found = _repository(structs.replace(name, revision=_CONVERTED), send)
-            names = _data_files(wanted, found)
+            repository = _repository(structs.replace(name, revision=_CONVERTED), send)
+            names = _data_files(request, repository)
     if not names:
         raise RecipeError(f"{name} of the Hub has no parquet or JSONL files there: convert it, and name the file")
-    return structs.replace(found, names=names, patterns=files.compact(names, found.sizes))
+    return structs.replace(repository, names=names, patterns=files.compact(names, repository.sizes))
 
 
-def _data_files(wanted: WantedFiles, found: _Files) -> list[str]:
-    if wanted.files:
-        return files.matching(wanted.files, found.sizes)
-    names = list(found.sizes)
-    name = found.name
+def _data_files(request: WantedFiles, repository: _Files) -> list[str]:
+    if request.files:
+        return files.matching(request.files, repository.sizes)
+    names = list(repository.sizes)
+    name = repository.name
     splits = files.splits_by_name(names)
     default = files.DEFAULT
     if "README.md" in names:
         card = hf_hub_download(name.repository, "README.md", repo_type=name.kind, revision=name.revision)
-        declared, named = files.declared_splits(metadata_load(card) or {}, names)
-        splits, default = (declared, named) if declared else (splits, default)
+        declared, declared_default = files.declared_splits(metadata_load(card) or {}, names)
+        if declared:
+            splits = declared
+            default = declared_default
+    if not splits:
+        return []
     try:
-        return files.matching(files.chosen_split(splits, default, wanted.config, wanted.split), names) if splits else []
+        patterns = files.chosen_split(splits, default, request.config, request.split)
+        return files.matching(patterns, names)
     except RecipeError as error:
-        raise RecipeError(f"{wanted.name} of the Hub {error}") from error
+        raise RecipeError(f"{request.name} of the Hub {error}") from error
 
 
-def _download(key: str, found: _Files, stand_ins: str, send: Send) -> messages.Resolved:
-    """Have the files in the cache, or, for a model whose weights are not there, a stand-in."""
-    name = found.name
-    names = [one for one in found.names if not (stand_ins and one.endswith(files.WEIGHTS))]
-    if missing := found.missing(names):
-        if constants.HF_HUB_OFFLINE or found.notice:
-            lacks = ", ".join(list(missing)[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+def _download(key: str, repository: _Files, stand_ins: str, send: Send) -> messages.Resolved:
+    """Download the files that are not in the cache. With ``stand_ins``, a directory, weights are not downloaded: where
+    they are missing, the answer is a folder in it with the headers of the weights."""
+    name = repository.name
+    names = [file_name for file_name in repository.names if not (stand_ins and file_name.endswith(files.WEIGHTS))]
+    if missing := repository.missing(names):
+        if constants.HF_HUB_OFFLINE or repository.notice:
+            lacks = ", ".join(list(missing)[:3])
+            if len(missing) > 3:
+                lacks += f" and {len(missing) - 3} more"
             remedy = f"run {name.command} where there is a network"
             raise RecipeError(f"the copy of {name} in {constants.HF_HUB_CACHE} lacks {lacks}, and the Hub: {remedy}")
         make_directory(Path(constants.HF_HUB_CACHE))
@@ -158,43 +175,57 @@ def _download(key: str, found: _Files, stand_ins: str, send: Send) -> messages.R
         free = shutil.disk_usage(constants.HF_HUB_CACHE).free
         if needed > free:
             raise RecipeError(no_room(name, needed, free))
-        wanted = [glob.escape(one) for one in names]
+        patterns = [glob.escape(file_name) for file_name in names]
         bar = _bar(name.repository, send)
         snapshot_download(
-            name.repository, repo_type=name.kind, revision=name.revision, allow_patterns=wanted, tqdm_class=bar
+            name.repository, repo_type=name.kind, revision=name.revision, allow_patterns=patterns, tqdm_class=bar
         )
-    absent = found.missing(found.names)
-    folder = _stand_in(found, Path(stand_ins, key, name.revision)) if absent else found.folder
-    sizes = sum(found.sizes[one] for one in found.names), sum(absent.values())
-    return messages.Resolved(key, name, str(folder), found.patterns, *sizes, found.notice)
+    still_missing = repository.missing(repository.names)
+    folder = _stand_in(repository, Path(stand_ins, key, name.revision)) if still_missing else repository.folder
+    return messages.Resolved(
+        key,
+        name,
+        str(folder),
+        repository.patterns,
+        total=sum(repository.sizes[file_name] for file_name in repository.names),
+        missing=sum(still_missing.values()),
+        notice=repository.notice,
+    )
 
 
-def _stand_in(found: _Files, folder: Path) -> Path:
-    """A folder like that of the model, in which weights have their headers and no data."""
-    for one in found.names:
-        (folder / one).parent.mkdir(parents=True, exist_ok=True)
-        if not one.endswith(files.WEIGHTS):
-            shutil.copyfile(found.folder / one, folder / one)
+def _stand_in(repository: _Files, folder: Path) -> Path:
+    """Make ``folder`` like the folder of the model, but for weights, which have headers and no data."""
+    name = repository.name
+    for file_name in repository.names:
+        (folder / file_name).parent.mkdir(parents=True, exist_ok=True)
+        if not file_name.endswith(files.WEIGHTS):
+            shutil.copyfile(repository.folder / file_name, folder / file_name)
             continue
-        header = HfApi().parse_safetensors_file_metadata(found.name.repository, one, revision=found.name.revision)
-        table: dict[str, Any] = {"__metadata__": header.metadata} if header.metadata else {}
-        for key, of in header.tensors.items():
-            table[key] = {"dtype": of.dtype, "shape": of.shape, "data_offsets": of.data_offsets}
+        header = HfApi().parse_safetensors_file_metadata(name.repository, file_name, revision=name.revision)
+        table = dict[str, Any]()
+        if header.metadata:
+            table["__metadata__"] = header.metadata
+        data_bytes = 0
+        for key, tensor in header.tensors.items():
+            table[key] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": tensor.data_offsets}
+            data_bytes = max(data_bytes, tensor.data_offsets[1])
         text = json.dumps(table).encode()
-        with (folder / one).open("wb") as file:
+        with (folder / file_name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + max((of.data_offsets[1] for of in header.tensors.values()), default=0))
+            file.truncate(8 + len(text) + data_bytes)  # a hole: it takes no room on the disk
     return folder
 
 
 def _bar(name: str, send: Send) -> type[tqdm]:
-    """A class of progress bars that shows nothing, and sends how many bytes are on the disk."""
+    """A class of progress bars that shows nothing and sends the number of bytes on the disk."""
 
     class Bar(tqdm):  # type: ignore[misc]
         monitor_interval = 0
 
         def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-            if self.unit == "B" and self.total and "Reconstruct" in str(self.desc):  # of several, that of whole files
+            if (
+                self.unit == "B" and self.total and "Reconstruct" in str(self.desc)
+            ):  # the bar of whole files, one of several bars
                 send(messages.DownloadProgress(name, int(self.n), int(self.total)))
             return True
 
@@ -204,33 +235,35 @@ def _bar(name: str, send: Send) -> type[tqdm]:
     return Bar
 
 
-def _tried(wanted: WantedFiles, work: Callable[[], T], send: Send) -> T | None:
+def _result_or_problem(request: WantedFiles, work: Callable[[], T], send: Send) -> T | None:
     """The result of ``work``; None after its failure was sent."""
     try:
         return work()
     except RecipeError as error:
-        send(messages.Unresolved(wanted.key, str(error)))
+        send(messages.Unresolved(request.key, str(error)))
     except Exception as error:  # noqa: BLE001 - whatever the network, the disk or the Hub's answer brings
-        send(messages.Unresolved(wanted.key, sentence(error, wanted.name)))
+        send(messages.Unresolved(request.key, sentence(error, request.name)))
     return None
 
 
 def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
-    wanted = msgspec.json.decode(arguments[0], type=list[WantedFiles])
+    requests = msgspec.json.decode(arguments[0], type=list[WantedFiles])
     stand_ins = arguments[1]
 
     def send(answer: HubAnswer) -> None:
         answers.write(msgspec.json.encode(answer) + b"\n")
 
     send(messages.Asking())
-    wanted.sort(key=lambda one: not one.name.dataset)  # data is small beside weights
-    chosen = [_tried(one, partial(_choose, one, send), send) for one in wanted]
-    for one, found in zip(wanted, chosen, strict=True):
-        if None in chosen or found is None:
+    requests.sort(key=lambda request: not request.name.dataset)  # data is small beside weights
+    choices = [_result_or_problem(request, partial(_choose, request, send), send) for request in requests]
+    for request, repository in zip(requests, choices, strict=True):
+        if None in choices or repository is None:
             return  # before anything large is downloaded
-        if (done := _tried(one, partial(_download, one.key, found, stand_ins, send), send)) is None:
+        download = partial(_download, request.key, repository, stand_ins, send)
+        resolved = _result_or_problem(request, download, send)
+        if resolved is None:
             return
-        send(done)
+        send(resolved)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Messages between the command and the process that asks the Hub."""
+"""Messages between the process of the command (``resolution``) and the process that asks the Hub (``fetch``)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from streamrl.recipe.rules.hub_names import HubName
 
 
 class WantedFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Files of a repository for one key of the recipe. Of a data set those of ``config`` and ``split``, or those that
-    the patterns ``files`` name, as in an earlier life of the run."""
+    """Request for the files of a repository, for one key of the recipe. Files of a data set are chosen by ``config``
+    and ``split``, or by the patterns ``files``, as an earlier start of the run chose them."""
 
     key: str
     name: HubName
@@ -27,16 +27,22 @@ class Asking(msgspec.Struct, frozen=True, tag=True):
 
 
 class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of the files of ``name`` that are downloaded, and how many of them are there."""
+    """Bytes of the files of ``name`` that are downloaded so far, and in total."""
 
     name: str
-    done: int
+    downloaded: int
     total: int
 
 
 class Resolved(msgspec.Struct, frozen=True, tag=True):
-    """``name``: with its commit; ``folder``: where its files are; ``files``: patterns of those of a data set;
-    ``missing``: bytes of ``total`` that are not in the cache yet; ``notice``: why the Hub did not say which commit."""
+    """Files of one key of the recipe, in the cache.
+
+    ``name``: name with the commit.
+    ``folder``: directory of the files.
+    ``files``: patterns of the files of a data set; empty for a model.
+    ``total``: bytes of all files.
+    ``missing``: bytes that are not in the cache yet.
+    ``notice``: reason why the commit is not the Hub's answer; empty where it is."""
 
     key: str
     name: HubName
@@ -58,6 +64,6 @@ HubAnswer = Asking | DownloadProgress | Resolved | Unresolved
 
 
 def answer_s() -> float:
-    """Seconds that the Hub has for an answer: 2, or what HF_HUB_ETAG_TIMEOUT says."""
-    given = os.environ.get("HF_HUB_ETAG_TIMEOUT", "")
-    return float(given) if given.isdecimal() else 2.0
+    """Seconds that the Hub has for an answer: HF_HUB_ETAG_TIMEOUT, or 2."""
+    seconds = os.environ.get("HF_HUB_ETAG_TIMEOUT", "")
+    return float(seconds) if seconds.isdecimal() else 2.0

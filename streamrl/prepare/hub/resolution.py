@@ -1,5 +1,6 @@
-"""The recipe with folders in place of names of the Hub. The Hub is asked once, by a process of its own (``fetch``), and
-what a run goes on with has the commit in its path: a resume asks nobody, and never has another commit."""
+"""The recipe with folders in place of names of the Hub. Commands call ``with_hub_folders`` in their process before a
+run. The Hub is asked once, by a process of its own (``fetch``), and the folders of a run have the commit in their path:
+a resumed run asks no server and never has another commit."""
 
 from __future__ import annotations
 
@@ -29,12 +30,16 @@ from streamrl.run.copies.fetched import with_fetched_checkpoint
 _OWN_OPTIONS = ("config", "split", "files")
 _LONGEST_S = 30 * 24 * 3600.0
 _SLOW_MACHINE_S = 5.0
-"""Seconds beyond the time for an answer, in which a busy machine lets the process say that there was none."""
+"""Seconds beyond the time for an answer that the process has for its message that there was none, on a busy machine."""
 Place = tuple[str | int, ...]
 
 
 class HubRecipe(msgspec.Struct, frozen=True, kw_only=True):
-    """``recipe``: with folders. ``names``: with commits, by what stands in their place. ``lines``: sizes of each."""
+    """A recipe whose names of the Hub are resolved.
+
+    ``recipe``: recipe with folders in place of names.
+    ``names``: names with commits, by the text that replaced them in the recipe.
+    ``lines``: name and size of each, for people."""
 
     recipe: Recipe
     names: dict[str, str] = {}
@@ -50,60 +55,67 @@ class HubRecipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_hub_folders(recipe: Recipe) -> Recipe:
-    """``recipe`` with the folders in the cache that its names of the Hub mean, after a download that shows its progress
-    on stderr; so with a checkpoint of an object store. Blocking. Raises ``RecipeError`` with every name that cannot be
-    had."""
+    """``recipe`` with folders of the cache in place of its names of the Hub, after a download that shows its progress
+    on stderr; a checkpoint of an object store is downloaded as well. Blocking. Raises ``RecipeError`` with every name
+    that cannot be resolved."""
     return with_fetched_checkpoint(_resolved(recipe, "").recipe)
 
 
 def with_hub_prompts(spec: str) -> str:
-    """The same of what ``prompts.train`` may say."""
+    """``spec``, a value of ``prompts.train``, with a folder of the cache in place of a name of the Hub. Raises
+    ``RecipeError``."""
     return with_hub_folders(recipe_around(prompts=spec)).prompts.train
 
 
 def recipe_around(*, model: str = "/", prompts: str = "none.jsonl") -> Recipe:
-    """A recipe of which only its model or its prompts count."""
+    """A recipe for a model or prompts alone. Its other fields are placeholders."""
     return Recipe(model=Model(path=model), prompts=Prompts(train=prompts), rewards=(Reward(function="none:none"),))
 
 
 @contextmanager
 def hub_looked_up(recipe: Recipe) -> Iterator[HubRecipe]:
-    """The same without weights that would be downloaded: where they are not in the cache, a folder with their headers
-    stands in, which is removed at the end."""
+    """The recipe with folders, without a download of weights: weights that are not in the cache are replaced by a
+    folder with their headers, which is removed at the end."""
     with tempfile.TemporaryDirectory(prefix="streamrl-hub-") as stand_ins:
         yield _resolved(recipe, stand_ins)
 
 
 def _resolved(recipe: Recipe, stand_ins: str) -> HubRecipe:
     table = msgspec.to_builtins(recipe)
-    wanted: dict[Place, WantedFiles] = {}
+    requests: dict[Place, WantedFiles] = {}
     problems: list[str] = []
     for place in _places(table):
         key = ".".join(map(str, place))
         text = _at(table, place)
         try:
-            if one := _wanted(key, text, prompts=place[0] in ("prompts", "evaluation")):
-                wanted[place] = one
+            if request := _request_for(key, text, prompts=place[0] in ("prompts", "evaluation")):
+                requests[place] = request
         except RecipeError as error:
             problems += [f"{key}: {problem}" for problem in error.problems]
     if problems:
         raise RecipeError(*problems)
-    if not wanted:
+    if not requests:
         return HubRecipe(recipe=recipe)
-    found = _ask(tuple(wanted.values()), stand_ins)
+    resolutions = _ask(tuple(requests.values()), stand_ins)
     names = {}
-    for place, one in wanted.items():
-        got = found[one.key]
+    for place, request in requests.items():
+        resolved = resolutions[request.key]
         _, question, query = _at(table, place).partition("?")
-        options = [part for part in query.split("&") if part and part.partition("=")[0] not in _OWN_OPTIONS]
-        chosen = "&".join([f"?files={quote(got.files, safe='/*|')}", *options]) if got.files else ""
-        names[f"{got.folder}{chosen}"] = f"{HUB}{got.name}{question}{query}"
-        _at(table, place[:-1])[place[-1]] = f"{got.folder}{chosen}"
-    absent = {
-        one.key: f", of which {_size(one.missing)} would be downloaded" * (one.missing > 0) for one in found.values()
-    }
-    lines = (f"{one.key}: {one.name}, {_size(one.total)}{absent[one.key]}" for one in found.values())
-    return HubRecipe(recipe=msgspec.convert(table, Recipe), names=names, lines=tuple(lines))
+        text = resolved.folder
+        if resolved.files:
+            options = [part for part in query.split("&") if part and part.partition("=")[0] not in _OWN_OPTIONS]
+            text += "&".join([f"?files={quote(resolved.files, safe='/*|')}", *options])
+        names[text] = f"{HUB}{resolved.name}{question}{query}"
+        _at(table, place[:-1])[place[-1]] = text
+    lines = tuple(map(_size_line, resolutions.values()))
+    return HubRecipe(recipe=msgspec.convert(table, Recipe), names=names, lines=lines)
+
+
+def _size_line(resolved: Resolved) -> str:
+    line = f"{resolved.key}: {resolved.name}, {_size(resolved.total)}"
+    if resolved.missing:
+        line += f", of which {_size(resolved.missing)} would be downloaded"
+    return line
 
 
 def _places(table: dict[str, Any]) -> Iterator[Place]:
@@ -113,12 +125,16 @@ def _places(table: dict[str, Any]) -> Iterator[Place]:
     if isinstance(held_out, str):
         yield ("evaluation", "prompts")
     else:
-        for name, one in held_out.items():
-            yield ("evaluation", "prompts", name, *(() if isinstance(one, str) else ("prompts",)))
+        for name, prompts in held_out.items():
+            if isinstance(prompts, str):
+                yield ("evaluation", "prompts", name)
+            else:
+                yield ("evaluation", "prompts", name, "prompts")
     for n, reward in enumerate(table["rewards"]):
         if reward["function"] == "reward_model" and "path" in reward["options"]:
             yield ("rewards", n, "options", "path")
-    for engines in (("engines",), *(("engines", "sets", n) for n in range(len(table["engines"]["sets"])))):
+    sets: list[Place] = [("engines", "sets", n) for n in range(len(table["engines"]["sets"]))]
+    for engines in (("engines",), *sets):
         drafts = _at(table, engines).get("args", {}).get("speculative_config")
         if isinstance(drafts, dict) and "model" in drafts:
             yield (*engines, "args", "speculative_config", "model")
@@ -128,25 +144,25 @@ def _at(table: Any, place: Place) -> Any:
     return reduce(getitem, place, table)
 
 
-def _wanted(key: str, text: object, *, prompts: bool) -> WantedFiles | None:
-    """Files of the Hub that ``text`` names; None: it is a path, and what it names is there or not of the cache."""
+def _request_for(key: str, text: object, *, prompts: bool) -> WantedFiles | None:
+    """The files of the Hub that ``text`` names; None where ``text`` is a path that exists, or no path of the cache."""
     source, _, query = str(text).partition("?") if prompts else (str(text), "", "")
     if source.startswith(HUB) or (not prompts and is_bare_name(source) and not Path(source).exists()):
         name = read_hub_name(source, dataset=prompts)
-    elif (found := cached_name(source)) and not Path(source).exists():
-        name = found  # of an earlier life of the run, and removed from the cache since
+    elif (cached := cached_name(source)) and not Path(source).exists():
+        name = cached  # a folder of an earlier start of the run, removed from the cache since
     else:
         return None
     options = dict(part.partition("=")[::2] for part in query.split("&"))
     return WantedFiles(key=key, name=name, **{option: options.get(option, "") for option in _OWN_OPTIONS})
 
 
-def _ask(wanted: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]:
-    """Have the files of every key. Raises ``RecipeError``."""
+def _ask(requests: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]:
+    """Download the files of every request. Returns an answer for each key. Raises ``RecipeError``."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    found: dict[str, Resolved] = {}
+    resolutions: dict[str, Resolved] = {}
     problems: list[str] = []
     console = Console(stderr=True, soft_wrap=True)
     columns = TextColumn("downloading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
@@ -154,14 +170,15 @@ def _ask(wanted: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]:
         bars = Progress(*columns, console=console)
         tasks = dict[str, Any]()
         try:
-            for answer in _answers(wanted, stand_ins, errors):
+            for answer in _answers(requests, stand_ins, errors):
                 match answer:
-                    case messages.DownloadProgress(name=name, done=done, total=total):
+                    case messages.DownloadProgress(name=name, downloaded=downloaded, total=total):
                         bars.start()
-                        tasks[name] = tasks[name] if name in tasks else bars.add_task(name)
-                        bars.update(tasks[name], completed=done, total=total)
+                        if name not in tasks:
+                            tasks[name] = bars.add_task(name)
+                        bars.update(tasks[name], completed=downloaded, total=total)
                     case Resolved(key=key, name=at, notice=notice):
-                        found[key] = answer
+                        resolutions[key] = answer
                         if notice:
                             console.print(f"{key}: {at} of the cache ({notice})", highlight=False)
                     case messages.Unresolved(key=key, problem=problem):
@@ -172,20 +189,21 @@ def _ask(wanted: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]:
         errors.seek(0)
         last = errors.read().decode(errors="replace").strip().rpartition("\n")[2][:200]
     if not problems:
-        ended = f"ended ({last}): correct that" if last else ""
-        why = ended or "got no answer: try again later, or set HF_ENDPOINT to a mirror"
-        lost = [one for one in wanted if one.key not in found]
-        problems = [f"{one.key}: the process that asks the Hub for {one.name} {why}" for one in lost]
+        why = "got no answer: try again later, or set HF_ENDPOINT to a mirror"
+        if last:
+            why = f"ended ({last}): correct that"
+        lost = [request for request in requests if request.key not in resolutions]
+        problems = [f"{request.key}: the process that asks the Hub for {request.name} {why}" for request in lost]
     if problems:
         raise RecipeError(*problems)
-    return found
+    return resolutions
 
 
-def _answers(wanted: Sequence[WantedFiles], stand_ins: str, errors: IO[bytes]) -> Iterator[HubAnswer]:
-    """Messages of the process, until it ends, or has asked in vain for too long: looking up an address has no time
-    limit of its own."""
+def _answers(requests: Sequence[WantedFiles], stand_ins: str, errors: IO[bytes]) -> Iterator[HubAnswer]:
+    """Messages of the process that asks the Hub, until it ends, or has waited too long for the Hub: the lookup of an
+    address has no time limit of its own."""
     command = [sys.executable, "-P", "-m", "streamrl.prepare.hub.fetch", str(_LONGEST_S), str(os.getpid())]
-    command += [msgspec.json.encode(wanted).decode(), stand_ins]
+    command += [msgspec.json.encode(requests).decode(), stand_ins]
     nothing = subprocess.DEVNULL
     pipe = subprocess.PIPE
     child = subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=errors, start_new_session=True)

@@ -1,2 +1,2 @@
-"""Chats of several turns as tokens: what continues one after a sampled turn, which calls of tools a turn has, and
-what a model's template does with them. Imports pretrained and rooms before it; no torch."""
+"""Chats of several turns as tokens: the tokens between turns (``seam``), the tool calls of a turn (``tool_calls``), and
+the behavior of a chat template (``template_facts``). Used by environment workers and the dry run, without torch."""

@@ -1,10 +1,11 @@
-"""The tokens between a sampled turn and the next one: the end of the turn, the appended messages, and the begin of the
-assistant's next message. What was sampled is never decoded and tokenised again.
+"""The *seam*: tokens between a sampled turn and the next one, which are the end of the turn, the appended messages, and
+the begin of the assistant's next message. Sampled tokens are never decoded and tokenised again. Called by the
+environment workers (``run.environments``) for every turn after the first.
 
-The template renders the chat with a stand-in for the sampled turn, whose texts are random marks. Behind the last mark,
-at the text of the token that closes the turn, begins the *seam*. It begins with a special token, so that its own tokens
-are those that it has inside of the whole text. Changes that the template makes to earlier turns have no effect: they
-are tokens already."""
+The template renders the chat with a placeholder for the sampled turn, whose texts are random marks. The seam begins
+after the last mark, at the text of the token that closes the turn. This is a special token, so the seam alone has the
+same tokens as within the full text. Changes that the template makes to earlier turns have no effect, because these are
+tokens already."""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ ChatMessage = Mapping[str, Any]
 
 
 class CannotContinueError(ChatError):
-    """A chat that the model's template cannot continue by tokens; the message says why."""
+    """The model's chat template cannot continue a chat by tokens; the message has the reason."""
 
 
 class SeamKind(StrEnum):
-    """Relation of the last sampled token to the one that the template writes after a turn of a history.
+    """Relation of the last sampled token to the token that the template writes after a turn.
 
-    ``EXACT``: they are the same. ``CLOSED``: no end token was sampled (length limit, abort), so the seam has it.
+    ``EXACT``: same token. ``CLOSED``: no end token was sampled (length limit, abort), so the seam has the template's.
     ``OTHER_CLOSER``: another end token was sampled. ``OTHER_OPENER``: another end token was sampled, and the template's
-    one opens the appended message rather than closing the turn (GLM). ``REWRITTEN``: there is no seam, but the whole
-    chat as the template writes it, which begins otherwise."""
+    token opens the appended message instead of closing the turn (GLM). ``REWRITTEN``: no seam; the chat as the template
+    writes it replaces the earlier tokens."""
 
     EXACT = "exact"
     CLOSED = "closed"
@@ -43,21 +44,21 @@ class SeamKind(StrEnum):
 
 
 class Seam(msgspec.Struct, frozen=True):
-    """``token_ids``: int32, to be appended to the sampled ones; none of them is trained."""
+    """A seam. ``token_ids``: int32, appended to the sampled tokens and not trained."""
 
     token_ids: TokenArray
     kind: SeamKind
 
 
 class CalledTool(msgspec.Struct, frozen=True):
-    """A tool call of a sampled turn. ``call_id``: that a tool message answers."""
+    """A tool call of a sampled turn. ``call_id``: id to which the tool message refers."""
 
     name: str
     call_id: str
 
 
 class ChatSeams:
-    """Continues chats of one model. ``tools``: JSON schemas, as the first prompt has them; ``arguments``: further
+    """Continues chats of one model. ``tools``: JSON schemas, the same as of the first prompt; ``arguments``: further
     variables of the template."""
 
     def __init__(
@@ -78,9 +79,12 @@ class ChatSeams:
         appended: Sequence[ChatMessage],
         last: int | None,
     ) -> Seam:
-        """Return the tokens between a sampled turn and the next one. ``history``: messages before the turn, of which
-        those up to the first user message are enough; ``calls``: of the turn; ``appended``: messages after it;
-        ``last``: the last sampled token (None: there is none). Raises ``CannotContinueError``."""
+        """Return the tokens between a sampled turn and the next one. Raises ``CannotContinueError``.
+
+        ``history``: messages before the turn; those up to the first user message are enough;
+        ``calls``: tool calls of the turn;
+        ``appended``: messages after the turn;
+        ``last``: last sampled token (None: nothing was sampled)."""
         text = self.text(history, calls, appended)
         ids = self._tokenizer.encode_fragment(text)
         if last not in self._stops:
@@ -94,11 +98,11 @@ class ChatSeams:
         return Seam(ids[1:], SeamKind.OTHER_CLOSER)
 
     def text(self, history: Sequence[ChatMessage], calls: Sequence[CalledTool], appended: Sequence[ChatMessage]) -> str:
-        """The text of the seam. Raises ``CannotContinueError``."""
+        """Return the text of the seam. Raises ``CannotContinueError``."""
         after = self._after_turn(history, calls, appended)
         # A template may close turns of a history with a special token that never ends a sampled one.
         stops = [*self._stops.values(), self._closer]
-        places = [at for stop in stops if stop and (at := after.find(stop)) >= 0]
+        places = [after.find(stop) for stop in stops if stop and stop in after]
         if not places:
             raise CannotContinueError("the model's chat template cannot be continued: it writes no token after a turn")
         return after[min(places) :]
@@ -111,7 +115,7 @@ class ChatSeams:
         *,
         generation_prompt: bool = True,
     ) -> str:
-        """Return what the template writes after the texts of the turn."""
+        """Return the text that the template writes after the turn. Raises ``CannotContinueError``."""
         problems = []
         for message, marks in _placeholders(calls):
             try:
@@ -132,7 +136,7 @@ class ChatSeams:
 
     @cached_property
     def _closer(self) -> str:
-        """The special token right after a plain turn of a history; empty: there is none."""
+        """Text of the special token that the template writes after a turn without calls; empty: it writes none."""
         mark = _mark()
         turns = [_message("x", role="user"), _message(mark), _message("x", role="user")]
         try:
@@ -141,7 +145,7 @@ class ChatSeams:
             return ""
         after = self._tokenizer.encode_fragment(text[text.rfind(mark) + len(mark) :])
         specials = self._tokenizer.special_token_ids
-        return next((self._tokenizer.token_text(one) for one in after[:2] if one in specials), "")
+        return next((self._tokenizer.token_text(token_id) for token_id in after[:2] if token_id in specials), "")
 
     def _write(self, messages: Sequence[ChatMessage], *, generation_prompt: bool = True) -> str:
         write = self._tokenizer.write_chat
@@ -149,7 +153,7 @@ class ChatSeams:
 
 
 def _opening(history: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """Return the messages up to the first user message: more of them cost time and change no seam."""
+    """Return the messages up to the first user message: further messages cost time and do not change the seam."""
     user = next((place for place, message in enumerate(history) if message.get("role") == "user"), len(history))
     return history[: user + 1]
 
@@ -163,11 +167,11 @@ def _message(text: str, *, role: str = "assistant") -> dict[str, Any]:
 
 
 def _placeholders(calls: Sequence[CalledTool]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Messages to render in place of the turn, the best first, each with its marks."""
+    """Yield messages to render in place of the turn, the best first, each with its marks."""
     if calls:
         marks = [_mark() for _ in calls]
         yield calling_message(calls, [{"x": mark} for mark in marks]), marks
-        # A template that writes no call may show the text beside it; one that wants arguments as text refuses both.
+        # A template may write the text beside a call but no call; a template for arguments as text refuses both.
         mark = _mark()
         yield calling_message(calls, [{} for _ in calls], text=mark), [mark]
     mark = _mark()
@@ -175,9 +179,10 @@ def _placeholders(calls: Sequence[CalledTool]) -> Iterator[tuple[dict[str, Any],
 
 
 def calling_message(calls: Sequence[CalledTool], arguments: Sequence[Any], text: str = "") -> dict[str, Any]:
-    """Make the assistant's message that calls tools, as chat templates take it."""
-    written = [
-        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": given}}
-        for call, given in zip(calls, arguments, strict=True)
+    """Return the assistant's message that calls tools, in the form that chat templates take. ``arguments``: arguments
+    of each call."""
+    tool_calls = [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call_arguments}}
+        for call, call_arguments in zip(calls, arguments, strict=True)
     ]
-    return _message(text) | {"tool_calls": written}
+    return _message(text) | {"tool_calls": tool_calls}

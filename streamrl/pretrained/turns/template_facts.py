@@ -1,5 +1,5 @@
-"""The effects of a model's chat template on a chat that goes on, found by rendering small ones; and texts that may
-stand in such a chat without closing or opening a turn."""
+"""Behavior of a model's chat template in chats of several turns, found by rendering small chats (dry run and
+environment workers); and removal of special tokens from untrusted text, which could close or open a turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TAG = re.compile(r"[<\[][^\s<>\[\]{}()=\"']+[>\]]")
 
 
 class Appending(StrEnum):
-    """The effect of another message on the text before it, which the engine saw."""
+    """Effect of a further message on the text before it, which the engine has sampled from."""
 
     APPENDS = "is appended"
     REWRITES_TURN = "rewrites the turn before it"
@@ -32,10 +32,15 @@ class Appending(StrEnum):
 
 
 class TemplateFacts(msgspec.Struct, frozen=True):
-    """``effects``: by what is appended (``user``, ``tool``), and to which turn (``after reasoning``). ``shows_tools``:
-    names and descriptions of the tools stand in the prompt (True where there are none). ``calls``: of one turn with two
-    that the template writes. ``opens_reasoning``: the prompt ends inside of ``<think>``. ``writes_date``: today's date
-    stands in it. ``call_tags``: around the calls of a turn, such as ``<tool_call>`` (empty: there is none)."""
+    """Behavior of a chat template.
+
+    ``effects``: effect of a message by its role (``user``, ``tool``), and by role and ``after reasoning`` for a message
+    after a turn with reasoning;
+    ``shows_tools``: whether the prompt has the names and descriptions of the tools (True where there are no tools);
+    ``calls``: number of calls that the template writes for a turn with two;
+    ``opens_reasoning``: whether the prompt ends inside of ``<think>``;
+    ``writes_date``: whether the prompt has today's date;
+    ``call_tags``: tags before and after the calls of a turn, such as ``<tool_call>`` (empty: there is none)."""
 
     effects: Mapping[str, Appending]
     shows_tools: bool
@@ -45,63 +50,71 @@ class TemplateFacts(msgspec.Struct, frozen=True):
     call_tags: tuple[str, str] = ("", "")
 
     def sentences(self) -> list[str]:
-        """List the effect of each kind of message, and what else a run with turns must know."""
+        """Return the facts as sentences for the dry run's summary."""
         calls_tools = self.effects.get("tool") is not Appending.REFUSED
-        found = [
-            f"a message of {'the user' if name.startswith('user') else 'a tool'}{name[4:]} {effect}"
-            for name, effect in self.effects.items()
-            if name in ("user", "tool") or effect is not self.effects[name[:4]]
-        ]
+        sentences = []
+        for name, effect in self.effects.items():
+            role = name[:4]  # the rest is " after reasoning"
+            if name != role and effect is self.effects[role]:
+                continue
+            sender = "the user" if role == "user" else "a tool"
+            sentences.append(f"a message of {sender}{name[4:]} {effect}")
         if not calls_tools:
-            found.append("the model cannot call tools")
+            sentences.append("the model cannot call tools")
         elif not self.shows_tools:
-            found.append("tools are not in the prompt: describe them in the system message")
+            sentences.append("tools are not in the prompt: describe them in the system message")
         if calls_tools and "tool" in self.effects and self.calls < 2:
-            found.append(f"a turn with two calls of tools is written {'with one' if self.calls else 'without'}")
+            sentences.append(f"a turn with two calls of tools is written {'with one' if self.calls else 'without'}")
         if self.writes_date:
-            found.append("today's date stands in the prompt, which another day changes")
-        return found
+            sentences.append("today's date stands in the prompt, which another day changes")
+        return sentences
 
 
 def template_facts(
     tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None, arguments: Mapping[str, Any] | None = None
 ) -> TemplateFacts:
-    """Find the facts for ``tools`` (JSON schemas) and ``arguments`` (further variables of the template). Raises
-    ``ChatError`` where the template takes not even one message of a user."""
+    """Find the behavior of a model's chat template. ``tools``: JSON schemas; ``arguments``: further variables of the
+    template. Raises ``ChatError`` for a template that refuses even one message of a user."""
 
-    def write(messages: Sequence[ChatMessage], *, prompt: bool = True, **more: Any) -> str:
-        return tokenizer.write_chat(messages, tools, {**(arguments or {}), **more}, generation_prompt=prompt)
+    def write(messages: Sequence[ChatMessage], *, prompt: bool = True, **variables: Any) -> str:
+        return tokenizer.write_chat(messages, tools, {**(arguments or {}), **variables}, generation_prompt=prompt)
 
     first = [{"role": "user", "content": "a"}]
-    begun = write(first)
-    dated = write(first, strftime_now=lambda layout: _MARKS[0])
+    prompt_text = write(first)
+    dated_text = write(first, strftime_now=lambda layout: _MARKS[0])
     functions = [tool["function"] for tool in tools or ()]
-    said = {"role": "assistant", "content": _MARKS[0]}
-    turns: dict[str, tuple[ChatMessage, list[ChatMessage]]] = {"user": (said, [{"role": "user", "content": "b"}])}
+    answer = {"role": "assistant", "content": _MARKS[0]}
+    turns: dict[str, tuple[ChatMessage, list[ChatMessage]]] = {"user": (answer, [{"role": "user", "content": "b"}])}
     tags = ("", "")
-    both = None
+    two_calls = None
     if functions:
         name = functions[0]["name"]
-        text = _try(write, [*first, _called(name, 1)[0]]) is None  # of arguments: some templates join it to theirs
-        turns["tool"] = _called(name, 1, text=text)
-        turn, results = _called(name, 2, text=text)
-        both = _try(write, [*first, turn, *results])
-        tags = _tags(tokenizer, [_try(write, [*first, one], prompt=False) or "" for one in (turns["tool"][0], said)])
+        # Some templates join the arguments of a call to a text: they take arguments as text only.
+        as_text = _try(write, [*first, _calling_turn(name, 1)[0]]) is None
+        turns["tool"] = _calling_turn(name, 1, as_text=as_text)
+        turn, results = _calling_turn(name, 2, as_text=as_text)
+        two_calls = _try(write, [*first, turn, *results])
+        with_call, without_call = (
+            _try(write, [*first, message], prompt=False) or "" for message in (turns["tool"][0], answer)
+        )
+        tags = _tags(tokenizer, with_call, without_call)
     thought = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
     effects = {}
     for name, (turn, appended) in turns.items():
         effects[name] = _effect(write, first, turn, appended)
-        shown = _try(write, [*first, {**turn, **thought}], prompt=False)
-        if shown is not None and _THOUGHT in shown:
+        reasoning_text = _try(write, [*first, {**turn, **thought}], prompt=False)
+        if reasoning_text is not None and _THOUGHT in reasoning_text:
             effects[f"{name} after reasoning"] = _effect(write, first, {**turn, **thought}, appended)
-    opened = begun.rfind("<think>")
+    think_start = prompt_text.rfind("<think>")
     return TemplateFacts(
-        effects,
-        all(one["name"] in begun and one.get("description", "") in begun for one in functions),
-        sum(mark in both for mark in _MARKS) if both else 0,
-        opened >= 0 and "</think>" not in begun[opened:],
-        _MARKS[0] in dated,
-        tags,
+        effects=effects,
+        shows_tools=all(
+            function["name"] in prompt_text and function.get("description", "") in prompt_text for function in functions
+        ),
+        calls=sum(mark in two_calls for mark in _MARKS) if two_calls else 0,
+        opens_reasoning=think_start >= 0 and "</think>" not in prompt_text[think_start:],
+        writes_date=_MARKS[0] in dated_text,
+        call_tags=tags,
     )
 
 
@@ -113,46 +126,55 @@ def _try(write: Any, messages: Sequence[ChatMessage], *, prompt: bool = True) ->
 
 
 def _effect(write: Any, first: Sequence[ChatMessage], turn: ChatMessage, appended: Sequence[ChatMessage]) -> Appending:
-    begun = _try(write, first)
-    alone = _try(write, [*first, turn], prompt=False)
-    whole = _try(write, [*first, turn, *appended])
+    """Find the effect of the messages ``appended`` after ``turn``."""
+    prompt_text = _try(write, first)
+    turn_text = _try(write, [*first, turn], prompt=False)
+    full_text = _try(write, [*first, turn, *appended])
     history = _try(write, first, prompt=False)
-    if begun is None or alone is None or whole is None or history is None:
+    if prompt_text is None or turn_text is None or full_text is None or history is None:
         return Appending.REFUSED
-    if alone.startswith(begun) and whole.startswith(alone):
+    if turn_text.startswith(prompt_text) and full_text.startswith(turn_text):
         return Appending.APPENDS
-    return Appending.REWRITES_TURN if whole.startswith(history) else Appending.REWRITES_EARLIER
+    return Appending.REWRITES_TURN if full_text.startswith(history) else Appending.REWRITES_EARLIER
 
 
-def _tags(tokenizer: Tokenizer, turns: list[str]) -> tuple[str, str]:
-    """The tags around calls. ``turns``: texts of a chat that ends with a call, and without."""
-    called = turns[0][len(os.path.commonprefix(turns)) :]  # noqa: RUF071 (of texts)
+def _tags(tokenizer: Tokenizer, with_call: str, without_call: str) -> tuple[str, str]:
+    """Find the tags around calls, by the texts of two chats that differ in the call at their end."""
+    prefix = os.path.commonprefix([with_call, without_call])  # noqa: RUF071 (of texts)
+    call_text = with_call[len(prefix) :]
     for stop in filter(None, map(tokenizer.token_text, tokenizer.eos_token_ids)):
-        called = called.partition(stop)[0]
-    called = called.strip()
-    tags = _TAG.findall(called) or [""]
-    return tags[0] if called.startswith(tags[0]) else "", tags[-1] if called.endswith(tags[-1]) else ""
+        call_text = call_text.partition(stop)[0]
+    call_text = call_text.strip()
+    tags = _TAG.findall(call_text)
+    opening = next((tag for tag in tags[:1] if call_text.startswith(tag)), "")
+    closing = next((tag for tag in tags[-1:] if call_text.endswith(tag)), "")
+    return opening, closing
 
 
-def _called(name: str, count: int, *, text: bool = False) -> tuple[ChatMessage, list[ChatMessage]]:
-    """Return a turn with ``count`` calls, and their results."""
+def _calling_turn(name: str, count: int, *, as_text: bool = False) -> tuple[ChatMessage, list[ChatMessage]]:
+    """Return a turn with ``count`` calls, and their results. ``as_text``: whether arguments are JSON texts."""
     calls = [CalledTool(name, f"call0000{number}") for number in range(count)]
     results: list[ChatMessage] = [
         {"role": "tool", "tool_call_id": call.call_id, "name": name, "content": "c"} for call in calls
     ]
     arguments: list[Any] = [{"x": mark} for mark in _MARKS[:count]]
-    return calling_message(calls, list(map(json.dumps, arguments)) if text else arguments), results
+    if as_text:
+        arguments = [json.dumps(argument) for argument in arguments]
+    return calling_message(calls, arguments), results
 
 
 def without_special_tokens(tokenizer: Tokenizer, text: str) -> tuple[str, int]:
-    """Break special tokens that ``text`` spells, by a character without width: a page or a program could close the turn
-    that it stands in, and open another. Returns the text and how many were broken."""
+    """Break the special tokens in ``text`` with a character without width. Otherwise the text of a page or a program
+    could close the turn that it stands in, and open another. Returns the text and the number of broken tokens."""
     specials = tokenizer.special_token_ids
     broken = 0
-    while (found := next((one for one in tokenizer.encode_fragment(text) if one in specials), None)) is not None:
-        spelled = tokenizer.token_text(found)
-        if spelled not in text:  # the vocabulary writes it otherwise
+    while True:
+        special = next((token_id for token_id in tokenizer.encode_fragment(text) if token_id in specials), None)
+        if special is None:
             break
-        broken += text.count(spelled)
-        text = text.replace(spelled, spelled[0] + _JOINER + spelled[1:])
+        spelling = tokenizer.token_text(special)
+        if spelling not in text:  # the vocabulary spells it otherwise
+            break
+        broken += text.count(spelling)
+        text = text.replace(spelling, spelling[0] + _JOINER + spelling[1:])
     return text, broken

@@ -1,5 +1,6 @@
-"""Calls of tools in the text of a sampled turn, for the four formats that most models write. Strict: a turn that was
-cut off, or of which any call cannot be read, has no calls, and a sentence for the model says what was wrong with it."""
+"""Parser of the tool calls in the text of a sampled turn, for the four formats that most models write. Environment
+workers call it. Strict: a truncated turn, or a turn with any invalid call, has no calls, but a sentence for the model
+about the problem."""
 
 from __future__ import annotations
 
@@ -11,20 +12,21 @@ from typing import Any, NoReturn
 import msgspec
 
 LONGEST_CALL = 1 << 20
-"""Characters of the calls of a turn."""
+"""Limit of the characters of a call."""
 _THINK = "<think>"
 _THINK_END = "</think>"
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call as the model wrote it. ``arguments`` are not compared with the schema of the tool."""
+    """A call as the model wrote it. ``arguments``: arguments, not checked against the schema of the tool."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class ParsedTurn(msgspec.Struct, frozen=True):
-    """A turn in its parts. ``problem``: why its calls cannot be read, for the model; then ``calls`` is empty."""
+    """Parts of a turn. ``text``: text outside of reasoning and calls; ``problem``: sentence for the model about invalid
+    calls, where ``calls`` is empty."""
 
     text: str
     reasoning: str = ""
@@ -33,23 +35,28 @@ class ParsedTurn(msgspec.Struct, frozen=True):
 
 
 class BadCallError(ValueError):
-    """A call that cannot be read; the message goes to the model."""
+    """A call is invalid; the message is for the model."""
 
 
-Found = tuple[str, list[ToolCall]]
+TextAndCalls = tuple[str, list[ToolCall]]
+"""Text outside of the calls, and the calls."""
 Functions = Mapping[str, Mapping[str, Any]]
+"""Functions of the JSON schemas of the tools, by name."""
 Schemas = Sequence[Mapping[str, Any]]
-CallReader = Callable[[str, Functions], Found]
-"""Reads a turn without its reasoning. Raises ``BadCallError``."""
+CallReader = Callable[[str, Functions], TextAndCalls]
+"""Reads the text of a turn, without its reasoning. Raises ``BadCallError``."""
 
 
 def parse_turn(
-    text: str, call_format: str | CallReader, tools: Schemas, *, ended: bool = True, in_reasoning: bool = False
+    text: str, call_format: str | CallReader, tools: Schemas, *, finished: bool = True, in_reasoning: bool = False
 ) -> ParsedTurn:
-    """Return the parts of a turn. ``text``: with special tokens, without the end token; ``call_format``: a name of
-    ``CALL_FORMATS``, or what reads calls; ``tools``: JSON schemas of what may be called; ``ended``: the model ended the
-    turn (False: length or abort, and no call counts); ``in_reasoning``: the prompt has opened the reasoning. Raises
-    ``KeyError``."""
+    """Return the parts of a turn. Raises ``KeyError`` for an unknown format.
+
+    ``text``: text of the turn, with special tokens, without the end token;
+    ``call_format``: name in ``CALL_FORMATS``, or a reader of calls;
+    ``tools``: JSON schemas of the tools;
+    ``finished``: whether the model ended the turn (False: length or abort, and the turn has no calls);
+    ``in_reasoning``: whether the prompt has opened the reasoning."""
     reasoning = ""
     content = text
     if in_reasoning or text.lstrip().startswith(_THINK):
@@ -58,74 +65,74 @@ def parse_turn(
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     try:
         read = CALL_FORMATS[call_format] if isinstance(call_format, str) else call_format
-        said, calls = read(content, functions)
+        text_outside, calls = read(content, functions)
         if not calls:
             return ParsedTurn(content.strip(), reasoning)
-        if not ended:
+        if not finished:
             raise BadCallError("the turn was cut off before its end, so that its calls were not run")
         for call in calls:
             if call.name not in functions:
                 raise BadCallError(f"there is no tool {call.name!r}: call one of {', '.join(functions) or 'none'}")
     except BadCallError as error:
         return ParsedTurn(content.strip(), reasoning, problem=str(error))
-    return ParsedTurn(said.strip(), reasoning, tuple(calls))
+    return ParsedTurn(text_outside.strip(), reasoning, tuple(calls))
 
 
-def _hermes(content: str, functions: Functions) -> Found:
+def _hermes(content: str, functions: Functions) -> TextAndCalls:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of times (Hermes, Qwen)."""
-    said = ""
+    text_outside = ""
     calls = []
-    rest = content
-    while "<tool_call>" in rest:
-        before, __, rest = rest.partition("<tool_call>")
-        said += before
-        body = rest.lstrip()
+    remaining = content
+    while "<tool_call>" in remaining:
+        before, __, remaining = remaining.partition("<tool_call>")
+        text_outside += before
+        body = remaining.lstrip()
         value, length = _first_value(body)
         after = body[length:].lstrip()
         if not after.startswith("</tool_call>"):
             raise BadCallError("<tool_call> must hold one JSON object, and end with </tool_call>")
         calls.append(_call_of(value, "arguments"))
-        rest = after.removeprefix("</tool_call>")
-    if "</tool_call>" in rest:
+        remaining = after.removeprefix("</tool_call>")
+    if "</tool_call>" in remaining:
         raise BadCallError("there is a </tool_call> without its <tool_call>")
-    return said + rest, calls
+    return text_outside + remaining, calls
 
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>\n?(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
-def _qwen_xml(content: str, functions: Functions) -> Found:
+def _qwen_xml(content: str, functions: Functions) -> TextAndCalls:
     """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`` (Qwen3-Coder, Qwen3.5).
-    A value is JSON where the schema of the tool does not want text."""
-    said = ""
+    A value is JSON unless the type in the tool's schema is ``string``."""
+    text_outside = ""
     calls = []
-    rest = content
-    while "<tool_call>" in rest:
-        before, __, rest = rest.partition("<tool_call>")
-        said += before
-        match = _FUNCTION.match(rest)
+    remaining = content
+    while "<tool_call>" in remaining:
+        before, __, remaining = remaining.partition("<tool_call>")
+        text_outside += before
+        match = _FUNCTION.match(remaining)
         if match is None:
             raise BadCallError("<tool_call> must hold <function=NAME> ... </function>, and end with </tool_call>")
         name = match[1].strip()
         body = match[2]
         kinds = functions.get(name, {}).get("parameters", {}).get("properties", {})
         arguments: dict[str, Any] = {}
-        place = 0
-        while place < len(body) and body[place:].strip():
-            parameter = _PARAMETER.match(body, place)
+        position = 0
+        while position < len(body) and body[position:].strip():
+            parameter = _PARAMETER.match(body, position)
             if parameter is None:
                 raise BadCallError(f"the parameters of {name} must stand in <parameter=NAME> ... </parameter>")
             key = parameter[1].strip()
-            place = parameter.end()
+            position = parameter.end()
             if key in arguments:
                 raise BadCallError(f"the parameter {key} of {name} is given twice")
             arguments[key] = _typed(parameter[2], kinds.get(key, {}))
         calls.append(ToolCall(name, arguments))
-        rest = rest[match.end() :]
-    if "</tool_call>" in rest or "<function=" in rest:
+        remaining = remaining[match.end() :]
+    if "</tool_call>" in remaining or "<function=" in remaining:
         raise BadCallError("a call must stand between <tool_call> and </tool_call>")
-    return said + rest, calls
+    return text_outside + remaining, calls
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
@@ -134,33 +141,34 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     try:
         return _loads(text)
     except ValueError:
-        return text  # the tool answers with what it wants
+        return text  # the tool's own check refuses it
 
 
-def _llama_json(content: str, _: Functions) -> Found:
-    """``{"name": ..., "parameters": {...}}`` as the whole turn, several with ``;`` between them (Llama 3)."""
-    rest = content.strip().removeprefix("<|python_tag|>").strip()
-    if not rest.startswith("{"):
+def _llama_json(content: str, _: Functions) -> TextAndCalls:
+    """``{"name": ..., "parameters": {...}}`` and nothing else, several with ``;`` between them (Llama 3)."""
+    remaining = content.strip().removeprefix("<|python_tag|>").strip()
+    if not remaining.startswith("{"):
         return content, []
     calls: list[ToolCall] = []
-    while rest:
+    while remaining:
         try:
-            value, length = _first_value(rest)
+            value, length = _first_value(remaining)
         except BadCallError:
-            if calls or re.match(r'\{\s*"name"', rest):
+            if calls or re.match(r'\{\s*"name"', remaining):
                 raise
             return content, []
         if not (isinstance(value, dict) and "name" in value and {"parameters", "arguments"} & value.keys()):
             if calls:
                 raise BadCallError("another call must follow the ;")
-            return content, []  # an answer that is an object
+            return content, []  # the turn is an answer in JSON
         calls.append(_call_of(value, "parameters" if "parameters" in value else "arguments"))
-        rest = rest[length:].lstrip()
-        if rest and not rest.startswith(";"):
+        remaining = remaining[length:].lstrip()
+        if not remaining:
+            break
+        if not remaining.startswith(";"):
             raise BadCallError("only ; and another call may follow a call")
-        more = bool(rest)
-        rest = rest.removeprefix(";").lstrip()
-        if more and not rest:
+        remaining = remaining.removeprefix(";").lstrip()
+        if not remaining:
             raise BadCallError("another call must follow the ;")
     return "", calls
 
@@ -168,18 +176,18 @@ def _llama_json(content: str, _: Functions) -> Found:
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?:\[CALL_ID\][A-Za-z0-9]+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def _mistral(content: str, _: Functions) -> Found:
+def _mistral(content: str, _: Functions) -> TextAndCalls:
     """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]NAME[ARGS]{...}`` once or more."""
-    said, found, rest = content.partition("[TOOL_CALLS]")
-    if not found:
+    text_outside, mark, written_calls = content.partition("[TOOL_CALLS]")
+    if not mark:
         return content, []
-    if rest.lstrip().startswith("["):
-        value, length = _first_value(rest.lstrip())
-        if rest.lstrip()[length:].strip() or not value:
+    if written_calls.lstrip().startswith("["):
+        value, length = _first_value(written_calls.lstrip())
+        if written_calls.lstrip()[length:].strip() or not value:
             raise BadCallError("[TOOL_CALLS] must be followed by one JSON list of calls, and nothing else")
-        return said, [_call_of(one, "arguments") for one in value]
+        return text_outside, [_call_of(call, "arguments") for call in value]
     calls = []
-    for part in rest.split("[TOOL_CALLS]"):
+    for part in written_calls.split("[TOOL_CALLS]"):
         match = _NAMED.match(part)
         if match is None:
             raise BadCallError("[TOOL_CALLS] must be followed by the name of a tool and its arguments as a JSON object")
@@ -187,11 +195,11 @@ def _mistral(content: str, _: Functions) -> Found:
         if part[match.end() + length :].strip():
             raise BadCallError(f"nothing may follow the arguments of {match[1]}")
         calls.append(_call_of({"name": match[1], "arguments": value}, "arguments"))
-    return said, calls
+    return text_outside, calls
 
 
 def read_call(name: str, arguments: str) -> ToolCall:
-    """Return a call whose ``arguments`` are a JSON text. Raises ``BadCallError``."""
+    """Return the call of tool ``name`` with ``arguments`` as JSON text. Raises ``BadCallError``."""
     return _call_of({"name": name, "arguments": _loads(arguments)}, "arguments")
 
 
@@ -205,10 +213,10 @@ def _call_of(value: Any, key: str) -> ToolCall:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         raise ValueError("a key stands twice")
-    return made
+    return table
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -236,7 +244,8 @@ def _first_value(text: str) -> tuple[Any, int]:
 
 
 def format_of_template(templates: Mapping[str, str]) -> str:
-    """Return the name of the format in which chat templates (jinja sources by name) write calls; empty: not known."""
+    """Return the name of the format in which a chat template writes calls; empty: unknown. ``templates``: jinja sources
+    by name."""
     text = templates.get("tool_use") or templates.get("default") or ""
     marks = {
         "mistral": "[TOOL_CALLS]",
@@ -253,4 +262,4 @@ CALL_FORMATS: dict[str, CallReader] = {
     "llama_json": _llama_json,
     "mistral": _mistral,
 }
-"""Ways to write calls, by name."""
+"""Readers of calls by the name of their format (``environment.tool_format``)."""

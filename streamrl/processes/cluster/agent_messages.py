@@ -1,5 +1,7 @@
-"""Messages between the run and the agents of its hosts. Orders are numbered: an agent carries out each once, in order,
-and every request repeats those that were not acknowledged, so that a lost answer loses and repeats nothing."""
+"""Messages between the supervisor of a run (``remote``) and the agents of its hosts (``agent``).
+
+Orders are numbered: an agent carries out each order once, in order. Every request repeats the orders that were not
+acknowledged: after a lost answer no order is lost or carried out twice."""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from streamrl.recipe.topology import ProcessPlan
 
 
 class StartProcess(msgspec.Struct, frozen=True, tag=True):
-    """Start a process. ``number``: of this start in the run, by which other orders name the process."""
+    """Start a process. ``number``: number of this start in the run, by which other orders name the process."""
 
     number: int
     plan: ProcessPlan
@@ -25,7 +27,7 @@ class SignalProcess(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndLeftBehind(msgspec.Struct, frozen=True, tag=True):
-    """Kill what a process left, and every process of the run on this host that belongs to no other."""
+    """Kill the processes that a process left behind, and every orphan of the run on this host."""
 
     number: int
 
@@ -38,8 +40,10 @@ AgentOrder = StartProcess | SignalProcess | EndLeftBehind | EndAll
 
 
 class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Begin of an agent. ``digest``: of the run's ``recipe.toml``, which the agent must see; ``environment``: variables
-    that its processes get from the run; ``ports``: as ``cluster.ports``, of which it takes ``port_count``."""
+    """Setup of an agent. ``digest``: hash of the run's ``recipe.toml``, which the agent must see; ``variables``:
+    variables that its processes get from the run; ``ports``: allowed ports (``cluster.ports``); the agent holds
+    ``port_count`` of them; ``interface``: network interface whose address is used in place of ``address``, unless
+    empty."""
 
     run_directory: str
     digest: str
@@ -49,13 +53,13 @@ class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
     port_count: int
     interface: str
     address: str
-    environment: dict[str, str]
+    variables: dict[str, str]
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a host, from its agent. ``sees_run``: the run's directory is the same there; ``packages``: versions of
-    what trains and samples; ``ports``: free ones, held for the run; ``nice``: niceness of the agent, which its
-    processes inherit; ``problem``: a reason for which this host cannot serve."""
+    """Facts of a host, from its agent. ``sees_run``: whether the host has the run's directory; ``packages``: versions
+    of the packages that train and sample; ``ports``: free ports, locked for the run; ``nice``: niceness of the agent,
+    which its processes inherit; ``problem``: reason for which this host cannot serve, or empty."""
 
     name: str
     address: str
@@ -68,7 +72,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of the run. ``orders``: from number ``first`` on. Each request renews the lease."""
+    """One request of the run. ``orders``: orders that were not acknowledged, the first of them number ``first``. Each
+    request renews the lease."""
 
     epoch: int
     first: int
@@ -76,8 +81,8 @@ class AgentRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a process. ``exit_code`` None: it runs. ``reason``: the file that it left behind about its end, with
-    ``reason_age_s``, seconds since the process wrote it. ``failure``: it could not be started."""
+    """State of a process. ``exit_code``: None while the process runs; ``reason``: content of its exit file, written
+    ``reason_age_s`` seconds ago; ``failure``: error of a process that could not be started."""
 
     pid: int
     exit_code: int | None = None
@@ -87,10 +92,11 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a request. ``done``: number of orders that were carried out; ``processes``: by number of their start;
-    ``survivors``: pids that survived SIGKILL, of the last order that killed; ``refusal``: nothing was done, and why."""
+    """Answer to a request. ``orders_done``: number of orders that were carried out since the agent began;
+    ``processes``: states by number of the start; ``survivors``: pids that survived SIGKILL of the last order that
+    killed; ``refusal``: reason for which no order was carried out, or empty."""
 
-    done: int
+    orders_done: int
     processes: dict[int, ProcessState] = {}
     survivors: tuple[int, ...] = ()
     refusal: str = ""

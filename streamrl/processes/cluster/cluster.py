@@ -1,9 +1,9 @@
-"""Starts the processes of a run on the hosts of a cluster, and sees hosts come and go.
+"""The launcher of a run on a cluster: it starts processes on hosts, and replaces hosts that are lost.
 
-The supervisor decides as on one host. What is without a place of its own (controller, rewards, environments, judge)
-runs below the supervisor; engines and trainer ranks run below the agents of their hosts (``remote``). The
-processes of a lost host are reported as killed. Their successors are started on a host that the run does not use yet,
-or wait until one joins."""
+``opened.open_launcher`` makes it for the supervisor, in the process of the command. The supervisor decides as on one
+host. The controller, rewards, environments and the judge run below the supervisor; engines and trainer ranks run below
+the agents of their hosts (``remote``). The processes of a lost host are reported as killed. Their successors are
+started on a host that the run does not use yet, or wait until one joins."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ PASSED_ON = (
 
 
 class HostOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """A host that the cluster has. ``here``: the run's own; ``gpus``: number of free ones."""
+    """A host of the cluster. ``gpus``: number of free GPUs; ``is_run_host``: whether the supervisor runs on it."""
 
     name: str
     address: str
     gpus: int
-    here: bool = False
+    is_run_host: bool = False
 
 
 class Hosts(Protocol):
@@ -84,8 +84,8 @@ class Hosts(Protocol):
     async def start_agents(
         self, gpus: Mapping[HostOffer, int], setup: Callable[[HostOffer], AgentSetup]
     ) -> list[tuple[AgentLink, HostFacts]]:
-        """Start an agent on each host, with so many GPUs, or on none. Returns them in the order of ``gpus``. Raises
-        ``StreamRLError``."""
+        """Start an agent on each host of ``gpus``, with its number of GPUs; start all agents or none.
+        Returns them in the order of ``gpus``. Raises ``StreamRLError``."""
 
 
 SaveRecipe = Callable[[Path, Recipe], None]
@@ -93,8 +93,9 @@ SaveRecipe = Callable[[Path, Recipe], None]
 
 
 class ClusterLauncher:
-    """Starts the processes of ``recipe`` on ``hosts``, and those without a host by ``local``. Made by
-    ``cluster_launcher``. ``on_join``: called when a host has joined a run that had lost one."""
+    """Starts the processes of ``recipe`` on ``hosts``, and processes without a host by ``local``. Made by
+    ``cluster_launcher``. ``need``: GPUs of an engine and of a rank; ``save``: writes the recipe of a run that goes on
+    with fewer ranks; ``on_join``: callback for a host that has joined a run that had lost one."""
 
     def __init__(
         self,
@@ -116,11 +117,11 @@ class ClusterLauncher:
         self._need = need
         self._save = save
         self._topology: Topology | None = None
-        self._given: dict[str, ProcessPlace] = {}
+        self._places: dict[str, ProcessPlace] = {}
         self._epoch = _next_epoch(run_directory)
         self._starts = 0
         self._looking = anyio.Lock()
-        self._failed = Counter[str]()
+        self._failed_joins = Counter[str]()  # by name of the host
         self._placing = False
         self._nursery: anyio.abc.TaskGroup
 
@@ -131,32 +132,34 @@ class ClusterLauncher:
         self._local.open()
 
     def close(self) -> None:
-        """Adopt no orphans any more."""
+        """Stop adopting orphans."""
         self._local.close()
 
     async def place(self, topology: Topology) -> Topology:
-        """Give each engine and rank a host that is not lost, with ports that are free there. Waits a minute for a host
+        """Give each engine and rank a host that is not lost, with free ports of this host. Waits a minute for a host
         to join where there is no room, then goes on with fewer ranks. Raises ``RecipeError`` where there is room for
-        none."""
-        self._placing = True  # a host that joins meanwhile starts nothing: all is started afterwards
+        no rank."""
+        self._placing = True  # a host that joins meanwhile starts nothing: the supervisor starts all afterwards
         try:
-            self._given = await self._assigned()
+            self._places = await self._assigned()
         finally:
             self._placing = False
         ports = {host.facts.address: host.facts.ports for host in self.hosts.values()}
-        own = next(iter(self.hosts.values())).facts
-        places = Places(address=own.address, by_name=self._given, ports=ports, epoch=_next_epoch(self._run_directory))
-        placed = plan_topology(self._recipe, self._sockets, places)
-        before = {plan.name: plan for plan in topology.processes}
-        processes = [plan if plan.host else before[plan.name] for plan in placed.processes]
-        self._topology = structs.replace(placed, processes=tuple(processes))
+        run_host = next(iter(self.hosts.values())).facts
+        epoch = _next_epoch(self._run_directory)
+        places = Places(address=run_host.address, by_name=self._places, ports=ports, epoch=epoch)
+        new_topology = plan_topology(self._recipe, self._sockets, places)
+        earlier_plans = {plan.name: plan for plan in topology.processes}
+        processes = [plan if plan.host else earlier_plans[plan.name] for plan in new_topology.processes]
+        self._topology = structs.replace(new_topology, processes=tuple(processes))
         return self._topology
 
     async def _assigned(self) -> dict[str, ProcessPlace]:
+        """Places on the hosts that are not lost, once there is room for engines and ranks."""
         began_s = time.monotonic()
         while True:
             living = [host.facts for host in self.hosts.values() if not host.lost]
-            rooms = [HostRoom(name=one.name, address=one.address, gpus=gpu_names(one)) for one in living]
+            rooms = [HostRoom(name=facts.name, address=facts.address, gpus=gpu_names(facts)) for facts in living]
             try:
                 return self._assign(rooms, may_lose_ranks=time.monotonic() > began_s + ROOM_S)
             except RecipeError:
@@ -166,7 +169,7 @@ class ClusterLauncher:
             await anyio.sleep(LOOK_S)
 
     def _assign(self, rooms: Sequence[HostRoom], *, may_lose_ranks: bool) -> dict[str, ProcessPlace]:
-        """Places on ``rooms``, of a run that has begun: ``cluster.hosts`` was asked of the cluster before."""
+        """Assign places on ``rooms`` for a run that has begun, also on fewer hosts than ``cluster.hosts``."""
         try:
             return assign(_on_any_hosts(self._recipe), rooms, self._need)
         except RecipeError:
@@ -182,7 +185,7 @@ class ClusterLauncher:
         """Start one process. Raises ``NoHost`` where its host is lost, and ``OSError``."""
         if not plan.host:
             return self._local.start(plan, resumes=resumes)
-        plan = self._place_of(plan.name)
+        plan = self._plan_of(plan.name)
         host = self.hosts[plan.host]
         if host.lost:
             raise NoHost(f"{host.lost}; no other host has room for {plan.name}")
@@ -193,7 +196,7 @@ class ClusterLauncher:
         return ChildProcess(plan, RemoteProcess(host, self._starts), log_file, log_start)
 
     async def end_left_behind(self, child: ChildProcess) -> list[int]:
-        """Kill what ``child`` left on its host."""
+        """Kill the processes that ``child`` left on its host."""
         if not isinstance(child.process, RemoteProcess):
             return await self._local.end_left_behind(child)
         host = child.process.host
@@ -201,38 +204,43 @@ class ClusterLauncher:
         return list(host.survivors)
 
     async def end_all(self) -> list[int]:
-        """Kill every process of the run on every host. A host that does not answer is waited for until its lease is
-        over: its processes are gone then."""
+        """Kill every process of the run on every host. Waits for a host that does not answer until its lease is over:
+        its processes are gone then."""
         orders = [(host, host.order(EndAll())) for host in self.hosts.values()]
-        left = await self._local.end_all()
+        survivors = await self._local.end_all()
         for host, order in orders:
             await host.carried_out(order)
-            left += () if host.lost else host.survivors
-        return left
+            if not host.lost:
+                survivors += host.survivors
+        return survivors
 
     # ---- hosts -----------------------------------------------------------------------------------
 
     async def run(self, nursery: anyio.abc.TaskGroup) -> None:
-        """Start agents on the hosts that the run needs. Hosts are watched in ``nursery`` from then on. Raises
-        ``StreamRLError`` where there are too few, or one cannot serve."""
+        """Start agents on the hosts that the run needs, and watch these hosts in ``nursery``. Raises ``StreamRLError``
+        where there are too few hosts, or one cannot serve."""
         self._nursery = nursery
         offers = await self._cluster.offers()
         rooms = _rooms(offers)
         resumes = (self._run_directory / JOURNAL_DIRECTORY).is_dir()
-        given = self._assign(rooms, may_lose_ranks=True) if resumes else assign(self._recipe, rooms, self._need)
-        used = {place.host for place in given.values()}
-        chosen = [offer for offer in offers if offer.here or offer.name in used]
-        await self._begin_on({offer: _gpus_on(offer.name, given) for offer in chosen})
+        places = self._assign(rooms, may_lose_ranks=True) if resumes else assign(self._recipe, rooms, self._need)
+        hosts_in_use = {place.host for place in places.values()}
+        run_offers = [offer for offer in offers if offer.is_run_host or offer.name in hosts_in_use]
+        await self._begin_on({offer: _gpus_on(offer.name, places) for offer in run_offers})
         nursery.start_soon(self._watch)
 
     async def _begin_on(self, gpus: Mapping[HostOffer, int]) -> None:
-        started = await self._cluster.start_agents(gpus, self._setup_of)
-        asked = zip(started, gpus.values(), strict=True)
-        if problems := [one for (_, facts), count in asked for one in host_problems(facts, count)]:
-            for link, _ in started:
+        """Start agents on the hosts of ``gpus``, with so many GPUs each. Raises ``RecipeError`` where a host cannot
+        serve: then all these agents are released."""
+        agents = await self._cluster.start_agents(gpus, self._setup_of)
+        problems = []
+        for (_, facts), count in zip(agents, gpus.values(), strict=True):
+            problems += host_problems(facts, count)
+        if problems:
+            for link, _ in agents:
                 await link.release()
             raise RecipeError(*problems)
-        for link, facts in started:
+        for link, facts in agents:
             host = RemoteHost(facts, link, self._run_directory, epoch=self._epoch, lease_s=self._recipe.cluster.lease_s)
             self.hosts[facts.name] = host
             if facts.nice:
@@ -250,82 +258,92 @@ class ClusterLauncher:
 
     async def _look(self) -> None:
         """Start agents on hosts that can replace lost ones."""
-        async with self._looking:  # the watch and a placement both look: a host joins once
-            lost = [host for host in self.hosts.values() if host.lost]
+        async with self._looking:  # ``_watch`` and a placement both call this: a host joins once
+            lost_hosts = [host for host in self.hosts.values() if host.lost]
             offers: list[HostOffer] = []
-            with _tried():
-                offers += [one for one in await self._cluster.offers() if not (h := self.hosts.get(one.name)) or h.lost]
-            for host in lost:
-                if self.hosts.get(host.name) is not host:  # a new agent there replaces another lost host
+            with _logged_failure():
+                for offer in await self._cluster.offers():
+                    serving_host = self.hosts.get(offer.name)
+                    if serving_host is None or serving_host.lost:
+                        offers.append(offer)
+            for host in lost_hosts:
+                if self.hosts.get(host.name) is not host:  # a new agent on this host replaces another lost host
                     continue
-                wanted = _gpus_on(host.name, self._given)
-                used = {place.host for place in self._given.values()}
-                # The host itself if it is back, or one on which nothing was placed. Those that failed come last.
-                fitting = [one for one in offers if one.name == host.name]
-                fitting += [one for one in offers if host.name in used and one.name not in used]
-                if not (fitting := [one for one in fitting if one.gpus >= wanted]):
+                needed_gpus = _gpus_on(host.name, self._places)
+                hosts_in_use = {place.host for place in self._places.values()}
+                # The host itself if it is back, or one on which nothing was placed. Hosts that failed come last.
+                candidates = [offer for offer in offers if offer.name == host.name]
+                if host.name in hosts_in_use:
+                    candidates += [offer for offer in offers if offer.name not in hosts_in_use]
+                candidates = [offer for offer in candidates if offer.gpus >= needed_gpus]
+                if not candidates:
                     continue
-                chosen = min(fitting, key=lambda one: self._failed[one.name])
-                offers.remove(chosen)
-                self._failed[chosen.name] += 1
-                with _tried():
+                successor = min(candidates, key=lambda offer: self._failed_joins[offer.name])
+                offers.remove(successor)
+                self._failed_joins[successor.name] += 1
+                with _logged_failure():
                     await host.link.release()
-                    await self._begin_on({chosen: wanted})
-                    del self._failed[chosen.name]
-                    self._replace(host, self.hosts[chosen.name])
+                    await self._begin_on({successor: needed_gpus})
+                    del self._failed_joins[successor.name]
+                    self._replace(host, self.hosts[successor.name])
 
     def _replace(self, lost: RemoteHost, joined: RemoteHost) -> None:
+        """Move the places on ``lost`` to ``joined``, which may be the same host with a new agent."""
         if lost.name == joined.name:
             log.warning("%s joined again", joined.name)
         else:
             log.warning("%s joined in place of %s", joined.name, lost.name)
             del self.hosts[lost.name]
-            # Sets of engines take turns on the same GPUs.
-            before = sorted({gpu for place in self._given.values() if place.host == lost.name for gpu in place.gpus})
-            gpus = dict(zip(before, gpu_names(joined.facts), strict=False))
-            for name, place in self._given.items():
+            # Sets of engines run alternately on the same GPUs: a GPU may be in several places.
+            lost_gpus = sorted(
+                {gpu for place in self._places.values() if place.host == lost.name for gpu in place.gpus}
+            )
+            successor_of = dict(zip(lost_gpus, gpu_names(joined.facts), strict=False))
+            address = joined.facts.address
+            for name, place in self._places.items():
                 if place.host == lost.name:
-                    own = tuple(gpus[gpu] for gpu in place.gpus)
-                    self._given[name] = structs.replace(place, host=joined.name, address=joined.facts.address, gpus=own)
+                    gpus = tuple(successor_of[gpu] for gpu in place.gpus)
+                    self._places[name] = structs.replace(place, host=joined.name, address=address, gpus=gpus)
         self._write_topology(joined.facts)
         if not self._placing:
             self.on_join()
 
     def _write_topology(self, joined: HostFacts) -> None:
-        """Note the new places of engines, for those that are started from now on."""
+        """Write the new places of engines on ``joined`` into the topology, for processes that are started later."""
         if self._topology is None:
             return
         ports = iter(reversed(joined.ports))
         endpoints = dict(self._topology.endpoints)
         plans = []
         for plan in self._topology.processes:
-            place = self._given.get(plan.name)
+            place = self._places.get(plan.name)
             if plan.role is Role.ENGINE and place is not None and place.host == joined.name:
                 plan = structs.replace(plan, host=place.host, address=place.address, gpus=place.gpus)
-                if (port := next(ports, None)) is not None:  # else others get weights from the trainer
+                port = next(ports, None)
+                if port is not None:  # without a port other engines get their weights from the trainer
                     endpoints[f"{plan.name}.weights"] = f"tcp://{place.address}:{port}"
             plans.append(plan)
         self._topology = structs.replace(self._topology, processes=tuple(plans), endpoints=endpoints)
         write_atomic(self._run_directory / TOPOLOGY_FILE, msgspec.json.encode(self._topology))
 
-    def _place_of(self, name: str) -> ProcessPlan:
+    def _plan_of(self, name: str) -> ProcessPlan:
         assert self._topology is not None
         return next(plan for plan in self._topology.processes if plan.name == name)
 
     def _setup_of(self, offer: HostOffer) -> AgentSetup:
         cluster = self._recipe.cluster
         plans = plan_topology(self._recipe, self._sockets).processes
-        placed = [plan for plan in plans if plan.role in (Role.ENGINE, Role.TRAINER)]
+        agent_plans = [plan for plan in plans if plan.role in (Role.ENGINE, Role.TRAINER)]
         return AgentSetup(
             run_directory=str(self._run_directory),
             digest=hashlib.sha256((self._run_directory / "recipe.toml").read_bytes()).hexdigest(),
             epoch=self._epoch,
             lease_s=cluster.lease_s,
             ports=cluster.ports,
-            port_count=sum(len(STREAMS[plan.role]) + 1 for plan in placed) + 1,
+            port_count=sum(len(STREAMS[plan.role]) + 1 for plan in agent_plans) + 1,
             interface=cluster.interface,
             address=offer.address,
-            environment={name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)},
+            variables={name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)},
         )
 
     async def release(self) -> None:
@@ -340,8 +358,8 @@ class ClusterLauncher:
 async def cluster_launcher(
     recipe: Recipe, run_directory: Path, sockets: Path, hosts: Hosts, local: LocalLauncher, save: SaveRecipe
 ) -> AsyncIterator[ClusterLauncher]:
-    """A launcher with agents on the hosts that ``recipe`` needs. Raises ``StreamRLError`` where there are too few, or
-    one cannot serve."""
+    """Open a launcher with agents on the hosts that ``recipe`` needs. Raises ``StreamRLError`` where there are too few
+    hosts, or one cannot serve."""
     need = gpu_need(recipe, installed_device())
     launcher = ClusterLauncher(recipe, run_directory, sockets, hosts, local, need, save)
     async with anyio.create_task_group() as nursery:
@@ -360,51 +378,66 @@ def gpu_names(facts: HostFacts) -> tuple[str, ...]:
 
 
 def host_problems(facts: HostFacts, gpus: int = 0) -> list[str]:
-    """Reasons for which a host cannot serve this run, which Ray gave ``gpus`` there, each a sentence."""
-    found = [f"{facts.name}: {facts.problem}"] if facts.problem else []
+    """List the reasons for which a host, where Ray reserved ``gpus`` GPUs, cannot serve this run; each a sentence."""
+    problems = []
+    if facts.problem:
+        problems.append(f"{facts.name}: {facts.problem}")
     if len(facts.gpus) < gpus:
-        found.append(f"{facts.name} shows {len(facts.gpus)} of the {gpus} GPUs that Ray gave: look at nvidia-smi there")
+        problems.append(
+            f"{facts.name} shows {len(facts.gpus)} of the {gpus} GPUs that Ray gave: look at nvidia-smi there"
+        )
     if not facts.sees_run:
-        found.append(f"{facts.name} does not see this run's directory: set run.directory to one that all hosts share")
-    here = packages_here()
-    both = {name: (facts.packages.get(name, "(none)"), here.get(name, "(none)")) for name in here | facts.packages}
-    return found + [
-        f"{facts.name} has {name} {there}, this host has {mine}: install the same on all hosts"
-        for name, (there, mine) in both.items()
-        if there != mine
-    ]
+        problems.append(
+            f"{facts.name} does not see this run's directory: set run.directory to one that all hosts share"
+        )
+    own_packages = packages_here()
+    for name in own_packages | facts.packages:
+        version = facts.packages.get(name, "(none)")
+        own_version = own_packages.get(name, "(none)")
+        if version != own_version:
+            problems.append(
+                f"{facts.name} has {name} {version}, this host has {own_version}: install the same on all hosts"
+            )
+    return problems
 
 
 def placement_lines(recipe: Recipe, offers: Sequence[HostOffer]) -> list[str]:
-    """One line a host, with what would run there. Raises ``RecipeError`` with the arithmetic where there is no room."""
-    given = assign(recipe, _rooms(offers), gpu_need(recipe, installed_device()))
+    """One line a host, with the processes that it would get. Raises ``RecipeError`` with the arithmetic where there is
+    no room."""
+    places = assign(recipe, _rooms(offers), gpu_need(recipe, installed_device()))
     lines = []
     for offer in offers:
-        names = ["controller"] * offer.here + [name for name, place in given.items() if place.host == offer.name]
+        names = [name for name, place in places.items() if place.host == offer.name]
+        if offer.is_run_host:
+            names.insert(0, "controller")
         lines.append(host_line(offer.name, offer.address, names or ["a spare"]))
     return lines
 
 
 def host_line(name: str, address: str, processes: Iterable[str]) -> str:
-    """A host and what runs there, as a line for people."""
+    """A line for people: a host and its processes."""
     return f"  {name:<16} {address:<16} {', '.join(processes)}"
 
 
 def _rooms(offers: Sequence[HostOffer]) -> list[HostRoom]:
-    """Return what hosts have room for, before their agents say which GPUs they have: they are numbered."""
-    return [HostRoom(name=one.name, address=one.address, gpus=tuple(map(str, range(one.gpus)))) for one in offers]
+    """Rooms of hosts before their agents name the GPUs: GPUs have numbers as names."""
+    return [
+        HostRoom(name=offer.name, address=offer.address, gpus=tuple(map(str, range(offer.gpus)))) for offer in offers
+    ]
 
 
 def _on_any_hosts(recipe: Recipe) -> Recipe:
     return structs.replace(recipe, cluster=structs.replace(recipe.cluster, hosts=0))
 
 
-def _gpus_on(name: str, given: Mapping[str, ProcessPlace]) -> int:
-    return len({gpu for place in given.values() if place.host == name for gpu in place.gpus})
+def _gpus_on(host: str, places: Mapping[str, ProcessPlace]) -> int:
+    """Number of the GPUs that ``places`` need on ``host``."""
+    return len({gpu for place in places.values() if place.host == host for gpu in place.gpus})
 
 
 @contextmanager
-def _tried() -> Iterator[None]:
+def _logged_failure() -> Iterator[None]:
+    """Log an error of the body, which looked for a host: the next look may succeed."""
     try:
         yield
     except (StreamRLError, OSError) as error:
@@ -412,7 +445,7 @@ def _tried() -> Iterator[None]:
 
 
 def _next_epoch(run_directory: Path) -> int:
-    """Number a start of the run's agents or processes: those of an earlier one are refused."""
+    """Number this start of the run's agents or processes: agents and processes of an earlier start are refused."""
     file = run_directory / EPOCH_FILE
     epoch = int(file.read_text() or 0) + 1 if file.is_file() else 1
     write_durable(file, str(epoch).encode())

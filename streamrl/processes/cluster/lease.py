@@ -1,7 +1,8 @@
-"""``python -m streamrl.processes.cluster.lease SECONDS SOCKETS AGENT``: ends the agent that started it, and all of its
-processes, where nothing comes through its stdin for so long, or the agent has ended.
+"""The lease of an agent: ``python -m streamrl.processes.cluster.lease SECONDS SOCKETS AGENT``.
 
-A process of its own, since an agent that was stopped (SIGSTOP) or hangs would not notice that its lease is over."""
+An agent starts it as a process on its host. It kills the agent and all processes of the run on this host when it has
+read nothing from stdin for ``SECONDS``, or when the agent has ended. It is a separate process, since an agent that was
+stopped (SIGSTOP) or hangs would not notice the end of its lease."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from streamrl.processes.local import end_marked_processes
 
 FIRST_S = 180.0
-"""How long the first renewal may take: meanwhile agents start on other hosts, and nothing runs on this one."""
+"""How long the first renewal may take: meanwhile agents start on other hosts, and no process runs on this host."""
 SWEEP_S = 5.0
 """How long ended processes may take to be gone."""
 
@@ -28,8 +29,8 @@ def main() -> None:
     agent = int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     deadline = time.monotonic() + max(lease_s, FIRST_S)
-    while (left := deadline - time.monotonic()) > 0:
-        if select.select([0], [], [], left)[0]:
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        if select.select([0], [], [], remaining_s)[0]:
             if not os.read(0, 65_536):
                 break  # the agent has ended
             deadline = time.monotonic() + lease_s
@@ -39,7 +40,7 @@ def main() -> None:
     if os.getppid() == agent:
         with suppress(ProcessLookupError):
             os.kill(agent, signal.SIGKILL)
-    # Children of the agent die with it; what they had started and did not tie to themselves has the run's marker.
+    # Children of the agent die with it. Processes that they started and that outlive them have the run's marker.
     end_marked_processes(sockets, SWEEP_S)
 
 

@@ -1,4 +1,5 @@
-"""The launcher that a recipe asks for."""
+"""The launcher of a recipe: processes on this host, or on the hosts of a cluster. ``launch.pipeline`` and the commands
+call it in the process of the command."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from streamrl.recipe.topology import Topology
 async def open_launcher(
     recipe: Recipe, run_directory: Path, sockets: Path, save: SaveRecipe
 ) -> AsyncIterator[Launcher]:
-    """The launcher for a run of ``recipe``; on a cluster with agents on its hosts, and with keys that the run has made.
+    """Open the launcher for a run of ``recipe``. On a cluster this starts agents on its hosts, and makes keys for the
+    run.
     ``save``: writes the recipe of a run on a cluster that goes on with fewer ranks or on other hosts. Raises
-    ``RecipeError`` where the cluster cannot be had."""
+    ``RecipeError`` where the cluster cannot be reached or is too small."""
     local = LocalLauncher((sys.executable, *ENTRY), run_directory, sockets)
     if recipe.cluster.kind is ClusterKind.LOCAL:
         yield local
@@ -38,8 +40,8 @@ async def open_launcher(
 
 
 async def hosts_of(recipe: Recipe) -> list[str]:
-    """One line for each host of the cluster that ``recipe`` names, with what would run there; empty: it names none.
-    Raises ``RecipeError`` where the cluster cannot be had, or is too small."""
+    """One line for each host of the cluster of ``recipe``, with the processes that it would get; empty without a
+    cluster. Raises ``RecipeError`` where the cluster cannot be reached or is too small."""
     if recipe.cluster.kind is ClusterKind.LOCAL:
         return []
     async with ray_hosts(recipe.cluster, recipe.transport) as hosts:

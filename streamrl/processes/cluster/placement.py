@@ -1,4 +1,7 @@
-"""Which host of a cluster each engine and trainer rank of a run gets. Pure."""
+"""Placement of the engines and trainer ranks of a run on the hosts of a cluster. Pure.
+
+``cluster`` calls it in the process of the command: before processes are started, each time before they are started
+again, and for the lines of a dry run."""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from streamrl.recipe.topology import ProcessPlace, prepared_sets
 
 
 class HostRoom(msgspec.Struct, frozen=True, kw_only=True):
-    """A host that may get processes. ``gpus``: names of those that the run may use there."""
+    """A host that may get processes. ``gpus``: names of the GPUs that the run may use there."""
 
     name: str
     address: str
@@ -31,45 +34,54 @@ class GpuNeed(msgspec.Struct, frozen=True, kw_only=True):
 def gpu_need(recipe: Recipe, device: str) -> GpuNeed:
     """GPUs that each process needs where the installed packages compute on ``device`` (``cuda``, ``cpu``)."""
     on_gpu = device != "cpu"
-    width = max(one.workers for one in prepared_sets(recipe))
+    width = max(engine_set.workers for engine_set in prepared_sets(recipe))
     return GpuNeed(
-        engine=width * (on_gpu and recipe.engines.kind is EngineKind.VLLM),
+        engine=width if on_gpu and recipe.engines.kind is EngineKind.VLLM else 0,
         rank=int(on_gpu and recipe.training.device != "cpu"),
     )
 
 
 def assign(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> dict[str, ProcessPlace]:
-    """The place of each engine and rank, by name. ``hosts``: that of the controller first.
+    """Place each engine and rank, by name. ``hosts``: hosts of the cluster, the host of the controller first.
 
-    Ranks are on the fewest hosts that hold them, or on ``cluster.trainer_hosts``, those that follow each other on one
-    host; engines on the hosts without ranks, or on all where there are none or not enough. Raises ``RecipeError``
-    with the arithmetic where there are too few hosts or GPUs."""
-    wanted = recipe.cluster
-    least = max(wanted.hosts, wanted.trainer_hosts, wanted.engine_hosts, 1)
-    if len(hosts) < least:
+    Ranks are on the fewest hosts that hold them, or on ``cluster.trainer_hosts`` hosts; successive ranks share a host.
+    Engines are on the hosts without ranks, or on all hosts where too few are without. Raises ``RecipeError`` with the
+    arithmetic where there are too few hosts or GPUs."""
+    cluster = recipe.cluster
+    minimum = max(cluster.hosts, cluster.trainer_hosts, cluster.engine_hosts, 1)
+    if len(hosts) < minimum:
         raise RecipeError(
-            f"cluster: {least} hosts are asked for, and there are {len(hosts)}{_listed(hosts)}: start Ray on more "
+            f"cluster: {minimum} hosts are asked for, and there are {len(hosts)}{_listed(hosts)}: start Ray on more "
             "hosts, or ask for fewer"
         )
     free = {host.name: list(host.gpus) for host in hosts}
     ranks = [f"trainer-{index}" for index in range(recipe.training.ranks)]
-    with_ranks = _hosts_of_ranks(hosts, len(ranks), need.rank, wanted.trainer_hosts)
-    places = dict(_shared_out(ranks, with_ranks, need.rank, free))
-    without = [host for host in hosts if host not in with_ranks]
-    for one in prepared_sets(recipe):
-        # Sets of engines take turns, so each has all GPUs that the ranks leave.
-        left = {name: list(gpus) for name, gpus in free.items()}
-        chosen = _hosts_of_engines(
-            [*without, *with_ranks], len(without), one.count, need.engine, wanted.engine_hosts, left
+    rank_hosts = _hosts_of_ranks(hosts, len(ranks), need.rank, cluster.trainer_hosts)
+    places = dict(_shared_out(ranks, rank_hosts, need.rank, free))
+    other_hosts = [host for host in hosts if host not in rank_hosts]
+    for engine_set in prepared_sets(recipe):
+        # Sets of engines run alternately: each may use all GPUs without a rank.
+        free_for_set = {name: list(gpus) for name, gpus in free.items()}
+        engine_hosts = _hosts_of_engines(
+            [*other_hosts, *rank_hosts],
+            len(other_hosts),
+            engine_set.count,
+            need.engine,
+            cluster.engine_hosts,
+            free_for_set,
         )
-        places |= _shared_out(one.engines, chosen, need.engine, left)
-    if missing := [name for name in (*ranks, *_engines(recipe)) if name not in places]:
+        places |= _shared_out(engine_set.engines, engine_hosts, need.engine, free_for_set)
+    missing = [name for name in (*ranks, *_engines(recipe)) if name not in places]
+    if missing:
+        names = ", ".join(missing[:3])
+        if len(missing) > 3:
+            names += " ..."
         gpus = sum(len(host.gpus) for host in hosts)
         engines = len(_engines(recipe)[: recipe.engines.count])
         raise RecipeError(
             f"cluster: {engines} engines of {need.engine} and {len(ranks)} ranks of {need.rank} need "
             f"{engines * need.engine + len(ranks) * need.rank} GPUs, and {gpus} are free{_listed(hosts)}; no room for "
-            f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''} (an engine is on one host): lower "
+            f"{names} (an engine is on one host): lower "
             "engines.count, engines.tensor_parallel_size, engines.args.pipeline_parallel_size or training.ranks, or "
             "give Ray more hosts"
         )
@@ -77,7 +89,7 @@ def assign(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> dict[str
 
 
 def on_fewer_ranks(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> Recipe | None:
-    """``recipe`` with as many of its ranks as there is room for on any of ``hosts``; None where there is for none."""
+    """Return ``recipe`` with as many of its ranks as have room on ``hosts``; None where no rank has room."""
     for ranks in range(recipe.training.ranks, 0, -1):
         fewer = msgspec.structs.replace(
             recipe,
@@ -92,51 +104,57 @@ def on_fewer_ranks(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> 
 
 
 def _engines(recipe: Recipe) -> list[str]:
-    return [name for one in prepared_sets(recipe) for name in one.engines]
+    return [name for engine_set in prepared_sets(recipe) for name in engine_set.engines]
 
 
 def _listed(hosts: Sequence[HostRoom]) -> str:
+    """The hosts with their GPUs, in parentheses, for the text of an error."""
     if not hosts:
         return ""
-    return f" ({', '.join(f'{host.name}: {len(host.gpus)} GPUs' if host.gpus else host.name for host in hosts)})"
+    descriptions = [f"{host.name}: {len(host.gpus)} GPUs" if host.gpus else host.name for host in hosts]
+    return f" ({', '.join(descriptions)})"
 
 
-def _hosts_of_ranks(hosts: Sequence[HostRoom], ranks: int, width: int, asked: int) -> list[HostRoom]:
+def _hosts_of_ranks(hosts: Sequence[HostRoom], ranks: int, width: int, host_count: int) -> list[HostRoom]:
+    """The hosts for ``ranks`` ranks of ``width`` GPUs each. ``host_count``: number of hosts; 0: as few as possible."""
     if not width:
-        return list(hosts[: asked or 1])
-    if asked:
-        each = -(-ranks // asked)
-        return [host for host in hosts if len(host.gpus) >= each * width][:asked]
-    # The fewest: largest first. The sort is stable, so the controller's host comes first among equals.
-    chosen: list[HostRoom] = []
+        return list(hosts[: host_count or 1])
+    if host_count:
+        ranks_per_host = -(-ranks // host_count)  # rounded up
+        return [host for host in hosts if len(host.gpus) >= ranks_per_host * width][:host_count]
+    # The fewest hosts: largest first. The sort is stable, so the controller's host comes first among equals.
+    rank_hosts: list[HostRoom] = []
     for host in sorted(hosts, key=lambda host: -len(host.gpus)):
-        if sum(len(one.gpus) for one in chosen) < ranks * width:
-            chosen.append(host)
-    return sorted(chosen, key=hosts.index)
+        if sum(len(rank_host.gpus) for rank_host in rank_hosts) < ranks * width:
+            rank_hosts.append(host)
+    return sorted(rank_hosts, key=hosts.index)
 
 
 def _hosts_of_engines(
-    hosts: Sequence[HostRoom], preferred: int, engines: int, width: int, asked: int, free: dict[str, list[str]]
+    hosts: Sequence[HostRoom], preferred: int, engines: int, width: int, host_count: int, free: dict[str, list[str]]
 ) -> list[HostRoom]:
-    """The first ``asked``; else the first ``preferred`` where they have room for all engines; else all."""
-    first = list(hosts[: asked or preferred])
-    room = sum(len(free[host.name]) // width for host in first) if width else engines
-    return first if asked or (first and room >= engines) else list(hosts)
+    """The first ``host_count`` hosts where this is set; else the first ``preferred`` hosts where they have room for all
+    engines; else all hosts."""
+    if host_count:
+        return list(hosts[:host_count])
+    preferred_hosts = list(hosts[:preferred])
+    room = sum(len(free[host.name]) // width for host in preferred_hosts) if width else engines
+    return preferred_hosts if preferred_hosts and room >= engines else list(hosts)
 
 
 def _shared_out(
     names: Sequence[str], hosts: Sequence[HostRoom], width: int, free: dict[str, list[str]]
 ) -> Iterator[tuple[str, ProcessPlace]]:
-    """Place ``names`` host after host, evenly, as far as the GPUs suffice, which are taken from ``free``."""
+    """Spread ``names`` evenly over ``hosts``, as far as the GPUs in ``free`` suffice, and remove these GPUs from it."""
     waiting = list(names)
     for number, host in enumerate(hosts):
-        here = -(-len(waiting) // (len(hosts) - number))
+        count = -(-len(waiting) // (len(hosts) - number))  # an even part, rounded up
         if width:
-            # Others have fewer GPUs than their even part: then this host takes more.
-            others = sum(len(free[one.name]) // width for one in hosts[number + 1 :])
-            here = min(max(here, len(waiting) - others), len(free[host.name]) // width)
-        for name in waiting[:here]:
+            # This host takes more than an even part where later hosts have too few GPUs for theirs.
+            later_room = sum(len(free[later_host.name]) // width for later_host in hosts[number + 1 :])
+            count = min(max(count, len(waiting) - later_room), len(free[host.name]) // width)
+        for name in waiting[:count]:
             gpus = tuple(free[host.name][:width])
             free[host.name][:width] = []
             yield name, ProcessPlace(host=host.name, address=host.address, gpus=gpus)
-        del waiting[:here]
+        del waiting[:count]

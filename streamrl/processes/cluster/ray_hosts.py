@@ -1,8 +1,9 @@
-"""The hosts of a Ray cluster. Ray lists them, reserves GPUs and starts an agent on each; streams and weights do not
-pass through it.
+"""The hosts of a Ray cluster. Ray lists hosts, reserves GPUs and starts an agent on each host; streams and weights do
+not pass through Ray.
 
-Agents belong to the run's process: Ray ends them with it. Nothing is sent by ``runtime_env`` but variables: code, model
-and data are on every host, or on a file system that all see."""
+``opened`` connects to Ray in the process of the command (``ray_hosts``); ``RayAgent`` runs on each host, in a worker of
+Ray. Agents belong to the process of the command: Ray ends them with it. ``runtime_env`` carries only variables: code,
+model and data are on every host, or on a file system that all hosts see."""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ log = logging.getLogger(__name__)
 
 PROBE_S = 3.0
 START_S = 60.0
-"""How long the agents of a run may take to start, on hosts that are there."""
+"""How long the agents of a run may take to start, on hosts that are alive."""
 _NAMESPACE = "streamrl"
 
 
 class RayAgent:
-    """The actor that Ray starts on a host. Its methods run in one thread, which starts all processes there."""
+    """The actor that Ray starts on a host. Its methods run in one thread, which starts all processes on this host."""
 
     def __init__(self, setup: bytes, name: str) -> None:
         self._setup = msgspec.msgpack.decode(setup, type=AgentSetup)
@@ -47,24 +48,24 @@ class RayAgent:
         self._agent: Agent | None = None
 
     async def facts(self) -> bytes:
-        """``HostFacts``. The first call begins the lease."""
+        """Encoded ``HostFacts``. The first call begins the lease."""
         if self._agent is None:
             self._agent = Agent(self._setup, name=self._name)
         return msgspec.msgpack.encode(self._agent.facts())
 
     async def answer(self, request: bytes) -> bytes:
-        """``AgentAnswer`` to an ``AgentRequest``."""
+        """Encoded ``AgentAnswer`` to an encoded ``AgentRequest``."""
         assert self._agent is not None
         return msgspec.msgpack.encode(await self._agent.answer(msgspec.msgpack.decode(request, type=AgentRequest)))
 
     async def close(self) -> None:
-        """End all that runs here."""
+        """End all processes of the run on this host."""
         if self._agent is not None:
             await self._agent.close()
 
 
 class RayLink(AgentLink):
-    """Calls of an actor. ``group``: placement group that holds what the run has of that host."""
+    """Calls of an actor. ``group``: placement group that holds the run's resources on the host."""
 
     def __init__(self, ray: ModuleType, actor: Any, group: Any) -> None:
         self._ray = ray
@@ -78,20 +79,20 @@ class RayLink(AgentLink):
         return answer
 
     async def facts(self) -> HostFacts:
-        """Facts of the host. Raises as ``ask``."""
+        """Facts of the host. Raises the errors of ``ask``."""
         return msgspec.msgpack.decode(await self._call(self._actor.facts.remote()), type=HostFacts)
 
     async def release(self) -> None:
-        """End the agent with all that runs there."""
+        """End the agent with all processes below it."""
         with suppress(AgentGone, OSError), anyio.move_on_after(10.0):
             await self._call(self._actor.close.remote())
         await anyio.to_thread.run_sync(self.give_back)
 
     def give_back(self) -> None:
-        """Kill the agent, and give back what Ray holds for it. Idempotent. Blocks while Ray's head does not answer."""
+        """Kill the agent and remove its placement group. Idempotent. Blocks while Ray's head does not answer."""
         from ray.util.placement_group import remove_placement_group
 
-        with suppress(self._ray.exceptions.RayError, RuntimeError, ValueError):  # of a cluster that is gone
+        with suppress(self._ray.exceptions.RayError, RuntimeError, ValueError):  # the cluster may be gone
             self._ray.kill(self._actor)
             remove_placement_group(self._group)
 
@@ -99,7 +100,7 @@ class RayLink(AgentLink):
         errors = self._ray.exceptions
         try:
             return await asyncio.wrap_future(reference.future())
-        except errors.ActorUnavailableError as error:  # not death: it may answer later
+        except errors.ActorUnavailableError as error:  # the actor lives, and may answer later
             raise OSError(_first_line(error)) from error
         except errors.RayError as error:
             raise AgentGone(_first_line(error)) from error
@@ -110,13 +111,13 @@ class RayHosts:
 
     def __init__(self, ray: ModuleType) -> None:
         self._ray = ray
-        self._here: str = ray.get_runtime_context().get_node_id()
+        self._run_node: str = ray.get_runtime_context().get_node_id()
 
     async def offers(self) -> list[HostOffer]:
-        """Return the hosts that are alive, the run's own first. Of several raylets on one host the newest counts."""
+        """Return the hosts that are alive, the run's own first. The newest raylet of a host counts."""
         try:
             nodes: list[dict[str, Any]] = await anyio.to_thread.run_sync(self._ray.nodes)
-            free = await anyio.to_thread.run_sync(_free_gpus, self._ray)
+            free = await anyio.to_thread.run_sync(_free_gpus)
         except (self._ray.exceptions.RayError, RuntimeError, ValueError) as error:
             raise RecipeError(f"cluster: Ray's head does not answer now: {_first_line(error)}") from error
         alive = {node["NodeManagerAddress"]: node for node in nodes if node["Alive"]}
@@ -125,39 +126,48 @@ class RayHosts:
                 name=node["NodeManagerHostname"],
                 address=address,
                 gpus=free.get(node["NodeID"], 0),
-                here=node["NodeID"] == self._here,
+                is_run_host=node["NodeID"] == self._run_node,
             )
             for address, node in alive.items()
             if await _answers(address, node["NodeManagerPort"])
         ]
-        return sorted(_named_apart(offers), key=lambda offer: (not offer.here, offer.name))
+        return sorted(_with_unique_names(offers), key=lambda offer: (not offer.is_run_host, offer.name))
 
     async def start_agents(
         self, gpus: Mapping[HostOffer, int], setup: Callable[[HostOffer], AgentSetup]
     ) -> list[tuple[AgentLink, HostFacts]]:
-        """Start an agent on each host with so many GPUs, all or none."""
+        """Start an agent on each host of ``gpus``, with its number of GPUs; start all agents or none."""
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # One group a host, so that the GPUs of a lost one can be given back while the others keep theirs.
-        bundles = [
-            {f"node:{offer.address}": 0.001} | ({"GPU": float(count)} if count else {}) for offer, count in gpus.items()
-        ]
+        # One group a host: the GPUs of a lost host can be freed while the other hosts keep theirs.
+        bundles = []
+        for offer, count in gpus.items():
+            bundle = {f"node:{offer.address}": 0.001}
+            if count:
+                bundle["GPU"] = float(count)
+            bundles.append(bundle)
         groups = await anyio.to_thread.run_sync(lambda: [placement_group([bundle]) for bundle in bundles])
         began_s = anyio.current_time()
-        there = [await anyio.to_thread.run_sync(partial(one.wait, _left(began_s))) for one in groups]
-        if not all(there):
+        are_ready = [
+            await anyio.to_thread.run_sync(partial(group.wait, _remaining_start_s(began_s))) for group in groups
+        ]
+        if not all(are_ready):
             await anyio.to_thread.run_sync(lambda: [remove_placement_group(group) for group in groups])
-            wanted = ", ".join(f"{offer.name}: {count} GPUs" for offer, count in gpus.items())
-            raise RecipeError(f"Ray did not give this run its hosts within {START_S:g} s ({wanted}): see `ray status`")
-        variables = {"PYTHONPATH": path} if (path := os.environ.get("PYTHONPATH")) else {}
+            requested = ", ".join(f"{offer.name}: {count} GPUs" for offer, count in gpus.items())
+            raise RecipeError(
+                f"Ray did not give this run its hosts within {START_S:g} s ({requested}): see `ray status`"
+            )
+        variables = {}
+        if python_path := os.environ.get("PYTHONPATH"):
+            variables["PYTHONPATH"] = python_path
         Actor = self._ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=100)(RayAgent)
         links = [
             RayLink(
                 self._ray,
                 Actor.options(
                     num_gpus=count,
-                    # Without GPUs of its own an agent, and all below it, sees none: Ray would leave it all of the host.
+                    # An agent without GPUs, and all processes below it, see none: Ray would let it see all of the host.
                     runtime_env={"env_vars": variables if count else variables | {"CUDA_VISIBLE_DEVICES": ""}},
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group),
                 ).remote(msgspec.msgpack.encode(setup(offer)), offer.name),
@@ -167,19 +177,19 @@ class RayHosts:
         ]
         try:
             with anyio.fail_after(START_S):
-                found = [await link.facts() for link in links]
+                facts = [await link.facts() for link in links]
         except (AgentGone, OSError) as error:
             for link in links:
                 await anyio.to_thread.run_sync(link.give_back)
             raise RecipeError(f"an agent could not be started: {str(error) or 'it took too long'}") from error
-        return list(zip(links, found, strict=True))
+        return list(zip(links, facts, strict=True))
 
 
 @asynccontextmanager
 async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[RayHosts]:
-    """Connect to the cluster that a recipe names. Raises ``RecipeError``: Ray is not installed, nobody answers, it is
-    another version of Ray or Python, or it lets in everybody who reaches it."""
-    # Before Ray is imported: with a wrong token it would try for 20 s.
+    """Connect to the cluster of a recipe. Raises ``RecipeError`` where Ray is not installed, no head answers, its
+    version of Ray or Python is another, or it admits everybody who reaches its ports."""
+    # Before Ray is imported: with a wrong token Ray would try for 20 s.
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     try:
         import ray
@@ -202,22 +212,24 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
         )
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     connect = partial(ray.init, address=cluster.address, namespace=_NAMESPACE, log_to_driver=False)
-    said = ""
+    ray_messages = ""
     try:
-        with tempfile.TemporaryFile() as noise:
+        with tempfile.TemporaryFile() as stderr_file:
             try:
-                with _stderr_to(noise):
-                    # In a thread, where Ray does not take SIGTERM for itself.
+                with _stderr_to(stderr_file):
+                    # In a thread, where Ray does not install a handler of SIGTERM.
                     await anyio.to_thread.run_sync(partial(connect, configure_logging=False))
                     _restore_signals()
             finally:
-                noise.seek(0)
-                said = noise.read().decode(errors="replace")
+                stderr_file.seek(0)
+                ray_messages = stderr_file.read().decode(errors="replace")
     except (RuntimeError, ConnectionError, ValueError, ray.exceptions.RayError) as error:
-        why = _first_line(error)
-        if "InvalidAuthToken" in said:
-            why = "the cluster does not take the token of RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN): give it this one's"
-        raise RecipeError(f"cluster.address = {cluster.address}: {why}") from error
+        reason = _first_line(error)
+        if "InvalidAuthToken" in ray_messages:
+            reason = (
+                "the cluster does not take the token of RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN): give it this one's"
+            )
+        raise RecipeError(f"cluster.address = {cluster.address}: {reason}") from error
     hosts = RayHosts(ray)
     try:
         yield hosts
@@ -228,37 +240,37 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
 
 
 def _restore_signals() -> None:
-    """Give SIGTERM back to Python: Ray's own code takes it at a connection, and sets it to its default at the end of
-    one, so that the next one would end this process by it, in place of a drain."""
+    """Install Python's handler of SIGTERM again. Ray's own code replaces it at a connection and sets it to the default
+    at the end of a connection: then SIGTERM would end this process, in place of a drain."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 @contextmanager
 def _stderr_to(file: IO[bytes]) -> Iterator[None]:
-    """Write what this process writes to stderr to ``file``: Ray's own code repeats what it fails at."""
+    """Redirect stderr of this process to ``file``: Ray's own code repeats its errors many times."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    original_stderr = os.dup(2)
     try:
         os.dup2(file.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(original_stderr, 2)
+        os.close(original_stderr)
 
 
-def _left(began_s: float) -> float:
+def _remaining_start_s(began_s: float) -> float:
     return max(START_S - (anyio.current_time() - began_s), 0.1)
 
 
-def _free_gpus(ray: ModuleType) -> dict[str, int]:
+def _free_gpus() -> dict[str, int]:
     from ray._private.state import available_resources_per_node
 
     return {node: int(resources.get("GPU", 0)) for node, resources in available_resources_per_node().items()}
 
 
 async def _answers(host: str, port: int) -> bool:
-    """Return whether a server accepts connections there within ``PROBE_S``: Ray itself would try for minutes."""
+    """Return whether a server accepts a connection within ``PROBE_S``: Ray itself would try for minutes."""
     with suppress(OSError), anyio.move_on_after(PROBE_S):
         stream = await anyio.connect_tcp(host, port)
         await stream.aclose()
@@ -266,8 +278,8 @@ async def _answers(host: str, port: int) -> bool:
     return False
 
 
-def _named_apart(offers: list[HostOffer]) -> list[HostOffer]:
-    """Append the address to the names of hosts that have the same one."""
+def _with_unique_names(offers: list[HostOffer]) -> list[HostOffer]:
+    """Append the address to each name that several hosts have."""
     names = [offer.name for offer in offers]
     return [
         msgspec.structs.replace(offer, name=f"{offer.name}-{offer.address}") if names.count(offer.name) > 1 else offer
@@ -277,4 +289,5 @@ def _named_apart(offers: list[HostOffer]) -> list[HostOffer]:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    first_line = next(iter(lines), "")
+    return f"{type(error).__name__}: {first_line}"

@@ -1,4 +1,6 @@
-"""A host of a cluster as the run's supervisor sees it: the processes there, through the host's agent."""
+"""A host of a cluster in the supervisor's process: states of the host's processes, and orders to its agent.
+
+``cluster`` makes a ``RemoteHost`` for each host; the supervisor sees each process of a host as a ``RemoteProcess``."""
 
 from __future__ import annotations
 
@@ -34,22 +36,22 @@ MARGIN_S = 2.0
 
 
 class AgentGone(StreamRLError):
-    """The agent of a host has ended, or is of no use any more."""
+    """The agent of a host has ended, or cannot be reached any more."""
 
 
 class AgentLink(Protocol):
     """A connection to an agent."""
 
     async def ask(self, request: bytes) -> bytes:
-        """Answer of the agent (``AgentAnswer``). May be cancelled. Raises ``AgentGone``, or ``OSError`` where the agent
-        does not answer now."""
+        """Return the encoded ``AgentAnswer`` of the agent. May be cancelled. Raises ``AgentGone``, or ``OSError`` where
+        the agent does not answer now."""
 
     async def release(self) -> None:
-        """End the agent with all that runs there, and give back what the run had on that host. Idempotent."""
+        """End the agent with all processes below it, and free the run's resources on the host. Idempotent."""
 
 
 class RemoteProcess:
-    """A process on another host, as its agent last saw it: a ``ProcessHandle``."""
+    """A process on another host, in the state of the agent's last answer: a ``ProcessHandle``."""
 
     def __init__(self, host: RemoteHost, number: int) -> None:
         self.host = host
@@ -57,37 +59,37 @@ class RemoteProcess:
 
     @property
     def pid(self) -> int:
-        """Its number on its host; 0 until that is known."""
+        """Process id on its host; 0 until it is known."""
         return self.host.state(self.number).pid
 
     def poll(self) -> int | None:
-        """Return its exit code; None while it runs; negative: the signal that ended it."""
+        """Return the exit code; None while the process runs; negative for a signal that ended it."""
         return self.host.state(self.number).exit_code
 
     def send_signal(self, number: int, /) -> None:
-        """Have the agent send a signal, unless the process is known to have ended."""
+        """Order the agent to send a signal, unless the process is known to have ended."""
         if self.poll() is None:
             self.host.order(SignalProcess(self.number, number))
 
     def terminate(self) -> None:
-        """Have the agent send SIGTERM."""
+        """Order the agent to send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Have the agent send SIGKILL."""
+        """Order the agent to send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class RemoteHost:
-    """Orders to the agent of a host, and the states of the processes there. ``run`` is a child of the nursery; it
-    returns when the host is lost: its agent has ended, or has not answered for its lease and a margin, after which its
-    processes are gone."""
+    """Orders to the agent of a host, and the states of its processes. Start ``run`` in a nursery; it returns when the
+    host is lost: the agent has ended, or has not answered for its lease and a margin, after which its processes are
+    gone."""
 
     def __init__(self, facts: HostFacts, link: AgentLink, run_directory: Path, *, epoch: int, lease_s: float) -> None:
         self.facts = facts
         self.link = link
         self.lost = ""
-        """Why the host is lost; empty: it is not."""
+        """Reason for which the host is lost; empty for a host that is not lost."""
         self.survivors: tuple[int, ...] = ()
         self._run_directory = run_directory
         self._epoch = epoch
@@ -111,7 +113,7 @@ class RemoteHost:
         return self._states[number]
 
     def order(self, order: AgentOrder) -> int:
-        """Give an order, which is sent at once. Returns its number, for ``carried_out``."""
+        """Send an order at once. Returns its number, for ``carried_out``."""
         if isinstance(order, StartProcess):
             self._names[order.number] = order.plan.name
             self._states[order.number] = ProcessState(pid=0)
@@ -128,7 +130,7 @@ class RemoteHost:
             await self._changed.wait()
 
     async def run(self) -> None:
-        """Ask the agent again and again, which renews its lease, until the host is lost."""
+        """Send requests to the agent, which renew its lease, until the host is lost."""
         try:
             while not self.lost:
                 await self._ask()
@@ -137,11 +139,11 @@ class RemoteHost:
                 with anyio.move_on_after(PING_S):
                     await self._wake.wait()
         finally:
-            self.lose("the run has ended")  # cancelled: who waits for an order to be carried out would wait for ever
-        await self.link.release()  # it may hear the run, which does not hear it
+            self.lose("the run has ended")  # also when cancelled: ``carried_out`` would wait for ever
+        await self.link.release()  # the agent may still receive orders, though its answers do not arrive
 
     def lose(self, reason: str) -> None:
-        """Note that nothing runs there any more."""
+        """Note that no process of the run lives on this host any more."""
         if not self.lost:
             self.lost = reason
             self._end_states()
@@ -173,30 +175,30 @@ class RemoteHost:
         self._take(answer)
 
     def _take(self, answer: AgentAnswer) -> None:
-        done = answer.done - self._first
+        newly_done = answer.orders_done - self._first
         for number, state in answer.processes.items():
-            before = self._states.get(number)
-            if before is None or before.exit_code is not None:
+            earlier_state = self._states.get(number)
+            if earlier_state is None or earlier_state.exit_code is not None:
                 continue
             if state.exit_code is not None:
                 self._note_reason(self._names[number], state)
             self._states[number] = state
-        if done > 0:
-            del self._orders[:done]
-            self._first = answer.done
+        if newly_done > 0:
+            del self._orders[:newly_done]
+            self._first = answer.orders_done
             self.survivors = answer.survivors
         self._notify()
 
     def _note_reason(self, name: str, state: ProcessState) -> None:
-        """Leave the reason of an end where the supervisor reads it, at the time of this host's clock."""
+        """Write the reason of an end where the supervisor reads it, with the time of this host's clock."""
         at_s = time.monotonic()
         if state.failure:
             self._write(name, ExitReason(kind=ExitKind.CAUSE, message=state.failure, monotonic_s=at_s))
-        elif state.reason and (found := read_exit_reason(state.reason)):
-            self._write(name, msgspec.structs.replace(found, monotonic_s=at_s - state.reason_age_s))
+        elif state.reason and (reason := read_exit_reason(state.reason)):
+            self._write(name, msgspec.structs.replace(reason, monotonic_s=at_s - state.reason_age_s))
 
     def _write(self, name: str, reason: ExitReason) -> None:
-        with suppress(OSError):  # of a full disk: the end itself is known
+        with suppress(OSError):  # the disk may be full: the end itself is known
             write_reason(self._run_directory, name, reason)
 
     def _end_states(self) -> None:

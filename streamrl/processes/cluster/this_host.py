@@ -1,4 +1,4 @@
-"""Addresses, free ports and limits of this host. Without torch, vLLM and Ray."""
+"""Addresses, free ports and limits of this host. An agent calls it when it begins. No torch, vLLM or Ray."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ OPEN_FILES = 65_536
 
 
 def free_ports(address: str, ports: Iterable[int], count: int) -> tuple[list[int], list[IO[bytes]]]:
-    """At most ``count`` ports that can be bound at ``address`` and that no other run holds, and the files whose locks
-    hold them until they are closed: a process binds its port long after the run has chosen it. Two runs of a user on
-    one host never get the same ones."""
-    # Of this user: files of others in a directory for temporary files cannot be locked.
+    """At most ``count`` ports that can be bound at ``address`` and that no other run has locked, and the open files
+    whose locks reserve them: a process binds its port long after the run has chosen it. Two runs of a user on one host
+    never get the same ports."""
+    # A folder of this user: files of other users in the directory for temporary files cannot be locked.
     folder = Path(tempfile.gettempdir()) / f"streamrl-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found: list[int] = []
-    held: list[IO[bytes]] = []
+    reserved: list[int] = []
+    locks: list[IO[bytes]] = []
     for port in ports:
-        if len(found) == count:
+        if len(reserved) == count:
             break
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,23 +40,23 @@ def free_ports(address: str, ports: Iterable[int], count: int) -> tuple[list[int
             except OSError:
                 lock.close()
                 continue
-            found.append(port)
-            held.append(lock)
-    return found, held
+            reserved.append(port)
+            locks.append(lock)
+    return reserved, locks
 
 
 def address_on(interface: str) -> str:
-    """This host's first IPv4 address of an interface (eth1) or in a network (10.1.0.0/16); empty: it has none."""
+    """This host's first IPv4 address of an interface (eth1) or in a network (10.1.0.0/16); empty where it has none."""
     for name, addresses in psutil.net_if_addrs().items():
-        for found in (address.address for address in addresses if address.family == socket.AF_INET):
-            if name == interface or ("/" in interface and ip_address(found) in ip_network(interface, strict=False)):
-                return str(found)
+        for address in (entry.address for entry in addresses if entry.family == socket.AF_INET):
+            if name == interface or ("/" in interface and ip_address(address) in ip_network(interface, strict=False)):
+                return str(address)
     return ""
 
 
 def raise_file_limit() -> None:
     """Let this process and those that it starts open ``OPEN_FILES`` files, or as many as this host allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

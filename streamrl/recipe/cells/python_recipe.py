@@ -1,4 +1,5 @@
-"""A recipe of Python objects as the table that a file would hold: sections, functions, rows of prompts."""
+"""Converts a recipe of Python objects (sections, functions, rows of prompts) to the table of a recipe file. Called by
+``rules.load`` in the process of the user's script or notebook."""
 
 from __future__ import annotations
 
@@ -15,21 +16,27 @@ from streamrl.recipe.fields import as_table
 from streamrl.recipe.sections import Run
 
 _SHORT = {"model": "path", "prompts": "train", "objective": "algorithm"}
-"""Sections that may be one value: that of this key."""
+"""Sections that may be written as one value, with the key of this value."""
 
 
-def python_table(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` as plain values. ``model``, ``prompts`` and ``objective`` may be one value, ``rewards`` one reward; a
-    function or class becomes its name, rows of prompts (a list, a dataset) a file. Raises ``RecipeError``."""
-    table = as_table(given)
+def python_table(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``sections`` as a table of plain values. ``model``, ``prompts`` and ``objective`` may be one value, and
+    ``rewards`` one reward. A function or class becomes its name, rows of prompts (a list, a dataset) a file. Raises
+    ``RecipeError``."""
+    table = as_table(sections)
     for name, key in _SHORT.items():
         if name in table and not isinstance(table[name], Mapping):
             table[name] = {key: table[name]}
     if "rewards" in table:
         rewards = table["rewards"] if isinstance(table["rewards"], list) else [table["rewards"]]
-        table["rewards"] = [{"function": one} if callable(one) or isinstance(one, str) else one for one in rewards]
+        table["rewards"] = [
+            {"function": reward} if callable(reward) or isinstance(reward, str) else reward for reward in rewards
+        ]
     run = table.get("run")
-    cells = Path(str(run.get("directory", Run().directory) if isinstance(run, dict) else Run().directory)) / CELLS
+    directory = Run().directory
+    if isinstance(run, dict):
+        directory = run.get("directory", directory)
+    cells = Path(str(directory)) / CELLS
     for section, key in (("prompts", "train"), ("evaluation", "prompts")):
         if isinstance(table.get(section), dict) and key in table[section]:
             table[section][key] = _source(table[section][key], f"{section}.{key}", cells)
@@ -38,13 +45,14 @@ def python_table(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(cells: Path, value: Any) -> Any:
+    """Convert an object of another type: an array to a list, a function or class to its name, others to text."""
     if hasattr(value, "tolist"):  # NumPy
         return value.tolist()
     return name_of_code(value, cells) if callable(value) else str(value)
 
 
 def _source(value: Any, path: str, cells: Path) -> Any:
-    """A source of prompts; rows are written to a file."""
+    """Return a source of prompts as it is, or the file to which its rows are written. Raises ``RecipeError``."""
     if isinstance(value, str | Path) or callable(value):
         return value
     if not hasattr(value, "__len__") or isinstance(value, Mapping):

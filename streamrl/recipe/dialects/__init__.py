@@ -1,2 +1,2 @@
-"""Keys and values of TRL, verl, prime-rl, AReaL and vLLM: one table, and the answers out of it. It imports the files of
-``recipe`` alone."""
+"""Table of the keys and values of TRL, verl, prime-rl, AReaL and vLLM, and their meaning in a recipe. Imports the files
+of ``recipe`` alone."""

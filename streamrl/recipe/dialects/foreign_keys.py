@@ -1,4 +1,6 @@
-"""The table of other systems' keys (foreign_keys.toml): what a key and its value are in a recipe, or why not."""
+"""Reads the table of other systems' keys (foreign_keys.toml): the recipe's key and value for each, or the reason why
+there is none. The checks of a recipe, ``streamrl explain`` and the translation of other systems' settings
+(``cli.dialects``) use it."""
 
 from __future__ import annotations
 
@@ -17,122 +19,160 @@ from streamrl.recipe.toml_text import toml_value, value_or_text
 
 TABLE = Path(__file__).with_name("foreign_keys.toml")
 NOT_GIVEN = object()
+"""Marker for a key without a value."""
 _COPIED = re.compile(r"([a-z_]+(?:\.[a-z_0-9*]+)+)(?: \(.*\))?")
 SHARED = "vLLM"
-"""The dialect whose keys all others pass on."""
+"""Dialect whose keys all other systems accept, too."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Effects of a key. ``here``: where the value is in none of ``values``."""
+    """Effects of a key of another system; foreign_keys.toml explains their notation.
+
+    ``key``: name of the key;
+    ``here``: effect of any value that is not in ``values``;
+    ``values``: effects of particular values, by the value in lower case."""
 
     key: str
     here: str
     values: Mapping[str, str] = {}
 
     def effect(self, value: Any, key: str) -> str:
-        """Return the effect of ``value``; ``*`` in it is the last part of the dotted ``key``."""
+        """Return the effect of ``value``, in which the last part of the dotted ``key`` replaces ``*``."""
         effect = self.values.get(toml_value(value).strip('"').lower(), self.here)
         return effect.replace(".*", f".{key.rpartition('.')[2]}")
 
 
 @cache
 def _table() -> tuple[Mapping[str, Mapping[str, Row]], Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
-    """Rows of each system, its defaults, and the arguments of vLLM that a recipe cannot give."""
+    """Read (rows of each system by key, defaults of each system, arguments of vLLM that a recipe cannot set)."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     texts = {f"@{name}": text for name, text in table.pop("texts").items()}
-    owned = {key: by.replace(".*", f".{key}") for keys, by in table.pop("owned").items() for key in keys.split()}
-    defaults = {name: entries.pop("DEFAULTS", {}) for name, entries in table.items()}
-    rows: dict[str, dict[str, Row]] = {name: {} for name in table}
-    for name, keys, entry in ((name, *pair) for name, entries in table.items() for pair in entries.items()):
-        here, *values = [entry] if isinstance(entry, str) else entry
-        pairs = [text.partition(": ") for text in values]
-        effects = {value: texts.get(effect, effect) for names, _, effect in pairs for value in names.split()}
-        rows[name] |= {key: Row(key, texts.get(here, here), effects) for key in keys.split()}
+    owned: dict[str, str] = {}
+    for arguments, owner in table.pop("owned").items():
+        for argument in arguments.split():
+            owned[argument] = owner.replace(".*", f".{argument}")
+    defaults = {dialect: entries.pop("DEFAULTS", {}) for dialect, entries in table.items()}
+    rows: dict[str, dict[str, Row]] = {}
+    for dialect, entries in table.items():
+        rows[dialect] = {}
+        for keys, entry in entries.items():
+            default_effect, *texts_of_values = [entry] if isinstance(entry, str) else entry
+            effects: dict[str, str] = {}
+            for text in texts_of_values:  # "VALUE VALUE: EFFECT"
+                values, _, effect = text.partition(": ")
+                effects |= dict.fromkeys(values.split(), texts.get(effect, effect))
+            for key in keys.split():
+                rows[dialect][key] = Row(key, texts.get(default_effect, default_effect), effects)
     return rows, defaults, owned
 
 
 def dialects() -> Mapping[str, Mapping[str, Row]]:
-    """Rows of each system by their keys."""
+    """Return the rows of each system by their keys."""
     return _table()[0]
 
 
 def owned_arguments() -> Mapping[str, str]:
-    """Arguments of vLLM that ``engines.args`` cannot have: the key that sets each, or ``-`` and why none does."""
+    """Return the arguments of vLLM that ``engines.args`` cannot have: for each the key that sets it, or ``-`` and the
+    reason why no key does."""
     return _table()[2]
 
 
 def defaults_of(dialect: str) -> Mapping[str, Any]:
-    """Defaults of a system that differ from those of a recipe, or from which one of its keys is computed."""
+    """Return the defaults of a system that differ from the recipe's, or from which another of its keys is computed."""
     return _table()[1][dialect]
 
 
 def find(dialect: str, key: str) -> Row | None:
-    """Return the row of a dotted key: the one whose first part is furthest to the left, so that ``critic.optim.lr`` is
-    no ``optim.lr`` and nothing of ``ref.*`` is taken for the policy's. Indices count for nothing."""
+    """Return the row that matches a dotted key or an end of it, the longest first: ``critic.optim.lr`` is not the
+    policy's ``optim.lr``, and no key of ``ref.*`` is the policy's. Indices are left out."""
     parts = [part for part in key.replace("-", "_").split(".") if not part.isdigit()]
     for table in (dialects()[dialect], dialects()[SHARED]):
-        found = (table.get(pattern) for pattern in _patterns(parts))
-        if row := next(filter(None, found), None):
-            return row
+        for pattern in _patterns(parts):
+            if pattern in table:
+                return table[pattern]
     return None
 
 
 def _patterns(parts: list[str]) -> Iterator[str]:
+    """Yield the keys of rows that would match, the best first: each end of the key, then its beginnings with ``.*``."""
     for start in range(len(parts)):
         yield ".".join(parts[start:])
         yield from (f"{'.'.join(parts[start:end])}.*" for end in range(len(parts) - 1, start, -1))
 
 
 def assigned(effect: str, value: Any) -> dict[str, Any]:
-    """Return the values that an effect sets, by their keys; empty where it sets none. ``value``: what is copied."""
-    found: dict[str, Any] = {}
-    for part in effect.split("; ") if effect[:1] not in ("-", "=", "~") else ():
+    """Return the values that an effect sets, by the recipe's keys; empty: it sets none. ``value``: value of the other
+    system's key, which some effects copy."""
+    values: dict[str, Any] = {}
+    if effect.startswith(("-", "=", "~")):
+        return values
+    for part in effect.split("; "):
         if copied := _COPIED.fullmatch(part):
-            found[copied[1]] = value
+            values[copied[1]] = value
         elif " = " in part:
             path, _, text = part.partition(" = ")
-            found[path] = value_or_text(text)
-    return found
+            values[path] = value_or_text(text)
+    return values
 
 
 def foreign_answer(key: str, value: Any = NOT_GIVEN) -> str:
-    """Return what another system's key is here, for this value where one is given, or why there is none; of a recipe's
-    own key, what to write for a value of another system. Empty for what no system has."""
-    if (own := key.replace(".advanced.", ".")) in _own_paths():
-        return as_written(Recipe, _own_value(own, value)) if isinstance(value, str) else ""
-    found = {dialect: row for dialect, table in dialects().items() if (row := find(dialect, key)) and row.key in table}
-    closest = max((_parts(row) for row in found.values()), default=0)
-    owners: dict[str, dict[str, list[str]]] = {}
-    for dialect, row in found.items():
-        if _parts(row) == closest:
+    """Return a sentence about another system's key: the recipe's key for it (and for ``value``, where it is given), or
+    the reason why there is none. For a key of the recipe, return the key's value for ``value`` of another system.
+    Empty: no system has the key or the value."""
+    recipe_key = key.replace(".advanced.", ".")
+    if recipe_key in _recipe_paths():
+        if not isinstance(value, str):
+            return ""
+        return as_written(Recipe, _answer_for_value(recipe_key, value))
+    effects = _effects_by_owner(key, value)
+    answers = []
+    for effect, owners_by_key in effects.items():
+        names = [f"{' and '.join(owners)} {name}" for name, owners in owners_by_key.items()]
+        answers.append(_answer(" and ".join(names), effect))
+    return as_written(Recipe, "; ".join(answers))
+
+
+def _effects_by_owner(key: str, value: Any) -> dict[str, dict[str, list[str]]]:
+    """Effects of the best matching rows of all systems: for each effect the keys that have it, each with its systems as
+    ``verl's``."""
+    rows: dict[str, Row] = {}
+    for dialect, table in dialects().items():
+        row = find(dialect, key)
+        if row is not None and row.key in table:
+            rows[dialect] = row
+    longest = max((_length(row) for row in rows.values()), default=0)
+    effects: dict[str, dict[str, list[str]]] = {}
+    for dialect, row in rows.items():
+        if _length(row) == longest:
             effect = row.effect("" if value is NOT_GIVEN else value, key)
-            owners.setdefault(effect, {}).setdefault(row.key, []).append(f"{dialect}'s")
-    said = (
-        _said(" and ".join(f"{' and '.join(whose)} {name}" for name, whose in names.items()), effect)
-        for effect, names in owners.items()
-    )
-    return as_written(Recipe, "; ".join(said))
+            effects.setdefault(effect, {}).setdefault(row.key, []).append(f"{dialect}'s")
+    return effects
 
 
-def _parts(row: Row) -> int:
+def _length(row: Row) -> int:
+    """Number of parts of the row's dotted key."""
     return len(row.key.removesuffix(".*").split("."))
 
 
-def _said(name: str, effect: str) -> str:
+def _answer(name: str, effect: str) -> str:
+    """A sentence about the key ``name`` with its effect."""
     if effect.startswith("-"):
         return f"that is {name}, and there is no such key here: {effect[1:]}"
     if effect.startswith("="):
         return f"that is {name}, which need not be set here: {effect[1:]}"
-    here = effect.lstrip("~").replace("; ", " and ")
-    return f"that is {name}; here: {here}" if ":" in here or "(" in here else f"that is {name}: {here} here"
+    equivalent = effect.lstrip("~").replace("; ", " and ")
+    if ":" in equivalent or "(" in equivalent:
+        return f"that is {name}; here: {equivalent}"
+    return f"that is {name}: {equivalent} here"
 
 
 @cache
-def _own_paths() -> frozenset[str]:
+def _recipe_paths() -> frozenset[str]:
     return frozenset(paths_in_view(Recipe, with_advanced=True))
 
 
-def _own_value(path: str, value: str) -> str:
+def _answer_for_value(path: str, value: str) -> str:
+    """A sentence about ``value`` of another system for the recipe's key ``path``; empty: no system has it."""
     for dialect, table in dialects().items():
         for row in table.values():
             effect = row.values.get(value.lower(), "")

@@ -1,1 +1,2 @@
-"""Published objectives, one a file: formulas, values that a paper gives to the keys of ``[objective]``, own keys."""
+"""Published objectives, one file each: formulas, the paper's values of the keys of ``[objective]``, and further
+keys."""

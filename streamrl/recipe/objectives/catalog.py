@@ -1,4 +1,4 @@
-"""Names of all objectives and of their parts, as the recipe writes them."""
+"""All objectives and their parts by the names of the recipe, and the types of the recipe's keys for these names."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ ADVANTAGES: dict[str, Advantages] = {
 
 
 def _texts(parts: Mapping[str, Surrogate] | Mapping[str, Advantages]) -> str:
+    """The first paragraph of each part's docstring, for ``streamrl explain``."""
     paragraphs = {name: (inspect.getdoc(type(part)) or "").partition("\n\n")[0] for name, part in parts.items()}
     return ";\n".join(f"``{name}``: {text}".replace("\n", " ") for name, text in paragraphs.items())
 
 
-# Types of keys, made from the tables so that a new objective is named in no other place. Mypy sees strings.
+# Types of keys are made from the tables, so that a new objective is listed in no other place. Mypy sees strings.
 if TYPE_CHECKING:
     AlgorithmName = str
     SurrogateName = str
     AdvantagesName = str
 else:
     AlgorithmName = StrEnum("AlgorithmName", {name.upper(): name for name in METHODS})
-    AlgorithmName.__doc__ = """Published methods; each sets the fields of ``[objective]`` that the recipe leaves out.
+    AlgorithmName.__doc__ = """Published method, which sets the fields of ``[objective]`` that the recipe does not set.
 
-Two exceptions to their papers: GRPO divides by tokens, as most trainers do now, where its paper has ``sequence_mean``;
-a KL in the loss is ``k2``, whose gradient is that of KL(pi, reference), where GRPO's paper has ``k3``."""
+Two differences from the papers: GRPO divides by tokens, as most trainers do now (its paper: ``sequence_mean``); a KL in
+the loss is ``k2``, whose gradient is that of KL(pi, reference) (GRPO's paper: ``k3``)."""
     SurrogateName = StrEnum("SurrogateName", {name.upper(): name for name in SURROGATES})
     SurrogateName.__doc__ = f"Loss of a token, given its advantage A and r = pi / pi_proximal.\n\n{_texts(SURROGATES)}"
     AdvantagesName = StrEnum("AdvantagesName", {name.upper(): name for name in ADVANTAGES})

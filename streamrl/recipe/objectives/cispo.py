@@ -18,6 +18,6 @@ class TokenWeight(Surrogate, frozen=True):
         return -weight_N * advantages_N * logprobs_N, weight_N != ratio_N
 
 
-# The paper leaves the weight without a lower bound and does not print its upper one: 5, as TRL's paper index sets it
-# for ScaleRL (arXiv 2510.13786).
+# The paper has no lower bound of the weight and does not print the upper one: 5, as in TRL's paper index for ScaleRL
+# (arXiv 2510.13786).
 CISPO = Method("cispo", TokenWeight(), GroupStd(), clip_low=1.0, clip_high=4.0)

@@ -1,4 +1,4 @@
-"""GRPO (arXiv 2402.03300), DAPO (arXiv 2503.14476), Dr. GRPO (arXiv 2503.20783): rewards of siblings are compared."""
+"""GRPO (arXiv 2402.03300), DAPO (arXiv 2503.14476) and Dr. GRPO (arXiv 2503.20783), which compare siblings' rewards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class TokenClip(Surrogate, frozen=True):
     name = "token_clip"
 
     def loss(self, ratio_N: Tensor, advantages_N: Tensor, logprobs_N: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-        # A times r with an upper bound where A > 0 and a lower one where A < 0; the dual clip is an upper one there.
-        # clamp has no gradient outside its bounds.
+        # r has an upper bound where A > 0, and a lower one where A < 0; the dual clip is an upper bound where A < 0.
+        # clamp has no gradient outside of its bounds.
         rising_N = advantages_N > 0
         falling_N = advantages_N < 0
         upper_N = advantages_N.new_full(advantages_N.shape, float("inf")).masked_fill(rising_N, 1 + clip.high)
@@ -43,7 +43,7 @@ class GroupStd(GroupMean, frozen=True):
         return centred_S / (rewards_S.std() + STD_EPSILON)
 
 
-# Token mean where the paper has the mean of each sequence: what TRL, verl and DAPO found to be better.
+# The paper has the mean of each sequence; TRL, verl and DAPO found the mean over tokens to be better.
 GRPO = Method("grpo", TokenClip(), GroupStd())
 DAPO = Method("dapo", TokenClip(), GroupStd(), clip_high=0.28, dynamic_sampling=True)
 DR_GRPO = Method("dr_grpo", TokenClip(), GroupMean(), LossNormalization.CONSTANT)

@@ -9,7 +9,7 @@ from streamrl.recipe.objectives.method import LossNormalization, Method
 class SequenceClip(TokenClip, frozen=True):
     """token_clip with the geometric mean of the sequence's ratios (GSPO, arXiv 2507.18071)"""
 
-    # Equations 5 and 7, not the token variant: the gradient of the one ratio reaches all tokens of the sequence.
+    # Equations 5 and 7, not the token variant: the gradient of the ratio reaches all tokens of the sequence.
     name = "sequence_clip"
     whole_sequences = True
 

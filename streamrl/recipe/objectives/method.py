@@ -1,4 +1,5 @@
-"""Parts of an objective, and the method that names them. Readable without torch: tensors come from the caller."""
+"""Base classes of the parts of an objective, and ``Method``, which combines them. Trainer ranks call the formulas
+(``learning.objective``); every command reads the names, so this file imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import msgspec
 
 from streamrl.recipe.fields import Section
 
-# Every command reads recipes, and numpy takes 0.1 s: it is imported where it computes.
+# numpy takes 0.1 s to import: it is imported within the functions that compute.
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -20,13 +21,13 @@ else:
     Tensor = Vector = Any
 
 Value = float | Vector
-"""An advantage or a reward of a sample, or that of each trained token."""
+"""An advantage or a reward: of a sample, or of each of its trained tokens."""
 
 
 class LossNormalization(StrEnum):
-    """Divisor of a step's loss. ``token_mean``: all trained tokens of the batch (DAPO, arXiv 2503.14476);
-    ``sequence_mean``: each sample's tokens, then samples (GRPO, arXiv 2402.03300); ``sequence_sum``: samples alone
-    (RLOO); ``constant``: samples times ``sampling.max_tokens`` (Dr. GRPO, arXiv 2503.20783)."""
+    """Divisor of a step's loss. ``token_mean``: trained tokens of the batch (DAPO, arXiv 2503.14476);
+    ``sequence_mean``: tokens of each sample, then samples (GRPO, arXiv 2402.03300); ``sequence_sum``: samples (RLOO);
+    ``constant``: samples times ``sampling.max_tokens`` (Dr. GRPO, arXiv 2503.20783)."""
 
     TOKEN_MEAN = "token_mean"
     SEQUENCE_MEAN = "sequence_mean"
@@ -51,10 +52,11 @@ class Clip(NamedTuple):
 
 class Surrogate(Section, frozen=True):
     """Loss of a token, given its advantage A and r = pi / pi_proximal. The docstring of a subclass is its text in
-    docs/recipe.md; its fields are keys of its own, below ``[objective.NAME]`` (a field of ``Objective`` by that name).
+    docs/recipe.md; its fields are keys below ``[objective.NAME]`` (``Objective`` then has a field NAME).
 
-    ``clips``: ``clip_low`` and ``clip_high`` have an effect; ``dual_clips``: ``dual_clip`` has one.
-    ``whole_sequences``: r is the geometric mean of the ratios of a trajectory, the same for each of its tokens."""
+    ``clips``: whether ``clip_low`` and ``clip_high`` have an effect;
+    ``dual_clips``: whether ``dual_clip`` has an effect;
+    ``whole_sequences``: whether r is the geometric mean of the ratios of a trajectory, the same for each token."""
 
     name: ClassVar[str]
     clips: ClassVar[bool] = True
@@ -62,16 +64,20 @@ class Surrogate(Section, frozen=True):
     whole_sequences: ClassVar[bool] = False
 
     def loss(self, ratio_N: Tensor, advantages_N: Tensor, logprobs_N: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token, differentiable, and where the clip took effect (bool). [N] each."""
+        """Return (loss of each token, differentiable; whether the clip changed it, bool). [N] each."""
         raise NotImplementedError
 
 
 class Advantages(Section, frozen=True):
-    """Baseline and scale of an advantage. Text and keys as those of a ``Surrogate``.
+    """Baseline and scale of an advantage. Text and keys as for a ``Surrogate``.
 
-    ``compares_siblings``: a group of one, or of equal rewards, has none. ``varies_with_size``: larger or smaller with
-    the group, so that groups of several sizes would weigh differently. ``whole_batch``: whitened over the batch: known
-    when it is complete, and not before. ``of_cohort``: over ``cohort_batches`` batches. ``of_critic``: from values."""
+    ``compares_siblings``: whether rewards of a group are compared, so that a group of one, or of equal rewards, has no
+    advantage;
+    ``varies_with_size``: whether the size of the group scales the advantages, so that groups of several sizes would
+    have different weights;
+    ``whole_batch``: whether advantages are whitened over the batch, so that they are known when it is complete;
+    ``of_cohort``: whether they are whitened over ``cohort_batches`` batches;
+    ``of_critic``: whether they are computed from values of a critic."""
 
     name: ClassVar[str]
     compares_siblings: ClassVar[bool] = False
@@ -81,32 +87,40 @@ class Advantages(Section, frozen=True):
     of_critic: ClassVar[bool] = False
 
     def of_group(self, rewards_S: Tensor, centred_S: Tensor) -> Tensor:
-        """Return the advantages of siblings whose rewards differ, if ``compares_siblings``. Float64 [S].
-        ``centred_S``: the rewards minus their mean."""
+        """Return the advantages of siblings whose rewards differ, float64 [S]; called where ``compares_siblings``.
+        ``centred_S``: rewards minus their mean."""
         return centred_S
 
     def of_tokens(
         self, value: Value, penalties_N: Vector, values_N: Vector | None, *, discount: float, gae_lambda: float
     ) -> tuple[Vector, Vector | None]:
-        """Return the advantages of a sample's tokens before they are whitened, and the critic's returns, if
-        ``whole_batch``. Float32 [N] each. ``value``: its advantage within the group, or its reward where siblings are
-        not compared, or those of each token; ``penalties_N``: KL to the reference; ``values_N``: of the critic, if any.
-        Sequences of a trajectory come one after the other, the one with the last sampled token at the end."""
-        # Siblings were compared by rewards minus penalties of the whole sample: these are in ``value`` then.
+        """Return (advantages of a sample's tokens before they are whitened, the critic's returns or None). Float32 [N]
+        each; called where ``whole_batch``.
+
+        ``value``: advantage of the sample within its group, or its reward where siblings are not compared; also of each
+        token;
+        ``penalties_N``: KL to the reference;
+        ``values_N``: values of the critic (None: there is no critic).
+
+        Sequences of a trajectory follow each other, the one with the last sampled token at the end."""
         import numpy as np
 
-        return token_returns(value, np.zeros_like(penalties_N) if self.compares_siblings else penalties_N), None
+        if self.compares_siblings:  # rewards minus the penalties of the sample were compared: ``value`` has them
+            penalties_N = np.zeros_like(penalties_N)
+        return token_returns(value, penalties_N), None
 
 
 def token_returns(reward: Value, penalties_N: Vector) -> Vector:
-    """Return of each token: the reward minus the penalties (KL to the reference) of it and later tokens."""
+    """Compute the return of each token: the reward minus the penalties (KL to the reference) of this and later
+    tokens."""
     later_N = penalties_N[::-1].cumsum(dtype="float64")[::-1]
     returns_N: Vector = (reward - later_N).astype("float32")
     return returns_N
 
 
 class Method(msgspec.Struct, frozen=True):
-    """A paper's values of the fields that a recipe may leave out."""
+    """A published method: values for the keys of ``[objective]`` that a recipe does not set, and for
+    ``rollout.dynamic_sampling``."""
 
     name: str
     surrogate: Surrogate

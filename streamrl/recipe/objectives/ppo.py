@@ -11,24 +11,25 @@ from streamrl.recipe.objectives.method import Advantages, KlPlace, Method, Value
 
 
 class ValueModel(StrEnum):
-    """Model of PPO's values. ``head``: a linear head on the policy, which learns both. ``own``: a copy of the initial
-    model with such a head, trained whole by an AdamW of its own; every rank holds all of it."""
+    """Model of PPO's values. ``head``: a linear head on the policy. ``own``: a copy of the initial model with such a
+    head, all of whose weights are trained by a separate AdamW; every rank holds all of it."""
 
     HEAD = "head"
     OWN = "own"
 
 
 class CriticKeys(Section, frozen=True):
-    """Keys of ``[objective]`` that only a critic reads."""
+    """Keys of ``[objective]`` for a critic."""
 
-    discount: Annotated[Share, advanced("of PPO's critic")] = 1.0
-    gae_lambda: Annotated[Share, advanced("of PPO's critic")] = 1.0
-    value_coefficient: Annotated[NaturalFloat, advanced("of the loss of the critic")] = 0.5
-    value_clip: Annotated[NaturalFloat, advanced("of the critic's values (0: not clipped)")] = 0.2
+    discount: Annotated[Share, advanced("discount of PPO's critic")] = 1.0
+    gae_lambda: Annotated[Share, advanced("lambda of PPO's critic (GAE)")] = 1.0
+    value_coefficient: Annotated[NaturalFloat, advanced("coefficient of the critic's loss")] = 0.5
+    value_clip: Annotated[NaturalFloat, advanced("clip of the critic's values (0: not clipped)")] = 0.2
     value_learning_rate: Annotated[
         NaturalFloat,
         advanced(
-            "of the critic (0: 0.04 / the width of the model for its head, which is verl's 1e-5 at 4,096; 1e-5 below)"
+            "learning rate of the critic (0: for its head 0.04 / the width of the model, which is verl's 1e-5 at "
+            "4,096; 1e-5 for the layers below)"
         ),
     ] = 0.0
     value_model: Annotated[ValueModel, advanced("")] = ValueModel.HEAD
@@ -47,7 +48,7 @@ class Gae(Advantages, frozen=True):
         import numpy as np
 
         assert values_N is not None
-        # What the return falls by behind a token is its reward.
+        # The difference between the return at a token and after it is the reward of the token.
         returns_N = np.broadcast_to(np.float32(value), penalties_N.shape)
         rewards_N = -penalties_N - np.diff(returns_N, append=np.float32(0))
         return generalized_advantages(rewards_N, values_N, discount=discount, gae_lambda=gae_lambda)
@@ -56,8 +57,8 @@ class Gae(Advantages, frozen=True):
 def generalized_advantages(
     rewards_N: Vector, values_N: Vector, *, discount: float, gae_lambda: float
 ) -> tuple[Vector, Vector]:
-    """GAE (arXiv 1506.02438) over one sample that ends with its last token: advantages and returns (advantage + value).
-    Float32 [N] each. The value after the last token is 0."""
+    """Compute GAE (arXiv 1506.02438) of one sample: (advantages, returns as advantage + value), float32 [N] each. The
+    value after the last token is 0."""
     import numpy as np
 
     values = values_N.astype(np.float64)

@@ -1,4 +1,5 @@
-"""REINFORCE++ (arXiv 2501.03262), without and with a group's mean as the baseline; SortedRL's form of its whitening."""
+"""REINFORCE++ (arXiv 2501.03262), without and with the group's mean as baseline, and SortedRL's whitening over a
+cohort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RLOO (arXiv 2402.14740): REINFORCE against the mean of the other samples of a group."""
+"""RLOO (arXiv 2402.14740): REINFORCE with the mean of the group's other samples as baseline."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
-"""Reading a recipe (``load``) and refusing one: rules between fields, keys of other systems, what ``rollout.system``
-sets; and the text that explains each key."""
+"""Reads a recipe (``load``) and refuses a wrong one: rules between fields, keys of other systems, ``rollout.system``;
+and explains each key."""

@@ -1,5 +1,5 @@
-"""Rules of ``engines.args`` and of what speculative decoding allows. Names and types are those of the installed vLLM,
-which the dry run's process and every engine's host ask (``engines/vllm/arguments.py``)."""
+"""Rules of ``engines.args``, of speculative decoding and of ``[sampling]``. Names and types of vLLM's arguments are
+checked by the dry run and by every engine process with the installed vLLM (``engines/vllm/arguments.py``)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from streamrl.recipe.sections import ROUNDING, STAGES, Recipe
 SPECULATION = "speculative_config"
 
 LOSSLESS = ("ngram", "ngram_gpu", "suffix", "draft_model")
-"""Methods of speculation that read nothing of the policy's hidden states, which a head of old weights would."""
+"""Methods of speculation that do not read the policy's hidden states. A draft head with old weights would read them."""
 
 
-def _given(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(path, arguments) of ``engines.args``, and of each set."""
+def _arguments(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (path, arguments) of ``engines.args``, and of each set."""
     yield "engines.args", recipe.engines.args
     for index, shape in enumerate(recipe.engines.sets):
         yield f"engines.sets.{index}.args", shape.args
@@ -26,24 +26,26 @@ def _given(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 @rule("engines")
 def refused_arguments(recipe: Recipe) -> Broken:
-    """Arguments that other keys set, and those that no run can have."""
-    for path, arguments in _given(recipe):
+    """Arguments that another key sets, or that no run can have, are refused."""
+    for path, arguments in _arguments(recipe):
         for name in arguments:
-            plain = name.replace("-", "_")
-            if key := owned_arguments().get(plain, ""):
-                refused = f"cannot be set, because {key[1:]}: remove it"
-                yield Problem(f"{path}.{name}", refused if key[0] == "-" else f"is set by {key}: write it there")
-        if not isinstance(stages := arguments.get(STAGES, 1), int):  # vLLM takes "2" and 2.0
+            key = owned_arguments().get(name.replace("-", "_"), "")
+            if key.startswith("-"):
+                yield Problem(f"{path}.{name}", f"cannot be set, because {key[1:]}: remove it")
+            elif key:
+                yield Problem(f"{path}.{name}", f"is set by {key}: write it there")
+        stages = arguments.get(STAGES, 1)
+        if not isinstance(stages, int):  # vLLM takes "2" and 2.0
             text = f"{shown(stages)} is no whole number, by which workers are counted: set 2"
             yield Problem(f"{path}.{STAGES}", text)
 
 
 @rule("engines", "off_policy")
 def rounded_engines(recipe: Recipe) -> Broken:
-    """Engines that round otherwise than the trainer need weights of the loss that correct it."""
+    """Engines that round differently from the trainer need the correction of the mismatch."""
     if recipe.off_policy.correct_mismatch:
         return
-    for path, arguments in _given(recipe):
+    for path, arguments in _arguments(recipe):
         for name in ROUNDING:
             if arguments.get(name) not in (None, "auto"):
                 yield Problem(
@@ -55,8 +57,10 @@ def rounded_engines(recipe: Recipe) -> Broken:
 
 @rule("engines", "lora")
 def arguments_beside_adapters(recipe: Recipe) -> Broken:
-    """The base has the bits of the model's files, and nothing else than it and the adapter samples."""
-    for path, arguments in _given(recipe) if recipe.lora.served else ():
+    """Engines that serve an adapter keep the base as in the model's files, and only base and adapter sample."""
+    if not recipe.lora.syncs_adapter:
+        return
+    for path, arguments in _arguments(recipe):
         for name in ("quantization", SPECULATION, STAGES):
             if arguments.get(name) not in (None, 1):
                 text = 'is not possible beside an adapter: remove it, or set lora.sync = "merged"'
@@ -65,9 +69,9 @@ def arguments_beside_adapters(recipe: Recipe) -> Broken:
 
 @rule("engines", "run.deterministic", "tail_batching", "sampling")
 def speculation(recipe: Recipe) -> Broken:
-    """Speculative decoding samples from the same distribution, with random numbers in another order."""
+    """Speculative decoding must sample from the policy's distribution. It uses random numbers in another order."""
     sampling = recipe.sampling
-    for path, arguments in _given(recipe):
+    for path, arguments in _arguments(recipe):
         drafts = arguments.get(SPECULATION)
         if drafts is None:
             continue
@@ -77,7 +81,7 @@ def speculation(recipe: Recipe) -> Broken:
             continue
         method = drafts.get("method")
         if method not in LOSSLESS:
-            methods = ", ".join(f'"{one}"' for one in LOSSLESS)
+            methods = ", ".join(f'"{name}"' for name in LOSSLESS)
             yield Problem(f"{where}.method", f"{shown(method or '')} is not allowed: must be one of {methods}")
         if drafts.get("rejection_sample_method", "standard") != "standard":
             yield Problem(
@@ -93,7 +97,8 @@ def speculation(recipe: Recipe) -> Broken:
                 'tail_batching.deferred_prompts = "replay"',
             )
         for name in ("min_p", "min_tokens"):
-            if value := getattr(sampling, name):
+            value = getattr(sampling, name)
+            if value:
                 yield Problem(
                     f"sampling.{name}",
                     f"{shown(value)} is not kept by vLLM's speculative decoding: set {name} = 0, or remove {where}",
@@ -102,7 +107,7 @@ def speculation(recipe: Recipe) -> Broken:
 
 @rule("sampling")
 def sampled_tokens(recipe: Recipe) -> Broken:
-    """Stop strings have characters; the least length is below the limit."""
+    """Stop strings must have characters; the least length must not exceed the limit."""
     sampling = recipe.sampling
     if "" in sampling.stop:
         yield Problem("sampling.stop", "has an empty text, at which every completion would end: remove it")

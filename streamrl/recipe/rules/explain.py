@@ -1,4 +1,5 @@
-"""Explanations of the keys of a recipe: one at a time (``streamrl explain``), or all of them (docs/recipe.md)."""
+"""Explanations of the keys of a recipe, from the texts and docstrings of the sections: of one key, or of all
+(docs/recipe.md). Called by the command ``streamrl explain``."""
 
 from __future__ import annotations
 
@@ -22,54 +23,64 @@ from streamrl.recipe.toml_text import value_or_text
 
 
 def explain(path: str) -> list[str]:
-    """Lines about a section, about a key (``section.key``, or only ``key``: of every section that has one), or about
-    all sections for an empty one. Raises ``RecipeError`` for what nobody has."""
+    """Return the lines about a section, about ``section.key``, about all keys of one name, about a key of another
+    system, or, for an empty path, about all sections. ``KEY=VALUE`` explains a value of another system, too. Raises
+    ``RecipeError`` for an unknown name."""
     sections = keys_of(Recipe)
     if not path:
         return [f"[{name}]  {_doc(section.section)[0]}" for name, section in sections.items()]
     path, equals, value = (part.strip() for part in path.partition("="))
-    answer = foreign_answer(path, *([value_or_text(value)] if equals else []))
-    if lines := _explained(path):
+    answer = foreign_answer(path, value_or_text(value)) if equals else foreign_answer(path)
+    lines = _explained(path)
+    if lines:
         return [f"{path} = {value}: {answer}", "", *lines] if answer and equals else lines
-    if "." not in path and (homes := paths_to(Recipe, path)):
+    homes = paths_to(Recipe, path)
+    if homes and "." not in path:
         return [line for home in homes for line in (*_explained(home), "")][:-1]
     if answer:
-        here = re.search(r": ([a-z_]+\.(?:N\.)?(?:advanced\.)?[a-z_0-9]+).* here$|; here: ([a-z_.0-9]+)", answer)
-        written = f"{path}{equals}{value}: {answer}"
-        return [written, *(["", *_explained(here[1] or here[2])] if here else [])]
+        lines = [f"{path}{equals}{value}: {answer}"]
+        recipe_key = re.search(r": ([a-z_]+\.(?:N\.)?(?:advanced\.)?[a-z_0-9]+).* here$|; here: ([a-z_.0-9]+)", answer)
+        if recipe_key:
+            lines += ["", *_explained(recipe_key[1] or recipe_key[2])]
+        return lines
     section, _, name = path.partition(".")
-    known: list[str] = list(sections)
-    if section in sections:
-        known = [one.partition(".")[2] for one in paths_in_view(Recipe, with_advanced=True) if one.startswith(section)]
-    hint = did_you_mean(name if section in sections else section, known, ".")
-    what, names = ("key", f"Keys of [{section}]") if section in sections else ("section", "Sections")
-    raise RecipeError(f"{path}: unknown {what}{hint} {names}: {', '.join(known)}")
+    if section not in sections:
+        hint = did_you_mean(section, sections, ".")
+        raise RecipeError(f"{path}: unknown section{hint} Sections: {', '.join(sections)}")
+    paths = paths_in_view(Recipe, with_advanced=True)
+    keys = [key_path.partition(".")[2] for key_path in paths if key_path.startswith(section)]
+    hint = did_you_mean(name, keys, ".")
+    raise RecipeError(f"{path}: unknown key{hint} Keys of [{section}]: {', '.join(keys)}")
 
 
 def _explained(path: str) -> list[str]:
-    """Lines on a section, on the advanced keys of one, or on a key; empty where the path leads nowhere."""
+    """Lines about a section, about its advanced keys, or about a key; empty: there is no such path."""
     parts = [part for part in path.split(".") if not part.isdigit() and part != "N"]
     keys = keys_of(Recipe)
     key = None
     for part in parts:
         if part == ADVANCED and part is parts[-1] and key is not None:
-            return [f"[{path}]", *(line for one in keys.values() if one.advanced for line in _key_lines(one))]
+            advanced = [below for below in keys.values() if below.advanced]
+            return [f"[{path}]", *(line for below in advanced for line in _key_lines(below))]
         if part == ADVANCED:
             continue
         if part not in keys:
             return []
         key = keys[part]
-        keys = keys_of(key.struct) if key.struct is not None else {}
+        keys = {}
+        if key.struct is not None:
+            keys = keys_of(key.struct)
     if key is None:
         return []
     if len(parts) == 1:
         return _section_lines(key)
     written = written_path(Recipe, ".".join(part for part in parts if part != ADVANCED))
-    lines = [f"{written}: {_allowed(key)}", *([f"  {key.text}"] if key.text else []), *_choices(key)]
-    return lines + [f"  {line}" for one in keys.values() for line in _key_lines(one)]
+    lines = [f"{written}: {_allowed(key)}", *_text_lines(key), *_choices(key)]
+    return lines + [f"  {line}" for below in keys.values() for line in _key_lines(below)]
 
 
 def _section_lines(section: Key) -> list[str]:
+    """Lines about a section and its keys, with the names of the advanced ones."""
     keys = keys_of(section.section).values()
     lines = [f"[{section.name}]", *(f"  {line}".rstrip() for line in _doc(section.section)), ""]
     lines += [line for key in keys if not key.advanced for line in _key_lines(key)]
@@ -79,7 +90,14 @@ def _section_lines(section: Key) -> list[str]:
 
 
 def _key_lines(key: Key) -> list[str]:
-    return [f"{key.name}: {_allowed(key)}", *([f"  {key.text}"] if key.text else [])]
+    return [f"{key.name}: {_allowed(key)}", *_text_lines(key)]
+
+
+def _text_lines(key: Key) -> list[str]:
+    """The line with the text of a key; empty: it has none."""
+    if not key.text:
+        return []
+    return [f"  {key.text}"]
 
 
 def _allowed(key: Key) -> str:
@@ -87,14 +105,18 @@ def _allowed(key: Key) -> str:
 
 
 def _choices(key: Key) -> Iterator[str]:
-    """Lines on the values of an enumeration."""
+    """Yield the lines about the values of an enumeration."""
     for cls in _enums(key.kind):
-        values = algorithm_lines() if cls is AlgorithmName else explained_systems() if cls is System else []
-        yield from (f"  {line}".rstrip() for line in (*_doc(cls), *values))
+        lines = _doc(cls)
+        if cls is AlgorithmName:
+            lines += algorithm_lines()
+        elif cls is System:
+            lines += explained_systems()
+        yield from (f"  {line}".rstrip() for line in lines)
 
 
 def algorithm_lines() -> list[str]:
-    """List the fields that each algorithm sets, one line each."""
+    """Return the fields that each algorithm sets, one line for each algorithm."""
     lines = []
     for method in METHODS.values():
         values = msgspec.structs.asdict(method)
@@ -109,11 +131,13 @@ def algorithm_lines() -> list[str]:
 
 
 def _enums(kind: inspect.Type) -> Iterator[type]:
+    """Yield the enumerations in a type."""
     kind = bare(kind)
     if isinstance(kind, inspect.EnumType):
         yield kind.cls
-    for member in kind.types if isinstance(kind, inspect.UnionType) else ():
-        yield from _enums(member)
+    if isinstance(kind, inspect.UnionType):
+        for member in kind.types:
+            yield from _enums(member)
 
 
 def _doc(cls: type) -> list[str]:
@@ -135,7 +159,7 @@ Made by `streamrl explain --markdown`; `streamrl explain KEY` prints one of them
 
 
 def reference() -> str:
-    """All keys as a Markdown page: type, default and text of each."""
+    """Return docs/recipe.md, with type, default and text of all keys."""
     blocks = [f"{REFERENCE_HEAD}\n"]
     for name, section in keys_of(Recipe).items():
         head = f"[[{name}]]" if section.item else f"[{name}]"
@@ -144,12 +168,17 @@ def reference() -> str:
 
 
 def _table(struct: msgspec.StructMeta, prefix: str) -> str:
+    """The Markdown table of the keys of a section; advanced keys come last."""
     rows = ["| key | may be | default | |", "|---|---|---|---|"]
 
-    def add(struct: msgspec.StructMeta, before: str) -> None:
+    def add(struct: msgspec.StructMeta, prefix: str) -> None:
         for key in sorted(keys_of(struct).values(), key=lambda key: key.advanced):
-            default = "required" if key.required else "" if key.default is None else f"`{shown(key.default)}`"
-            name = f"{before}{ADVANCED}.{key.name}" if key.advanced else f"{before}{key.name}"
+            default = ""
+            if key.required:
+                default = "required"
+            elif key.default is not None:
+                default = f"`{shown(key.default)}`"
+            name = f"{prefix}{ADVANCED}.{key.name}" if key.advanced else f"{prefix}{key.name}"
             rows.append(f"| `{name}` | {expected(key.kind)} | {default} | {_cell(key)} |".replace("|  |", "| |"))
             if key.struct is not None:
                 add(key.struct, f"{name}.")

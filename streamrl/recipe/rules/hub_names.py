@@ -1,5 +1,5 @@
-"""Names of the Hugging Face Hub, and folders of its cache, whose paths say which commit of which repository they hold.
-Nothing here asks the Hub (``streamrl.prepare.hub`` does)."""
+"""Names of repositories on the Hugging Face Hub, and of the folders of its cache, whose paths have repository and
+commit. Commands and ``rules.load`` parse them here, without a request to the Hub (``prepare.hub`` makes these)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from streamrl.base.errors import RecipeError
 
 HUB = "hf:"
-"""The beginning of a name that cannot be a path. A data set has it always, a model may have it."""
+"""Prefix that marks a name of the Hub, not a path: required for a data set, optional for a model."""
 _PART = r"(?![^/@]*(?:--|\.\.))[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _BARE = re.compile(rf"{_PART}/{_PART}(@\S+)?", re.ASCII)
 _MARKED = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(\S+))?", re.ASCII)
@@ -19,7 +19,7 @@ _SNAPSHOT = re.compile(r".*/(model|dataset)s--([^/]+)/snapshots/([0-9a-f]{40})")
 
 
 class HubName(msgspec.Struct, frozen=True):
-    """A repository of the Hub. ``revision``: a branch, a tag or a full commit; empty: the main branch."""
+    """A repository of the Hub. ``revision``: branch, tag or full commit (empty: the main branch)."""
 
     repository: str
     revision: str = ""
@@ -30,36 +30,43 @@ class HubName(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """``model`` or ``dataset``, as huggingface_hub calls it."""
+        """Type of the repository for huggingface_hub: ``model`` or ``dataset``."""
         return "dataset" if self.dataset else "model"
 
     @property
     def command(self) -> str:
-        """The command line that fills the cache."""
-        options = f"{' --repo-type dataset' * self.dataset}{f' --revision {self.revision}' if self.revision else ''}"
-        return f"`hf download {self.repository}{options}`"
+        """Command line that downloads the repository to the cache."""
+        words = ["hf download", self.repository]
+        if self.dataset:
+            words.append("--repo-type dataset")
+        if self.revision:
+            words.append(f"--revision {self.revision}")
+        return f"`{' '.join(words)}`"
 
 
 def is_bare_name(text: str) -> bool:
-    """Return whether ``text`` is ``owner/name`` or ``owner/name@revision``, which may be a path, too."""
+    """Return whether ``text`` has the form ``owner/name`` or ``owner/name@revision``; it may also be a path."""
     return _BARE.fullmatch(text) is not None
 
 
 def read_hub_name(text: str, *, dataset: bool = False) -> HubName:
-    """The repository that ``text`` names, with ``hf:`` before it or not. Raises ``RecipeError`` where it names none."""
-    if found := _MARKED.fullmatch(text.removeprefix(HUB)):
-        return HubName(found[1], found[2] or "", dataset)
+    """Return the repository that ``text`` names, with or without ``hf:``. Raises ``RecipeError`` for another text."""
+    match = _MARKED.fullmatch(text.removeprefix(HUB))
+    if match is not None:
+        return HubName(match[1], match[2] or "", dataset)
     form = f'"{HUB}owner/name" or "{HUB}owner/name@revision"'
     raise RecipeError(f'"{text}" is no name of the Hub: write {form}, with letters, digits, "-", "_" and "."')
 
 
 def cached_name(path: str | Path) -> HubName | None:
-    """The repository and commit of a folder in the cache of huggingface_hub; None for another path."""
-    found = _SNAPSHOT.fullmatch(str(path))
-    return HubName(found[2].replace("--", "/"), found[3], found[1] == "dataset") if found else None
+    """Return the repository and commit of a folder in the cache of huggingface_hub; None for another path."""
+    match = _SNAPSHOT.fullmatch(str(path))
+    if match is None:
+        return None
+    return HubName(match[2].replace("--", "/"), match[3], match[1] == "dataset")
 
 
 def hub_name(path: str) -> str | None:
-    """The name on the Hub of what lies in the folder ``path``, where that is one of the Hub's cache."""
-    found = cached_name(path)
-    return found.repository if found else None
+    """Return the Hub's name of the repository in the folder ``path`` of the Hub's cache; None for another folder."""
+    name = cached_name(path)
+    return name.repository if name else None

@@ -1,4 +1,7 @@
-"""TOML to ``Recipe``: every error at once, each with its place, its value and what is allowed; and back to TOML."""
+"""Reads a recipe (a TOML file, or Python objects) and its overrides, checks it, and makes its paths absolute; writes a
+recipe as TOML. All errors are reported at once, each with its place, its value and the allowed values. Every command
+that gets a recipe calls ``load_recipe``, and so does each process of a run, for the ``recipe.toml`` in the run's
+directory."""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, valu
 
 _MARKED_PATHS = ("./", "../")
 
-# What stands in for a required section that is wrong, so that the rules about the others are still checked.
+# Values in place of a required section that is wrong, so that the rules about the other sections are still checked.
 _PLACEHOLDERS: dict[str, Any] = {
     "model": {"path": "missing"},
     "prompts": {"train": "missing.jsonl"},
@@ -33,33 +36,37 @@ _PLACEHOLDERS: dict[str, Any] = {
 }
 
 
-def load_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file, or a recipe of Python objects (``cells.python_recipe.python_table``), and apply ``--set``
     overrides such as ``rollout.group_size=4`` or ``rewards.0.weight=2``.
 
-    Relative paths are resolved against the directory of the file (of dicts: the current one), except ``run.directory``
-    and ``checkpoint.resume_from``, which are relative to the current directory. Raises ``RecipeError`` with every
-    problem found."""
-    return read_recipe(given, overrides)[0]
+    Relative paths are resolved against the directory of the file (for Python objects: the current directory), except
+    ``run.directory`` and ``checkpoint.resume_from``, which are relative to the current directory. Raises
+    ``RecipeError`` with all problems."""
+    return read_recipe(source, overrides)[0]
 
 
-def read_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
-    """Read a recipe as ``load_recipe`` does; also return what ``rollout.system`` sets in it, one line a key."""
+def read_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+    """Read a recipe as ``load_recipe`` does. Returns also the keys that ``rollout.system`` sets, one line for each."""
     if isinstance(overrides, str):
         raise RecipeError(f"overrides is one text: write load_recipe(..., [{overrides!r}])")
-    if isinstance(given, Mapping):
-        return _check(python_table(given), Origin(file="recipe", lines={}), overrides, Path.cwd())
-    path = Path(given)
+    if isinstance(source, Mapping):
+        return _check(python_table(source), Origin(file="recipe", lines={}), overrides, Path.cwd())
+    path = Path(source)
     text = _read(path)
     try:
         table = parse_toml(text)
-    except (ValueError, RecursionError) as error:  # tomllib lets some pass: a number of 5,000 digits, endless nesting
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # tomllib raises both, for a number of 5,000 digits or endless nesting
         raise RecipeError(f"{path}: not valid TOML: {error}") from error
     return _check(table, Origin(file=str(path), lines=key_lines(text)), overrides, path.parent)
 
 
 def check_recipe(recipe: Recipe, source: str = "recipe") -> None:
-    """Check the fields of a recipe that was made in Python, and the rules between them. Raises ``RecipeError``."""
+    """Check the fields of a ``Recipe`` that was made in Python, and the rules between them. ``source``: name of the
+    recipe in problems. Raises ``RecipeError``."""
     origin = Origin(file=source, lines={})
     checked = CheckedTable(as_table(structs.asdict(recipe)), origin, foreign_answer)
     rules = broken_rules(_recipe(checked), checked.bad_paths)
@@ -69,13 +76,16 @@ def check_recipe(recipe: Recipe, source: str = "recipe") -> None:
 
 
 def overridden_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """``recipe`` with ``overrides``, checked as one that is read. Raises ``RecipeError`` with every problem found."""
+    """Return ``recipe`` with ``overrides``, checked like a recipe that is read. Raises ``RecipeError`` with all
+    problems."""
+    if not overrides:
+        return recipe
     table = as_table(structs.asdict(recipe))
-    return _check(table, Origin(file="recipe", lines={}), overrides, Path.cwd())[0] if overrides else recipe
+    return _check(table, Origin(file="recipe", lines={}), overrides, Path.cwd())[0]
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """``recipe`` as TOML that ``load_recipe`` reads back to an equal recipe (where its paths are absolute)."""
+    """Return ``recipe`` as TOML, from which ``load_recipe`` reads an equal recipe (where its paths are absolute)."""
     return toml_document(recipe)
 
 
@@ -91,7 +101,7 @@ def _read(path: Path) -> str:
 
 
 def _override(table: dict[str, Any], text: str, problems: list[str]) -> str | None:
-    """Apply one ``a.b=value`` to ``table``; returns its path, or None after adding a problem."""
+    """Apply an override ``a.b=value`` to ``table`` and return its path; or add a problem and return None."""
     path, equals, raw = text.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
@@ -102,11 +112,13 @@ def _override(table: dict[str, Any], text: str, problems: list[str]) -> str | No
         if isinstance(target, list):
             target = _item(target, key)
         elif isinstance(target, dict):
-            target = target.setdefault(key, [] if _is_index(keys[depth + 1]) else {})
+            if _is_index(keys[depth + 1]):
+                target.setdefault(key, [])
+            target = target.setdefault(key, {})
         if not isinstance(target, dict | list):
-            remedy = (
-                f"write {keys[0]}.N, from {keys[0]}.0" if isinstance(table.get(keys[0]), list) else "it holds no keys"
-            )
+            remedy = "it holds no keys"
+            if isinstance(table.get(keys[0]), list):
+                remedy = f"write {keys[0]}.N, from {keys[0]}.0"
             problems.append(f"--set {text}: {'.'.join(keys[: depth + 1])} is not there to be set: {remedy}")
             return None
     if isinstance(target, list):
@@ -121,7 +133,7 @@ def _is_index(key: str) -> bool:
 
 
 def _item(items: list[Any], key: str) -> Any:
-    """Item ``key`` of a list of tables; one past the end appends a new table; None where there is none."""
+    """Return item ``key`` of a list of tables; an index just past the end appends a new table. None: no such item."""
     if not _is_index(key) or int(key) > len(items):
         return None
     if int(key) == len(items):
@@ -132,11 +144,14 @@ def _item(items: list[Any], key: str) -> Any:
 def _check(
     table: dict[str, Any], origin: Origin, overrides: Sequence[str], directory: Path
 ) -> tuple[Recipe, list[str]]:
+    """Apply ``overrides`` and ``rollout.system``, check the fields and rules, and make paths absolute. Returns the
+    recipe, and the keys that ``rollout.system`` sets, one line for each. Raises ``RecipeError`` with all problems."""
     problems: list[str] = []
     if "environment" in table:
         table = {"rewards": [{"function": ENVIRONMENT_REWARD}]} | table
-    places = {place for place in (_override(table, text, problems) for text in overrides) if place}
-    origin, contradictions, system = apply_system(table, structs.replace(origin, overridden=frozenset(places)))
+    overridden = [_override(table, text, problems) for text in overrides]
+    origin = structs.replace(origin, overridden=frozenset(path for path in overridden if path))
+    origin, contradictions, system = apply_system(table, origin)
     checked = CheckedTable(table, origin, foreign_answer)
     problems += contradictions + checked.problems
     recipe = _recipe(checked)
@@ -147,7 +162,7 @@ def _check(
 
 
 def _recipe(checked: CheckedTable) -> Recipe:
-    """A recipe of the good values; placeholders and defaults stand where a value is missing or wrong."""
+    """Return a recipe of the valid values, with placeholders and defaults for values that are missing or wrong."""
     values = dict(checked.values)
     for name, placeholder in _PLACEHOLDERS.items():
         if isinstance(placeholder, dict):
@@ -158,19 +173,22 @@ def _recipe(checked: CheckedTable) -> Recipe:
 
 
 def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
-    # Absolute now, because ``runs/latest`` is another run once this one has begun.
+    """Return ``recipe`` with absolute paths, relative to ``directory``."""
+    # Absolute now, because ``runs/latest`` is another run once this run has begun.
     resume_from = recipe.checkpoint.resume_from
     if not is_url(resume_from):
-        resume_from = _absolute_if_given(resume_from, Path.cwd())
+        resume_from = _absolute_if_set(resume_from, Path.cwd())
+    environment = recipe.environment
+    observers = tuple(resolve_function(observer, directory) for observer in recipe.run.observers)
     return structs.replace(
         recipe,
-        run=structs.replace(recipe.run, observers=tuple(resolve_function(o, directory) for o in recipe.run.observers)),
+        run=structs.replace(recipe.run, observers=observers),
         model=structs.replace(recipe.model, path=resolve_model(recipe.model.path, directory)),
         prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
         rollout=structs.replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),
         rewards=tuple(resolved_reward(reward, directory) for reward in recipe.rewards),
         environment=structs.replace(
-            environment := recipe.environment,
+            environment,
             episode=resolve_function(environment.episode, directory),
             env=resolve_function(environment.env, directory),
             tools=tuple(_resolved_tool(tool, directory) for tool in environment.tools),
@@ -179,26 +197,25 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         engines=structs.replace(
             recipe.engines,
             args=_arguments(recipe.engines.args, directory),
-            sets=tuple(structs.replace(one, args=_arguments(one.args, directory)) for one in recipe.engines.sets),
+            sets=tuple(structs.replace(shape, args=_arguments(shape.args, directory)) for shape in recipe.engines.sets),
         ),
         judge=structs.replace(recipe.judge, model=resolve_model(recipe.judge.model, directory)),
         reward_limits=structs.replace(
             recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)
         ),
         evaluation=structs.replace(recipe.evaluation, prompts=_resolved_sets(recipe.evaluation.prompts, directory)),
-        transport=structs.replace(recipe.transport, keys=_absolute_if_given(recipe.transport.keys, directory)),
+        transport=structs.replace(recipe.transport, keys=_absolute_if_set(recipe.transport.keys, directory)),
         checkpoint=structs.replace(recipe.checkpoint, resume_from=resume_from),
     )
 
 
 def resolved_reward(reward: Reward, directory: Path) -> Reward:
-    """``reward`` with the file of its function and the paths in its options absolute."""
-    options = {
-        name: (resolve_model if name == "path" else _absolute_if_given)(value, directory)
-        if _is_path(reward.function, name, value)
-        else value
-        for name, value in reward.options.items()
-    }
+    """Return ``reward`` with absolute paths of the function's file and in its options."""
+    options = dict(reward.options)
+    for name, value in reward.options.items():
+        if _is_path(reward.function, name, value):
+            resolve = resolve_model if name == "path" else _absolute_if_set
+            options[name] = resolve(value, directory)
     return structs.replace(reward, function=resolve_function(reward.function, directory), options=options)
 
 
@@ -208,12 +225,12 @@ def _resolved_tool(tool: str, directory: Path) -> str:
 
 
 def _file_of_agent(word: str, directory: Path) -> str:
-    """``word`` of a command with the path of a file beside the recipe absolute."""
+    """Return a word of a command, or the absolute path of the file beside the recipe that it names."""
     return str(directory / word) if (directory / word).is_file() else word
 
 
 def _arguments(arguments: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """``arguments`` of vLLM with the path of a draft model absolute, where ``./`` or ``../`` marks it as one."""
+    """Return vLLM's ``arguments`` with an absolute path of the draft model, where ``./`` or ``../`` marks a path."""
     drafts = arguments.get("speculative_config")
     if isinstance(drafts, dict) and str(drafts.get("model", "")).startswith(_MARKED_PATHS):
         return arguments | {"speculative_config": {**drafts, "model": str(_absolute(drafts["model"], directory))}}
@@ -221,23 +238,25 @@ def _arguments(arguments: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _is_path(function: str, option: str, value: Any) -> bool:
-    """Return whether an option is a path: known for built-in rewards, marked by ``./`` or ``../`` for the user's
-    own."""
+    """Return whether an option of a reward is a path: one of ``PATH_OPTIONS`` for a built-in reward, a value with
+    ``./`` or ``../`` for a user's function."""
     if not isinstance(value, str):
-        return False  # if it should be one, the reward says what it should be
-    return value.startswith(_MARKED_PATHS) if ":" in function else option in PATH_OPTIONS.get(function, ())
+        return False  # the reward itself refuses a value of a wrong type
+    if ":" in function:
+        return value.startswith(_MARKED_PATHS)
+    return option in PATH_OPTIONS.get(function, ())
 
 
 def resolve_model(path: str, directory: Path) -> str:
-    """Make the path of a model absolute. Where nothing is there and it may be a name of the Hub, it is marked as one;
-    ``streamrl.prepare.hub`` puts a folder in its place."""
+    """Return the absolute path of a model. Where the path does not exist and may be a name of the Hub, return the name
+    with ``hf:``, which ``prepare.hub`` replaces by a folder."""
     if not path or path.startswith(HUB):
         return path
     absolute = _absolute(path, directory)
     return f"{HUB}{path}" if is_bare_name(path) and not absolute.exists() else str(absolute)
 
 
-def _absolute_if_given(path: str, directory: Path) -> str:
+def _absolute_if_set(path: str, directory: Path) -> str:
     return str(_absolute(path, directory)) if path else path
 
 
@@ -248,29 +267,29 @@ def _absolute(path: str, directory: Path) -> Path:
         return resolved
     except UnicodeEncodeError:
         raise RecipeError(f"the path {path[:200]!r} below {directory!a} is not UTF-8: choose another") from None
-    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a home of nobody, links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL character, the home of an unknown user, circular links
         raise RecipeError(f"the path {path[:200]!r} cannot be resolved ({error}): correct it") from error
 
 
 def resolve_function(spec: str, directory: Path) -> str:
-    """Make the file of a function absolute; a name without a colon is not a path."""
+    """Return the name of a function with the absolute path of its file; a name without a colon has no path."""
     return resolve_spec(spec, directory) if ":" in spec else spec
 
 
 def _resolved_sets(prompts: Any, directory: Path) -> Any:
-    """``evaluation.prompts``, in any of its forms, with absolute paths."""
+    """Return ``evaluation.prompts``, in any of its forms, with absolute paths."""
     if isinstance(prompts, dict):
-        return {name: _resolved_sets(one, directory) for name, one in prompts.items()}
+        return {name: _resolved_sets(held_out, directory) for name, held_out in prompts.items()}
     if isinstance(prompts, EvaluationSet):
         return structs.replace(prompts, prompts=resolve_spec(prompts.prompts, directory))
     return resolve_spec(prompts, directory)
 
 
 def resolve_spec(spec: str, directory: Path) -> str:
-    """Make the path of a spec absolute: ``rows.jsonl`` and ``task.py:reward``; ``module:name`` stays as it is."""
+    """Return a spec with an absolute path: ``rows.jsonl`` or ``task.py:reward``; ``module:name`` has none."""
     if not spec:
         return spec
-    source, question, options = spec.partition("?")  # options of a prompt source are no part of its path
+    source, question, options = spec.partition("?")  # a prompt source may have options after its path
     file, colon, name = source.rpartition(":")
     if not colon:
         return f"{_absolute(source, directory)}{question}{options}"

@@ -1,92 +1,111 @@
-"""Rules inside ``[objective]`` and ``[off_policy]``, and what they need of the other sections. A field that has no
-effect is refused where somebody who wrote it would rely on it; a default never is."""
+"""Rules of ``[objective]`` and ``[off_policy]``, and between them and other sections. A value without an effect is
+refused unless it is the default."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from streamrl.recipe.objective import KlEstimator, Proximal, RatioLevel
-from streamrl.recipe.objectives.method import KlPlace
+from streamrl.recipe.objectives.method import KlPlace, Surrogate
 from streamrl.recipe.objectives.ppo import CriticKeys
 from streamrl.recipe.problems import shown
-from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
+from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
 from streamrl.recipe.sections import Recipe
 
 
-def _surrogate(recipe: Recipe, reads: bool, what: str) -> str:
-    if reads:
-        return ""
-    name = recipe.objective_settings.surrogate
-    return f': surrogate = "{name}" {what}; remove it, or set surrogate = "token_clip"'
+def _unless_surrogate(condition: Callable[[Surrogate], bool], property_text: str) -> Callable[[Recipe], str]:
+    """Return a ``why`` of ``has_no_effect`` for keys that only some surrogates read. ``condition``: whether a surrogate
+    reads them; ``property_text``: predicate about the others."""
 
-
-def _of_advantages(kind: str) -> Callable[[Recipe], str]:
     def why(recipe: Recipe) -> str:
-        own = recipe.objective_settings.advantages
-        return "" if own == kind else f' with advantages = "{own}": remove it, or set objective.advantages = "{kind}"'
+        settings = recipe.objective_settings
+        if condition(settings.token_surrogate):
+            return ""
+        return f': surrogate = "{settings.surrogate}" {property_text}; remove it, or set surrogate = "token_clip"'
+
+    return why
+
+
+def _unless_advantages(kind: str) -> Callable[[Recipe], str]:
+    """Return a ``why`` of ``has_no_effect`` for keys that only the advantages ``kind`` read."""
+
+    def why(recipe: Recipe) -> str:
+        advantages = recipe.objective_settings.advantages
+        if advantages == kind:
+            return ""
+        return f' with advantages = "{advantages}": remove it, or set objective.advantages = "{kind}"'
 
     return why
 
 
 def _corrections(recipe: Recipe, *, stale_only: bool) -> str:
-    """Return why ``learning.objective.corrections`` would never see a token to correct; empty: they may."""
+    """Return the reason why ``learning.objective.corrections`` never corrects a token; empty: it may. ``stale_only``:
+    whether the key concerns stale tokens alone."""
     off_policy = recipe.off_policy
     rounds = recipe.rollout.rounds
     if recipe.on_policy and (stale_only or not off_policy.correct_mismatch):
-        remedy = "" if stale_only else "correct_mismatch = true, or "
+        remedies = ['rollout.rounds = "continuous"']
+        if not stale_only:
+            remedies.insert(0, "correct_mismatch = true")
         why = f"{rounds} rounds train every token by the version that sampled it"
-        return f': {why}; remove it, or set {remedy}rollout.rounds = "continuous"'
+        return f": {why}; remove it, or set {', or '.join(remedies)}"
     unweighted = off_policy.proximal is Proximal.BEHAVIOR and not off_policy.correct_mismatch
     if not stale_only and not recipe.on_policy and unweighted:
         return ': proximal = "behavior" makes w = 1 for stale tokens; remove it, or set proximal = "decoupled"'
     return ""
 
 
+def _truncation(recipe: Recipe) -> str:
+    """Return the reason why ``truncate`` has no effect; empty: it has one, or it is off."""
+    if recipe.off_policy.truncate is RatioLevel.NONE:
+        return ""
+    return _corrections(recipe, stale_only=False)
+
+
 has_no_effect(
-    "objective.clip_low objective.clip_high",
-    lambda r: _surrogate(r, r.objective_settings.token_surrogate.clips, "is not clipped"),
+    "objective.clip_low objective.clip_high", _unless_surrogate(lambda surrogate: surrogate.clips, "is not clipped")
 )
-has_no_effect(
-    "objective.dual_clip", lambda r: _surrogate(r, r.objective_settings.token_surrogate.dual_clips, "has no dual clip")
-)
+has_no_effect("objective.dual_clip", _unless_surrogate(lambda surrogate: surrogate.dual_clips, "has no dual clip"))
 has_no_effect(
     "objective.kl_estimator objective.kl_in",
-    lambda r: "" if r.objective.kl_coefficient else " while kl_coefficient = 0: remove it, or set kl_coefficient",
+    unless(
+        lambda recipe: recipe.objective.kl_coefficient, " while kl_coefficient = 0: remove it, or set kl_coefficient"
+    ),
 )
-has_no_effect(" ".join(f"objective.{key}" for key in CriticKeys.__struct_fields__), _of_advantages("gae"))
-has_no_effect("objective.cohort_batches", _of_advantages("cohort"))
+has_no_effect(" ".join(f"objective.{key}" for key in CriticKeys.__struct_fields__), _unless_advantages("gae"))
+has_no_effect("objective.cohort_batches", _unless_advantages("cohort"))
 has_no_effect(
     "objective.overlong_penalty",
-    lambda r: (
-        ""
-        if r.objective.overlong_buffer
-        else " while overlong_buffer = 0: remove it, or set overlong_buffer to the last tokens that are punished"
+    unless(
+        lambda recipe: recipe.objective.overlong_buffer,
+        " while overlong_buffer = 0: remove it, or set overlong_buffer to the last tokens that are punished",
     ),
 )
 has_no_effect(
     "off_policy.cap",
-    lambda r: "" if r.off_policy.truncate is not RatioLevel.NONE else ' with truncate = "none": remove one of them',
-)
-has_no_effect(
-    "off_policy.mask_low off_policy.mask_high",
-    lambda r: (
-        "" if r.off_policy.mask is not RatioLevel.NONE else ' with mask = "none": remove it, or set mask = "token"'
+    unless(
+        lambda recipe: recipe.off_policy.truncate is not RatioLevel.NONE, ' with truncate = "none": remove one of them'
     ),
 )
 has_no_effect(
-    "off_policy.proximal off_policy.staleness_discount", lambda r: _corrections(r, stale_only=True), "rollout.rounds"
+    "off_policy.mask_low off_policy.mask_high",
+    unless(
+        lambda recipe: recipe.off_policy.mask is not RatioLevel.NONE,
+        ' with mask = "none": remove it, or set mask = "token"',
+    ),
 )
-has_no_effect("off_policy.cap off_policy.mask", lambda r: _corrections(r, stale_only=False), "rollout.rounds")
 has_no_effect(
-    "off_policy.truncate",
-    lambda r: "" if r.off_policy.truncate is RatioLevel.NONE else _corrections(r, stale_only=False),
+    "off_policy.proximal off_policy.staleness_discount",
+    lambda recipe: _corrections(recipe, stale_only=True),
     "rollout.rounds",
 )
+has_no_effect("off_policy.cap off_policy.mask", lambda recipe: _corrections(recipe, stale_only=False), "rollout.rounds")
+has_no_effect("off_policy.truncate", _truncation, "rollout.rounds")
 
 
 @rule("rollout.group_size", "rollout.dynamic_sampling", "objective")
 def groups_have_a_baseline(recipe: Recipe) -> Broken:
-    """A group of one has no siblings to be compared with, and equal rewards always."""
+    """A group of one trajectory has no siblings for a comparison, and its rewards are always equal."""
     if recipe.rollout.group_size > 1:
         return
     settings = recipe.objective_settings
@@ -106,8 +125,8 @@ def groups_have_a_baseline(recipe: Recipe) -> Broken:
 
 @rule("objective", "sampling")
 def values_with_an_effect(recipe: Recipe) -> Broken:
-    """Clips spare on-policy tokens; the KL is a penalty where it stands, and policies are not cut by top-p; the critic
-    is trained; DAPO's soft punishment has a length that is not punished, and a penalty."""
+    """Clips must leave on-policy tokens; a KL needs a gradient and policies over all tokens; a critic must be trained;
+    DAPO's soft punishment needs lengths that are not punished, and a penalty."""
     objective = recipe.objective
     settings = recipe.objective_settings
     limit = recipe.most_tokens
@@ -123,12 +142,13 @@ def values_with_an_effect(recipe: Recipe) -> Broken:
             'k1 in the loss has a gradient of mean 0, so that it holds the policy nowhere: set kl_estimator = "k2" '
             'or "k3", or kl_in = "reward"',
         )
-    for name, unset in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if settings.has_reference and (value := getattr(recipe.sampling, name)) != unset:
+    for name, default in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        value = getattr(recipe.sampling, name)
+        if settings.has_reference and value != default:
             yield Problem(
                 "objective.kl_coefficient",
                 f"{shown(objective.kl_coefficient)} has no KL to estimate with sampling.{name} = {shown(value)}, which "
-                f"cuts policy and reference to different tokens: set sampling.{name} = {unset:g}, or remove "
+                f"cuts policy and reference to different tokens: set sampling.{name} = {default:g}, or remove "
                 "kl_coefficient",
             )
     if settings.has_critic and objective.value_coefficient == 0:
@@ -149,7 +169,7 @@ def values_with_an_effect(recipe: Recipe) -> Broken:
 
 @rule("off_policy")
 def correction_bounds(recipe: Recipe) -> Broken:
-    """Bounds of the correction that would cut or mask an on-policy token, w = 1."""
+    """Bounds of the correction must not change or mask an on-policy token, w = 1."""
     off_policy = recipe.off_policy
     if off_policy.truncate is not RatioLevel.NONE and off_policy.cap < 1:
         yield Problem(
@@ -158,11 +178,11 @@ def correction_bounds(recipe: Recipe) -> Broken:
         )
     if off_policy.mask is RatioLevel.NONE:
         return
-    wrong = {"mask_low": "less"} if off_policy.mask_low > 1 else {}
-    wrong |= {"mask_high": "more"} if off_policy.mask_high < 1 else {}
-    for name, side in wrong.items():
-        value = shown(getattr(off_policy, name))
-        yield Problem(f"off_policy.{name}", f"{value} masks on-policy tokens (w = 1): set it to 1 or {side}")
+    problem = "masks on-policy tokens (w = 1): set it to 1 or"
+    if off_policy.mask_low > 1:
+        yield Problem("off_policy.mask_low", f"{shown(off_policy.mask_low)} {problem} less")
+    if off_policy.mask_high < 1:
+        yield Problem("off_policy.mask_high", f"{shown(off_policy.mask_high)} {problem} more")
     if off_policy.mask_low >= off_policy.mask_high:
         yield Problem(
             "off_policy.mask_low",

@@ -6,18 +6,18 @@ from streamrl.recipe.judge import CALLS_AT_ONCE, JUDGE_REWARD, Judge, asks_own_j
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, FailurePolicy, Reward
 from streamrl.recipe.rules.engine_rules import are_cores
-from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
+from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
 from streamrl.recipe.sections import Recipe
 
 has_no_effect(
     " ".join(f"judge.{name}" for name in Judge.__struct_fields__ if name != "model"),
-    lambda r: "" if r.judge.model else " without judge.model: name a model, or remove it",
+    unless(lambda recipe: recipe.judge.model, " without judge.model: name a model, or remove it"),
 )
 
 
 @rule("rewards.function", "rewards.name")
 def rewards_are_named(recipe: Recipe) -> Broken:
-    """Every reward names a function or a built-in one, and metrics can tell them apart."""
+    """Every reward must name a function or a built-in reward, and have a name of its own for metrics."""
     if not recipe.rewards:
         yield Problem(
             "rewards", 'is empty: add [[rewards]] with function = "module:function" or "path/to/file.py:function"'
@@ -44,7 +44,7 @@ def rewards_are_named(recipe: Recipe) -> Broken:
 
 @rule("rewards.weight", "rewards.shadow")
 def some_reward_counts(recipe: Recipe) -> Broken:
-    """Recipes without a reward that is trained on."""
+    """At least one reward must be trained."""
     trained = [reward for reward in recipe.rewards if not reward.shadow]
     if recipe.rewards and not trained:
         yield Problem(
@@ -58,7 +58,7 @@ def some_reward_counts(recipe: Recipe) -> Broken:
 
 @rule("rewards")
 def limits_fit(recipe: Recipe) -> Broken:
-    """Adaptive limits whose floor is above their ceiling."""
+    """The smallest adaptive limit must not exceed the time limit."""
     for index, reward in enumerate(recipe.rewards):
         adaptive = reward.adaptive_timeout
         if adaptive is not None and adaptive.min_s > reward.timeout_s:
@@ -71,7 +71,7 @@ def limits_fit(recipe: Recipe) -> Broken:
 
 @rule("rewards")
 def failures_have_one_meaning(recipe: Recipe) -> Broken:
-    """A late call is wrong, with its value, or it failed; a failure of a shadow reward concerns nobody."""
+    """A late call is either wrong, with a value, or failed; a failure of a shadow reward has no policy."""
     for index, reward in enumerate(recipe.rewards):
         if reward.late_is_wrong and reward.on_timeout is not None:
             yield Problem(
@@ -94,7 +94,7 @@ def failures_have_one_meaning(recipe: Recipe) -> Broken:
 
 @rule("rewards", "reward_limits.combine", "objective")
 def combination(recipe: Recipe) -> Broken:
-    """``combine`` names one of the ways, or a function."""
+    """``combine`` must name a way to combine rewards, or a function."""
     combine = recipe.reward_limits.combine
     if combine == COMBINE_WEIGHTS:
         return
@@ -118,7 +118,7 @@ def combination(recipe: Recipe) -> Broken:
 
 @rule("rewards", "judge")
 def judges_are_there(recipe: Recipe) -> Broken:
-    """A judge that is asked is started, and one that is started is asked."""
+    """A reward that sends questions needs a judge, and a judge needs such a reward."""
     asking = [index for index, reward in enumerate(recipe.rewards) if asks_own_judge(reward)]
     if recipe.judge.model:
         if not asking:
@@ -138,7 +138,7 @@ def judges_are_there(recipe: Recipe) -> Broken:
 
 @rule("rewards", "judge")
 def questions_come_in_time(recipe: Recipe) -> Broken:
-    """A question that waits for a batch, or for the actor, must be asked before its reward is too late."""
+    """The longest wait of a question, for a batch or for the actor, must end before the time limit of its reward."""
     judge = recipe.judge
     if not judge.model:
         return
@@ -158,13 +158,14 @@ def questions_come_in_time(recipe: Recipe) -> Broken:
 
 @rule("rewards", "judge", "reward_limits")
 def batches_come_together(recipe: Recipe) -> Broken:
-    """Batches of the judge that are larger than the number of calls that can be open at once."""
+    """A batch of the judge must not exceed the number of calls that can be open at once."""
     judge = recipe.judge
     limits = recipe.reward_limits
     asking = [reward for reward in recipe.rewards if asks_own_judge(reward)]
     if not judge.model or not asking:
         return
-    at_once = limits.workers * sum(min(reward.concurrency or limits.concurrency, _asked(reward)) for reward in asking)
+    calls = [min(reward.concurrency or limits.concurrency, _open_questions(reward)) for reward in asking]
+    at_once = limits.workers * sum(calls)
     if judge.batch > at_once:
         yield Problem(
             "judge.batch",
@@ -173,14 +174,15 @@ def batches_come_together(recipe: Recipe) -> Broken:
         )
 
 
-def _asked(reward: Reward) -> int:
-    asked = reward.options.get("concurrency", CALLS_AT_ONCE)
-    return asked if isinstance(asked, int) else CALLS_AT_ONCE
+def _open_questions(reward: Reward) -> int:
+    """Limit of the open questions of a judge reward in each worker."""
+    concurrency = reward.options.get("concurrency", CALLS_AT_ONCE)
+    return concurrency if isinstance(concurrency, int) else CALLS_AT_ONCE
 
 
 @rule("judge")
 def judge_cores(recipe: Recipe) -> Broken:
-    """``cores`` is a list of them, and says how many threads there are."""
+    """``cores`` must be a list of cores; it sets the number of threads, too."""
     judge = recipe.judge
     if judge.cores and not are_cores(judge.cores):
         yield Problem("judge.cores", f'"{judge.cores}" is not a list of cores: write "0", "0-3" or "0,2,4-7"')

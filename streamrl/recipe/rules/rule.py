@@ -1,9 +1,10 @@
-"""Type of a rule: a function that yields what does not fit together in a recipe, and what to write instead. A rule
-names the fields that it reads, so that it is skipped where one of them is already known to be wrong."""
+"""A rule: a function that yields the problems between fields of a recipe, with the remedy. A rule names the fields that
+it reads, and is skipped where the value of one of them is wrong by itself. The other files of this folder define the
+rules; ``rules.load`` checks them for every recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from functools import cache
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from streamrl.recipe.sections import Recipe
 
 
 class Problem(NamedTuple):
-    """Fault of the value at ``path``, and the remedy. Keys are named as fields (``run.restarts``)."""
+    """A problem with the value at ``path``, and the remedy. Path and text have names of fields (``run.restarts``),
+    without ``advanced``."""
 
     path: str
     text: str
@@ -25,18 +27,18 @@ Broken = Iterator[Problem]
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """``reads``: paths whose values ``check`` relies on."""
+    """A rule. ``reads``: paths of the values that ``check`` reads."""
 
     reads: tuple[str, ...]
     check: Callable[[Recipe], Broken]
 
 
 RULES: list[Rule] = []
-"""Filled by the modules of this folder when they are imported (``rules.py`` imports all)."""
+"""All rules. The modules of this folder add theirs when they are imported (``rules.py`` imports all)."""
 
 
 def rule(*reads: str) -> Callable[[Callable[[Recipe], Broken]], Callable[[Recipe], Broken]]:
-    """Make a function a rule."""
+    """Decorate a function as a rule. ``reads``: paths of the values that it reads."""
 
     def register(check: Callable[[Recipe], Broken]) -> Callable[[Recipe], Broken]:
         RULES.append(Rule(reads, check))
@@ -46,33 +48,51 @@ def rule(*reads: str) -> Callable[[Callable[[Recipe], Broken]], Callable[[Recipe
 
 
 def has_no_effect(keys: str, why: Callable[[Recipe], str], *reads: str) -> None:
-    """A rule for each of ``keys`` (of one section, with spaces between): where ``why`` returns a reason and a remedy,
-    and the value is not the default, it is refused; somebody who wrote it would rely on it."""
+    """Add a rule that refuses values without an effect, on which the user would rely.
+
+    ``keys``: paths of keys of one section, with spaces between; a value that is not the default is refused;
+    ``why``: function that returns the reason and the remedy (empty: the values have an effect);
+    ``reads``: paths of further values that ``why`` reads."""
     section = keys.partition(".")[0]
-    struct = keys_of(Recipe)[section].section
-    names: Mapping[str, object] = {
-        key.rpartition(".")[2]: keys_of(struct)[key.rpartition(".")[2]].default for key in keys.split()
-    }
+    fields = keys_of(keys_of(Recipe)[section].section)
+    names = [key.rpartition(".")[2] for key in keys.split()]
 
     @rule(section, *reads)
     def check(recipe: Recipe) -> Broken:
         reason = why(recipe)
-        for name, default in names.items() if reason else ():
-            if (value := getattr(getattr(recipe, section), name)) != default:
+        if not reason:
+            return
+        for name in names:
+            value = getattr(getattr(recipe, section), name)
+            if value != fields[name].default:
                 yield Problem(f"{section}.{name}", f"{shown(value)} has no effect{reason}")
 
 
+def unless(condition: Callable[[Recipe], object], reason: str) -> Callable[[Recipe], str]:
+    """Return a ``why`` of ``has_no_effect`` with a fixed reason, for recipes without ``condition``."""
+
+    def why(recipe: Recipe) -> str:
+        if condition(recipe):
+            return ""
+        return reason
+
+    return why
+
+
 def broken_rules(recipe: Recipe, bad_paths: Set[str] = frozenset()) -> list[tuple[str, str]]:
-    """Every (path, message) of the rules that ``recipe`` breaks, with keys as they are written (``[run.advanced]``);
-    rules that read a bad path are left out."""
+    """Return (path, message) of each problem by the rules, with paths as in a recipe file (``run.advanced.restarts``).
+    ``bad_paths``: paths of values that are wrong by themselves; rules that read one are skipped."""
     bad = {".".join(part for part in path.split(".") if not part.isdigit()) for path in bad_paths}
     above_bad = {above for path in bad for above in _upwards(path)}
-    found = [one for rule in RULES if not _reads_any(rule, bad, above_bad) for one in rule.check(recipe)]
-    return [(written_path(Recipe, path), as_written(Recipe, text)) for path, text in found]
+    problems: list[Problem] = []
+    for candidate in RULES:
+        if not _reads_any(candidate, bad, above_bad):
+            problems += candidate.check(recipe)
+    return [(written_path(Recipe, path), as_written(Recipe, text)) for path, text in problems]
 
 
 def _reads_any(rule: Rule, bad: Set[str], above_bad: Set[str]) -> bool:
-    """Return whether it reads a bad path, something in it, or what holds it."""
+    """Return whether the rule reads a bad path, a part of it, or a table that contains it."""
     return bool(bad) and not (above_bad.isdisjoint(rule.reads) and bad.isdisjoint(_above_reads(rule.reads)))
 
 
@@ -82,6 +102,6 @@ def _above_reads(reads: tuple[str, ...]) -> Set[str]:
 
 
 def _upwards(path: str) -> Set[str]:
-    """``path`` and every table that holds it."""
+    """Return ``path`` and the paths of all tables that contain it."""
     parts = path.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}

@@ -1,4 +1,5 @@
-"""Rules of the run itself: its name, training, evaluation, checkpoints, metrics."""
+"""Rules of ``[run]``, ``[training]``, ``[lora]``, ``[evaluation]``, ``[checkpoint]``, ``[weights]`` and
+``[metrics]``."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ import re
 from collections.abc import Mapping
 
 from streamrl.recipe.problems import did_you_mean, shown
-from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
+from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
 from streamrl.recipe.schedules.schedule import SCHEDULES, WITHOUT_END, options_of, rate_factor
 from streamrl.recipe.scheduling import RoundKind
-from streamrl.recipe.sections import ADAPTER_RANKS, Gathered, LaunchedBy, OptimizerKind, Recipe, Run
+from streamrl.recipe.sections import ADAPTER_RANKS, Gathered, OptimizerKind, Recipe, Run
 from streamrl.recipe.store_urls import is_url, url_problem
 
 DEVICES = ("auto", "cpu", "cuda")
 LONGEST_RUN_NAME = 45
-"""The journal takes 64 bytes, and ``-YYYYMMDD-HHMMSS-NN`` follows the name."""
+"""Limit of the journal (64 bytes for name and ``-YYYYMMDD-HHMMSS-NN``)."""
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 MOST_IN_FLIGHT = 1 << 20
 NEEDS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -23,45 +24,49 @@ DECAYS = ("cosine", "linear", "1-sqrt")
 
 has_no_effect(
     "evaluation.limit",
-    lambda r: (
-        ""
-        if r.evaluation.every or r.evaluation.regular[0]
-        else " while evaluation.every = 0, because start and end take all prompts: remove it, or set every"
+    unless(
+        lambda recipe: recipe.evaluation.every or recipe.evaluation.regular[0],
+        " while evaluation.every = 0, because start and end take all prompts: remove it, or set every",
     ),
 )
 has_no_effect(
     "checkpoint.keep_best checkpoint.keep_every",
-    lambda r: "" if r.checkpoint.every else " while checkpoint.every = 0: remove it, or set every",
+    unless(lambda recipe: recipe.checkpoint.every, " while checkpoint.every = 0: remove it, or set every"),
 )
 has_no_effect(
     "checkpoint.copy_to",
-    lambda r: "" if r.checkpoint_every or r.checkpoint.at_end else " without checkpoints: remove it, or set every",
+    unless(
+        lambda recipe: recipe.checkpoint_every or recipe.checkpoint.at_end,
+        " without checkpoints: remove it, or set every",
+    ),
     "run",
 )
 has_no_effect(
     "lora.alpha lora.targets lora.sync lora.rslora lora.dora",
-    lambda r: "" if r.lora.rank else " while lora.rank = 0: remove it, or set rank, such as 16",
+    unless(lambda recipe: recipe.lora.rank, " while lora.rank = 0: remove it, or set rank, such as 16"),
 )
 
 
 @rule("evaluation")
 def evaluation(recipe: Recipe) -> Broken:
+    """Evaluations need prompts, and sets need names that metrics can have."""
     evaluation = recipe.evaluation
-    for name, value, unset in (("every", evaluation.every, 0), ("samples", evaluation.samples, 1)):
-        if value > unset and not evaluation.prompts:
+    for name, value, default in (("every", evaluation.every, 0), ("samples", evaluation.samples, 1)):
+        if value > default and not evaluation.prompts:
             yield Problem(
                 "evaluation.prompts",
-                f"is empty, but evaluation.{name} = {value}: name held-out prompts, or set {name} = {unset}",
+                f"is empty, but evaluation.{name} = {value}: name held-out prompts, or set {name} = {default}",
             )
-    for name, one in evaluation.sets.items():
+    for name, held_out in evaluation.sets.items():
         if not re.fullmatch(NAME, name):
             yield Problem("evaluation.prompts", f'"{name}" cannot be part of a metric: use letters, digits and "._-"')
-        if not one.prompts:
+        if not held_out.prompts:
             yield Problem(f"evaluation.prompts.{name}", "is empty: name its prompts, or remove it")
 
 
 @rule("evaluation.reward", "rewards")
 def evaluated_reward(recipe: Recipe) -> Broken:
+    """The score of evaluations must be a reward of the recipe."""
     name = recipe.evaluation.reward
     labels = [reward.label for reward in recipe.rewards]
     if name and name not in labels:
@@ -70,39 +75,40 @@ def evaluated_reward(recipe: Recipe) -> Broken:
 
 @rule("lora")
 def adapters(recipe: Recipe) -> Broken:
-    """A pattern is one, and engines have room for the adapter."""
+    """A pattern of modules must be valid, and vLLM must be able to serve the adapter."""
     lora = recipe.lora
     merged = 'or set lora.sync = "merged"'
     try:
         re.compile(lora.pattern)
     except re.error as error:
         yield Problem("lora.targets", f"{shown(lora.pattern)} is no regular expression ({error}): correct it")
-    if lora.served and lora.dora:
+    if lora.syncs_adapter and lora.dora:
         yield Problem(
             "lora.dora", f'is not served by vLLM beside the base (lora.sync = "adapter"): remove it, {merged}'
         )
-    if lora.served and lora.rank > ADAPTER_RANKS[-1]:
+    if lora.syncs_adapter and lora.rank > ADAPTER_RANKS[-1]:
         yield Problem("lora.rank", f"{lora.rank} is more than the {ADAPTER_RANKS[-1]} of vLLM: lower it, {merged}")
 
 
 @rule("training.updates_per_batch", "rollout", "length_sorted.single")
 def updates(recipe: Recipe) -> Broken:
+    """A batch needs a group for each of its optimizer steps."""
     updates = recipe.training.updates_per_batch
     rollout = recipe.rollout
     single = rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.single
     groups = rollout.prompts_per_batch * (rollout.group_size if single else 1)
     if updates > groups:
-        what = "single trajectories" if single else "groups"
+        unit = "single trajectories" if single else "groups"
         yield Problem(
             "training.updates_per_batch",
-            f"{updates} steps do not fit a batch of {groups} {what}, since each step trains its share of them: set "
+            f"{updates} steps do not fit a batch of {groups} {unit}, since each step trains its share of them: set "
             f"{groups} or less",
         )
 
 
 @rule("training", "run.steps")
 def schedule(recipe: Recipe) -> Broken:
-    """A schedule by its name, with its options, that ends with the run or after it."""
+    """A schedule needs a known name, valid options, and steps after the warm-up; it must not end before the run."""
     training = recipe.training
     name = recipe.training.schedule
     steps = recipe.run.steps
@@ -114,21 +120,22 @@ def schedule(recipe: Recipe) -> Broken:
         yield Problem("training.schedule", f'"{name}" is no schedule{hint} One of {", ".join(SCHEDULES)}')
     if name not in SCHEDULES:
         return
-    known = options_of(name)
-    wrong = False
+    options = options_of(name)
+    has_wrong_option = False
     for option, value in training.schedule_options.items():
-        if problem := _option(known, option, value):
-            wrong = True
+        if problem := _option_problem(options, option, value):
+            has_wrong_option = True
             yield Problem(f"training.schedule_options.{option}", f'{problem}, with schedule = "{name}"')
     end = training.schedule_steps or (0 if training.epochs else steps)
     if name in WITHOUT_END and training.schedule_steps:
         yield Problem("training.schedule_steps", f'{end} has no effect with schedule = "{name}": remove it')
-    if name in WITHOUT_END or not end or wrong:
+    if name in WITHOUT_END or not end or has_wrong_option:
         return
-    left = end - training.warmup_steps
-    if left < max(1.0, float(training.schedule_options.get("num_decay_steps", 0))):
+    remaining = end - training.warmup_steps
+    if remaining < max(1.0, float(training.schedule_options.get("num_decay_steps", 0))):
         yield Problem(
-            "training.warmup_steps", f"{training.warmup_steps} leaves {left} of {end} steps to the schedule: lower it"
+            "training.warmup_steps",
+            f"{training.warmup_steps} leaves {remaining} of {end} steps to the schedule: lower it",
         )
     elif end < steps and rate_factor(training, end + 1, end) == 0:
         yield Problem(
@@ -138,18 +145,23 @@ def schedule(recipe: Recipe) -> Broken:
         )
 
 
-def _option(known: Mapping[str, float | str], name: str, value: float | str) -> str:
-    """Return what is wrong with an option of a schedule; empty: nothing is."""
-    if name not in known:
-        return f"is no option (those are {', '.join(known) or 'none'}; an end is a share of the rate, min_lr_rate)"
-    if isinstance(known[name], str):
-        return "" if value in DECAYS else f"{shown(value)} is none of {', '.join(DECAYS)}"
-    most = 1.0 if name.startswith("min_lr") else math.inf
-    return "" if isinstance(value, float) and 0 <= value <= most else f"{shown(value)} is no number from 0 to {most:g}"
+def _option_problem(options: Mapping[str, float | str], name: str, value: float | str) -> str:
+    """Return the problem with an option of a schedule; empty: it is valid. ``options``: options with their defaults."""
+    if name not in options:
+        return f"is no option (those are {', '.join(options) or 'none'}; an end is a share of the rate, min_lr_rate)"
+    if isinstance(options[name], str):
+        if value in DECAYS:
+            return ""
+        return f"{shown(value)} is none of {', '.join(DECAYS)}"
+    largest = 1.0 if name.startswith("min_lr") else math.inf
+    if isinstance(value, float) and 0 <= value <= largest:
+        return ""
+    return f"{shown(value)} is no number from 0 to {largest:g}"
 
 
 @rule("training.epochs", "run.steps")
 def run_length(recipe: Recipe) -> Broken:
+    """Only one of ``training.epochs`` and ``run.steps`` may set the length of the run."""
     if recipe.training.epochs and recipe.run.steps != Run().steps:
         yield Problem(
             "training.epochs",
@@ -160,15 +172,17 @@ def run_length(recipe: Recipe) -> Broken:
 
 @rule("evaluation.every", "evaluation.prompts", "checkpoint", "run.steps", "training.epochs")
 def checkpoints(recipe: Recipe) -> Broken:
+    """The best checkpoints need scores of the same steps; kept checkpoints must be written."""
     checkpoint = recipe.checkpoint
-    every = next((one.every or 0 for one in recipe.evaluation.sets.values()), 0)  # of the set that is the score
+    sets = recipe.evaluation.sets.values()
+    every = next((held_out.every or 0 for held_out in sets), 0)  # the first set has the score
     if checkpoint.keep_best and not every:
         yield Problem(
             "checkpoint.keep_best",
             f"{checkpoint.keep_best} needs held-out scores: set evaluation.prompts and evaluation.every, "
             "or keep_best = 0",
         )
-    # With epochs the steps are known once the prompts are counted, and all rules are checked again then.
+    # With epochs the number of steps is known after the prompts are counted; all rules are then checked again.
     elif checkpoint.keep_best and not recipe.training.epochs and math.lcm(checkpoint.every, every) > recipe.run.steps:
         yield Problem(
             "checkpoint.keep_best",
@@ -184,21 +198,21 @@ def checkpoints(recipe: Recipe) -> Broken:
         )
 
 
-@rule("weights.transport", "checkpoint", "transport.training")
+@rule("weights.transport", "checkpoint")
 def stores(recipe: Recipe) -> Broken:
+    """URLs of object stores must be valid."""
     places = {"weights.transport": recipe.weights.transport, "checkpoint.copy_to": recipe.checkpoint.copy_to}
     if is_url(recipe.checkpoint.resume_from):
         places["checkpoint.resume_from"] = recipe.checkpoint.resume_from
-    if recipe.weights.transport and recipe.transport.training is LaunchedBy.EXTERNAL:
-        text = "needs trainer ranks that the run starts, and knows the place of: remove it, or transport.training"
-        yield Problem("weights.transport", text)
     for key, url in places.items():
-        if url and (problem := url_problem(url)):
+        problem = url_problem(url) if url else None
+        if problem:
             yield Problem(key, problem)
 
 
 @rule("training.device", "training.ranks", "training.optimizer")
 def devices(recipe: Recipe) -> Broken:
+    """The trainer's device must be valid, and fit the optimizer."""
     device = recipe.training.device
     if device not in DEVICES and not re.fullmatch(r"cuda:\d+", device):
         yield Problem(
@@ -215,6 +229,7 @@ def devices(recipe: Recipe) -> Broken:
 
 @rule("training", "lora.rank")
 def split_of_ranks(recipe: Recipe) -> Broken:
+    """Tensor and expert parallelism and replicas must divide the ranks, and fit adapters, compilation and optimizer."""
     training = recipe.training
     where = "training.tensor_parallel_size"
     tensor = training.tensor_parallel_size
@@ -239,14 +254,15 @@ def split_of_ranks(recipe: Recipe) -> Broken:
 
 @rule("training", "lora.rank")
 def context_of_ranks(recipe: Recipe) -> Broken:
+    """Context parallelism must divide the ranks, and does not fit adapters."""
     training = recipe.training
     size = recipe.training.context_parallel_size
     ranks = recipe.training.ranks
-    whole = size * training.tensor_parallel_size * training.replicas
-    if size > 1 and ranks % whole:
+    unit = size * training.tensor_parallel_size * training.replicas
+    if size > 1 and ranks % unit:
         text = f"training.ranks = {ranks} is no multiple of context_parallel_size x tensor_parallel_size x replicas ="
         sizes = f"{size} x {training.tensor_parallel_size} x {training.replicas}"
-        yield Problem("training.context_parallel_size", f"{text} {sizes}: set ranks = {-(-ranks // whole) * whole}")
+        yield Problem("training.context_parallel_size", f"{text} {sizes}: set ranks = {-(-ranks // unit) * unit}")
     if size > 1 and recipe.lora.rank:
         text = f"lora.rank = {recipe.lora.rank}: adapters are trained over FSDP2 alone: set context_parallel_size = 1"
         yield Problem("training.context_parallel_size", text)
@@ -254,15 +270,20 @@ def context_of_ranks(recipe: Recipe) -> Broken:
 
 @rule("training")
 def gathered_where_rows_are_collective(recipe: Recipe) -> Broken:
+    """Parameters cannot stay gathered where ranks compute each row together."""
     training = recipe.training
-    for name in ("tensor_parallel_size", "context_parallel_size") if training.gathered is Gathered.BATCH else ():
-        if (size := getattr(training, name)) > 1:
+    if training.gathered is not Gathered.BATCH:
+        return
+    for name in ("tensor_parallel_size", "context_parallel_size"):
+        size = getattr(training, name)
+        if size > 1:
             text = f'"{training.gathered}" is not possible with {name} = {size}, where each row is a collective'
             yield Problem("training.gathered", f'{text}: set "auto" or "layer"')
 
 
 @rule("rollout.rounds", "tail_batching", "length_sorted", "rollout", "group_sizing")
 def in_flight(recipe: Recipe) -> Broken:
+    """The number of trajectories in flight has a limit."""
     if recipe.max_in_flight > MOST_IN_FLIGHT:
         yield Problem(
             "rollout",
@@ -273,6 +294,7 @@ def in_flight(recipe: Recipe) -> Broken:
 
 @rule("metrics.endpoint")
 def metrics_endpoint(recipe: Recipe) -> Broken:
+    """The endpoint of the metrics must be a ZeroMQ endpoint."""
     endpoint = recipe.metrics.endpoint
     if endpoint and not re.fullmatch(r"ipc://.+|tcp://[^:]+:\d+", endpoint):
         yield Problem(
@@ -283,6 +305,7 @@ def metrics_endpoint(recipe: Recipe) -> Broken:
 
 @rule("run.name")
 def run_name(recipe: Recipe) -> Broken:
+    """The name of the run must be valid for a directory, and not too long for the journal."""
     if not re.fullmatch(NAME, recipe.run.name):
         yield Problem("run.name", f'"{recipe.run.name}" cannot name a directory: use letters, digits, ".", "_" and "-"')
     elif len(recipe.run.name) > LONGEST_RUN_NAME:

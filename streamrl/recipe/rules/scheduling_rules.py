@@ -1,4 +1,5 @@
-"""Rules of ``[rollout]``, of its rounds and of ``[group_sizing]``: what composes, what has no effect."""
+"""Rules of ``[rollout]``, ``[tail_batching]``, ``[length_sorted]`` and ``[group_sizing]``: settings that do not fit
+together, and settings without an effect."""
 
 from __future__ import annotations
 
@@ -27,20 +28,22 @@ _CLASS = re.compile(r"^.+:[A-Za-z_]\w*$")
 _ROUNDS = ("rollout.rounds", "tail_batching", "length_sorted")
 
 
-def _of_rounds(*kinds: RoundKind) -> Callable[[Recipe], str]:
-    """Keys that these rounds read, the first of them above all."""
+def _unless_rounds(*kinds: RoundKind) -> Callable[[Recipe], str]:
+    """Return a ``why`` of ``has_no_effect`` for keys that only rounds of ``kinds`` and custom rounds read. The remedy
+    is the first kind."""
 
     def why(recipe: Recipe) -> str:
         kind = recipe.rollout.rounds
-        read = kind in (*kinds, RoundKind.CUSTOM)
-        return "" if read else f' with rounds = "{kind}": remove it, or set rounds = "{kinds[0]}"'
+        if kind in (*kinds, RoundKind.CUSTOM):
+            return ""
+        return f' with rounds = "{kind}": remove it, or set rounds = "{kinds[0]}"'
 
     return why
 
 
-def _of_sizing(*kinds: SizingKind) -> Callable[[Recipe], str]:
-    """Keys of ``[group_sizing]`` that these kinds read. All kinds read ``straggler_ratio`` and ``straggler``:
-    the rate is a metric."""
+def _unless_sizing(*kinds: SizingKind) -> Callable[[Recipe], str]:
+    """Return a ``why`` of ``has_no_effect`` for keys of ``[group_sizing]`` that only ``kinds`` read. All kinds read
+    ``straggler_ratio`` and ``straggler``, because the share of stragglers is a metric."""
 
     def why(recipe: Recipe) -> str:
         kind = recipe.group_sizing.kind
@@ -52,42 +55,55 @@ def _of_sizing(*kinds: SizingKind) -> Callable[[Recipe], str]:
     return why
 
 
-def _in_flight(recipe: Recipe, what: str) -> str:
+def _unless_continuous(recipe: Recipe, reason: str) -> str:
+    """Return ``reason`` and the remedy for rounds that are neither continuous nor custom, else an empty text."""
     rounds = recipe.rollout.rounds
     if rounds in (RoundKind.CONTINUOUS, RoundKind.CUSTOM):
         return ""
-    return f': {what} {rounds} rounds; remove it, or set rounds = "continuous"'
+    return f': {reason} {rounds} rounds; remove it, or set rounds = "continuous"'
 
 
-def _keys(section: str, struct: type[Section], *but: str) -> str:
-    return " ".join(f"{section}.{name}" for name in struct.__struct_fields__ if name not in but)
+def _nothing_in_flight(recipe: Recipe) -> str:
+    """Return the reason why ``in_flight`` has no effect; empty: it has one."""
+    return _unless_continuous(recipe, "nothing is in flight at an update in")
+
+
+def _nothing_stale(recipe: Recipe) -> str:
+    """Return the reason why ``when_stale`` has no effect; empty: it has one."""
+    if not recipe.on_policy:
+        return ""
+    return _unless_continuous(recipe, "nothing becomes stale in")
+
+
+def _keys(section: str, struct: type[Section], *excluded: str) -> str:
+    """Paths of the keys of a section for ``has_no_effect``, without ``excluded``."""
+    return " ".join(f"{section}.{name}" for name in struct.__struct_fields__ if name not in excluded)
 
 
 READ_BY_AUTO = ("deferred_prompts", "long_round_batches")
-"""Of ``[tail_batching]``: ``auto`` chooses the rest itself."""
+"""Keys of ``[tail_batching]`` that rounds = "auto" reads; it chooses the others itself."""
 TAIL = RoundKind.TAIL_BATCHING
 AUTO = RoundKind.AUTO
-has_no_effect(_keys("tail_batching", TailBatching, *READ_BY_AUTO), _of_rounds(TAIL), *_ROUNDS)
-has_no_effect(" ".join(f"tail_batching.{name}" for name in READ_BY_AUTO), _of_rounds(TAIL, AUTO), *_ROUNDS)
-has_no_effect(_keys("length_sorted", LengthSorted), _of_rounds(RoundKind.LENGTH_SORTED), *_ROUNDS)
-has_no_effect("rollout.in_flight", lambda r: _in_flight(r, "nothing is in flight at an update in"), *_ROUNDS)
-has_no_effect(
-    "rollout.when_stale", lambda r: _in_flight(r, "nothing becomes stale in") if r.on_policy else "", *_ROUNDS
-)
+has_no_effect(_keys("tail_batching", TailBatching, *READ_BY_AUTO), _unless_rounds(TAIL), *_ROUNDS)
+has_no_effect(" ".join(f"tail_batching.{name}" for name in READ_BY_AUTO), _unless_rounds(TAIL, AUTO), *_ROUNDS)
+has_no_effect(_keys("length_sorted", LengthSorted), _unless_rounds(RoundKind.LENGTH_SORTED), *_ROUNDS)
+has_no_effect("rollout.in_flight", _nothing_in_flight, *_ROUNDS)
+has_no_effect("rollout.when_stale", _nothing_stale, *_ROUNDS)
 OF_VARIED_SIZES = ("sizes", "keeps", "dwell")
+"""Keys of ``[group_sizing]`` that every kind with several sizes reads."""
 has_no_effect(
     _keys("group_sizing", GroupSizing, "kind", "straggler_ratio", "straggler", *OF_VARIED_SIZES, "shares"),
-    _of_sizing(SizingKind.SAGC),
+    _unless_sizing(SizingKind.SAGC),
 )
 has_no_effect(
-    " ".join(f"group_sizing.{name}" for name in OF_VARIED_SIZES), _of_sizing(SizingKind.SAGC, SizingKind.RANDOM)
+    " ".join(f"group_sizing.{name}" for name in OF_VARIED_SIZES), _unless_sizing(SizingKind.SAGC, SizingKind.RANDOM)
 )
-has_no_effect("group_sizing.shares", _of_sizing(SizingKind.RANDOM))
+has_no_effect("group_sizing.shares", _unless_sizing(SizingKind.RANDOM))
 
 
 @rule("rollout.rounds", "tail_batching", "length_sorted", "rollout.max_staleness")
 def staleness_of_rounds(recipe: Recipe) -> Broken:
-    """Staleness below what the kind of rounds needs."""
+    """``max_staleness`` must be as large as the kind of rounds needs, and 0 for rounds that train on-policy."""
     rollout = recipe.rollout
     bound = rollout.max_staleness
     kind = f'rounds = "{rollout.rounds}"'
@@ -101,7 +117,7 @@ def staleness_of_rounds(recipe: Recipe) -> Broken:
         needed = cohort - 1
         why = f"with length_sorted.partial, where a cohort of {cohort} batches is sampled on"
     elif rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.deferred_prompts is DeferredPrompts.RESUME:
-        # What one race pauses is trained by the next batches, one batch of it each.
+        # Each of the next batches trains one batch of the trajectories that a race pauses.
         needed = max(1, math.ceil(recipe.tail_batching.prompt_oversampling - 1))
         why = 'with tail_batching.deferred_prompts = "resume", where deferred prompts keep their tokens'
     if bound < needed:
@@ -118,7 +134,7 @@ def staleness_of_rounds(recipe: Recipe) -> Broken:
 
 @rule("rollout.rounds", "tail_batching", "length_sorted", "rollout.presubmit")
 def submitted_in_advance(recipe: Recipe) -> Broken:
-    """Engines can only be held for a version where nothing runs meanwhile."""
+    """Requests can be submitted in advance only where the engines are paused between rounds."""
     rollout = recipe.rollout
     if rollout.presubmit and not recipe.on_policy:
         yield Problem(
@@ -130,7 +146,7 @@ def submitted_in_advance(recipe: Recipe) -> Broken:
 
 @rule("rollout.rounds", "rollout.policy")
 def custom_policy(recipe: Recipe) -> Broken:
-    """``rollout.policy`` names a class, for custom rounds alone."""
+    """``rollout.policy`` must name a class for custom rounds, and be empty for others."""
     rollout = recipe.rollout
     custom = rollout.rounds is RoundKind.CUSTOM
     if custom and not _CLASS.match(rollout.policy):
@@ -146,7 +162,7 @@ def custom_policy(recipe: Recipe) -> Broken:
 
 @rule("rollout.rounds", "tail_batching", "length_sorted", "rollout", "group_sizing")
 def races(recipe: Recipe) -> Broken:
-    """Tail batching races something, and its options fit each other."""
+    """Tail batching must launch more than it trains, and its options must fit together."""
     tail = recipe.tail_batching
     if recipe.rollout.rounds is RoundKind.AUTO and tail.deferred_prompts is DeferredPrompts.RESUME:
         yield Problem(
@@ -169,7 +185,7 @@ def races(recipe: Recipe) -> Broken:
 
 @rule("rollout.rounds", "tail_batching", "length_sorted", "objective")
 def cohorts(recipe: Recipe) -> Broken:
-    """Length-sorted rounds admit what their advantages can use."""
+    """Length-sorted rounds must fit the objective's advantages, and their options must fit together."""
     options = recipe.length_sorted
     if recipe.rollout.rounds is not RoundKind.LENGTH_SORTED:
         return
@@ -196,8 +212,8 @@ def cohorts(recipe: Recipe) -> Broken:
 
 @rule("run.deterministic", "group_sizing.straggler", *_ROUNDS)
 def reproducible_rounds(recipe: Recipe) -> Broken:
-    """Rounds that ``run.deterministic`` refuses: their decisions depend on more than outcomes, or their tokens on when
-    weights change (``control/policies/deterministic.py``)."""
+    """A deterministic run (``control/policies/deterministic.py``) needs decisions that depend on outcomes alone, not on
+    times, and tokens that do not depend on the time of a weight update."""
     rollout = recipe.rollout
     if not recipe.run.deterministic:
         return
@@ -223,7 +239,7 @@ def reproducible_rounds(recipe: Recipe) -> Broken:
 
 @rule("group_sizing", "rollout", "training.updates_per_batch")
 def sizes_fit_the_batch(recipe: Recipe) -> Broken:
-    """Sizes that do not divide a batch with a constant number of trajectories, and lists of sizes without a choice."""
+    """Group sizes must be several, in ascending order, and divide a batch with a constant number of trajectories."""
     sizing = recipe.group_sizing
     rollout = recipe.rollout
     if not sizing.varies:
@@ -260,7 +276,7 @@ def sizes_fit_the_batch(recipe: Recipe) -> Broken:
 
 @rule("group_sizing", "rollout", "run.steps", "training.epochs")
 def sizes_show_stragglers(recipe: Recipe) -> Broken:
-    """Constants with which the straggler-aware controller cannot work."""
+    """Constants of the straggler-aware controller must be in the range in which it works."""
     sizing = recipe.group_sizing
     rollout = recipe.rollout
     if sizing.kind is not SizingKind.SAGC:
@@ -307,7 +323,7 @@ def sizes_show_stragglers(recipe: Recipe) -> Broken:
 
 @rule("group_sizing", "objective")
 def shares_for_chance(recipe: Recipe) -> Broken:
-    """``kind = "random"``: one share for each size."""
+    """``kind = "random"`` needs one share for each size, and sizes with siblings to compare."""
     sizing = recipe.group_sizing
     if sizing.kind is not SizingKind.RANDOM:
         return
@@ -330,7 +346,7 @@ def shares_for_chance(recipe: Recipe) -> Broken:
 
 @rule("group_sizing", "rollout", "length_sorted", "objective")
 def sizes_mean_something(recipe: Recipe) -> Broken:
-    """Sizes vary only where siblings are trained together."""
+    """Group sizes may vary only where siblings are compared or trained together."""
     sizing = recipe.group_sizing
     if not sizing.varies:
         return

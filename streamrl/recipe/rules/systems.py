@@ -1,7 +1,8 @@
-"""``rollout.system``: what each published system sets, as data, and how it is laid below the user's keys.
+"""``rollout.system``: the keys that each published system sets, and their merge with the user's keys. Called by
+``load``.
 
-It is applied to the table of a recipe, before the recipe is made of it: there it is known which keys somebody wrote.
-What comes after sees an ordinary recipe, with a value for each of these keys and without ``system``."""
+A system is applied to the table of a recipe, in which only the user's keys are present. The checks and the run then see
+an ordinary recipe, with a value for each of these keys and without ``system``."""
 
 from __future__ import annotations
 
@@ -14,12 +15,16 @@ from streamrl.recipe.problems import Origin, problem, shown
 from streamrl.recipe.scheduling import System
 
 SANDBOXED = "code"
-"""The built-in reward whose time limits RollPacker adapts; ``rewards.N`` stands for every one of them."""
+"""Built-in reward whose time limits RollPacker adapts; ``rewards.N`` in a key stands for every such reward."""
 
 
 class Setting(NamedTuple):
-    """``key`` as it is written, its value (or what makes it of the recipe's table; None: nothing is set), and where the
-    paper has it. ``only``: other values contradict the system."""
+    """A key that a system sets.
+
+    ``key``: path in a recipe file;
+    ``value``: value, or a function that computes it from the recipe's table (None: the key is not set);
+    ``source``: section of the paper;
+    ``only``: values that do not contradict the system (empty: any)."""
 
     key: str
     value: Any
@@ -27,13 +32,15 @@ class Setting(NamedTuple):
     only: tuple[Any, ...] = ()
 
 
-def _essential(key: str, value: Any, source: str, *others: Any) -> Setting:
-    return Setting(key, value, source, (value, *others))
+def _essential(key: str, value: Any, source: str, *alternatives: Any) -> Setting:
+    """A setting without which the recipe is not the system. ``alternatives``: other values that it may have."""
+    return Setting(key, value, source, (value, *alternatives))
 
 
 def _number(table: Mapping[str, Any], section: str, key: str, default: int) -> int:
-    held = table.get(section)
-    number = held.get(key, default) if isinstance(held, Mapping) else default
+    """The integer at ``section.key`` of a recipe's table, or ``default``."""
+    keys = table.get(section)
+    number = keys.get(key, default) if isinstance(keys, Mapping) else default
     return number if isinstance(number, int) else default
 
 
@@ -98,13 +105,13 @@ SYSTEMS: Mapping[System, tuple[Setting, ...]] = {
 
 
 def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[str], list[str]]:
-    """Replace ``rollout.system`` in ``table`` by what it sets, where no key says otherwise.
+    """Replace ``rollout.system`` in ``table`` by the keys that it sets, unless the table has them.
 
-    Returns ``origin`` with the places of what was set, a line for each key that contradicts the system (which stays
-    out), and what holds now, one line a key."""
+    Returns ``origin`` with the places of the keys that were set, a problem for each key of the user that contradicts
+    the system (whose value replaces it), and the resulting values, one line for each key."""
     rollout = table.get("rollout")
     name = rollout.get("system") if isinstance(rollout, dict) else None
-    if isinstance(rollout, dict) and name == "":  # ``--set 'rollout.system=""'``: that of the file does not hold
+    if isinstance(rollout, dict) and name == "":  # ``--set 'rollout.system=""'`` removes the system of the file
         del rollout["system"]
     if not isinstance(rollout, dict) or not isinstance(name, str) or name not in SYSTEMS:
         return origin, [], []
@@ -115,7 +122,9 @@ def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[st
     implied: dict[str, str] = {}
     for setting in SYSTEMS[system]:
         published = setting.value(table) if callable(setting.value) else setting.value
-        for key, holder in _holders(table, setting.key) if published is not None else ():
+        if published is None:
+            continue
+        for key, holder in _holders(table, setting.key):
             last = key.rpartition(".")[2]
             if last not in holder:
                 holder[last] = published
@@ -123,40 +132,49 @@ def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[st
             elif setting.only and holder[last] not in setting.only:
                 problems.append(problem(origin, key, _contradiction(system, setting, holder[last])))
                 holder[last] = published
-            yours = "" if holder[last] == published else f" (yours, not {shown(published)})"
-            rows.append((key, shown(holder[last]) + yours, setting.source))
+            text = shown(holder[last])
+            if holder[last] != published:
+                text += f" (yours, not {shown(published)})"
+            rows.append((key, text, setting.source))
     return structs.replace(origin, implied=implied), problems, _columns(rows)
 
 
 def _holders(table: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``key`` and the table in which its last part is; with ``rewards.N``, of each reward that runs code."""
-    section, *rest = key.split(".")
-    if rest[0] == "N":
-        items = table.get(section, ())
-        for index, item in enumerate(items if isinstance(items, list) else ()):
+    """Yield (``key``, table with the last part of the key); for ``rewards.N`` one for each reward that runs code."""
+    section, *parts = key.split(".")
+    if parts[0] == "N":
+        items = table.get(section)
+        if not isinstance(items, list):
+            return
+        for index, item in enumerate(items):
             if isinstance(item, dict) and item.get("function") == SANDBOXED:
-                yield from ((f"{section}.{index}.{below}", held) for below, held in _holders(item, ".".join(rest[1:])))
+                for path, holder in _holders(item, ".".join(parts[1:])):
+                    yield f"{section}.{index}.{path}", holder
         return
-    holder: Any = table
-    for part in (section, *rest)[:-1]:
-        holder = holder.setdefault(part, {})
-        if not isinstance(holder, dict):
-            return  # what is wrong with it is said where sections are checked
-    yield key, holder
+    target: Any = table
+    for part in (section, *parts)[:-1]:
+        target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            return  # the check of the sections reports it
+    yield key, target
 
 
 def _contradiction(system: System, setting: Setting, value: Any) -> str:
-    others = (
-        name for name, settings in SYSTEMS.items() for one in settings if one.key == setting.key and value in one.only
-    )
-    other = next(others, None)
-    instead = f'set rollout.system = "{other}"' if other else "leave rollout.system out"
+    """The problem with a ``value`` of the user that contradicts ``system``, with a system that has the value as
+    remedy."""
+    with_value = [
+        name
+        for name, settings in SYSTEMS.items()
+        if any(other.key == setting.key and value in other.only for other in settings)
+    ]
+    remedy = f'set rollout.system = "{with_value[0]}"' if with_value else "leave rollout.system out"
     has = " or ".join(map(shown, setting.only))
-    return f'{shown(value)} contradicts rollout.system = "{system}", which has {has}: remove it, or {instead}'
+    return f'{shown(value)} contradicts rollout.system = "{system}", which has {has}: remove it, or {remedy}'
 
 
 def explained_systems() -> list[str]:
-    """List what each system sets in a recipe with two engines and a reward that runs code, one line a key."""
+    """Return the keys that each system sets in a recipe with two engines and a reward that runs code, one line for
+    each."""
     lines = []
     for system in SYSTEMS:
         table = {"rollout": {"system": system}, "engines": {"count": 2}, "rewards": [{"function": SANDBOXED}]}
@@ -165,5 +183,6 @@ def explained_systems() -> list[str]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """``rows`` as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,1 +1,1 @@
-"""Schedules of the learning rate. Imports ``recipe.sections`` and nothing of other rooms."""
+"""Schedules of the learning rate. Imports ``recipe.sections`` and no other rooms."""

@@ -1,1 +1,1 @@
-"""Rewards that come with streamrl: ``catalog`` lists them, one file defines each."""
+"""Built-in rewards: ``catalog`` lists them, the other files define them."""

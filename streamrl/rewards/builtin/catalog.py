@@ -1,8 +1,8 @@
-"""Rewards that come with streamrl: ``function = "math"`` and ``[rewards.options]`` in the recipe.
+"""Built-in rewards, which a recipe names with ``function = "math"`` and ``[rewards.options]``.
 
-``BUILTIN[name](**options)`` gives a reward function like one of the user's: it names the columns it needs in its
-signature, and runs wherever those run. Options are checked when the function is made; libraries (``streamrl[rewards]``)
-are imported by the reward that needs them, then."""
+``calls.loading`` calls ``BUILTIN[name](**options)``, in the reward worker, in its fork server, or in the process that
+inspects functions. The result is a reward function like a user's function: its signature names the columns that it
+needs. Making the function checks the options and imports the libraries that it needs (``streamrl[rewards]``)."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ BUILTIN: Mapping[str, Callable[..., RewardCallable]] = {
     "code": _code,
     "judge": _judge,
 }
-"""Name in the recipe -> what makes the reward function. Raises ``RecipeError`` for options that are wrong."""
+"""Name in the recipe -> factory of the reward function, which raises ``RecipeError`` for wrong options."""

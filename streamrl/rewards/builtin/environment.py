@@ -1,4 +1,4 @@
-"""``environment``: the reward that the environment of a trajectory returned."""
+"""The reward ``environment``: the reward that the environment of a trajectory returned. Listed in ``catalog``."""
 
 from __future__ import annotations
 

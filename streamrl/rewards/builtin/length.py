@@ -1,4 +1,4 @@
-"""``length``: what a completion's length costs: 0 where it is fine, and never positive."""
+"""The reward ``length``: a penalty for the length of a completion, 0 inside of the bounds. Listed in ``catalog``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LengthUnit(StrEnum):
 
 
 class LengthOptions(Options, frozen=True):
-    """0 for a completion of ``shortest`` to ``longest`` units; outside it falls to -1 over ``margin`` units.
+    """0 for a completion of ``shortest`` to ``longest`` units; outside the value falls to -1 over ``margin`` units.
 
     ``longest`` 0: no upper bound. With ``longest`` = maximum - ``margin`` it is DAPO's soft overlong punishment (arXiv
     2503.14476, equation 13). ``unit``: tokens (as sampled, the end token among them), words or characters."""
@@ -37,7 +37,7 @@ def _length(options: LengthOptions) -> RewardCallable:
     def penalty(size: int) -> float:
         below = max(0, options.shortest - size)
         above = max(0, size - options.longest) if options.longest else 0
-        return -min(1.0, (below + above) / options.margin) or 0.0
+        return -min(1.0, (below + above) / options.margin) or 0.0  # 0.0 in place of -0.0
 
     if options.unit is LengthUnit.TOKENS:
 

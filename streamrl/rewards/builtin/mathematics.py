@@ -1,6 +1,9 @@
-r"""``math``: the answer is the same mathematics, by math-verify (LaTeX and plain expressions, sympy behind it). Finds
-the answer in a text: of several ``\boxed{}`` the library takes all from the first to the last for one, and a space
-between thousands for a product, so ``10\,000`` would be 0."""
+r"""The reward ``math``: 1 where math-verify finds the answer mathematically equal to the dataset's. Listed in
+``catalog``.
+
+math-verify reads LaTeX and plain expressions with sympy. The functions below find the answer in the text first, because
+the library reads several ``\boxed{}`` as one answer from the first to the last, and a space between thousands as a
+product, so ``10\,000`` would be 0."""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from typing import Any
 from streamrl.recipe.fields import Positive
 from streamrl.rewards.declared import BuiltinReward, Options, RewardCallable, declare
 
-_BETWEEN = r"\\[,;:! ]|~"
+_LATEX_SPACE = r"\\[,;:! ]|~"
 _THOUSANDS, _SPACED_THOUSANDS = (
-    re.compile(rf"(?<![\d.,])\d{{1,3}}(?:(?:{between})\d{{3}})+(?!\d)") for between in (_BETWEEN, f"{_BETWEEN}| ")
+    re.compile(rf"(?<![\d.,])\d{{1,3}}(?:(?:{separator})\d{{3}})+(?!\d)")
+    for separator in (_LATEX_SPACE, f"{_LATEX_SPACE}| ")
 )
 _NO_DIGIT = re.compile(r"\D")
 _BOX = re.compile(r"\\boxed\s*\{")
@@ -30,12 +34,12 @@ _NUMBER_AFTER_SIGNS = re.compile(r"^[ \t]*####[ \t]*(\\?\$?-?\d[\d,./ \t]*+%?)$"
 
 class MathOptions(Options, frozen=True):
     r"""1 where the completion's last answer (``\boxed{}`` first, else a line ``#### 42``, else LaTeX in ``$``, else a
-    plain number or expression) equals the dataset's, else 0; an answer that is none is 0 as well.
+    plain number or expression) equals the dataset's, else 0; a completion without an answer is 0.
 
-    ``column``: holds the answer: a number, LaTeX with or without ``$``, or a list of answers of which one must be met;
-    also a whole solution that ends with ``#### 42`` (GSM8K) or has its answer in ``\boxed{}`` (MATH). ``boxed``: only
-    what is in ``\boxed{}`` counts. ``digits``: decimal places to compare floats to. ``strict``: names of variables
-    matter, and sets are no tuples."""
+    ``column``: dataset column with the answer: a number, LaTeX with or without ``$``, a list of answers of which one
+    must be met, or a whole solution that ends with ``#### 42`` (GSM8K) or has its answer in ``\boxed{}`` (MATH).
+    ``boxed``: only the content of ``\boxed{}`` counts. ``digits``: decimal places to which floats are compared.
+    ``strict``: names of variables matter, and a set does not equal a tuple."""
 
     column: str = "answer"
     boxed: bool = False
@@ -45,88 +49,105 @@ class MathOptions(Options, frozen=True):
 
 def _math(options: MathOptions) -> RewardCallable:
     library: Any = import_module("math_verify")
-    # It warns about what is meant here: its own limits are alarms of the main thread, ours end the worker.
+    # math-verify warns that its own time limits are off. They are alarms of the main thread; the time limits of the
+    # reward end its process instead.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     boxed_first = library.LatexExtractionConfig(boxed_match_priority=0)
-    given = [boxed_first] if options.boxed else [boxed_first, library.ExprExtractionConfig()]
+    extraction = [boxed_first] if options.boxed else [boxed_first, library.ExprExtractionConfig()]
 
-    @lru_cache(maxsize=1024)  # the samples of a group share it
+    @lru_cache(maxsize=1024)  # the samples of a group share the expected answer
     def read_expected(answer: str) -> Any:
-        # LaTeX is looked for between dollars only; without them "x^2 + 1" would be the number 1.
-        answer = (_AFTER_SIGNS.findall(answer) or [answer])[-1]
+        after_signs = _AFTER_SIGNS.findall(answer)
+        if after_signs:
+            answer = after_signs[-1]
         answer = boxed_answer(answer) or plain_thousands(answer)
-        marked = "$" in answer or "\\boxed" in answer
-        for text in (answer,) if marked else (f"${answer}$", answer):
-            found = library.parse(text, fallback_mode="no_fallback", parsing_timeout=None)
-            if found:
-                return found
+        texts = [answer]
+        if "$" not in answer and "\\boxed" not in answer:
+            # math-verify finds LaTeX between dollars only; without them "x^2 + 1" would be the number 1.
+            texts = [f"${answer}$", answer]
+        for text in texts:
+            expressions = library.parse(text, fallback_mode="no_fallback", parsing_timeout=None)
+            if expressions:
+                return expressions
         raise ValueError(f"the {options.column} {answer!r} of this prompt cannot be read as mathematics: correct it")
 
-    def read_given(completion: str) -> Any:
+    def read_completion(completion: str) -> Any:
+        expressions: Any = []
         box = boxed_answer(completion)
-        found = library.parse(box, given, fallback_mode="no_fallback", parsing_timeout=None) if box else []
-        if found or options.boxed:
-            return found
-        signed = _NUMBER_AFTER_SIGNS.findall(completion)  # a number alone: other text there is a heading
-        text = plain_thousands(signed[-1]) if signed else plain_latex_thousands(completion)
-        return library.parse(text, given, fallback_mode="no_fallback", parsing_timeout=None)
+        if box:
+            expressions = library.parse(box, extraction, fallback_mode="no_fallback", parsing_timeout=None)
+        if expressions or options.boxed:
+            return expressions
+        numbers = _NUMBER_AFTER_SIGNS.findall(completion)  # only numbers: "#### text" is a heading
+        text = plain_thousands(numbers[-1]) if numbers else plain_latex_thousands(completion)
+        return library.parse(text, extraction, fallback_mode="no_fallback", parsing_timeout=None)
 
     def math_reward(completion: str, **columns: Any) -> float:
         answers = columns[options.column]
-        listed = answers if isinstance(answers, list) else [answers]
-        if not listed:
+        answer_list = answers if isinstance(answers, list) else [answers]
+        if not answer_list:
             raise ValueError(f"the {options.column} of this prompt is an empty list: give one answer or more")
-        expected = [read_expected(expected_text(answer, options.column)) for answer in listed]
-        answer = read_given(completion)
-        same = (
+        expected = [read_expected(expected_text(answer, options.column)) for answer in answer_list]
+        answer = read_completion(completion)
+        verdicts = (
             library.verify(gold, answer, float_rounding=options.digits, strict=options.strict, timeout_seconds=None)
             for gold in expected
         )
-        return float(bool(answer) and any(same))
+        return float(bool(answer) and any(verdicts))
 
     return declare(math_reward, columns=[options.column])
 
 
 def boxed_answer(text: str) -> str:
-    r"""The last ``\boxed{}`` that holds something, as one, with those before it that belong to the same answer
-    (``and``, a comma, white space between); empty where there is none."""
+    r"""The last ``\boxed{}`` with content, joined into one with the boxes before it that belong to the same answer
+    (between them only ``and``, a comma or white space); empty: the text has no box with content."""
     boxes = [box for box in _boxes(text) if text[box.start : box.stop].strip()]
     if not boxes:
         return ""
     first = len(boxes) - 1
-    while first and _JOINED.fullmatch(text[boxes[first - 1].stop + 1 : text.rindex("\\boxed", 0, boxes[first].start)]):
+    while first:
+        end_of_previous = boxes[first - 1].stop + 1
+        begin = text.rindex("\\boxed", 0, boxes[first].start)
+        if not _JOINED.fullmatch(text[end_of_previous:begin]):
+            break
         first -= 1
     contents = (_LAST_STOP.sub("", text[box.start : box.stop].strip()) for box in boxes[first:])
     return "\\boxed{" + ", ".join(plain_thousands(content) for content in contents) + "}"
 
 
 def _boxes(text: str) -> Iterator[range]:
-    """Yield the range of each box's content, boxes inside of others left out. A box that is not closed does not
+    """Yield the range of each box's content, without boxes inside of others. A box that is not closed does not
     count."""
-    at = 0
-    while found := _BOX.search(text, at):
+    position = 0
+    while match := _BOX.search(text, position):
         depth = 1
-        at = found.end()
-        while at < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
-            at += 1
+        position = match.end()
+        while position < len(text) and depth:
+            if text[position - 1] != "\\":  # an escaped brace is no brace
+                depth += {"{": 1, "}": -1}.get(text[position], 0)
+            position += 1
         if depth:
             return
-        yield range(found.end(), at - 1)
+        yield range(match.end(), position - 1)
 
 
 def plain_thousands(answer: str) -> str:
-    r"""``10\,000`` and ``10 000`` as ``10000``, ``\$5`` as ``5``: for a text that is an answer and nothing else."""
-    return _SPACED_THOUSANDS.sub(lambda found: _NO_DIGIT.sub("", found[0]), answer.replace("\\$", ""))
+    r"""``answer`` with ``10\,000`` and ``10 000`` as ``10000``, and ``\$5`` as ``5``. For a text that is an answer and
+    nothing else."""
+    return _SPACED_THOUSANDS.sub(_digits_of, answer.replace("\\$", ""))
 
 
 def plain_latex_thousands(text: str) -> str:
-    r"""``10\,000`` as ``10000``, in any text."""
-    return _THOUSANDS.sub(lambda found: _NO_DIGIT.sub("", found[0]), text)
+    r"""``text`` with ``10\,000`` as ``10000``. For any text."""
+    return _THOUSANDS.sub(_digits_of, text)
+
+
+def _digits_of(match: re.Match[str]) -> str:
+    return _NO_DIGIT.sub("", match[0])
 
 
 def expected_text(answer: Any, column: str) -> str:
-    """An answer of the dataset as text. Raises ``ValueError`` for what is none."""
+    """An answer of the dataset as text. Raises ``ValueError`` for a value that is no answer."""
     if answer is None or isinstance(answer, bool) or (isinstance(answer, float) and not math.isfinite(answer)):
         raise ValueError(f"the {column} {answer!r} of this prompt is no answer: correct it")
     if isinstance(answer, float):

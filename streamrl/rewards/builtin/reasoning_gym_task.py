@@ -1,4 +1,5 @@
-"""``reasoning_gym``: the verifier of the task that made the prompt (prompts of ``reasoning_gym:TASK``)."""
+"""The reward ``reasoning_gym``: the verifier of the task that made the prompt (prompts of ``reasoning_gym:TASK``).
+Listed in ``catalog``."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 
 
 class ReasoningGymOptions(Options, frozen=True):
-    """The task's own score, from 0 to 1, of the answer in the completion.
+    """The task's score, from 0 to 1, of the answer in the completion.
 
-    ``task``: its name; empty: the prompt's column ``task``. ``extract``: a regular expression whose last match (the
-    first group, where there is one) is the answer, and no match is 0; empty: the whole completion."""
+    ``task``: name of the task; empty: the prompt's column ``task``. ``extract``: a regular expression whose last match
+    (the first group, if the expression has one) is the answer, and no match is 0; empty: the whole completion."""
 
     task: str = ""
     extract: str = r"<answer>\s*(.*?)\s*</answer>"
@@ -28,7 +29,7 @@ class ReasoningGymOptions(Options, frozen=True):
 def _reasoning_gym(options: ReasoningGymOptions) -> RewardCallable:
     factory: Any = import_module("reasoning_gym.factory")
     if options.task and options.task not in factory.DATASETS:
-        raise BadOption(f'"task" = "{options.task}" is no task of reasoning-gym {_names(factory, options.task)}')
+        raise BadOption(f'"task" = "{options.task}" is no task of reasoning-gym {_hint(factory, options.task)}')
     extract = compiled("extract", options.extract) if options.extract else None
 
     @lru_cache(maxsize=256)
@@ -53,20 +54,24 @@ def _reasoning_gym(options: ReasoningGymOptions) -> RewardCallable:
         }
         return float(dataset.score_answer(answer=answer, entry=entry))
 
-    columns = ["answer", "metadata", *([] if options.task else ["task"])]
+    columns = ["answer", "metadata"]
+    if not options.task:
+        columns.append("task")
     return declare(reasoning_gym, columns=columns, optional=["question", "task_options"], provided=["prompt"])
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, which columns do not have."""
+    """``value`` with tuples in place of lists: columns of a dataset have no tuples."""
     if isinstance(value, Mapping):
         return {key: _tuples(item) for key, item in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _names(factory: Any, wrong: str) -> str:
-    meant = nearest(wrong, factory.DATASETS)
-    return f'(did you mean "{meant}"?)' if meant else f"(it has {len(factory.DATASETS)}, such as chain_sum)"
+def _hint(factory: Any, unknown_task: str) -> str:
+    nearest_task = nearest(unknown_task, factory.DATASETS)
+    if nearest_task:
+        return f'(did you mean "{nearest_task}"?)'
+    return f"(it has {len(factory.DATASETS)}, such as chain_sum)"
 
 
 REASONING_GYM = BuiltinReward(

@@ -1,4 +1,4 @@
-"""Options of the reward ``reward_model``."""
+"""Options of the reward ``reward_model``: ``sequence_classifier`` checks them, ``reward_model`` runs the model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from streamrl.rewards.declared import Options
 
 
 class RewardModelOptions(Options, frozen=True):
-    """The score that a sequence classifier gives prompt and completion.
+    """The score of prompt and completion by a sequence classifier.
 
     ``path``: a directory with ``config.json``, ``*.safetensors`` and a tokenizer; nothing of it is executed or
     downloaded. ``chat``: prompt and completion go through the tokenizer's chat template as user and assistant (the
-    column ``messages``, where the prompt has it); false: their texts, joined. ``label``: which logit counts, from 0,
-    for a model with several (-1: it has one); ``sigmoid``: squeeze it into 0..1. ``max_tokens``: a longer text is a
-    failure, not cut. ``batch``: completions scored at once, at most; ``threads``: of torch on a CPU (0: its own
-    choice).
-    ``device``: auto, cpu or cuda; ``dtype``: auto (bfloat16 on CUDA), float32 or bfloat16."""
+    column ``messages``, where the prompt has it); false: the texts of both, joined. ``label``: index of the logit that
+    counts, for a model with several (-1: the model has one); ``sigmoid``: sigmoid of the logit, 0 to 1.
+    ``max_tokens``: longest text; a longer one is a failure and is not shortened. ``batch``: completions scored at once,
+    at most; ``threads``: threads of torch on a CPU (0: torch's choice). ``device``: auto, cpu or cuda; ``dtype``: auto
+    (bfloat16 on CUDA), float32 or bfloat16."""
 
     path: str
     chat: bool = True

@@ -1,4 +1,7 @@
-"""``reward_model``: options of a reward from a Hugging Face sequence classifier. torch is imported with the model."""
+"""The reward ``reward_model``: the score of a Hugging Face sequence classifier. Listed in ``catalog``.
+
+Making the function checks the options and the model's directory; torch is imported with the model (``reward_model``)
+when the first completion is scored."""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def _reward_model(options: RewardModelOptions) -> RewardCallable:
 
 
 def _labels(directory: Path) -> int:
-    """Logits of the classifier in ``directory``. Raises ``BadOption`` when it holds none that can be loaded."""
+    """Number of logits of the classifier in ``directory``. Raises ``BadOption`` where it has no loadable classifier."""
     place = f'"path" = "{directory}"'
     if unsafe := unsafe_content(directory):
         raise BadOption(f"{place} {unsafe}")
@@ -47,12 +50,14 @@ def _labels(directory: Path) -> int:
         config = json.loads(read_bounded(directory / "config.json").decode())
         architectures = list(config.get("architectures") or [])
         names = config.get("id2label")
-        labels = len(names) if names else int(config.get("num_labels", 2))  # 2: what transformers takes
+        labels = len(names) if names else int(config.get("num_labels", 2))  # 2: default of transformers
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise BadOption(f"{place} is no Hugging Face directory ({error}): correct it") from error
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
-        found = ", ".join(architectures) or "none"
-        raise BadOption(f"{place} has the architecture {found}: a reward model is a ...ForSequenceClassification")
+        names_in_config = ", ".join(architectures) or "none"
+        raise BadOption(
+            f"{place} has the architecture {names_in_config}: a reward model is a ...ForSequenceClassification"
+        )
     try:
         weight_files(directory)
     except ModelDirectoryError as error:

@@ -1,5 +1,7 @@
-"""``exact``, ``regex``, ``format``: rewards that look at the text of a completion. 1 or 0. A pattern that backtracks
-for ever holds the interpreter: the time limit of the reward ends its worker process."""
+"""The rewards ``exact``, ``regex`` and ``format``, which compare the text of a completion: 1 or 0. Listed in
+``catalog``.
+
+A pattern that backtracks without end holds the interpreter: then the time limit of the reward ends its process."""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from streamrl.rewards.declared import BadOption, BuiltinReward, Options, RewardC
 class ExactOptions(Options, frozen=True):
     """1 where the answer of the completion equals the dataset's.
 
-    ``column``: holds the answer, or a list of answers of which one must be met. ``extract``: a regular expression; the
-    answer of the completion is its last match (the first group, where there is one), and no match is 0; empty: the
-    whole completion. ``ignore_case``; ``ignore_spaces``: runs of white space count as one, those at the ends as none.
-    """
+    ``column``: dataset column with the answer, or with a list of answers of which one must be met. ``extract``: a
+    regular expression; the answer of the completion is its last match (the first group, if the expression has one), and
+    no match is 0; empty: the whole completion. ``ignore_case``: upper and lower case are equal; ``ignore_spaces``: runs
+    of white space count as one space, white space at the ends does not count."""
 
     column: str = "answer"
     extract: str = ""
@@ -42,10 +44,10 @@ def _exact(options: ExactOptions) -> RewardCallable:
 
 
 class RegexOptions(Options, frozen=True):
-    """1 where a regular expression is found in the completion (``.`` also matches a line end).
+    """1 where a regular expression matches in the completion (``.`` also matches a line end).
 
-    Give ``pattern``, or ``column``: the dataset column that holds the pattern of each prompt. ``whole``: the whole
-    completion must match. ``absent``: 1 where the expression is *not* found."""
+    ``pattern``: the expression, or ``column``: dataset column with the expression of each prompt. ``whole``: the whole
+    completion must match. ``absent``: 1 where the expression does *not* match."""
 
     pattern: str = ""
     column: str = ""
@@ -56,21 +58,21 @@ class RegexOptions(Options, frozen=True):
 def _regex(options: RegexOptions) -> RewardCallable:
     if bool(options.pattern) == bool(options.column):
         raise BadOption('"pattern": give either it or "column"')
-    fixed = compiled("pattern", options.pattern) if options.pattern else None
+    fixed_pattern = compiled("pattern", options.pattern) if options.pattern else None
 
     def regex(completion: str, **columns: Any) -> float:
-        pattern = fixed or re.compile(columns[options.column], re.DOTALL)
-        found = pattern.fullmatch(completion) if options.whole else pattern.search(completion)
-        return float((found is None) == options.absent)
+        pattern = fixed_pattern or re.compile(columns[options.column], re.DOTALL)
+        match = pattern.fullmatch(completion) if options.whole else pattern.search(completion)
+        return float((match is None) == options.absent)
 
-    return declare(regex, columns=[options.column] if options.column else [])
+    return declare(regex, columns=filter(None, [options.column]))
 
 
 class FormatOptions(Options, frozen=True):
     """1 where the completion is exactly these blocks, each once, in this order, with nothing but white space between:
-    ``tags = ["think", "answer"]`` asks for ``<think>...</think> <answer>...</answer>``.
+    ``tags = ["think", "answer"]`` requires ``<think>...</think> <answer>...</answer>``.
 
-    ``opened``: the prompt already wrote the first opening tag, so the completion begins inside of the first block."""
+    ``opened``: the prompt ends with the first opening tag, so the completion begins inside of the first block."""
 
     tags: tuple[str, ...]
     opened: bool = False
@@ -83,19 +85,23 @@ def _format(options: FormatOptions) -> RewardCallable:
         raise BadOption('"tags": each name once')
     marks = [mark for tag in options.tags for mark in (f"<{tag}>", f"</{tag}>")]
     any_mark = re.compile("|".join(map(re.escape, marks)))
-    wanted = marks[1:] if options.opened else marks
+    expected_marks = marks[1:] if options.opened else marks
 
     def format_(completion: str) -> float:
-        found = list(any_mark.finditer(completion))
-        if [mark.group() for mark in found] != wanted:
+        matches = list(any_mark.finditer(completion))
+        if [match.group() for match in matches] != expected_marks:
             return 0.0
-        # Outside of a block: before the first mark, between a closing and an opening one, after the last.
-        outside = [] if options.opened else [completion[: found[0].start()]]
-        closings = found[0::2] if options.opened else found[1::2]
-        openings = found[1::2] if options.opened else found[2::2]
-        ends = [*(mark.start() for mark in openings), len(completion)]
+        # Text outside of blocks: before the first opening tag, between a closing and the next opening tag, and after
+        # the last closing tag.
+        outside = []
+        if not options.opened:
+            outside.append(completion[: matches[0].start()])
+            del matches[0]
+        closings = matches[0::2]
+        openings = matches[1::2]
+        ends = [*(opening.start() for opening in openings), len(completion)]
         outside += [completion[closing.end() : end] for closing, end in zip(closings, ends, strict=True)]
-        return float(not any(part.strip() for part in outside))
+        return float(not any(text.strip() for text in outside))
 
     return declare(format_)
 

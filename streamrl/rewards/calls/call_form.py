@@ -1,4 +1,7 @@
-"""The forms in which reward functions are called, those of TRL and verl among them."""
+"""Forms in which reward functions are called: streamrl's, TRL's and verl's.
+
+``loading`` recognizes the form of a function by its parameters, and adapts the function to the call of streamrl:
+``call(completion, **arguments)``."""
 
 from __future__ import annotations
 
@@ -13,30 +16,33 @@ from streamrl.rewards.signature import PROVIDED, RewardSignature
 
 VERL_TEXT = "solution_str"
 VERL_EXTRA = "extra_info"
-_FIRST_OF_GROUPS = ("completion_ids", "prompts")  # what a function of TRL's form may look at instead
-_LISTS = {
-    "completion_ids",
-    "token_ids",
-    "finish_reason",
-    "environment_reward",
-    "tool_calls",
-}  # arguments of a group that differ between siblings
+_FIRST_OF_GROUPS = ("completion_ids", "prompts")  # first parameters of TRL functions that take no ``completions``
+# Arguments of a group that differ between siblings.
+_LISTS = {"completion_ids", "token_ids", "finish_reason", "environment_reward", "tool_calls"}
 
-# A union with the other kind takes what it gets.
+# Annotations of one value and of several. A union of both kinds matches neither pattern: it takes either.
 _SINGLE = re.compile(r"(?!.*\|(list|List|Sequence)\b)(Optional\[)?(str|int|float|bool|dict|Dict|Mapping)\b")
 _SEVERAL = re.compile(r"(?!.*\|str\b)((list|List|Sequence|tuple|Tuple)\b|Messages$)")
 TEXTS = re.compile(r"(list|List|Sequence)\[str\]$")
 
 
 def completion_parameter(spec: str, parameters: Sequence[inspect.Parameter]) -> inspect.Parameter:
-    """The parameter that takes one completion, or those of a group. Raises ``RecipeError`` where there is none."""
-    named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    if {"completion", "completions"} <= named.keys():
+    """The parameter that takes one completion, or the completions of a group. Raises ``RecipeError`` for a function
+    without such a parameter."""
+    by_name = {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    if {"completion", "completions"} <= by_name.keys():
         remedy = "keep the first to get one, or the second to get a group"
         raise RecipeError(f'reward "{spec}" takes "completion" and "completions": {remedy}')
-    for name in ("completions", "completion", *([VERL_TEXT] if "ground_truth" in named else [])):
-        if name in named:
-            return named[name]
+    names = ["completions", "completion"]
+    if "ground_truth" in by_name:
+        names.append(VERL_TEXT)
+    for name in names:
+        if name in by_name:
+            return by_name[name]
     first = parameters[0] if parameters else None
     remedy = "its first parameter must be positional"
     if first is not None and first.name in PROVIDED:
@@ -46,18 +52,19 @@ def completion_parameter(spec: str, parameters: Sequence[inspect.Parameter]) -> 
     raise RecipeError(f'reward "{spec}" takes no completion: {remedy}, as in {example(spec)}')
 
 
-def takes_group(taker: inspect.Parameter) -> bool:
+def takes_group(completion_param: inspect.Parameter) -> bool:
     """Return whether a function with this completion parameter is called once for each group, in TRL's form."""
-    return taker.name == "completions" or taker.name in _FIRST_OF_GROUPS
+    return completion_param.name == "completions" or completion_param.name in _FIRST_OF_GROUPS
 
 
-def misread(spec: str, taker: inspect.Parameter, parameters: Sequence[inspect.Parameter]) -> Iterator[str]:
-    """Parameters whose names or annotations say that they expect something else than they would get, a line each."""
-    if not takes_group(taker):
-        if _SEVERAL.match(kind := annotation_of(taker)):
+def misread(spec: str, completion_param: inspect.Parameter, parameters: Sequence[inspect.Parameter]) -> Iterator[str]:
+    """Yield a problem for each parameter whose name or annotation does not fit the argument that it would get."""
+    if not takes_group(completion_param):
+        kind = annotation_of(completion_param)
+        if _SEVERAL.match(kind):
             yield (
-                f'reward "{spec}": "{taker.name}" is annotated {kind}, and would get the text of one completion: '
-                f'annotate it str, or name it "completions" to get all of a group'
+                f'reward "{spec}": "{completion_param.name}" is annotated {kind}, and would get the text of one '
+                f'completion: annotate it str, or name it "completions" to get all of a group'
             )
         return
     for parameter in parameters:
@@ -65,57 +72,67 @@ def misread(spec: str, taker: inspect.Parameter, parameters: Sequence[inspect.Pa
         needed = parameter.default is parameter.empty
         if name == "prompt" and needed:
             yield (
-                f'reward "{spec}" asks for "prompt" beside "{taker.name}": a function of a group gets "prompts", a '
-                "list with one for each completion"
+                f'reward "{spec}" asks for "prompt" beside "{completion_param.name}": a function of a group gets '
+                '"prompts", a list with one for each completion'
             )
-        elif parameter is not taker and needed and _SINGLE.match(kind := annotation_of(parameter)):
+        elif parameter is not completion_param and needed and _SINGLE.match(kind := annotation_of(parameter)):
             yield (
                 f'reward "{spec}": "{name}" is annotated {kind}, and would get a list with one value for each '
-                f'completion: use zip({taker.name}, {name}), or take one "completion"'
+                f'completion: use zip({completion_param.name}, {name}), or take one "completion"'
             )
 
 
 def adapted(
-    function: Callable[..., Any], signature: RewardSignature, taker: inspect.Parameter, *, is_first: bool
+    function: Callable[..., Any], signature: RewardSignature, completion_param: inspect.Parameter, *, is_first: bool
 ) -> Callable[..., Any]:
-    """A function that is called with the completions, and with columns by name: ``function`` itself where it is one."""
-    is_verl = taker.name == VERL_TEXT
-    if is_first and taker.kind is not taker.KEYWORD_ONLY and not signature.per_group and not is_verl:
+    """A function for ``call(completion, **arguments)``: ``function`` itself where that is its form, otherwise a wrapper
+    around it."""
+    is_verl = completion_param.name == VERL_TEXT
+    if (
+        is_first
+        and completion_param.kind is not completion_param.KEYWORD_ONLY
+        and not signature.per_group
+        and not is_verl
+    ):
         return function
 
-    def named(completion: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def keyword_arguments(completion: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         if signature.per_group:
             count = len(completion)
             for name in arguments.keys() - _LISTS:
                 arguments[name] = [copied(arguments[name]) for _ in range(count)]
         elif is_verl and VERL_EXTRA in signature.optional_columns:
             arguments.setdefault(VERL_EXTRA, {})
-        # What looks at ids or prompts alone has these among its arguments.
-        return arguments if taker.name in _FIRST_OF_GROUPS else {taker.name: completion, **arguments}
+        if completion_param.name in _FIRST_OF_GROUPS:
+            return arguments  # they have the ids or prompts already
+        return {completion_param.name: completion, **arguments}
 
     async def call_async(completion: Any, **arguments: Any) -> Any:
-        return _score_of(await function(**named(completion, arguments)), is_verl)
+        return _score_of(await function(**keyword_arguments(completion, arguments)), is_verl)
 
     def call(completion: Any, **arguments: Any) -> Any:
-        return _score_of(function(**named(completion, arguments)), is_verl)
+        return _score_of(function(**keyword_arguments(completion, arguments)), is_verl)
 
     return call_async if signature.is_async else call
 
 
 def example(spec: str) -> str:
-    """A signature that works."""
+    """A signature of ``spec`` that can be called, for error messages."""
     return f"`async def {spec.rpartition(':')[2]}(completion, *, answer, **columns)`"
 
 
 def _score_of(returned: Any, is_verl: bool) -> Any:
-    """Return ``score`` of a mapping: verl records what is beside it and does not train on it."""
-    return returned["score"] if is_verl and isinstance(returned, Mapping) and "score" in returned else returned
+    """Return the item ``score`` of a mapping in verl's form; verl only records the other items. Return any other value
+    as it is."""
+    if is_verl and isinstance(returned, Mapping) and "score" in returned:
+        return returned["score"]
+    return returned
 
 
 def annotation_of(parameter: inspect.Parameter) -> str:
-    """Return an annotation as it is written; empty: there is none."""
-    given = parameter.annotation
-    if given is parameter.empty:
+    """Return an annotation as it is written, without module names, quotes and spaces; empty: no annotation."""
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
         return ""
-    text = given if isinstance(given, str) else given.__name__ if type(given) is type else str(given)
+    text = annotation.__name__ if type(annotation) is type else str(annotation)
     return re.sub(r"\b(typing|t|collections\.abc|abc)\.|[\"' ]", "", text)

@@ -1,10 +1,12 @@
-"""The fork server: ``python -m streamrl.rewards.calls.fork_server FD``. It imports the user's functions once and forks
-call processes from that state; it is the parent of them all.
+"""The fork server: ``python -m streamrl.rewards.calls.fork_server FD PID``. ``pool`` starts it as a child of the reward
+worker. It imports the user's functions once and forks all call processes from that state.
 
-It is started before it has threads or sockets of its own and never gets any, so that forking it is safe. Processes that
-call processes start become its children in the end (PR_SET_CHILD_SUBREAPER), also those that left their process group:
-it dies with the call process. When the reward worker is gone the fork server kills them all and ends; while it imports,
-and can look at nothing else, it is killed (PR_SET_PDEATHSIG), as call processes are when the fork server is."""
+The fork server starts no thread and has no socket except the one to the worker, so forking it is safe. Where the user's
+modules start threads, the pool lets each call process import them instead. A process that a call process started
+becomes a child of the fork server when its parent ends, even where it has left the process group
+(PR_SET_CHILD_SUBREAPER); the fork server kills such orphans. When the reward worker is gone, the fork server kills all
+its children and ends. While it imports it cannot read the socket; then the end of the worker kills it
+(PR_SET_PDEATHSIG), as the end of the fork server kills call processes."""
 
 from __future__ import annotations
 
@@ -39,25 +41,25 @@ from streamrl.rewards.signature import RewardFunction
 
 _LARGEST_ORDER = 1 << 20
 _MOST_DESCRIPTORS = 1 << 20
-_LEAVE_S = 2.0
-_EXPLAIN_S = 0.2
-_EXPLAIN_LOOK_MS = 50
-_LOOK_S = 0.005
+_LEAVE_S = 2.0  # limit of the wait for killed processes, when the fork server ends
+_EXPLAIN_S = 0.2  # from SIGABRT, with which a process prints its stacks, until SIGKILL
+_EXPLAIN_POLL_MS = 50
+_LEAVE_POLL_S = 0.005
 
 
 class ForkServer:
-    """Serves one reward worker over ``control`` (SOCK_SEQPACKET: an order a packet, descriptors beside it)."""
+    """Serves one reward worker over ``control`` (SOCK_SEQPACKET: one order a packet, with descriptors attached)."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._children: dict[int, int] = {}  # pid -> number of the child
+        self._children: dict[int, int] = {}  # pid of a call process -> its number
         self._loading = LoadRewards(rewards=[])
         self._functions: list[RewardFunction] = []
-        self._pending_kills: dict[int, float] = {}  # pid -> when SIGKILL follows
-        self._imported: set[int] = set()  # pids of what user modules started when they were imported
+        self._pending_kills: dict[int, float] = {}  # pid -> time of its SIGKILL
+        self._started_by_imports: set[int] = set()  # pids of processes that user modules started
 
     def serve(self) -> None:
-        """Serve until the worker closes the socket, or is gone."""
+        """Serve until the worker closes the socket, or ends."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -65,7 +67,7 @@ class ForkServer:
         poll.register(self._control, select.POLLIN)
         poll.register(wake_read, select.POLLIN)
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll(_EXPLAIN_LOOK_MS if self._pending_kills else None)}
+            ready = {descriptor for descriptor, _ in poll.poll(_EXPLAIN_POLL_MS if self._pending_kills else None)}
             if wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
@@ -84,7 +86,7 @@ class ForkServer:
                 self._loading = order
                 if order.preload:
                     self._load()
-                # From now on the end of the socket shows that the worker is gone: so nothing is left behind.
+                # From now on ``serve`` notices the end of the worker by its socket, and ends all children.
                 set_process_option(PR_SET_PDEATHSIG, 0)
             case ForkChild():
                 self._fork(order, descriptors)
@@ -94,7 +96,8 @@ class ForkServer:
                         self._kill(pid, explain=order.explain)
 
     def _kill(self, pid: int, *, explain: bool) -> None:
-        """SIGABRT prints the stacks and ends it, also where C code holds the interpreter; SIGKILL follows it."""
+        """Kill a call process. ``explain``: SIGABRT comes before SIGKILL; it prints the stacks and ends the process,
+        even where C code holds the interpreter."""
         if explain:
             self._pending_kills[pid] = Clock.monotonic() + _EXPLAIN_S
             os.kill(pid, signal.SIGABRT)
@@ -103,7 +106,7 @@ class ForkServer:
 
     def _kill_pending(self) -> None:
         now = Clock.monotonic()
-        for pid in [pid for pid, at in self._pending_kills.items() if now >= at]:
+        for pid in [pid for pid, kill_at in self._pending_kills.items() if now >= kill_at]:
             del self._pending_kills[pid]
             _kill_group(pid)
 
@@ -119,12 +122,12 @@ class ForkServer:
                 self._functions.append(function)
                 signatures.append(function.signature)
         sys.stdout.flush()
-        self._imported = set(_own_children())
+        self._started_by_imports = set(_child_pids())
         threads = len(os.listdir("/proc/self/task"))
         self._report(RewardsLoaded(signatures, problems, threads))
 
     def _fork(self, order: ForkChild, descriptors: Sequence[int]) -> None:
-        own = os.getpid()
+        parent = os.getpid()
         pid = os.fork()
         if pid:
             for descriptor in descriptors:
@@ -132,8 +135,8 @@ class ForkServer:
             self._children[pid] = order.child
             return
         try:
-            connection, page = self._become_child(own, descriptors)
-        except BaseException:  # noqa: BLE001 - half a child must not become a second server
+            connection, page = self._become_child(parent, descriptors)
+        except BaseException:  # noqa: BLE001 - a child that fails here must not run on as a second server
             os._exit(1)
         run_call_process(connection, page, self._functions_of_child, loop=order.loop, memory_bytes=order.memory_bytes)
 
@@ -142,15 +145,16 @@ class ForkServer:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         die_with(parent)
-        own_socket, page_at, printed_to = descriptors
-        page = SharedStatus(page_at)
+        socket_fd, page_fd, output_fd = descriptors
+        page = SharedStatus(page_fd)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        os.dup2(printed_to, 1)
-        os.dup2(printed_to, 2)
-        keep = os.dup2(own_socket, 3, inheritable=False) if own_socket != 3 else 3
+        os.dup2(output_fd, 1)
+        os.dup2(output_fd, 2)
+        if socket_fd != 3:
+            socket_fd = os.dup2(socket_fd, 3, inheritable=False)
         os.closerange(4, _MOST_DESCRIPTORS)
-        return socket.socket(fileno=keep), page
+        return socket.socket(fileno=socket_fd), page
 
     def _functions_of_child(self) -> list[RewardFunction]:
         if self._loading.preload:
@@ -158,31 +162,32 @@ class ForkServer:
         return [load_reward(reward) for reward in self._loading.rewards]
 
     def _reap(self) -> None:
-        """Collect those that ended. The group of a call process is killed before its pid can be another's."""
-        ended = False
+        """Collect processes that ended, and report call processes. WNOWAIT keeps the pid of an ended process reserved
+        until ``waitpid``, so the signal to its group cannot reach a new process."""
+        any_ended = False
         while True:
             try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                exit_info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 break
-            if found is None:
+            if exit_info is None:
                 break
-            pid = found.si_pid
+            pid = exit_info.si_pid
             child = self._children.pop(pid, None)
             self._pending_kills.pop(pid, None)
             if child is not None:
                 _kill_group(pid)
             _, status = os.waitpid(pid, 0)
-            ended = True
+            any_ended = True
             if child is not None:
                 self._report(ChildEnded(child, os.waitstatus_to_exitcode(status)))
-        if ended:
+        if any_ended:
             self._kill_orphans()
 
     def _kill_orphans(self) -> None:
-        """Kill what call processes that are gone have left: it is ours now."""
-        for pid in _own_children():
-            if pid not in self._children and pid not in self._imported:
+        """Kill processes that ended call processes have left behind; they are children of the fork server now."""
+        for pid in _child_pids():
+            if pid not in self._children and pid not in self._started_by_imports:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -190,37 +195,38 @@ class ForkServer:
         deadline = Clock.monotonic() + _LEAVE_S
         for pid in self._children:
             _kill_group(pid)
-        self._imported.clear()
+        self._started_by_imports.clear()  # ``_kill_orphans`` kills these processes, too
         while Clock.monotonic() < deadline:
             self._children.clear()
             self._reap()
             self._kill_orphans()
-            if not _own_children():
+            if not _child_pids():
                 return
-            Clock.sleep(_LOOK_S)
+            Clock.sleep(_LEAVE_POLL_S)
 
     def _report(self, event: ServerEvent) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # then the next receive ends this process
+        # Where the worker is gone, the next ``recv_fds`` of ``serve`` ends this process.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._control.send(msgspec.msgpack.encode(event))
 
 
-def _own_children() -> list[int]:
+def _child_pids() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
 def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # it may not have made its session yet
+    with contextlib.suppress(ProcessLookupError):  # the process may not have made its own session yet
         os.kill(pid, signal.SIGKILL)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve over the socket that descriptor ``arguments[0]`` is; ``arguments[1]``: the pid of the worker."""
+    """Serve over the socket with the descriptor ``arguments[0]``, for the worker with the pid ``arguments[1]``."""
     die_with(int(arguments[1]))
     set_process_option(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # what user modules print while they are imported goes to the worker, which logs the first of it
+    os.dup2(2, 1)  # output of user modules while they are imported goes to the worker, which logs its beginning
     ForkServer(socket.socket(fileno=int(arguments[0]))).serve()
     os._exit(0)  # a thread that a user's module left behind must not keep this process
 

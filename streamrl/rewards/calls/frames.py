@@ -1,7 +1,8 @@
 """Messages between the reward worker, its fork server and its call processes.
 
-Call processes: frames of a length (4 bytes, little endian) and MessagePack, over a socket pair. The fork server: a
-packet for each message, with descriptors beside it."""
+``pool`` (reward worker) exchanges frames with a call process over a socket pair. A frame is a length (4 bytes, little
+endian) and MessagePack. ``pool`` exchanges packets with the fork server: one packet for each message, with file
+descriptors attached."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ Received = TypeVar("Received")
 
 
 class Clock:
-    """The functions of ``time``, taken before user code is imported. Libraries such as freezegun replace them in
+    """The functions of ``time`` as they are before user code is imported. Libraries such as freezegun replace them in
     ``time`` and in each module that imported them by name, but not in classes."""
 
     monotonic = staticmethod(time.monotonic)
@@ -38,8 +39,9 @@ class Clock:
 
 
 class CallOrder(msgspec.Struct, frozen=True, array_like=True):
-    """One call. ``sequence`` grows by one in each process; ``function``: index in the set of rewards;
-    ``completion``: a text, a list of texts (per group), or what a combining function gets."""
+    """Order to make one call. ``sequence``: number of the call in its process, from 1; ``function``: index of the
+    function; ``completion``: first argument: a text, a list of texts (per group), or the values that a combining
+    function gets."""
 
     sequence: int
     function: int
@@ -49,9 +51,10 @@ class CallOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """One value for each completion of the call. ``sequence`` 0: the process is ready, or only says that it is to
-    ``retire``: it has grown too large or too old, or holds a coroutine that does not end. ``exhausted``: the call
-    raised because this process had no memory, threads or descriptors left, which another process may have."""
+    """Answer to a call: one value for each completion. ``sequence``: number of the call; 0: the process is ready, or
+    asks to be replaced without an answer; ``retire``: the process is to be replaced, because it has grown too large or
+    too old, or has a coroutine that does not end; ``exhausted``: the call raised because the process had no memory,
+    threads or descriptors left, so the call may succeed in another process."""
 
     sequence: int
     seconds: float
@@ -64,14 +67,16 @@ READY = CallAnswer(0, 0.0, [])
 
 
 class LoadRewards(msgspec.Struct, frozen=True, tag=True):
-    """Order to the fork server, once: import these. ``preload`` False: in each process after it was forked."""
+    """First order to the fork server. ``preload``: the fork server imports the functions of ``rewards``; otherwise each
+    call process imports them after it was forked."""
 
     rewards: list[Reward]
     preload: bool = True
 
 
 class RewardsLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Signatures, or why there is none. ``threads``: of the fork server; forking more than one is not safe."""
+    """Answer to ``LoadRewards``: signatures, or problems. ``threads``: number of threads of the fork server; a process
+    with several threads cannot be forked safely."""
 
     signatures: list[RewardSignature]
     problems: list[str]
@@ -79,7 +84,8 @@ class RewardsLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForkChild(msgspec.Struct, frozen=True, tag=True):
-    """Fork one. Descriptors travel with it: its socket, its page, where it may print. ``loop``: for coroutines."""
+    """Order to fork a call process. The descriptors of its socket, its page and its output pipe are attached.
+    ``loop``: the process runs coroutines."""
 
     child: int
     loop: bool
@@ -87,14 +93,15 @@ class ForkChild(msgspec.Struct, frozen=True, tag=True):
 
 
 class KillChild(msgspec.Struct, frozen=True, tag=True):
-    """Kill it, and all processes that it started. ``explain``: let it print where it is first, if it can."""
+    """Order to kill a call process, and all processes that it started. ``explain``: the process prints its stacks
+    first, if it can."""
 
     child: int
     explain: bool = False
 
 
 class ChildEnded(msgspec.Struct, frozen=True, tag=True):
-    """``status``: exit code, or minus the signal."""
+    """Report of the fork server that a call process ended. ``status``: exit code, or minus the signal."""
 
     child: int
     status: int
@@ -105,14 +112,14 @@ ServerEvent = RewardsLoaded | ChildEnded
 
 
 class FrameReader(Generic[Received]):
-    """Cuts a stream of bytes into frames of ``Received``."""
+    """Splits a stream of bytes into frames of ``Received``."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> Iterator[Received]:
-        """The frames that ``received`` completes. Raises ``msgspec.DecodeError`` for what is none."""
+        """Yield the frames that ``received`` completes. Raises ``msgspec.DecodeError`` for bytes that are no frame."""
         buffer = self._buffer
         buffer += received
         start = 0
@@ -130,14 +137,14 @@ class FrameReader(Generic[Received]):
 
 
 def to_frame(content: Any) -> bytes:
-    """One frame."""
+    """The frame of ``content``."""
     body = msgspec.msgpack.encode(content)
     return _LENGTH.pack(len(body)) + body
 
 
 def answered_values(answer: CallAnswer, count: int) -> tuple[CheckedValue, ...]:
-    """The values of a call about ``count`` completions. A reply that the process made up is a failure of all of
-    them."""
+    """The values of a call about ``count`` completions. An answer that no call process of streamrl sends is a failure
+    of all completions: user code wrote it to the socket."""
     if len(answer.values) != count:
         problem = f"answered {len(answer.values)} values for {count} completions"
     elif not all(map(_is_finite, answer.values)):
@@ -148,17 +155,18 @@ def answered_values(answer: CallAnswer, count: int) -> tuple[CheckedValue, ...]:
 
 
 def _is_finite(value: CheckedValue) -> bool:
-    number = 0.0 if value.value is None else value.value
-    return math.isfinite(number) and (not value.parts or all(map(math.isfinite, value.parts.values())))
+    if value.value is not None and not math.isfinite(value.value):
+        return False
+    return all(map(math.isfinite, value.parts.values()))
 
 
 def decode_order(received: bytes) -> ServerOrder:
-    """An order to the fork server. Raises ``msgspec.DecodeError``."""
+    """Decode an order to the fork server. Raises ``msgspec.DecodeError``."""
     return _decoded(_orders, received)
 
 
 def decode_event(received: bytes) -> ServerEvent:
-    """A report of the fork server. Raises ``msgspec.DecodeError``."""
+    """Decode a report of the fork server. Raises ``msgspec.DecodeError``."""
     return _decoded(_events, received)
 
 
@@ -176,24 +184,26 @@ _events: msgspec.msgpack.Decoder[ServerEvent] = msgspec.msgpack.Decoder(ServerEv
 
 
 class SharedStatus:
-    """Memory that a process shares with the worker. One of coroutines shows there the call whose step runs now, if any:
-    which holds the loop, or ended the process. One of plain functions sees there which call is its last."""
+    """Memory page that a call process shares with the worker. A process of coroutines writes the call whose step runs
+    now, if any: it is the call that holds the loop, or that ended the process. A process of plain functions reads the
+    number of its last call."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
-        self._words = memoryview(self._map).cast("Q")  # sequence number, steps begun, last call (0: none)
-        self._seen = (0, 0)
-        self._seen_at = 0.0
+        # Words: sequence number of the running call (0: none), number of steps begun, last call (0: no limit).
+        self._words = memoryview(self._map).cast("Q")
+        self._last_step = (0, 0)
+        self._last_step_at = 0.0
 
     @staticmethod
     def create() -> int:
-        """Descriptor of a new page."""
+        """Create a page and return its descriptor."""
         descriptor = os.memfd_create("streamrl-call", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, mmap.PAGESIZE)
         return descriptor
 
     def begin(self, sequence: int) -> None:
-        """A step of a call runs from now on."""
+        """Note that a step of a call runs from now on."""
         self._words[1] += 1
         self._words[0] = sequence
 
@@ -202,23 +212,25 @@ class SharedStatus:
         self._words[0] = 0
 
     def running(self) -> tuple[int, float]:
-        """Sequence number of the call whose step runs (0: none), and the seconds since the worker saw it first."""
-        seen = (self._words[0], self._words[1])
+        """Sequence number of the call whose step runs (0: none), and the seconds since the worker first observed the
+        step."""
+        sequence = self._words[0]
+        step = (sequence, self._words[1])
         now = Clock.monotonic()
-        if seen != self._seen:
-            self._seen = seen
-            self._seen_at = now
-        return seen[0], now - self._seen_at if seen[0] else 0.0
+        if step != self._last_step:
+            self._last_step = step
+            self._last_step_at = now
+        return sequence, now - self._last_step_at if sequence else 0.0
 
     def stop_after(self, sequence: int) -> None:
-        """The process begins no call after this one, which it may not have begun yet."""
+        """Forbid the process to begin a call after ``sequence``, which it may not have begun yet."""
         self._words[2] = sequence
 
     def permits(self, sequence: int) -> bool:
-        """Return whether the process is to begin this call."""
+        """Return whether the process may begin the call ``sequence``."""
         return not self._words[2] or sequence <= self._words[2]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._words.release()
         self._map.close()

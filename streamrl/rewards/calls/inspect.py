@@ -1,8 +1,10 @@
-"""Inspection of reward functions in a process of their own:
+"""Inspection of reward functions in a process that does nothing else:
 ``python -m streamrl.rewards.calls.inspect ... REWARD...`` (JSON).
 
-The user's modules may import torch, call ``sys.exit`` or never return; the process that checks a recipe must
-neither load that nor wait for it. One JSON line is written for each reward, as soon as it is known."""
+Commands that check a recipe and the controller (when it starts, and before rewards change) call
+``inspect_in_subprocess``. The user's modules may import torch, call ``sys.exit`` or never return, so the calling
+process neither imports the modules nor waits for them without a limit. The inspecting process writes one JSON line for
+each reward, as soon as the reward is inspected."""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from streamrl.rewards.signature import RewardSignature
 
 
 class RewardInspection(msgspec.Struct, frozen=True, kw_only=True):
-    """One reward: its signature, or why it cannot be used (one line each, with the remedy)."""
+    """Result for one reward: its signature, or the problems for which it cannot be used (a line each, with the
+    remedy)."""
 
     signature: RewardSignature | None = None
     problems: tuple[str, ...] = ()
@@ -29,13 +32,13 @@ class RewardInspection(msgspec.Struct, frozen=True, kw_only=True):
 def inspect_in_subprocess(rewards: Sequence[Reward], timeout_s: float = 60.0) -> list[RewardInspection]:
     """Inspect rewards in a throw-away process, in at most ``timeout_s`` seconds for all of them.
 
-    One inspection for each reward, in order. A module that hangs, exits or crashes the process is a problem of
-    that reward and not an exception; those after it are inspected in another process."""
+    Returns one inspection for each reward, in order. A module that hangs, exits or crashes the process is a problem of
+    its reward and not an exception; the rewards after it are inspected in another process."""
     inspections: list[RewardInspection] = []
     budget = timeout_s
     while len(inspections) < len(rewards):
-        found, failure, seconds = _inspect_some(rewards[len(inspections) :], budget)
-        inspections += found
+        more_inspections, failure, seconds = _inspect_some(rewards[len(inspections) :], budget)
+        inspections += more_inspections
         budget = max(1.0, budget - seconds)
         if len(inspections) < len(rewards):
             spec = rewards[len(inspections)].function
@@ -44,10 +47,12 @@ def inspect_in_subprocess(rewards: Sequence[Reward], timeout_s: float = 60.0) ->
 
 
 def _inspect_some(rewards: Sequence[Reward], timeout_s: float) -> tuple[list[RewardInspection], str, float]:
-    """Inspections of the first rewards, what stopped the process at the next one, and the seconds it had."""
-    given = [msgspec.json.encode(reward).decode() for reward in rewards]
-    # It finds the environment in which it will score, and no more.
-    ran = run_throwaway("streamrl.rewards.calls.inspect", given, timeout_s, environment=passed_environment(rewards))
+    """Inspections of the first rewards, the failure that ended the process at the next reward, and the seconds that the
+    process ran."""
+    arguments = [msgspec.json.encode(reward).decode() for reward in rewards]
+    # The process has the same variables as the call processes.
+    variables = passed_environment(rewards)
+    ran = run_throwaway("streamrl.rewards.calls.inspect", arguments, timeout_s, environment=variables)
     if ran.late:
         failure = f"was not imported within {timeout_s:g} s: move slow work out of the module's top level"
     else:
@@ -56,19 +61,19 @@ def _inspect_some(rewards: Sequence[Reward], timeout_s: float) -> tuple[list[Rew
 
 
 def read_inspections(written: bytes) -> list[RewardInspection]:
-    """The lines that the process wrote before it ended, up to the first that is none."""
-    found = []
+    """The inspections that the process wrote before it ended, up to the first line that cannot be decoded."""
+    inspections = []
     for line in filter(None, written.splitlines()):
         try:
-            found.append(msgspec.json.decode(line, type=RewardInspection))
-        except UNDECODABLE:  # cut, or the user's module found the descriptor
+            inspections.append(msgspec.json.decode(line, type=RewardInspection))
+        except UNDECODABLE:  # the line is incomplete, or the user's module wrote to the descriptor
             break
-    return found
+    return inspections
 
 
 def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
-    for given in arguments:
-        reward = msgspec.json.decode(given, type=Reward)
+    for argument in arguments:
+        reward = msgspec.json.decode(argument, type=Reward)
         try:
             inspection = RewardInspection(signature=load_reward(reward).signature)
         except RecipeError as error:

@@ -1,10 +1,14 @@
-"""The function that a recipe names: imported or built in, with its options, and what its signature asks for."""
+"""Loading of the function that a recipe names, imported or built in, and reading of its signature.
+
+``reward_set`` loads trusted functions in the reward worker (or in the process of a command), ``fork_server`` loads all
+others in the fork server or its call processes, and ``inspect`` loads functions in a process that only inspects
+them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -33,8 +37,9 @@ def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunct
 
     ``module:function`` and ``path/to/file.py:function`` are imported and called with the options as keyword arguments;
     a name without a colon is a built-in reward: a factory that is called with the options and returns the function.
-    ``limits``: where one that runs test cases keeps what it learns of each (None: limits of its own).
-    Raises ``RecipeError`` when there is none, it does not import, or it has a signature that cannot be called."""
+    ``limits``: store of the adaptive time limits of test cases, for a reward that runs them (None: a new store).
+    Raises ``RecipeError`` where the function does not exist, cannot be imported, or has a signature that cannot be
+    called."""
     if ":" not in reward.function:
         function: Any = _build(reward)
         if reward.adaptive_timeout is not None and hasattr(function, "learn_time_limits"):
@@ -46,38 +51,48 @@ def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunct
             raise RecipeError(f'reward "{reward.function}" is a {kind}, not a function: name a function')
         if reward.options:
             function = _bind(reward, function)
-    read = _read_function(reward.function, reward.label, function)
+    reward_function = _read_function(reward.function, reward.label, function)
+    signature = msgspec.structs.replace(reward_function.signature, special_tokens=reward.special_tokens)
     adaptive = reward.adaptive_timeout
-    limit_key = adaptive.key if adaptive is not None and adaptive.key != "prompt_id" else ""
-    signature = msgspec.structs.replace(read.signature, limit_key=limit_key, special_tokens=reward.special_tokens)
-    return msgspec.structs.replace(read, signature=signature)
+    if adaptive is not None and adaptive.key != "prompt_id":
+        signature = msgspec.structs.replace(signature, limit_key=adaptive.key)
+    return msgspec.structs.replace(reward_function, signature=signature)
 
 
 def _build(reward: Reward) -> Callable[..., Any]:
     factory = BUILTIN.get(reward.function)
     if factory is None:
-        yours = 'or a function of yours as "module:function" or "path/to/file.py:function"'
-        one_of = f"write one of {', '.join(sorted(BUILTIN))}, {yours}"
-        raise RecipeError(f'there is no built-in reward "{reward.function}": {one_of}')
+        own_function = 'or a function of yours as "module:function" or "path/to/file.py:function"'
+        remedy = f"write one of {', '.join(sorted(BUILTIN))}, {own_function}"
+        raise RecipeError(f'there is no built-in reward "{reward.function}": {remedy}')
     try:
         return factory(**reward.options)
     except TypeError as error:
-        taken = ", ".join(name for name in inspect.signature(factory).parameters) or "none"
+        names = ", ".join(inspect.signature(factory).parameters) or "none"
         raise RecipeError(
-            f'built-in reward "{reward.function}": {error}: correct its options (it takes {taken})'
+            f'built-in reward "{reward.function}": {error}: correct its options (it takes {names})'
         ) from error
 
 
 def _bind(reward: Reward, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with the options bound. A name that it does not take is a mistake, not a column."""
+    """``function`` with the options bound. Raises ``RecipeError`` for an option that the function does not take."""
     parameters = _parameters(reward.function, function)
-    taker = completion_parameter(reward.function, parameters)
-    taken = [p.name for p in parameters if p is not taker and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else sorted(set(reward.options) - set(taken))
-    if unknown:
-        remedy = f"correct rewards.options (it takes {', '.join(taken) or 'none'})"
+    completion_param = completion_parameter(reward.function, parameters)
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter is not completion_param
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    unknown = sorted(set(reward.options) - set(names))
+    if unknown and not _takes_any_keyword(parameters):
+        remedy = f"correct rewards.options (it takes {', '.join(names) or 'none'})"
         raise RecipeError(f'reward "{reward.function}" takes no option "{unknown[0]}": {remedy}')
     return functools.partial(function, **reward.options)
+
+
+def _takes_any_keyword(parameters: Iterable[inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _parameters(spec: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -92,26 +107,31 @@ def _parameters(spec: str, function: Callable[..., Any]) -> list[inspect.Paramet
 def _read_function(spec: str, name: str, function: Callable[..., Any]) -> RewardFunction:
     if inspect.isclass(function):
         raise RecipeError(f'reward "{spec}" is a class: name a function, or an instance that can be called')
-    bound = tuple(function.keywords) if isinstance(function, functools.partial) else ()
-    inner = function.func if isinstance(function, functools.partial) else function
-    called = inner if inspect.isroutine(inner) else type(inner).__call__
-    if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+    bound: tuple[str, ...] = ()
+    inner = function
+    if isinstance(function, functools.partial):
+        bound = tuple(function.keywords)
+        inner = function.func
+    routine = inner if inspect.isroutine(inner) else type(inner).__call__
+    if inspect.isgeneratorfunction(routine) or inspect.isasyncgenfunction(routine):
         raise RecipeError(f'reward "{spec}" is a generator: return the reward instead of yielding it')
-    parameters = [p for p in _parameters(spec, function) if p.name not in bound]
-    taker = completion_parameter(spec, parameters)
-    per_group = takes_group(taker)
-    wants_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    known = PROVIDED_OF_GROUPS if per_group else PROVIDED
-    problems = list(misread(spec, taker, parameters))
+    parameters = [parameter for parameter in _parameters(spec, function) if parameter.name not in bound]
+    completion_param = completion_parameter(spec, parameters)
+    per_group = takes_group(completion_param)
+    wants_all = _takes_any_keyword(parameters)
+    provided_names = PROVIDED_OF_GROUPS if per_group else PROVIDED
+    problems = list(misread(spec, completion_param, parameters))
     columns: list[str] = []
     optional: list[str] = []
     provided = [name for name in ("prompts", "completion_ids") if per_group and wants_all]
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if parameter.name in known:
+        if parameter.name in provided_names:
             provided.append(parameter.name)
-        elif parameter is taker and not (per_group and taker.kind is taker.POSITIONAL_ONLY):
+        elif parameter is completion_param and not (
+            per_group and completion_param.kind is completion_param.POSITIONAL_ONLY
+        ):
             continue
         elif parameter.kind is parameter.POSITIONAL_ONLY:
             if parameter.default is parameter.empty:
@@ -120,24 +140,29 @@ def _read_function(spec: str, name: str, function: Callable[..., Any]) -> Reward
                     f"by name: move the / before it, as in {example(spec)}"
                 )
         elif not per_group or parameter.name != "prompt":
-            is_extra = (taker.name, parameter.name) == (VERL_TEXT, VERL_EXTRA)  # verl gives {} where there is none
+            # ``adapted`` passes {} as ``extra_info`` where the prompt has no such column, as verl does.
+            is_extra = (completion_param.name, parameter.name) == (VERL_TEXT, VERL_EXTRA)
             has_default = parameter.default is not parameter.empty
-            (optional if has_default or is_extra else columns).append(parameter.name)
+            if has_default or is_extra:
+                optional.append(parameter.name)
+            else:
+                columns.append(parameter.name)
     if problems:
         raise RecipeError(*problems)
     signature = RewardSignature(
         spec=spec,
         name=name,
-        first=taker.name,
+        first=completion_param.name,
         per_group=per_group,
-        is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called),
+        is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(routine),
         bound=bound,
         wants_all=wants_all,
         columns=tuple(columns),
         optional_columns=tuple(optional),
         provided=tuple(dict.fromkeys(provided)),
-        as_text=not per_group or TEXTS.match(annotation_of(taker)) is not None,
+        as_text=not per_group or TEXTS.match(annotation_of(completion_param)) is not None,
     )
     return RewardFunction(
-        signature=signature, call=adapted(function, signature, taker, is_first=taker is parameters[0])
+        signature=signature,
+        call=adapted(function, signature, completion_param, is_first=completion_param is parameters[0]),
     )

@@ -1,19 +1,23 @@
-"""Processes that call reward functions, one call after the other in each, and one that runs all coroutines.
+"""Processes that call reward functions: plain functions one after the other in each of several processes, and all
+coroutines in one more process.
+
+A ``RewardSet`` uses a ``CallPool`` for functions that are not trusted, in the reward worker or in the process of a
+command. ``fork_server`` starts the call processes, ``process`` is their code.
 
 ============================================  =====================================================================
 a function that                               has this effect
 ============================================  =====================================================================
 outlives its limit, blocks, deadlocks         its process and all that it started are killed; the call timed out
-exits, crashes                                the call raised; another process takes the place of the one that ended
+exits, crashes                                the call raised; a new process replaces the one that ended
 runs out of memory, threads or descriptors    the call is run once more, in a new process
 is a coroutine and swallows its cancellation  the call timed out; its process gets no more calls and is killed
 leaks memory, threads or descriptors          its process is replaced between two calls
-is imported again in a process and hangs      the process is killed; no call was lost, for none was given to it
+is imported again in a process and hangs      the process is killed before it gets a call, so no call fails
 ============================================  =====================================================================
 
-Quick calls are sent to a process several at a time, so that it need not wait for the next one. The oldest without an
-answer is the one that runs: it alone is blamed, and its time counts from the answer before it. The others are queued
-again when the process ends, or when the oldest turns out to be slow."""
+Quick calls are sent to a process several at a time, so the process need not wait for the next call. The oldest call
+without an answer is the running call: it alone fails when the process ends, and its time counts from the answer before
+it. The calls behind it are queued again when the process ends, or when the oldest call is slow."""
 
 from __future__ import annotations
 
@@ -57,77 +61,88 @@ from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CallResult, CheckedValue, failed
 
 LOAD_LIMIT_S = 120.0
-_READY_LIMIT_S = LOAD_LIMIT_S  # of one process, which imports the functions again where they have threads
+_READY_LIMIT_S = LOAD_LIMIT_S  # a process imports the functions itself where the fork server would have threads
 _LEAVE_LIMIT_S = 3.0
-_STATUS_LIMIT_S = 2.0  # from the end of a process's socket until the fork server reports how it ended
+_STATUS_LIMIT_S = 2.0  # from the end of a process's socket until the fork server reports the end of the process
 _TICK_S = 0.02
-_AHEAD_S = 0.005  # of expected work that is sent to a process at a time
+_AHEAD_S = 0.005  # expected work that is sent to a process at a time
 _MOST_AHEAD = 64
-_UNKNOWN_S = 1.0  # what a call is expected to take before the first of its function: no other is sent with it
+_UNKNOWN_S = 1.0  # expected time of the first call of a function: no other call is sent with it
 _SLOW_S = 0.05
 _IDLE_S = 60.0
-_LATE_GRACE_S = 2.0  # a process of coroutines ends the late ones itself, unless its loop is blocked for so long
+_LATE_GRACE_S = 2.0  # a process of coroutines answers late calls itself, unless its loop is blocked for so long
 _BLOCKING_S = 0.25
 _MOST_BAD_STARTS = 5
-_MOST_LOST = 2
+_MOST_LOSSES = 2
 _BYTES = 1 << 18
 _LARGEST_PACKET = 1 << 20
-_LOGGED_BYTES = 64 << 10  # of what one process prints; the rest is read, counted and thrown away
+_LOGGED_BYTES = 64 << 10  # output of one process that is logged; further output is read, counted and dropped
 
 _log = logging.getLogger(__name__)
 
 
 class Call(msgspec.Struct, eq=False):
-    """A call that waits for a process or runs in one. ``count``: of completions. ``lost``: how often its process ended
-    while it ran and another call, or none, was to blame. ``again``: it ran where a process was exhausted."""
+    """A call that waits for a process or runs in one.
+
+    ``function``: index of the function among the rewards of the pool; ``count``: number of completions; ``finished``:
+    event that is set with ``result``; ``sent_at``: time at which a process got the call (0: it waits); ``losses``:
+    number of processes of coroutines that ended under the call while no call's step ran; ``was_exhausted``: the call
+    has run in a process that was exhausted."""
 
     function: int
     completion: Any
     arguments: Mapping[str, Any]
     count: int
     limit_s: float
-    done: anyio.Event
+    finished: anyio.Event
     sent_at: float = 0.0
-    lost: int = 0
-    again: bool = False
+    losses: int = 0
+    was_exhausted: bool = False
     result: CallResult | None = None
 
     def finish(self, values: tuple[CheckedValue, ...], seconds: float) -> None:
-        """Set the result. ``seconds``: that the function took, which the process may not exaggerate."""
-        most_s = anyio.current_time() - self.sent_at if self.sent_at else 0.0
-        self.result = CallResult(values, seconds if 0.0 <= seconds <= most_s else most_s, 0.0, self.limit_s)
-        self.done.set()
+        """Set the result. ``seconds``: time of the function as the process reports it. A negative time, or one longer
+        than the time since the call was sent, is replaced by the time since the call was sent."""
+        since_sent_s = anyio.current_time() - self.sent_at if self.sent_at else 0.0
+        if not 0.0 <= seconds <= since_sent_s:
+            seconds = since_sent_s
+        self.result = CallResult(values, seconds, 0.0, self.limit_s)
+        self.finished.set()
 
     def fail(self, kind: RewardFailureKind, message: str) -> None:
-        """The call has no value, for this reason."""
+        """Set a failure as the result."""
         self.finish(failed(kind, message, self.count), -1.0)
 
 
 class CallChild:
-    """A call process: its socket, its page, and how it ended. ``pending``: calls without an answer by sequence number,
-    the oldest first. ``retired``: it gets no more calls; ``hangs``: so that it is to print where it was before it is
-    killed. Raises ``OSError`` where no descriptors are left."""
+    """The worker's end of a call process: its socket, its page and its exit status. Raises ``OSError`` where no
+    descriptors are left.
+
+    ``pending``: calls without an answer by sequence number, the oldest first; ``answer_count``: number of answered
+    calls; ``retired``: flag that the process gets no more calls; ``hangs``: flag that the process is to print its
+    stacks before it is killed; ``end_reported``: event that the fork server reported the end of the process, with
+    ``status``, or ended itself (``status`` None)."""
 
     def __init__(self, number: int, *, loop: bool) -> None:
         self.number = number
         self.loop = loop
         self.pending: dict[int, Call] = {}
-        self.answered = 0
+        self.answer_count = 0
         self.retired = False
         self.hangs = False
-        self.ended = anyio.Event()
+        self.end_reported = anyio.Event()
         self.status: int | None = None
         self._frames: FrameReader[CallAnswer] = FrameReader(CallAnswer)
         self._answers: deque[CallAnswer] = deque()
-        self._broken: msgspec.DecodeError | None = None
+        self._decode_error: msgspec.DecodeError | None = None
         self._sequence = 0
-        self._socket, self.their_socket = socket.socketpair()
+        self._socket, self.child_socket = socket.socketpair()
         self._socket.setblocking(False)
-        self.their_page = SharedStatus.create()
-        self.page = SharedStatus(self.their_page)
+        self.child_page_fd = SharedStatus.create()
+        self.page = SharedStatus(self.child_page_fd)
 
     async def send(self, calls: Sequence[Call]) -> None:
-        """Give it calls, in one write. A process that is gone is seen by ``receive``."""
+        """Send calls to the process, in one write. The end of the process is noticed by ``receive``."""
         frames = []
         for call in calls:
             self._sequence += 1
@@ -135,20 +150,20 @@ class CallChild:
             call.sent_at = anyio.current_time()
             order = CallOrder(self._sequence, call.function, call.limit_s, call.completion, dict(call.arguments))
             frames.append(to_frame(order))
-        rest = memoryview(b"".join(frames))
-        while rest:
+        unsent = memoryview(b"".join(frames))
+        while unsent:
             try:
-                rest = rest[self._socket.send(rest) :]
+                unsent = unsent[self._socket.send(unsent) :]
             except (BlockingIOError, InterruptedError):
                 await anyio.wait_writable(self._socket)
             except OSError:
                 break
 
     async def receive(self) -> CallAnswer | None:
-        """The next answer; None: the process is gone. Raises ``msgspec.DecodeError`` for what is no answer."""
+        """The next answer; None: the process has ended. Raises ``msgspec.DecodeError`` for bytes that are no answer."""
         while not self._answers:
-            if self._broken is not None:
-                raise self._broken
+            if self._decode_error is not None:
+                raise self._decode_error
             try:
                 received = self._socket.recv(_BYTES)
             except (BlockingIOError, InterruptedError):
@@ -160,12 +175,12 @@ class CallChild:
                 return None
             try:
                 self._answers.extend(self._frames.feed(received))
-            except msgspec.DecodeError as error:  # after the answers that came before it
-                self._broken = error
+            except msgspec.DecodeError as error:  # raised once the answers before it are returned
+                self._decode_error = error
         return self._answers.popleft()
 
-    def unread(self) -> bytes | None:
-        """The first byte that ``receive`` has not read. None: there is none; empty: the process has ended."""
+    def unread_byte(self) -> bytes | None:
+        """The first byte that ``receive`` has not read. None: no such byte; empty: the process has ended."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -174,9 +189,9 @@ class CallChild:
             return b""
 
     async def end_reason(self) -> str:
-        """``exit code 3`` or ``killed by SIGSEGV``, with what is likely."""
+        """``exit code 3`` or ``killed by SIGSEGV``, with a likely cause."""
         with anyio.move_on_after(_STATUS_LIMIT_S):
-            await self.ended.wait()
+            await self.end_reported.wait()
         if self.status is None:
             return "with the server of all reward processes"
         if self.status >= 0:
@@ -186,13 +201,14 @@ class CallChild:
         return f"killed by {name}{likely.get(name, '')}"
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Close the socket and the page."""
         self._socket.close()
         self.page.close()
 
 
-class _ForkServer:
-    """The worker's end of the fork server. ``children``: call processes whose end has not been reported."""
+class _ForkServerClient:
+    """The worker's end of the fork server. ``children``: call processes whose end has not been reported;
+    ``starts_since_ready``: number of processes in a row that ended before they were ready."""
 
     def __init__(self, rewards: Sequence[Reward], tasks: anyio.abc.TaskGroup) -> None:
         self.children: dict[int, CallChild] = {}
@@ -209,7 +225,7 @@ class _ForkServer:
         if loaded.problems:
             raise RecipeError(*loaded.problems)
         if loaded.threads > 1:
-            # A thread may hold a lock that a forked child waits for for ever.
+            # A forked child would wait for ever for a lock that another thread holds at the time of the fork.
             _log.info("reward modules start %d threads: each process imports them itself", loaded.threads - 1)
             self._preload = False
             await self.aclose()
@@ -232,15 +248,15 @@ class _ForkServer:
         return RewardsLoaded([], [problem], 1)
 
     def fork(self, child: CallChild, memory_bytes: int) -> None:
-        """Fork a call process for ``child``, which sends that it is ready."""
+        """Fork a call process for ``child``. The process sends an answer when it is ready."""
         self.children[child.number] = child
-        printed, writable = os.pipe2(os.O_CLOEXEC)
-        descriptors = (child.their_socket.fileno(), child.their_page, writable)
+        readable, writable = os.pipe2(os.O_CLOEXEC)
+        descriptors = (child.child_socket.fileno(), child.child_page_fd, writable)
         self._send(ForkChild(child.number, child.loop, memory_bytes), descriptors)
-        child.their_socket.close()
-        os.close(child.their_page)
+        child.child_socket.close()
+        os.close(child.child_page_fd)
         os.close(writable)
-        self._tasks.start_soon(_log_output, printed, f"reward process {child.number}")
+        self._tasks.start_soon(_log_output, readable, f"reward process {child.number}")
 
     def kill(self, child: CallChild) -> None:
         """Kill a call process and all that it started."""
@@ -261,45 +277,46 @@ class _ForkServer:
         self._control = None
 
     async def _watch(self) -> None:
-        """Note which children ended. A server that ended is replaced, and its children are gone."""
+        """Set the status of children that ended. A server that ended is replaced; its children have ended, too."""
         while True:
             event = await self._receive()
             if isinstance(event, RewardsLoaded):
                 continue
             if event is not None:
-                if (child := self.children.pop(event.child, None)) is not None:
+                child = self.children.pop(event.child, None)
+                if child is not None:
                     child.status = event.status
-                    child.ended.set()
+                    child.end_reported.set()
                 continue
             await self.aclose()
             _log.warning("the server of the reward processes ended: another one is started")
             self.starts_since_ready += 1
-            lost = self.children
+            children_of_ended = self.children
             self.children = {}
             self._start()
-            for child in lost.values():
-                child.ended.set()
+            for child in children_of_ended.values():
+                child.end_reported.set()
 
     def _start(self) -> None:
-        printed, writable = os.pipe2(os.O_CLOEXEC)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            number = str(theirs.fileno())
+        readable, writable = os.pipe2(os.O_CLOEXEC)
+        self._control, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_socket:
+            number = str(server_socket.fileno())
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "streamrl.rewards.calls.fork_server", number, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stderr=writable,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_socket.fileno()],
                 env=passed_environment(self._rewards),
                 start_new_session=True,
             )
         os.close(writable)
-        self._tasks.start_soon(_log_output, printed, "the server of the reward processes")
+        self._tasks.start_soon(_log_output, readable, "the server of the reward processes")
         self._send(LoadRewards(self._rewards, self._preload))
 
     def _send(self, order: ServerOrder, descriptors: Sequence[int] = ()) -> None:
         assert self._control is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone: its end is read
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # ``_watch`` notices the end of the server
             socket.send_fds(self._control, [msgspec.msgpack.encode(order)], list(descriptors))
 
     async def _receive(self) -> Any:
@@ -320,41 +337,43 @@ class _ForkServer:
 
 
 class CallPool:
-    """Runs calls of ``rewards`` in at most ``processes`` processes, and coroutines in one more. ``run`` as a task of
-    its own for as long as it is used; ``opened`` before ``call``."""
+    """Runs calls of ``rewards`` in at most ``processes`` processes, and coroutines in one more. Its owner runs ``run``
+    as a task, waits for ``loaded_signatures``, and then makes calls."""
 
     def __init__(self, rewards: Sequence[Reward], processes: int) -> None:
         self._rewards = rewards
-        self._most = processes
-        self._warm = min(processes, usable_cores())
+        self._most_processes = processes
+        self._usual_processes = min(processes, usable_cores())
         self._memory_bytes = max((reward.memory_mib for reward in rewards), default=0) << 20
         self._signatures: list[RewardSignature] = []
         self._problems: list[str] = []
+        # Heaps of (rank, number) and call, for plain functions (False) and coroutines (True).
         self._waiting: dict[bool, list[tuple[tuple[int, int], Call]]] = {False: [], True: []}
         self._changed = Notifier()
-        self._opened = anyio.Event()
+        self._load_ended = anyio.Event()
         self._closed = anyio.Event()
         self._scope = anyio.CancelScope()
-        self._slots = 0
+        self._processes = 0  # number of processes of plain functions, with processes that are being replaced
         self._children: set[CallChild] = set()
-        self._plain: set[_PlainProcess] = set()
-        self._expected_s: dict[int, float] = {}
-        self._calls = 0
-        self._forked = 0
+        self._plain_processes: set[_PlainProcess] = set()
+        self._expected_s: dict[int, float] = {}  # seconds of a call, by function
+        self._enqueue_count = 0
+        self._fork_count = 0
 
     async def run(self) -> None:
         """Run until ``aclose``. Raises an exception group with ``StreamRLError`` when no process can be started any
-        more; calls then get no answer."""
+        more; then calls get no result."""
         try:
             with self._scope:
                 async with anyio.create_task_group() as self._tasks:
-                    self._server = _ForkServer(self._rewards, self._tasks)
+                    self._server = _ForkServerClient(self._rewards, self._tasks)
                     try:
                         self._signatures = await self._server.open()
-                        self._opened.set()
+                        self._load_ended.set()
                         is_async = [signature.is_async for signature in self._signatures]
-                        for _ in range(0 if all(is_async) else self._warm):
-                            self._add_slot()
+                        if not all(is_async):
+                            for _ in range(self._usual_processes):
+                                self._add_process()
                         if any(is_async):
                             self.add_loop()
                         await self._watch()
@@ -366,12 +385,12 @@ class CallPool:
         finally:
             for child in self._children:
                 child.close()
-            self._opened.set()
+            self._load_ended.set()
             self._closed.set()
 
-    async def opened(self) -> list[RewardSignature]:
+    async def loaded_signatures(self) -> list[RewardSignature]:
         """The signatures, once the functions are imported. Raises ``RecipeError`` with every problem."""
-        await self._opened.wait()
+        await self._load_ended.wait()
         if self._problems:
             raise RecipeError(*self._problems)
         return self._signatures
@@ -379,34 +398,35 @@ class CallPool:
     async def call(
         self, function: int, completion: Any, arguments: Mapping[str, Any], *, count: int, limit_s: float, rank: int
     ) -> CallResult:
-        """The result of one call, whatever user code does. The waiting call with the smallest ``rank`` begins first."""
+        """The result of one call, whatever user code does. ``rank``: rank of the call, the smallest begins first."""
         call = Call(function, completion, arguments, count, limit_s, anyio.Event())
         self.enqueue(call, rank)
-        await call.done.wait()
+        await call.finished.wait()
         assert call.result is not None
         return call.result
 
     async def aclose(self) -> None:
-        """Kill every process. Calls that have not ended are forgotten. Idempotent."""
+        """Kill every process. Unfinished calls get no result. Idempotent."""
         self._scope.cancel()
         await self._closed.wait()
 
     # ---- which call next -------------------------------------------------------------------------
 
     def enqueue(self, call: Call, rank: int = -1) -> None:
-        """Let a call wait for a process; before all others where it has been given to one already."""
-        self._calls += 1
+        """Queue a call. The default rank is that of a call which a process already had: such a call begins before all
+        others."""
+        self._enqueue_count += 1
         waiting = self._waiting[self._signatures[call.function].is_async]
-        heapq.heappush(waiting, ((rank, self._calls), call))
+        heapq.heappush(waiting, ((rank, self._enqueue_count), call))
         self._changed.notify()
 
     def enqueue_all(self, calls: Iterable[Call]) -> None:
-        """Let calls that a process had wait again, in their order."""
+        """Queue calls again that a process had, in their order."""
         for call in calls:
             self.enqueue(call)
 
     async def next_calls(self, *, coroutines: bool) -> list[Call]:
-        """The calls that are to begin next: the first that waits, and those behind it that are expected to be quick."""
+        """Wait for calls and return the first one, with the calls behind it that are expected to be quick."""
         waiting = self._waiting[coroutines]
         while not waiting:
             await self._changed.wait()
@@ -421,40 +441,44 @@ class CallPool:
         return calls
 
     def expect(self, call: Call) -> None:
-        """Calls of the same function are expected to take as long as this one did."""
+        """Update the expected time of the function by a finished call (moving average)."""
         if call.result is not None:
             seconds = call.result.seconds
             before = self._expected_s.setdefault(call.function, seconds)
             self._expected_s[call.function] = before + 0.1 * (seconds - before)
 
     async def _watch(self) -> None:
-        """Look after calls that take long, and add a slot where a call waits although every process has such a call."""
+        """Check calls that take long, and add a process where a call waits while every process has a call that takes
+        long."""
         while True:
-            if not self._waiting[False] and not any(process.busy for process in self._plain):
+            if not self._waiting[False] and not any(process.busy for process in self._plain_processes):
                 await self._changed.wait()
             await anyio.sleep(_TICK_S)
             now = anyio.current_time()
-            for process in self._plain:
+            for process in self._plain_processes:
                 process.check(now)
-            busy = [process for process in self._plain if process.busy and process.since < now - _TICK_S]
-            if self._waiting[False] and len(busy) == self._slots < self._most:
-                self._add_slot()
+            slow_processes = [
+                process for process in self._plain_processes if process.busy and process.oldest_since < now - _TICK_S
+            ]
+            if self._waiting[False] and len(slow_processes) == self._processes < self._most_processes:
+                self._add_process()
 
-    def _add_slot(self) -> None:
-        self._slots += 1
+    def _add_process(self) -> None:
+        self._processes += 1
         self._tasks.start_soon(self._serve_plain)
 
     def add_loop(self) -> None:
-        """Start a process of coroutines, beside one that retires."""
+        """Start a process of coroutines: the first one, or the successor of one that retires."""
         self._tasks.start_soon(self._serve_coroutines)
 
     # ---- processes -------------------------------------------------------------------------------
 
     async def _start_child(self, *, loop: bool) -> CallChild:
-        """A process that is ready for calls."""
+        """Start a process, and return it when it is ready for calls. Raises ``StreamRLError`` where several processes
+        in a row were never ready."""
         while True:
-            self._forked += 1
-            child = CallChild(self._forked, loop=loop)
+            self._fork_count += 1
+            child = CallChild(self._fork_count, loop=loop)
             self._children.add(child)
             self._server.fork(child, self._memory_bytes)
             reason = f"it was not ready within {_READY_LIMIT_S:g} s"
@@ -463,10 +487,11 @@ class CallPool:
                     self._server.starts_since_ready = 0
                     return child
                 reason = await child.end_reason()
-            child.hangs = not child.ended.is_set()
+            child.hangs = not child.end_reported.is_set()
             self._end(child)
-            # Otherwise the end of the fork server was counted.
-            self._server.starts_since_ready += child.status is not None or child.hangs
+            # Without a status the fork server itself has ended, which ``_ForkServerClient`` counts.
+            if child.status is not None or child.hangs:
+                self._server.starts_since_ready += 1
             starts = self._server.starts_since_ready
             if starts >= _MOST_BAD_STARTS:
                 problem = f"{starts} reward processes in a row ended before they could take a call"
@@ -479,14 +504,14 @@ class CallPool:
         child.close()
 
     async def _serve_plain(self) -> None:
-        """One process and its successors."""
-        again: list[Call] = []
+        """Run one process of plain functions, and its successors."""
+        exhausted_calls: list[Call] = []
         while True:
             child = await self._start_child(loop=False)
             process = _PlainProcess(child, self)
-            self._plain.add(process)
-            again = await process.serve(again)
-            self._plain.discard(process)
+            self._plain_processes.add(process)
+            exhausted_calls = await process.serve(exhausted_calls)
+            self._plain_processes.discard(process)
             self.enqueue_all(child.pending.values())
             self._end(child)
             if process.idle:
@@ -494,17 +519,20 @@ class CallPool:
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds that a process may be without a call. None: for ever, since there are no more slots than usual."""
-        return _IDLE_S if self._slots > self._warm else None
+        """Seconds after which a process without a call ends. None: it never ends, since there are no more processes
+        than usual."""
+        return _IDLE_S if self._processes > self._usual_processes else None
 
-    def remove_slot(self) -> bool:
-        """Return whether there was a slot more than usual; then it is gone."""
-        removed = self._slots > self._warm
-        self._slots -= removed
-        return removed
+    def remove_process(self) -> bool:
+        """Count one process less, where there are more than usual. Return whether there were."""
+        if self._processes <= self._usual_processes:
+            return False
+        self._processes -= 1
+        return True
 
     async def _serve_coroutines(self) -> None:
-        """The process of coroutines, and its successors. One that retires finishes what it has beside its successor."""
+        """Run a process of coroutines, and its successors. A process that retires finishes its calls while its
+        successor (``add_loop``) already gets new calls."""
         while True:
             child = await self._start_child(loop=True)
             await _LoopProcess(child, self).serve()
@@ -515,11 +543,11 @@ class CallPool:
 
 
 class _PlainProcess:
-    """A process of plain functions while it serves. ``since``: when its oldest call became the oldest; ``idle``: it
-    ends because it had no call for long."""
+    """A process of plain functions while it serves. ``oldest_since``: time at which its oldest call became the oldest;
+    ``idle``: flag that the process ends because it had no call for long."""
 
     def __init__(self, child: CallChild, pool: CallPool) -> None:
-        self.since = 0.0
+        self.oldest_since = 0.0
         self.idle = False
         self._child = child
         self._pool = pool
@@ -528,56 +556,58 @@ class _PlainProcess:
 
     @property
     def busy(self) -> bool:
-        """Return whether it has a call."""
+        """Return whether the process has a call."""
         return bool(self._child.pending)
 
     async def serve(self, calls: list[Call]) -> list[Call]:
-        """Serve until the process ends, or is to end; calls that are pending then have to run in another. ``calls``:
-        the first ones. Returns the call that has to run once more in a new process, if any."""
-        again: list[Call] = []
+        """Serve until the process ends, or is to end. Calls that are pending then have to run in another process.
+        ``calls``: first calls. Returns the call that found the process exhausted and has to run in a new one, if
+        any."""
+        exhausted_calls: list[Call] = []
         with self._scope:
             async with anyio.create_task_group() as serving:
                 serving.start_soon(self._send_calls, calls)
-                again = await self._take_answers()
+                exhausted_calls = await self._take_answers()
                 self._scope.cancel()
-        return again
+        return exhausted_calls
 
     def check(self, now: float) -> None:
-        """End the process where its oldest call is late. The calls behind one that is slow go elsewhere."""
+        """End the process where its oldest call is late. Queue the calls behind a slow call for other processes."""
         child = self._child
-        if not child.pending or child.unread() is not None:
+        if not child.pending or child.unread_byte() is not None:
             return
         sequence, oldest = next(iter(child.pending.items()))
-        if now - self.since > oldest.limit_s:
+        if now - self.oldest_since > oldest.limit_s:
             child.hangs = True
             self._take_oldest().fail(RewardFailureKind.TIMED_OUT, late_message(oldest.limit_s))
             self._pool.expect(oldest)
             self._scope.cancel()
-        elif now - self.since > _SLOW_S and len(child.pending) > 1:
+        elif now - self.oldest_since > _SLOW_S and len(child.pending) > 1:
             child.pending = {sequence: self._take_oldest()}
 
     async def _send_calls(self, calls: list[Call]) -> None:
-        """Send calls; ``calls`` first."""
+        """Send ``calls``, then calls of the queue."""
         child = self._child
         while not self.idle:
-            if calls and not child.pending and child.unread() == b"":
-                child.retired = True  # it ended before it had these: none of them is to blame
+            if calls and not child.pending and child.unread_byte() == b"":
+                child.retired = True  # the process ended before it got these calls, so none of them fails
             if child.retired:
                 self._pool.enqueue_all(calls)
                 return
             if not child.pending:
-                self.since = anyio.current_time()
+                self.oldest_since = anyio.current_time()
             await child.send(calls)
             while len(child.pending) > len(calls) // 2:
                 await self._answered.wait()
             calls = []
             with anyio.move_on_after(self._pool.idle_s) as limit:
                 calls = await self._pool.next_calls(coroutines=False)
-            self.idle = limit.cancelled_caught and not child.pending and self._pool.remove_slot()
+            self.idle = limit.cancelled_caught and not child.pending and self._pool.remove_process()
         self._scope.cancel()
 
     async def _take_answers(self) -> list[Call]:
-        """Take answers until the process ends, or is to end. Returns the call that has to run once more, if any."""
+        """Take answers until the process ends, or is to end. Returns the call that found the process exhausted, if
+        another process may succeed."""
         child = self._child
         while not child.retired or child.pending:
             try:
@@ -591,15 +621,15 @@ class _PlainProcess:
             if answer is None:
                 if child.pending:
                     oldest = self._take_oldest()
-                    how = await child.end_reason()
-                    oldest.fail(RewardFailureKind.RAISED, f"ended its process ({how})")
+                    reason = await child.end_reason()
+                    oldest.fail(RewardFailureKind.RAISED, f"ended its process ({reason})")
                 break
-            self.since = anyio.current_time()
+            self.oldest_since = anyio.current_time()
             call = child.pending.pop(answer.sequence)
             child.retired = child.retired or answer.retire or answer.exhausted
-            if answer.exhausted and child.answered:
+            if answer.exhausted and child.answer_count:  # calls before this one may have exhausted the process
                 return [call]
-            child.answered += 1
+            child.answer_count += 1
             call.finish(answered_values(answer, call.count), answer.seconds)
             self._pool.expect(call)
             self._answered.notify()
@@ -608,13 +638,13 @@ class _PlainProcess:
         return []
 
     def _take_oldest(self) -> Call:
-        """The call that runs. The process gets no more, and those behind it have to run in another."""
+        """Return the running call. The process gets no more calls, and the calls behind it are queued again."""
         child = self._child
         child.retired = True
         child.page.stop_after(next(iter(child.pending)))
-        oldest, *others = child.pending.values()
+        oldest, *later_calls = child.pending.values()
         child.pending = {}
-        self._pool.enqueue_all(others)
+        self._pool.enqueue_all(later_calls)
         return oldest
 
 
@@ -626,7 +656,7 @@ class _LoopProcess:
         self._pool = pool
 
     async def serve(self) -> None:
-        """Serve until the process ends, or is to end; calls that are pending then have to run in another."""
+        """Serve until the process ends, or is to end. Calls that are pending then have to run in another process."""
         async with anyio.create_task_group() as serving:
             serving.start_soon(self._send_calls)
             serving.start_soon(self._watch, serving.cancel_scope)
@@ -652,45 +682,54 @@ class _LoopProcess:
             if answer is None:
                 await self._fail_running_call(f"ended its process ({await self._child.end_reason()})")
                 return
-            first = not self._child.retired  # calls that find it exhausted after the first did not cause it
+            # Only the first call that finds the process exhausted may have caused it.
+            first = not self._child.retired
             if (answer.retire or answer.exhausted) and first:
                 self._child.retired = True
                 self._pool.add_loop()
             call = self._child.pending.pop(answer.sequence, None)
-            if call is not None and answer.exhausted and not (first and call.again):
-                call.again = call.again or first
+            if call is None:
+                continue
+            if answer.exhausted and not (first and call.was_exhausted):
+                call.was_exhausted = call.was_exhausted or first
                 self._pool.enqueue(call)
-            elif call is not None:
+            else:
                 call.finish(answered_values(answer, call.count), answer.seconds)
 
     async def _fail_running_call(self, message: str) -> None:
-        """The call whose step ran failed; others are run again, and no more than twice where no step ran."""
-        guilty = self._child.pending.pop(self._child.page.running()[0], None)
-        if guilty is not None:
-            guilty.fail(RewardFailureKind.RAISED, message)
+        """Fail the call whose step ran when the process ended. Other calls stay pending, to run in another process;
+        where no step ran, a call that has lost too many processes fails."""
+        running_sequence, _ = self._child.page.running()
+        running_call = self._child.pending.pop(running_sequence, None)
+        if running_call is not None:
+            running_call.fail(RewardFailureKind.RAISED, message)
+            return
         for sequence, call in list(self._child.pending.items()):
-            call.lost += guilty is None
-            if call.lost > _MOST_LOST:
+            call.losses += 1
+            if call.losses > _MOST_LOSSES:
                 del self._child.pending[sequence]
-                call.fail(RewardFailureKind.RAISED, f"{message}, as it did {_MOST_LOST} times before")
+                call.fail(RewardFailureKind.RAISED, f"{message}, as it did {_MOST_LOSSES} times before")
 
     async def _watch(self, serving: anyio.CancelScope) -> None:
         """End the process when a call is late although the process should have ended it."""
         while True:
             await anyio.sleep(_TICK_S * 5)
-            sequence, seconds = self._child.page.running()  # at every turn: its time counts from when it was seen
+            # Called in every round: the seconds count from the first call that observes the step.
+            running_sequence, seconds = self._child.page.running()
             now = anyio.current_time()
             late = [
-                key for key, call in self._child.pending.items() if now - call.sent_at > call.limit_s + _LATE_GRACE_S
+                sequence
+                for sequence, call in self._child.pending.items()
+                if now - call.sent_at > call.limit_s + _LATE_GRACE_S
             ]
             if not late:
                 continue
-            if sequence in self._child.pending and seconds > _BLOCKING_S:
-                late = [sequence]
-            for key in late:
-                call = self._child.pending.pop(key)
+            if running_sequence in self._child.pending and seconds > _BLOCKING_S:
+                late = [running_sequence]  # it holds the loop, so the other calls are late because of it
+            for sequence in late:
+                call = self._child.pending.pop(sequence)
                 message = late_message(call.limit_s)
-                if key == sequence:
+                if sequence == running_sequence:
                     message = (
                         f"blocked the loop that it shares with others for {seconds:.1f} s ({message}): await, or write "
                         "a plain function"
@@ -701,22 +740,23 @@ class _LoopProcess:
 
 
 async def _log_output(descriptor: int, process: str) -> None:
-    """Log the first 64 KiB that a process prints, and read the rest, until all its ends of the pipe are closed."""
+    """Log the first 64 KiB that a process prints, and read all further output, until the process and its children have
+    closed the pipe."""
     os.set_blocking(descriptor, False)
-    printed = 0
+    printed_bytes = 0
 
     def read() -> bool:
-        """Log what the pipe has; False: it has ended."""
-        nonlocal printed
+        """Log the content of the pipe; False: the pipe has ended."""
+        nonlocal printed_bytes
         with contextlib.suppress(BlockingIOError):
-            for _ in range(16):  # the loop has other work: what is left is read next time
+            for _ in range(16):  # at most 4 MiB at a time: the loop has other work
                 content = os.read(descriptor, _BYTES)
                 if not content:
                     return False
-                if printed < _LOGGED_BYTES:
-                    text = content[: _LOGGED_BYTES - printed].decode(errors="replace").rstrip()
+                if printed_bytes < _LOGGED_BYTES:
+                    text = content[: _LOGGED_BYTES - printed_bytes].decode(errors="replace").rstrip()
                     _log.info("%s: %s", process, text)
-                printed += len(content)
+                printed_bytes += len(content)
         return True
 
     try:
@@ -725,5 +765,5 @@ async def _log_output(descriptor: int, process: str) -> None:
     finally:
         read()
         os.close(descriptor)
-        if printed > _LOGGED_BYTES:
-            _log.warning("%s printed %d bytes: only the first were logged", process, printed)
+        if printed_bytes > _LOGGED_BYTES:
+            _log.warning("%s printed %d bytes: only the first were logged", process, printed_bytes)

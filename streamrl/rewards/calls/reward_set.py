@@ -1,4 +1,8 @@
-"""A set of reward functions, loaded and ready to score: in this process, and in call processes."""
+"""A set of reward functions, loaded and ready to score, and the scoring of one order by them.
+
+The reward worker has one ``RewardSet`` for each version of the rewards. Commands that score (``try``, ``reward test``,
+``eval``) open one in their own process. Trusted functions run in the calling process, all others in call processes
+(``pool``)."""
 
 from __future__ import annotations
 
@@ -24,24 +28,27 @@ from streamrl.rewards.signature import RewardFunction, RewardSignature
 from streamrl.rewards.values import CallFailure, CallResult
 
 COMBINING = "combine"
-# orders that are all searched for special tokens; then one in so many is
-_LOOKED_AT = 1024
-_LOOK_EVERY = 16
+"""Name of the recipe's own combining function."""
+
+# The first orders are all searched for special tokens; after them every 16th is.
+_SEARCH_EACH = 1024
+_SEARCH_EVERY = 16
 
 
 def combining_rewards(rewards: Sequence[Reward], limits: RewardLimits) -> tuple[Reward, ...]:
-    """The recipe's own combining function, if any, as one more reward that runs where the others do."""
+    """The recipe's own combining function, if it has one, as one more reward. It is trusted where all rewards are."""
     if limits.combine in (COMBINE_WEIGHTS, COMBINE_SEPARATE):
         return ()
     return (Reward(function=limits.combine, name=COMBINING, trusted=all(reward.trusted for reward in rewards)),)
 
 
 class RewardSet:
-    """Scores trajectories with every function of ``rewards``, side by side. ``open`` before, ``aclose`` after.
+    """Scores trajectories with every function of ``rewards``, side by side, after ``open`` and until ``aclose``.
 
-    ``tasks`` must live longer than the set: a trusted coroutine that swallows its cancellation stays there, and
-    ``tasks`` ends with ``StreamRLError`` when call processes cannot be started any more. ``combines``: the recipe has a
-    function of its own that makes one number of the values."""
+    ``tasks``: task group of trusted coroutines and of the pool. It must live longer than the set, because a trusted
+    coroutine that swallows its cancellation stays in it, and it ends with ``StreamRLError`` when call processes cannot
+    be started any more. ``signatures``: signatures of all functions, once they are loaded; ``combines``: the recipe has
+    its own combining function, which is the last function of the set."""
 
     def __init__(
         self, rewards: Sequence[Reward], limits: RewardLimits, tokenizer: Detokenizer, tasks: asyncio.TaskGroup
@@ -51,36 +58,37 @@ class RewardSet:
         self.signatures: list[RewardSignature] = []
         self._tokenizer = tokenizer
         self._tasks = tasks
-        self._all = (*rewards, *combining_rewards(rewards, limits))
-        self.combines = len(self._all) > len(rewards)
+        self._all_rewards = (*rewards, *combining_rewards(rewards, limits))
+        self.combines = len(self._all_rewards) > len(rewards)
         self._trusted: dict[int, RewardFunction] = {}
         self._coroutines = TrustedCoroutines(tasks)
-        other = [index for index, reward in enumerate(self._all) if not reward.trusted]
-        self._pool_index = {index: place for place, index in enumerate(other)}
+        untrusted = [index for index, reward in enumerate(self._all_rewards) if not reward.trusted]
+        self._pool_index = {index: place for place, index in enumerate(untrusted)}
         self._pool: CallPool | None = None
-        self._queues = [RewardQueue(reward, limits.concurrency) for reward in self._all]
-        self._without_tokens = ""  # names of those that see no special tokens, until there is a notice of that
+        self._queues = [RewardQueue(reward, limits.concurrency) for reward in self._all_rewards]
+        # Names of the rewards that see no special tokens; empty after a notice about them.
+        self._rewards_without_tokens = ""
         self._orders = 0
-        self._searched = 0
-        self._with_tokens = 0
+        self._searched_orders = 0
+        self._orders_with_tokens = 0
         self._notice = ""
 
     async def open(self) -> None:
         """Load the functions. Raises ``RecipeError`` with every problem."""
         self._trusted = {
-            i: load_reward(reward, self._queues[i].limits) for i, reward in enumerate(self._all) if reward.trusted
+            i: load_reward(reward, self._queues[i].limits)
+            for i, reward in enumerate(self._all_rewards)
+            if reward.trusted
         }
-        found: list[RewardSignature] = []
+        signatures = {index: function.signature for index, function in self._trusted.items()}
         if self._pool_index:
-            self._pool = CallPool([self._all[index] for index in self._pool_index], self.limits.processes)
+            self._pool = CallPool([self._all_rewards[index] for index in self._pool_index], self.limits.processes)
             self._tasks.create_task(self._pool.run())
-            found = await self._pool.opened()
-        self.signatures = [
-            self._trusted[index].signature if index in self._trusted else found[self._pool_index[index]]
-            for index in range(len(self._all))
-        ]
-        scoring = self.signatures[: len(self.rewards)]
-        self._without_tokens = ", ".join(signature.name for signature in scoring if not signature.sees_tokens)
+            pool_signatures = await self._pool.loaded_signatures()
+            signatures |= zip(self._pool_index, pool_signatures, strict=True)
+        self.signatures = [signatures[index] for index in range(len(self._all_rewards))]
+        scoring = self.signatures[: len(self.rewards)]  # without the combining function
+        self._rewards_without_tokens = ", ".join(signature.name for signature in scoring if not signature.sees_tokens)
 
     @property
     def per_group(self) -> bool:
@@ -90,7 +98,7 @@ class RewardSet:
     @property
     def longest_s(self) -> float:
         """Time limit of the slowest function, in seconds."""
-        return max(reward.timeout_s for reward in self._all)
+        return max(reward.timeout_s for reward in self._all_rewards)
 
     @property
     def stuck(self) -> int:
@@ -98,47 +106,61 @@ class RewardSet:
         return self._coroutines.stuck
 
     def begin(self, order: ScoreGroup, prompts: Sequence[Prompt]) -> Scoring:
-        """Score one order: plain trusted functions at once. ``prompts``: of the message."""
+        """Begin to score one order; plain trusted functions are called at once. ``prompts``: prompts of the message to
+        which the order belongs."""
         texts = SampleTexts(order.completions, prompts, self._tokenizer)
         self._orders += 1
-        look = self._without_tokens and (self._orders <= _LOOKED_AT or self._orders % _LOOK_EVERY == 0)
-        special = texts.special_tokens() if look else []
-        self._searched += bool(look)
-        self._with_tokens += bool(special)
-        # A token that a policy samples by chance is no format that a reward reads.
-        often = 2 * self._with_tokens >= self._searched or self._with_tokens >= max(8, self._searched / 20)
-        if special and often:
-            self._notice = (
-                f"completions have special tokens ({', '.join(special)}) that the reward {self._without_tokens} does "
-                "not see: set special_tokens = true below [rewards.advanced] where it looks for them"
-            )
-            self._without_tokens = ""
+        if self._rewards_without_tokens and (self._orders <= _SEARCH_EACH or self._orders % _SEARCH_EVERY == 0):
+            self._search_special_tokens(texts)
         return Scoring(self, texts, order.rank)
 
+    def _search_special_tokens(self, texts: SampleTexts) -> None:
+        """Make a notice where completions often have special tokens that a reward does not see."""
+        special_tokens = texts.special_tokens()
+        self._searched_orders += 1
+        if not special_tokens:
+            return
+        self._orders_with_tokens += 1
+        # A policy may sample a special token by chance; such a token belongs to no format that a reward reads.
+        in_half_of_orders = 2 * self._orders_with_tokens >= self._searched_orders
+        if in_half_of_orders or self._orders_with_tokens >= max(8, self._searched_orders / 20):
+            self._notice = (
+                f"completions have special tokens ({', '.join(special_tokens)}) that the reward "
+                f"{self._rewards_without_tokens} does not see: set special_tokens = true below [rewards.advanced] "
+                "where it looks for them"
+            )
+            self._rewards_without_tokens = ""
+
     def take_notice(self) -> str:
-        """Return what a person should know of the completions, once; empty: nothing new."""
+        """Return a warning about the completions for the user of the run, once; empty: no new warning."""
         notice = self._notice
         self._notice = ""
         return notice
 
     async def score(self, trajectories: Sequence[Trajectory], rank: int = 0) -> tuple[Outcome, ...]:
-        """One outcome for each trajectory, in the same order, of version 0. Never raises for what user code does.
-        ``rank``: of several orders that wait, the smallest goes first."""
+        """One outcome for each trajectory, in the same order, of reward version 0. Raises nothing for what user code
+        does. ``rank``: rank of the order among those that wait, the smallest begins first."""
         message = score_message(trajectories, rank=rank)
         rewards = await self.begin(message.groups[0], message.prompts).finish()
-        return tuple(outcome_of(t, reward, 0) for t, reward in zip(trajectories, rewards, strict=True))
+        pairs = zip(trajectories, rewards, strict=True)
+        return tuple(outcome_of(trajectory, reward, 0) for trajectory, reward in pairs)
 
     def remember_limits(self, slowest_s: Mapping[str, Mapping[str, float]]) -> None:
-        """Slowest correct calls by reward and key, which other workers have observed."""
+        """Add the slowest correct calls, by reward and key, that other workers have observed."""
         for queue in self._queues:
             queue.limits.remember(slowest_s.get(queue.reward.label, {}))
 
     def take_learnt_limits(self) -> dict[str, dict[str, float]]:
-        """Slowest correct calls by reward and key, as far as they are news."""
-        return {queue.reward.label: news for queue in self._queues if (news := queue.limits.take_updates())}
+        """Slowest correct calls, by reward and key, that were observed since the last call of this method."""
+        updates = {}
+        for queue in self._queues:
+            slowest_s = queue.limits.take_updates()
+            if slowest_s:
+                updates[queue.reward.label] = slowest_s
+        return updates
 
     async def aclose(self) -> None:
-        """End call processes, and what built-in rewards use. Calls that have not ended are forgotten. Idempotent."""
+        """End call processes, and close what built-in rewards use. Unfinished calls get no result. Idempotent."""
         functions = self._trusted
         self._trusted = {}
         await close_functions(functions.values())
@@ -148,7 +170,7 @@ class RewardSet:
     def call_now(
         self, index: int, completion: Any, arguments: Mapping[str, Any], *, count: int, key: str
     ) -> CallResult | None:
-        """The result of a plain trusted function that need not wait; None: use ``call``."""
+        """The result of a plain trusted function whose queue is free; None: the caller must use ``call``."""
         queue = self._queues[index]
         function = self._trusted.get(index)
         if function is None or function.signature.is_async or not queue.free:
@@ -161,7 +183,7 @@ class RewardSet:
         """The result of one call of one function about ``count`` completions, after retries."""
         function = self._trusted.get(index)
 
-        async def once(limit_s: float) -> CallResult:
+        async def attempt(limit_s: float) -> CallResult:
             if function is None:
                 assert self._pool is not None
                 place = self._pool_index[index]
@@ -170,11 +192,12 @@ class RewardSet:
                 return await self._coroutines.call(function, completion, arguments, count, limit_s)
             return call_at_once(function, completion, arguments, count, limit_s)
 
-        return await self._queues[index].call(once, key=key, rank=rank)
+        return await self._queues[index].call(attempt, key=key, rank=rank)
 
 
-class _Asked(msgspec.Struct, frozen=True):
-    """A call of function ``index`` about ``members`` of an order."""
+class _PendingCall(msgspec.Struct, frozen=True):
+    """A call of one function that is to be made. ``index``: index of the function in the set; ``members``: indices of
+    the completions in the order; ``key``: key of the adaptive time limit."""
 
     index: int
     members: Sequence[int]
@@ -184,7 +207,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class Scoring:
-    """One order while it is scored. ``scored``: the rewards, once all values are there."""
+    """Scoring of one order. ``scored``: rewards of its completions, once all values are known."""
 
     def __init__(self, rewards: RewardSet, texts: SampleTexts, rank: int) -> None:
         self.scored: tuple[SampleReward, ...] | None = None
@@ -193,32 +216,34 @@ class Scoring:
         self._rank = rank
         self._values: list[list[SampleValue | None]] = [[None] * len(rewards.rewards) for _ in texts.completions]
         self._combined: list[CallResult | None] = [None] * len(texts.completions)
-        self._left = [asked for index in range(len(rewards.rewards)) for asked in self._calls_of(index)]
+        self._pending = [call for index in range(len(rewards.rewards)) for call in self._calls_of(index)]
         self._call_now()
-        if not self._left:
+        if not self._pending:
             self._combine()
 
     async def finish(self) -> tuple[SampleReward, ...]:
         """One reward for each completion of the order, in its order, whatever user code does."""
-        while self.scored is None:  # the values first, then what the recipe's function makes of them
-            calls = self._left
-            self._left = []
+        while self.scored is None:  # first the functions, then the recipe's own combining function
+            calls = self._pending
+            self._pending = []
             if len(calls) == 1:
                 await self._call(calls[0])
             else:
                 async with anyio.create_task_group() as running:
-                    for asked in calls:
-                        running.start_soon(self._call, asked)
+                    for call in calls:
+                        running.start_soon(self._call, call)
             self._combine()
         return self.scored
 
-    def _calls_of(self, index: int) -> list[_Asked]:
-        """Calls of a function that can be made: about one completion each, or about all of a group."""
+    def _calls_of(self, index: int) -> list[_PendingCall]:
+        """Calls of a function, each about one completion or about all completions of a group. A call that cannot be
+        made has its failure set instead."""
         texts = self._texts
         signature = self._rewards.signatures[index]
         calls = []
         places = range(len(texts.completions))
-        for members in texts.groups() if signature.per_group else [[place] for place in places]:
+        groups = texts.groups() if signature.per_group else [[place] for place in places]
+        for members in groups:
             arguments = texts.arguments(signature, members)
             if isinstance(arguments, CallFailure):
                 self._set(index, members, column_failure(arguments, len(members)))
@@ -226,29 +251,30 @@ class Scoring:
             prompt = texts.prompt_of(members[0])
             key = prompt.prompt_id
             if signature.limit_key:
-                # A source whose rows were not all looked at before the start may have one without the column.
+                # Not every row of a source is checked before the start, so a row may lack the column.
                 key = str(prompt.columns.get(signature.limit_key, key))
             completion = texts.completion(signature, members)
-            calls.append(_Asked(index, members, completion, arguments, key))
+            calls.append(_PendingCall(index, members, completion, arguments, key))
         return calls
 
     def _call_now(self) -> None:
-        left = []
-        for asked in self._left:
+        """Make the pending calls that need not wait."""
+        pending = []
+        for call in self._pending:
             result = self._rewards.call_now(
-                asked.index, asked.completion, asked.arguments, count=len(asked.members), key=asked.key
+                call.index, call.completion, call.arguments, count=len(call.members), key=call.key
             )
             if result is None:
-                left.append(asked)
+                pending.append(call)
             else:
-                self._set(asked.index, asked.members, result)
-        self._left = left
+                self._set(call.index, call.members, result)
+        self._pending = pending
 
-    async def _call(self, asked: _Asked) -> None:
+    async def _call(self, call: _PendingCall) -> None:
         result = await self._rewards.call(
-            asked.index, asked.completion, asked.arguments, count=len(asked.members), key=asked.key, rank=self._rank
+            call.index, call.completion, call.arguments, count=len(call.members), key=call.key, rank=self._rank
         )
-        self._set(asked.index, asked.members, result)
+        self._set(call.index, call.members, result)
 
     def _set(self, index: int, members: Sequence[int], result: CallResult) -> None:
         rewards = self._rewards.rewards
@@ -259,25 +285,29 @@ class Scoring:
             self._values[member][index] = SampleValue(rewards[index], checked, result)
 
     def _combine(self) -> None:
-        """All values are there. Where the recipe combines them by a function of its own, it is asked first."""
+        """Combine the values, all of which are known now. Where the recipe has its own combining function, its calls
+        are made first; if they have to wait, this method is called again with their results."""
         samples = [[value for value in values if value is not None] for values in self._values]
         if self._rewards.combines and not any(self._combined):
             index = len(self._rewards.rewards)
             for place, values in enumerate(samples):
                 trained = [value for value in values if not value.reward.shadow]
-                named = {value.reward.label: v for value in trained if (v := value.value) is not None}
-                if named and all(value.failure is None for value in trained):
+                by_name = {value.reward.label: number for value in trained if (number := value.value) is not None}
+                if by_name and all(value.failure is None for value in trained):
                     arguments = self._texts.arguments(self._rewards.signatures[index], [place])
                     if isinstance(arguments, CallFailure):
                         self._set(index, [place], column_failure(arguments, 1))
                     else:
-                        self._left.append(_Asked(index, [place], named, arguments, ""))
+                        self._pending.append(_PendingCall(index, [place], by_name, arguments, ""))
             self._call_now()
-            if self._left:
+            if self._pending:
                 return
         separate = self._rewards.limits.combine == COMBINE_SEPARATE
         self.scored = tuple(
-            [combine(values, own=own, separate=separate) for values, own in zip(samples, self._combined, strict=True)]
+            [
+                combine(values, combined=result, separate=separate)
+                for values, result in zip(samples, self._combined, strict=True)
+            ]
         )
 
 
@@ -285,11 +315,11 @@ class Scoring:
 async def opened_rewards(
     rewards: Sequence[Reward], limits: RewardLimits, tokenizer: Detokenizer
 ) -> AsyncIterator[RewardSet]:
-    """A ``RewardSet`` that is open for the block, in the process of a command. Raises as ``RewardSet.open``."""
+    """A ``RewardSet`` that is open for the block, in the process of a command. Raises as ``RewardSet.open`` does."""
     async with asyncio.TaskGroup() as tasks:
-        opened = RewardSet(rewards, limits, tokenizer, tasks)
+        reward_set = RewardSet(rewards, limits, tokenizer, tasks)
         try:
-            await opened.open()
-            yield opened
+            await reward_set.open()
+            yield reward_set
         finally:
-            await asyncio.shield(opened.aclose())
+            await asyncio.shield(reward_set.aclose())

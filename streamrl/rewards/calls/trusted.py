@@ -1,7 +1,8 @@
-"""Calls of functions that the recipe trusts: in this process, coroutines on its loop, others at once.
+"""Calls of functions that the recipe trusts, in the calling process: coroutines on its loop, plain functions at once.
 
-Nothing that they do comes out as an exception. A coroutine that swallows its cancellation is left behind and counted;
-one that blocks the loop ends the process (``ExitTimer``)."""
+``reward_set`` calls them in the reward worker, or in the process of a command. A function never raises into the caller:
+every exception becomes a failure. A coroutine that swallows its cancellation stays in the process and is counted. A
+function that blocks the loop of a reward worker or an environment worker ends the process (``ExitTimer``)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from streamrl.rewards.signature import RewardFunction
 from streamrl.rewards.values import CallResult, CheckedValue, check_returned, failed
 
 _CLOSE_LIMIT_S = 1.0
-_BLOCKED_S = 0.25  # a timer that is so late: the loop was blocked, by an import or by another call
+_BLOCKED_S = 0.25  # a timer that is so late shows that an import or another call blocked the loop
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def call_at_once(
             values = failed(RewardFailureKind.WRONG_TYPE, message, count)
         else:
             values = check_returned(returned, count, per_group=function.signature.per_group)
-    except BaseException as error:  # noqa: BLE001 - SystemExit of a user's function is a failed reward, not our end
+    except BaseException as error:  # noqa: BLE001 - SystemExit in a user's function is a failure of the reward
         values = failed(RewardFailureKind.RAISED, describe_error(error), count)
     seconds = time.perf_counter() - started
     if seconds > limit_s:
@@ -51,7 +52,8 @@ def call_at_once(
 
 
 class TrustedCoroutines:
-    """``tasks`` must live as long as the worker: a coroutine that swallows its cancellation stays in it."""
+    """Calls of coroutine functions. ``tasks``: task group of the coroutines, which must live as long as the worker: a
+    coroutine that swallows its cancellation stays in it."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
@@ -70,10 +72,11 @@ class TrustedCoroutines:
         task = self._tasks.create_task(values_of_coroutine(function, completion, arguments, count))
         deadline = started + limit_s
         try:
-            while not (await asyncio.wait([task], timeout=deadline - time.perf_counter()))[0]:
-                if time.perf_counter() - deadline <= _BLOCKED_S:
+            while True:
+                ended_tasks, _ = await asyncio.wait([task], timeout=deadline - time.perf_counter())
+                if ended_tasks or time.perf_counter() - deadline <= _BLOCKED_S:
                     break
-                deadline = time.perf_counter() + _BLOCKED_S  # it could not run meanwhile: it gets a little more
+                deadline = time.perf_counter() + _BLOCKED_S  # the blocked loop did not run the task: extend its time
         finally:
             if not task.done():
                 self._late.add(task)
@@ -92,7 +95,7 @@ async def close_functions(functions: Iterable[RewardFunction]) -> None:
     """Let built-in rewards release what they use: connections, a model, a sandbox."""
     async with asyncio.TaskGroup() as closing:
         for function in functions:
-            if ":" not in function.signature.spec:  # a user's function is one for all versions
+            if ":" not in function.signature.spec:  # versions share a user's function, so it is not closed
                 closing.create_task(_close(function))
 
 
@@ -102,13 +105,13 @@ async def _close(function: RewardFunction) -> None:
         return
     try:
         await asyncio.wait_for(aclose(), _CLOSE_LIMIT_S)
-    except Exception as error:  # noqa: BLE001 - this reward is done with, and others are closed too
+    except Exception as error:  # noqa: BLE001 - the other rewards must be closed, too
         _log.warning("closing reward %s failed: %s: %s", function.signature.name, type(error).__name__, error)
 
 
 _CLOCK_MONOTONIC = 1
 _SIGEV_THREAD = 2
-_STACKS_LEAD_S = 0.25  # the stacks are written this long before the end
+_STACKS_LEAD_S = 0.25  # time from the output of the stacks to the end of the process
 
 
 class _SignalEvent(ctypes.Structure):
@@ -133,47 +136,48 @@ class _TimerSpec(ctypes.Structure):
 
 
 class ExitTimer:
-    """Ends the process with ``exit_code`` unless ``rearm`` or ``disarm`` is called in time, although Python cannot run.
+    """Ends the process with ``exit_code`` unless ``rearm`` or ``disarm`` is called in time, even where Python cannot
+    run.
 
-    A regular expression that backtracks, or the power of a huge integer, holds the interpreter lock for as long as it
-    takes: no other Python thread runs. The POSIX timer calls the C library's ``_exit`` on a thread that the C library
-    makes (``SIGEV_THREAD``, timer_create(2)). Shortly before, the stacks of all threads go to stderr, so that the log
+    A regular expression that backtracks, or the power of a huge integer, holds the interpreter lock until it ends: no
+    other Python thread runs. The POSIX timer calls the C library's ``_exit`` on a thread of the C library
+    (``SIGEV_THREAD``, timer_create(2)). Shortly before, the stacks of all threads are written to stderr, so the log
     names the function that hung."""
 
     def __init__(self, exit_code: int) -> None:
-        """Raises ``OSError`` where the C library has no such timer (it is Linux's)."""
+        """Make the timer, disarmed. Raises ``OSError`` where the C library has no such timer (Linux has it)."""
         try:
             self._library = ctypes.CDLL(None, use_errno=True)
-            called = ctypes.cast(self._library._exit, ctypes.c_void_p).value
+            exit_function = ctypes.cast(self._library._exit, ctypes.c_void_p).value
             create = self._library.timer_create
         except AttributeError as error:
             raise OSError("the C library has no POSIX timers") from error
-        event = _SignalEvent(value=exit_code, notify=_SIGEV_THREAD, function=called)
+        event = _SignalEvent(value=exit_code, notify=_SIGEV_THREAD, function=exit_function)
         self._timer = ctypes.c_void_p()
         if create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)) != 0:
             raise OSError(ctypes.get_errno(), "timer_create failed")
 
     def rearm(self, seconds: float) -> None:
-        """The process has ``seconds`` from now until the next call."""
+        """End the process in ``seconds``, unless ``rearm`` or ``disarm`` is called before."""
         self._set(seconds)
         if sys.__stderr__ is not None and seconds > _STACKS_LEAD_S:
             faulthandler.dump_traceback_later(seconds - _STACKS_LEAD_S, file=sys.__stderr__)
 
     def disarm(self) -> None:
-        """The process may live."""
+        """Stop the timer."""
         self._set(0.0)
         faulthandler.cancel_dump_traceback_later()
 
     def _set(self, seconds: float) -> None:
-        whole = int(seconds)
-        value = _TimeSpec(whole, int((seconds - whole) * 1e9))
+        full_seconds = int(seconds)
+        value = _TimeSpec(full_seconds, int((seconds - full_seconds) * 1e9))
         if self._library.timer_settime(self._timer, 0, ctypes.byref(_TimerSpec(_TimeSpec(0, 0), value)), None) != 0:
             raise OSError(ctypes.get_errno(), "timer_settime failed")
 
 
 def open_timer() -> ExitTimer | None:
-    """Return a timer that ends the process with ``REWARD_RESTART_EXIT_CODE``, for which the supervisor starts another
-    worker; None, with a warning, where there is no such timer."""
+    """Return a timer that ends the process with ``REWARD_RESTART_EXIT_CODE``, after which the supervisor starts another
+    worker; None, with a warning: the system has no such timer."""
     try:
         return ExitTimer(REWARD_RESTART_EXIT_CODE)
     except OSError as error:

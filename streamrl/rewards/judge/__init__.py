@@ -1,2 +1,3 @@
-"""A language model that scores completions: the reward, and the run's own judge that answers it. Reward side:
-``reward``, ``client``. The judge's process: ``server``, ``gate``, ``options``. The controller: ``link``."""
+"""The reward ``judge``, for which a language model scores completions, and the run's own judge. ``reward`` and
+``client`` run where the reward function runs, ``server``, ``gate`` and ``options`` in the judge's process, and ``link``
+in the controller."""

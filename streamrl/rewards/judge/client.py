@@ -1,4 +1,6 @@
-"""Requests to an OpenAI-compatible endpoint, several at once, tried again where that may help; a cache of answers."""
+"""Client of an OpenAI-compatible endpoint, with concurrent requests and retries, and a cache of answers.
+
+``reward`` makes both for each judged reward; they run where the reward runs (reward worker or call process)."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 _WORTH_A_RETRY = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 15.0
-_LONGEST_WAIT_FOR_OWN_S = 1.0  # it is being started again; nobody else is troubled by asking often
+_LONGEST_WAIT_FOR_OWN_S = 1.0  # while the run's own judge restarts: frequent requests disturb no other user
 _CONNECT_S = 10.0
 _LONGEST_DETAIL = 200
 _TRIM_EVERY = 256
@@ -29,12 +31,12 @@ _BUSY_S = 10.0
 
 
 class JudgeError(StreamRLError):
-    """The judge gave no answer; the message names the endpoint, what it said and the remedy."""
+    """The judge gave no answer. The message names the endpoint, its response and the remedy."""
 
 
 class JudgeClient:
-    """Asks one endpoint, on one event loop. Nothing is opened before the first question, so that it may be made before
-    a fork."""
+    """Client of one endpoint, on one event loop. Connections are opened by the first question, so the client may be
+    made before a fork."""
 
     def __init__(
         self,
@@ -46,32 +48,37 @@ class JudgeClient:
         timeout_s: float | None,
         socket_path: str | None = None,
     ) -> None:
-        """``timeout_s`` None: the caller knows how long it waits. ``socket_path``: of the run's own judge, which is
-        started again when it dies: it is asked until it is there. Empty: there is none."""
+        """``timeout_s``: limit of one request; None: the caller limits the whole question. ``socket_path``: socket of
+        the run's own judge, which is restarted when it dies, so a question is repeated until the judge answers; empty:
+        the run has no judge; None: ``endpoint`` is the address of another judge."""
         self._endpoint = endpoint.rstrip("/")
         self._headers = dict(headers)
         self._concurrency = concurrency
         self._retries = retries
         self._timeout_s = timeout_s
         self._socket_path = socket_path
-        self._proxy = "" if socket_path is not None else proxy_of(self._endpoint)
-        self._opened: tuple[httpx.AsyncClient, asyncio.Semaphore] | None = None
+        self._proxy = ""
+        if socket_path is None:
+            self._proxy = proxy_of(self._endpoint)
+        self._connections: tuple[httpx.AsyncClient, asyncio.Semaphore] | None = None
 
     async def ask(self, route: str, body: Mapping[str, Any]) -> str:
         """The text that the model wrote. Raises ``JudgeError`` when the last attempt failed as well."""
         if self._socket_path == "":
             raise JudgeError("there is nobody to ask: set endpoint, or run a recipe whose [judge] has a model")
-        self._opened = self._opened or self._open()
-        http, places = self._opened
-        async with places:
+        if self._connections is None:
+            self._connections = self._open()
+        http, semaphore = self._connections
+        async with semaphore:
             return await self._ask(http, route, body)
 
     async def aclose(self) -> None:
         """Close the connections. The next question opens them again."""
-        opened = self._opened
-        self._opened = None
-        if opened is not None:
-            await opened[0].aclose()
+        connections = self._connections
+        self._connections = None
+        if connections is not None:
+            http, _ = connections
+            await http.aclose()
 
     def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         import httpx
@@ -86,7 +93,7 @@ class JudgeClient:
 
     @property
     def _through(self) -> str:
-        """The proxy in words, without the password that its address may have."""
+        """Words about the proxy for errors, without the password that its address may have; empty: no proxy."""
         if not self._proxy:
             return ""
         return f" through the proxy {self._proxy.rpartition('@')[2]} (no_proxy names hosts that are asked without it)"
@@ -105,10 +112,10 @@ class JudgeClient:
                     await asyncio.sleep(min(_wait_s(attempt, ""), _LONGEST_WAIT_FOR_OWN_S))
                     continue
                 if attempt > self._retries:
-                    what = f"{type(error).__name__} {error}".strip()
-                    tried = f"after {attempt} attempts"
+                    reason = f"{type(error).__name__} {error}".strip()
                     raise JudgeError(
-                        f"the judge {url} cannot be reached{self._through} {tried} ({what}): is it up?"
+                        f"the judge {url} cannot be reached{self._through} after {attempt} attempts ({reason}): "
+                        "is it up?"
                     ) from error
                 await asyncio.sleep(_wait_s(attempt, ""))
                 continue
@@ -123,18 +130,19 @@ class JudgeClient:
 
 
 def proxy_of(url: str) -> str:
-    """The proxy that http_proxy, https_proxy or all_proxy names for ``url``; empty: none, as for this host itself and
-    for hosts that no_proxy names."""
+    """The proxy that http_proxy, https_proxy or all_proxy names for ``url``; empty: no proxy, as for this host itself
+    and for hosts that no_proxy names."""
     parts = urlsplit(url)
     proxies = getproxies_environment()
     if is_loopback(parts.hostname or "") or proxy_bypass(parts.netloc.rpartition("@")[2]):
         return ""
-    found = proxies.get(parts.scheme) or proxies.get("all", "")
-    return found if not found or "://" in found else f"http://{found}"
+    proxy = proxies.get(parts.scheme) or proxies.get("all", "")
+    return proxy if not proxy or "://" in proxy else f"http://{proxy}"
 
 
 def _wait_s(attempt: int, retry_after: str) -> float:
-    """Seconds before the attempt after ``attempt``: what the server asked for, else doubling, with jitter."""
+    """Seconds to wait after attempt number ``attempt``: ``Retry-After`` of the server, otherwise an exponential backoff
+    with jitter."""
     if retry_after.isdigit():
         return min(float(retry_after), _LONGEST_WAIT_S)
     return min(_FIRST_WAIT_S * 2.0 ** min(attempt - 1, 16), _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
@@ -163,28 +171,30 @@ def _remedy(response: httpx.Response) -> str:
 
 
 class AnswerCache:
-    """Answers by the hash of the request, in SQLite: in memory, or in a file that workers share. The newest ``entries``
-    (and up to 256 more) are there. One event loop at a time uses it.
+    """Answers by the hash of the request, in SQLite: in memory, or in a file that workers share. It keeps the newest
+    ``entries`` answers, and up to 256 more. One event loop at a time uses it.
 
-    Calls block for as long as SQLite takes (well below a millisecond, unless other processes write)."""
+    Calls block until SQLite has answered (well below a millisecond, unless other processes write)."""
 
     def __init__(self, path: str, entries: int) -> None:
-        """``path`` empty: in memory. Nothing is opened yet: a connection must not cross a fork."""
+        """``path``: file of the cache; empty: in memory. The file is opened at first use, because a connection must not
+        cross a fork."""
         self._path = path
         self._entries = entries
-        self._opened: sqlite3.Connection | None = None
+        self._database: sqlite3.Connection | None = None
         self._added = 0
-        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._key_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
     async def alone(self, key: str) -> AsyncIterator[None]:
-        """One at a time for each key: who comes second finds the answer of the first, or asks when that one gave up."""
-        lock = self._asking.setdefault(key, asyncio.Lock())
+        """Lock of ``key`` for the block: of several equal questions one is sent, and the others find its answer. Where
+        it got no answer, the next one is sent."""
+        lock = self._key_locks.setdefault(key, asyncio.Lock())
         async with lock:
             yield
 
     def find(self, key: str) -> str | None:
-        """The answer, or None."""
+        """The answer; None: the cache does not have it."""
         row = self._connection().execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
@@ -198,8 +208,8 @@ class AnswerCache:
             connection.execute(f"DELETE FROM answers WHERE number IN ({oldest})", (self._entries,))
 
     def _connection(self) -> sqlite3.Connection:
-        if self._opened is not None:
-            return self._opened
+        if self._database is not None:
+            return self._database
         connection = sqlite3.connect(
             self._path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
         )
@@ -209,5 +219,5 @@ class AnswerCache:
         connection.execute(
             "CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, key TEXT UNIQUE, answer TEXT NOT NULL)"
         )
-        self._opened = connection
+        self._database = connection
         return connection

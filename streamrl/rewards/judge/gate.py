@@ -1,6 +1,9 @@
-"""Sharing of devices between the actor and a judge beside it: questions wait at a gate and are admitted as a batch,
-after which the judge rests. ``admits`` decides and has no clock; ``JudgeBatcher`` holds the callers and carries it out.
-The controller sends ``ActorLoad``, and gets ``JudgeReady`` and ``JudgeReport``."""
+"""Sharing of devices between the actor's engines and the judge's engine: questions wait at a gate and are admitted as a
+batch, after which the judge rests.
+
+``JudgeBatcher`` runs in the judge's process (``server``). ``admits`` is its decision, pure and without a clock. The
+messages between the judge and the controller (``link``) are here, too: the controller sends ``ActorLoad`` and receives
+``JudgeReady`` and ``JudgeReport``."""
 
 from __future__ import annotations
 
@@ -17,21 +20,24 @@ from streamrl.recipe.judge import Judge, YieldKind
 
 
 class ActorLoad(Message, frozen=True):
-    """``share``: of what the actor's engines can run at once, how much they run or have waiting (0 to 1)."""
+    """Load of the actor. ``share``: requests that its engines run or have waiting, as a share of the requests that they
+    can run at once (0 to 1)."""
 
     share: float
 
 
 class JudgeReady(Message, frozen=True):
-    """First message of a judge to a controller (again after a restart of either): it answers questions."""
+    """First message of a judge to a controller, and again after a restart of either. The judge answers questions from
+    now on."""
 
     max_model_len: int
 
 
 class JudgeReport(Message, frozen=True):
-    """Counters of a judge since it was ready. ``batches``: times it was woken, or began again with no question inside.
-    ``waited_s``: seconds that questions waited to be admitted, together; ``awake_s``: seconds that it was not at rest.
-    ``waiting``, ``inside``: questions that wait, and that it is answering."""
+    """Counters of a judge since it was ready. ``questions``: admitted questions; ``batches``: number of times that the
+    judge was woken; ``waited_s``: seconds that all questions together waited to be admitted; ``awake_s``: seconds that
+    the judge was not at rest; ``waiting``: questions that wait now; ``inside``: questions that are being answered
+    now."""
 
     questions: int = 0
     batches: int = 0
@@ -51,8 +57,11 @@ JudgeEvent = JudgeReady | JudgeReport
 
 
 def admits(judge: Judge, waiting: int, oldest_s: float, *, actor: float, awake: bool) -> bool:
-    """Return whether those that wait may go in. ``oldest_s``: for how long the first has waited; ``awake``: the batch
-    before is still being answered, and they join it. A judge that is never idle makes no batches."""
+    """Return whether the waiting questions are admitted.
+
+    ``waiting``: number of waiting questions; ``oldest_s``: seconds that the first of them has waited; ``actor``: load
+    of the actor, 0 to 1; ``awake``: the batch before is still being answered, and the questions join it. A judge that
+    is never put to rest makes no batches."""
     if not waiting:
         return False
     if oldest_s >= judge.max_wait_s:
@@ -62,7 +71,7 @@ def admits(judge: Judge, waiting: int, oldest_s: float, *, actor: float, awake: 
 
 
 def next_check_s(judge: Judge, waiting: int, oldest_s: float) -> float | None:
-    """Seconds after which time alone may change the answer; None: never."""
+    """Seconds after which the result of ``admits`` may change without a new question; None: never."""
     if not waiting:
         return None
     ahead = [moment - oldest_s for moment in (judge.batch_wait_s, judge.max_wait_s) if moment > oldest_s]
@@ -70,15 +79,18 @@ def next_check_s(judge: Judge, waiting: int, oldest_s: float) -> float | None:
 
 
 class JudgeBatcher:
-    """``wake`` comes before the first of a batch is let in, ``rest`` after the last has left. ``run`` beside it all."""
+    """Gate of a judge. ``wake``: called before the first question of a batch is admitted; ``put_to_rest``: called after
+    the last one is answered. ``run`` must run as long as questions come."""
 
-    def __init__(self, judge: Judge, wake: Callable[[], Awaitable[None]], rest: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, judge: Judge, wake: Callable[[], Awaitable[None]], put_to_rest: Callable[[], Awaitable[None]]
+    ) -> None:
         self._judge = judge
         self._wake = wake
-        self._rest = rest
-        self._waiting: list[tuple[float, anyio.Event]] = []  # since when, and what lets it in
+        self._put_to_rest = put_to_rest
+        self._waiting: list[tuple[float, anyio.Event]] = []  # start of the wait, and event that admits the question
         self._inside = 0
-        self._actor = 0.0
+        self._actor_load = 0.0
         self._awake_since: float | None = None
         self._changed = Notifier()
         self._questions = 0
@@ -88,24 +100,26 @@ class JudgeBatcher:
 
     @asynccontextmanager
     async def question(self) -> AsyncIterator[None]:
-        """The judge answers inside. A caller that gives up while it waits leaves no trace."""
-        asked = (time.monotonic(), anyio.Event())
-        self._waiting.append(asked)
+        """Wait until the question is admitted; the judge answers it inside of the block. A caller may be cancelled
+        while it waits."""
+        admitted = anyio.Event()
+        entry = (time.monotonic(), admitted)
+        self._waiting.append(entry)
         self._changed.notify()
         try:
-            await asked[1].wait()
+            await admitted.wait()
             yield
         finally:
-            if asked[1].is_set():
+            if admitted.is_set():
                 self._inside -= 1
             else:
-                self._waiting.remove(asked)
+                self._waiting.remove(entry)
             self._changed.notify()
 
     def actor_runs(self, share: float) -> None:
         """Set the share of its capacity that the actor uses from now on."""
-        if share != self._actor:
-            self._actor = share
+        if share != self._actor_load:
+            self._actor_load = share
             self._changed.notify()
 
     def report(self) -> JudgeReport:
@@ -123,15 +137,15 @@ class JudgeBatcher:
         )
 
     async def run(self) -> None:
-        """Run until cancelled. The judge rests at first. Exceptions of ``wake`` and ``rest`` are raised here."""
-        await self._rest()
+        """Run until cancelled. The judge rests at first. Raises exceptions of ``wake`` and ``put_to_rest``."""
+        await self._put_to_rest()
         while True:
             oldest_s = time.monotonic() - self._waiting[0][0] if self._waiting else 0.0
             awake = self._awake_since is not None
-            if admits(self._judge, len(self._waiting), oldest_s, actor=self._actor, awake=awake):
+            if admits(self._judge, len(self._waiting), oldest_s, actor=self._actor_load, awake=awake):
                 await self._admit()
             elif awake and not self._inside:
-                await self._put_to_rest()
+                await self._end_batch()
             else:
                 with anyio.move_on_after(next_check_s(self._judge, len(self._waiting), oldest_s)):
                     await self._changed.wait()
@@ -142,15 +156,15 @@ class JudgeBatcher:
             self._awake_since = time.monotonic()
             self._batches += 1
         now = time.monotonic()
-        for since, let_in in self._waiting:
-            self._waited_s += now - since
-            let_in.set()
+        for waiting_since, admitted in self._waiting:
+            self._waited_s += now - waiting_since
+            admitted.set()
         self._questions += len(self._waiting)
         self._inside += len(self._waiting)
         self._waiting = []
 
-    async def _put_to_rest(self) -> None:
-        await self._rest()
+    async def _end_batch(self) -> None:
+        await self._put_to_rest()
         if self._awake_since is not None:
             self._awake_s += time.monotonic() - self._awake_since
             self._awake_since = None

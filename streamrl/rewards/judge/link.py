@@ -1,4 +1,5 @@
-"""The controller's side of the run's own judge: it hears how busy the actor is, and reports what it did."""
+"""The controller's side of the run's own judge: it sends the load of the actor to the judge's process, and adds the
+judge's counters to the metrics of steps. ``launch.run_controller`` runs it."""
 
 from __future__ import annotations
 
@@ -21,21 +22,23 @@ from streamrl.recipe.topology import JUDGE, Topology
 from streamrl.rewards.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
 
 SEND_LOAD_S = 0.1
-PATIENCE_S = 20.0  # for vLLM to stop; the supervisor ends what takes longer
+PATIENCE_S = 20.0  # limit of the wait for vLLM to stop; afterwards the supervisor ends the process
 
-E = TypeVar("E")
+AnyEvent = TypeVar("AnyEvent")
 
 log = logging.getLogger(__name__)
 
 
 class JudgeLink:
-    """One judge after another (see ``Supervisor``), or none where the recipe has none. ``run`` beside everything."""
+    """Link to the judge's process and to its successors, which the ``Supervisor`` starts. Without a judge in the recipe
+    it does nothing. ``run`` must run as long as the run needs its judge."""
 
     def __init__(self, judge: Judge, topology: Topology) -> None:
         self._topology = topology
-        self._there = bool(judge.model)
+        self._has_judge = bool(judge.model)
         self._share: Callable[[], float] = lambda: 0.0
-        # Two engines that look at the same device's free memory at the same time mistake each other's for theirs.
+        # On a shared device the judge loads after the actor: an engine measures the free memory of its device when it
+        # starts, and another engine that loads at the same time would distort the measurement.
         self._may_load = anyio.Event()
         if installed_device() == "cpu":
             self._may_load.set()
@@ -43,46 +46,48 @@ class JudgeLink:
         self._retired = False
         self._connected = False
         self._serving = anyio.CancelScope()
-        self._telling = anyio.CancelScope()
-        self._past = self._now = JudgeReport()
+        self._sending_load = anyio.CancelScope()
+        self._past_report = self._report = JudgeReport()
 
     async def run(self) -> None:
-        """Serve until retired and the judge has ended; a judge that died has a successor, or ends the run."""
-        while self._there:
+        """Serve until the judge is retired and has ended. A judge that died has a successor, or its end ends the
+        run."""
+        while self._has_judge:
             try:
                 with anyio.CancelScope() as self._serving:
                     await self._serve()
                 return
             except StreamBroken as broken:
                 if self._retired:
-                    return  # nobody waits for a successor
+                    return  # no successor is needed
                 log.warning("%s is gone; the questions that it had are asked again: %s", JUDGE, broken)
-                self._past = self._now.after(self._past)
-                self._now = JudgeReport()
+                self._past_report = self._report.after(self._past_report)
+                self._report = JudgeReport()
                 self._connected = False
 
     async def ready(self, load: Callable[[], EngineLoad], capacity: int) -> None:
-        """The actor's engines are there (``capacity``: requests that they run at once): wait for the judge."""
+        """Let the judge load, and wait until it is ready. To be called when the actor's engines are ready. ``load``:
+        function that returns their load; ``capacity``: number of requests that they run at once."""
 
         def share() -> float:
-            now = load()
-            return round(min((now.running + now.waiting) / max(capacity, 1), 1.0), 2)
+            engine_load = load()
+            return round(min((engine_load.running + engine_load.waiting) / max(capacity, 1), 1.0), 2)
 
         self._share = share
         self._may_load.set()
-        if self._there:
+        if self._has_judge:
             await self._ready.wait()
 
     def retire(self) -> None:
-        """Retire the judge: no question comes any more."""
+        """Retire the judge: no more questions come."""
         self._retired = True
-        self._telling.cancel()
+        self._sending_load.cancel()
 
-    def measured(self, event: E) -> E:
-        """A step with what the judge did until then; any other event as it is."""
-        if not self._there or not isinstance(event, StepFinished):
+    def measured(self, event: AnyEvent) -> AnyEvent:
+        """``event`` with the judge's metrics where it is a finished step; any other event as it is."""
+        if not self._has_judge or not isinstance(event, StepFinished):
             return event
-        report = self._now.after(self._past)
+        report = self._report.after(self._past_report)
         figures = {
             "judge/questions_total": float(report.questions),
             "judge/batches_total": float(report.batches),
@@ -102,13 +107,14 @@ class JudgeLink:
     async def _send_load(self, orders: SendStream[JudgeOrder]) -> None:
         await self._may_load.wait()
         last: float | None = None
-        with anyio.CancelScope() as self._telling:
+        with anyio.CancelScope() as self._sending_load:
             while not self._retired:
-                if (share := self._share()) != last:
-                    await orders.send(ActorLoad(share=share))  # waits for a judge that is being started again
+                share = self._share()
+                if share != last:
+                    await orders.send(ActorLoad(share=share))  # waits for a judge that is being restarted
                     last = share
                 await anyio.sleep(SEND_LOAD_S)
-        # One that is just being started again has nothing to end.
+        # A judge that is just being restarted has nothing to finish, so no wait for its end is needed.
         self._serving.deadline = anyio.current_time() + (PATIENCE_S if self._connected else 0.0)
         await orders.aclose()
 
@@ -118,4 +124,4 @@ class JudgeLink:
                 self._connected = True
                 self._ready.set()
             else:
-                self._now = event
+                self._report = event

@@ -1,4 +1,7 @@
-"""Options of the engine of the run's own judge, computed from the recipe. No torch and no vllm here."""
+"""Options of the engine of the run's own judge, computed from the recipe.
+
+``launch.roles`` computes them in the judge's process, ``prepare.preflight`` in the process of the command, as a check.
+This file imports neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -27,43 +30,44 @@ from streamrl.recipe.topology import JUDGE
 
 
 def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str = "") -> EngineOptions:
-    """Options of the judge's engine; vLLM's own sockets go into ``socket_directory`` (a short path).
-
-    ``device`` empty: what the installed vLLM can run. Raises ``RecipeError`` when the model's configuration cannot be
-    read or the context is longer than the model's."""
+    """Options of the judge's engine. ``socket_directory``: directory of vLLM's own sockets (a short path); ``device``:
+    ``cpu`` or ``cuda``; empty: the device of the installed vLLM. Raises ``RecipeError`` when the model's configuration
+    cannot be read or ``max_model_len`` is more than the model's positions."""
     judge = recipe.judge
     on_cpu = (device or installed_device()) == "cpu"
     config = model_config(judge.model, field="judge.model")
     positions = int(config.get("max_position_embeddings") or 0)
     if judge.max_model_len and positions and judge.max_model_len > positions:
-        beyond = f"{judge.max_model_len} is more than the model's {positions} positions: lower it"
-        raise RecipeError(f"judge.advanced.max_model_len: {beyond}")
-    context = judge.max_model_len or min(positions or JUDGE_CONTEXT, JUDGE_CONTEXT)
-    dtype = judge.dtype if judge.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
-    environment = shared_environment(socket_directory)
+        problem = f"{judge.max_model_len} is more than the model's {positions} positions: lower it"
+        raise RecipeError(f"judge.advanced.max_model_len: {problem}")
+    max_model_len = judge.max_model_len or min(positions or JUDGE_CONTEXT, JUDGE_CONTEXT)
+    dtype = judge.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    variables = shared_environment(socket_directory)
     if on_cpu:
-        # vLLM's own packed weights, without the plain ones beside them: nothing is pushed to a judge.
+        # "stock": vLLM packs the weights and keeps no plain copy, since nothing is pushed to a judge.
         places = openmp_places(core_numbers(judge.cores), judge_threads(recipe.judge, usable_cores()))
-        environment |= cpu_environment("stock") | places
+        variables |= cpu_environment("stock") | places
     return EngineOptions(
         name=JUDGE,
         model_path=judge.model,
         device="cpu" if on_cpu else "cuda",
         dtype=dtype,
-        max_model_len=context,
+        max_model_len=max_model_len,
         max_num_seqs=judge.max_num_seqs,
-        cache_blocks=cache_blocks(config, dtype, context, judge.max_num_seqs) if on_cpu else 0,
+        cache_blocks=cache_blocks(config, dtype, max_model_len, judge.max_num_seqs) if on_cpu else 0,
         block_tokens=CPU_BLOCK_TOKENS if on_cpu else 0,
         gpu_memory_utilization=judge.gpu_memory_utilization,
         workers=1,
         sleeps=not on_cpu and judge.when_idle is YieldKind.SLEEP,
         pushed=False,
-        environment=environment,
+        environment=variables,
     )
 
 
 def judge_problems(recipe: Recipe, *, device: str = "") -> Iterator[str]:
-    """Yield why the judge of ``recipe`` could not be started, or would answer nothing; each with its remedy."""
+    """Yield the problems for which the judge of ``recipe`` could not start, or not answer, each with its remedy."""
     directory = Path(recipe.judge.model)
     if not recipe.judge.model:
         return

@@ -1,8 +1,9 @@
-"""``judge``: a language model behind an OpenAI-compatible endpoint says how good a completion is.
+"""The reward ``judge``: a language model behind an OpenAI-compatible endpoint scores a completion. Listed in
+``builtin.catalog``.
 
-Equal questions are asked once (samples of a group are often equal), and answers are cached by the hash of the request.
-Without an endpoint the run's own judge is asked (the recipe's ``[judge]``). A judge that cannot be reached, or whose
-answer holds no score, is a failure of the reward and never a 0."""
+Equal questions are sent once (samples of a group are often equal), and answers are cached by the hash of the request.
+Without an endpoint questions go to the run's own judge (the recipe's ``[judge]``). A judge that cannot be reached, and
+an answer without a score, are failures of the reward and never a 0."""
 
 from __future__ import annotations
 
@@ -43,16 +44,17 @@ _LONGEST_QUOTE = 120
 class JudgeOptions(Options, frozen=True):
     """Options of a judged reward: a score, scaled from ``lowest``..``highest`` to 0..1, or a choice.
 
-    ``endpoint``: such as ``http://host:8000/v1``; ``model``: its name there; both empty: the run's own judge.
-    ``question``: what the judge is asked; ``{completion}``, ``{prompt}`` and ``{any_column}`` stand for what they name.
-    ``system``: a system message. ``chat`` false: ``/completions`` with the question as it is, for a model without a
-    chat template. ``score``: a regular expression; the first group of its last match in the answer is the score.
-    ``choices``: instead, the last of these words in the answer, such as ``{yes = 1, no = 0}``. ``max_tokens``,
-    ``temperature``: of the judge's answer; ``request``: further fields of the request. ``api_key_variable``: the
-    environment variable that holds the key. ``concurrency``: requests at once, of each reward worker; ``retries``:
-    after a busy or broken server, with a growing wait; ``timeout_s``: of one request (the run's own judge has as long
-    as the reward has, also to be started again). ``cache``: a file of answers that lasts (empty: this worker's memory);
-    ``cache_entries``: how many of the newest stay in it."""
+    ``endpoint``: address such as ``http://host:8000/v1``; ``model``: name of the model at the endpoint; both empty: the
+    run's own judge. ``question``: text of the question, in which ``{completion}``, ``{prompt}`` and ``{any_column}``
+    are replaced. ``system``: a system message. ``chat`` false: ``/completions`` with the question as it is, for a model
+    without a chat template. ``score``: a regular expression; the first group of its last match in the answer is the
+    score. ``choices``: words and their scores, such as ``{yes = 1, no = 0}``, in place of ``score``; the last of these
+    words in the answer counts. ``max_tokens``, ``temperature``: sampling of the judge's answer; ``request``: further
+    fields of the request. ``api_key_variable``: environment variable that holds the key. ``concurrency``: requests at
+    once, for each reward worker; ``retries``: number of retries after a busy or broken server, with a growing wait;
+    ``timeout_s``: time limit of one request (for the run's own judge the time limit of the reward, which includes a
+    restart of the judge). ``cache``: a file in which answers last (empty: memory of the worker); ``cache_entries``:
+    number of the newest answers that the cache keeps."""
 
     endpoint: str = ""
     model: str = ""
@@ -75,7 +77,7 @@ class JudgeOptions(Options, frozen=True):
 
 
 class Verdicts:
-    """Reads a number from what the judge wrote. Raises ``BadOption`` for options that contradict each other."""
+    """Reader of the score in an answer of the judge. Raises ``BadOption`` for options that contradict each other."""
 
     def __init__(self, options: JudgeOptions) -> None:
         self._choices = {word.casefold(): value for word, value in options.choices.items()}
@@ -90,33 +92,41 @@ class Verdicts:
         self._highest = options.highest
 
     def read(self, answer: str) -> float:
-        """The reward. Raises ``ValueError`` where the answer holds none."""
-        found = last_match(self._pattern, answer)
+        """The reward. Raises ``ValueError`` where the answer has no score, or a score out of range."""
+        text = last_match(self._pattern, answer)
         quote = answer if len(answer) <= _LONGEST_QUOTE else f"...{answer[-_LONGEST_QUOTE:]}"
-        if found is None:
+        if text is None:
             raise ValueError(f"the judge's answer holds no score: {quote!r}: raise max_tokens, or mend the question")
         if self._choices:
-            return self._choices[found.casefold()]
-        score = float(found)
+            return self._choices[text.casefold()]
+        score = float(text)
         if not self._lowest <= score <= self._highest:
             limits = f"{self._lowest:g} to {self._highest:g}"
-            raise ValueError(f"the judge's score {found} is not in {limits}: {quote!r}: mend the question")
+            raise ValueError(f"the judge's score {text} is not in {limits}: {quote!r}: mend the question")
         return (score - self._lowest) / (self._highest - self._lowest)
 
 
 def _judge(options: JudgeOptions) -> RewardCallable:
     fields = _fields(options.question)
     verdicts = Verdicts(options)
-    by_endpoint = bool(options.endpoint)
-    # Of the run's own judge, empty while a recipe is only looked at: then nothing is asked.
-    model = options.model if by_endpoint else os.environ.get(JUDGE_MODEL, "")
+    if options.endpoint:
+        model = options.model
+        headers = _authorization(options.api_key_variable)
+        timeout_s: float | None = options.timeout_s
+        socket_path = None
+    else:
+        # The run's own judge. Both variables are empty where the recipe is only checked, which asks no question.
+        model = os.environ.get(JUDGE_MODEL, "")
+        headers = {}
+        timeout_s = None
+        socket_path = os.environ.get(JUDGE_SOCKET, "")
     client = JudgeClient(
         options.endpoint or "http://judge/v1",
-        _authorization(options.api_key_variable) if by_endpoint else {},
+        headers,
         concurrency=options.concurrency,
         retries=options.retries,
-        timeout_s=options.timeout_s if by_endpoint else None,
-        socket_path=None if by_endpoint else os.environ.get(JUDGE_SOCKET, ""),
+        timeout_s=timeout_s,
+        socket_path=socket_path,
     )
     cache = AnswerCache(options.cache, options.cache_entries)
     route = "chat/completions" if options.chat else "completions"
@@ -126,12 +136,13 @@ def _judge(options: JudgeOptions) -> RewardCallable:
         body = _request(options, model, question)
         key = hashlib.sha256(msgspec.json.encode([route, body], order="deterministic")).hexdigest()
         async with cache.alone(key):
-            known = cache.find(key)
-            if known is not None:
-                with suppress(ValueError):  # another ``score`` could read it: ask again
-                    return verdicts.read(known)
+            cached_answer = cache.find(key)
+            if cached_answer is not None:
+                # The cached answer may have no score for this ``score``, if another one read it: then ask again.
+                with suppress(ValueError):
+                    return verdicts.read(cached_answer)
             answer = await client.ask(route, body)
-            value = verdicts.read(answer)  # one without a score is not remembered: the next attempt asks again
+            value = verdicts.read(answer)  # an answer without a score is not cached, so a retry asks again
             cache.add(key, answer)
             return value
 
@@ -141,13 +152,14 @@ def _judge(options: JudgeOptions) -> RewardCallable:
 
 
 def _fields(question: str) -> list[str]:
-    """Return the columns that the question names besides the completion. Raises ``BadOption``."""
+    """Return the columns that the question names in addition to the completion. Raises ``BadOption``."""
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(question) if name is not None}
     except ValueError as error:
         raise BadOption(f'"question" is no template ({error}): write {{{{ and }}}} for braces') from error
-    if wrong := sorted(name for name in names if not name.isidentifier()):
-        raise BadOption(f'"question" names {{{wrong[0]}}}: name a column, and write {{{{ and }}}} for braces')
+    invalid_names = sorted(name for name in names if not name.isidentifier())
+    if invalid_names:
+        raise BadOption(f'"question" names {{{invalid_names[0]}}}: name a column, and write {{{{ and }}}} for braces')
     if "completion" not in names:
         raise BadOption('"question" has no {completion}: the judge must see it')
     return sorted(names - {"completion"})
@@ -171,11 +183,13 @@ def _request(options: JudgeOptions, model: str, question: str) -> dict[str, Any]
     }
     if not options.chat:
         return {**body, "prompt": question}
-    system = [{"role": "system", "content": options.system}] if options.system else []
-    return {**body, "messages": [*system, {"role": "user", "content": question}]}
+    messages = [{"role": "user", "content": question}]
+    if options.system:
+        messages.insert(0, {"role": "system", "content": options.system})
+    return {**body, "messages": messages}
 
 
-def _checked(options: JudgeOptions) -> RewardCallable:
+def _checked_judge(options: JudgeOptions) -> RewardCallable:
     address = urlsplit(options.endpoint)
     if options.endpoint and (address.scheme not in ("http", "https") or not address.netloc):
         raise BadOption(f'"endpoint" = "{options.endpoint}" is no address: write it as http://host:8000/v1')
@@ -191,4 +205,4 @@ def _checked(options: JudgeOptions) -> RewardCallable:
     return _judge(options)
 
 
-JUDGE = BuiltinReward("judge", JudgeOptions, _checked, needs={"httpx": "rewards"})
+JUDGE = BuiltinReward("judge", JudgeOptions, _checked_judge, needs={"httpx": "rewards"})

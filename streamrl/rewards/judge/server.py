@@ -1,4 +1,5 @@
-"""The process of the run's own judge: an engine that nothing is pushed to, behind a gate, on vLLM's own routes."""
+"""The process of the run's own judge: a vLLM engine that gets no pushed weights, behind a gate, with OpenAI-compatible
+routes on a unix socket. ``launch.roles`` runs ``serve_judge`` in it; ``link`` in the controller sends the orders."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ async def serve_judge(
 ) -> None:
     """Load the model when the first order comes, then answer questions at ``socket_path`` until orders end.
 
-    ``sleeps``: the engine can be put to sleep; otherwise it is paused. Raises ``EngineError`` when it died, and
+    ``sleeps``: an idle engine is put to sleep; otherwise it is paused. Raises ``EngineError`` when the engine died, and
     ``StreamBroken`` when the controller is gone."""
     try:
         async with anyio.create_task_group() as tasks:
@@ -50,7 +51,7 @@ async def serve_judge(
     finally:
         with anyio.CancelScope(shield=True):
             await engine.aclose()
-    await reports.aclose()  # the controller waits for that: the engine has stopped
+    await reports.aclose()  # the controller waits for the end of the stream, which shows that the engine has stopped
 
 
 class _JudgeServer:
@@ -64,7 +65,7 @@ class _JudgeServer:
         self._gate = JudgeBatcher(judge, *_moves(engine, judge, sleeps=sleeps))
 
     async def serve(self, orders: ReceiveStream[JudgeOrder], reports: SendStream[JudgeEvent]) -> None:
-        """Serve until orders end. Raises ``StreamEnded`` where there never was one."""
+        """Serve until orders end. Raises ``StreamEnded`` where they end before the first order."""
         self._gate.actor_runs((await orders.receive()).share)
         await send_hello(reports, orders, await self._start())
         try:
@@ -84,28 +85,29 @@ class _JudgeServer:
         judge = self._judge
         gate = self._gate
         routes = OpenAIRoutes(self._engine.front_end, model_path=judge.model, name=judge.model, gate=gate.question)
-        for serving in (self._engine.watch, gate.run, partial(routes.serve, self._socket_path)):
-            self._tasks.start_soon(serving)
+        for task in (self._engine.watch, gate.run, partial(routes.serve, self._socket_path)):
+            self._tasks.start_soon(task)
         await routes.started()
         return JudgeReady(max_model_len=ready.max_model_len)
 
     async def _report(self, reports: SendStream[JudgeEvent]) -> None:
         last = None
         while True:
-            if (report := self._gate.report()) != last:
+            report = self._gate.report()
+            if report != last:
                 await reports.send(report)
                 last = report
             await anyio.sleep(REPORT_S)
 
 
 def _moves(engine: VllmEngine, judge: Judge, *, sleeps: bool) -> tuple[Move, Move]:
-    """Return the functions that wake the judge and put it to rest. No question is inside then, so nothing is
-    aborted."""
+    """Return the functions that wake the judge and put it to rest. They are called while the judge answers no question,
+    so no request is aborted."""
 
-    async def stay() -> None:
-        """Do nothing."""
+    async def do_nothing() -> None:
+        """Keep the judge as it is."""
 
     if judge.when_idle is YieldKind.NEVER:
-        return stay, stay
+        return do_nothing, do_nothing
     pause = partial(engine.pause, PauseMode.KEEP, clear_cache=False)
     return (engine.wake, engine.sleep) if sleeps else (engine.resume, pause)

@@ -1,6 +1,7 @@
-"""Runs a model's code against tests: namespaces, seccomp, Landlock and limits around it (docs/rewards_code.md).
+"""The reward ``code``, which runs a model's code against tests in a sandbox of namespaces, seccomp, Landlock and limits
+(docs/rewards_code.md).
 
-``reward`` is the reward; ``cases``, ``asserts`` and ``values`` say what a test is and compare outside; ``sandbox``
-talks to the ``zygote``, which forks a ``jail`` for each run. What the zygote loads (``jail``, ``program``, ``values``,
-``files``, ``seccomp``, ``syscalls``) imports only the standard library. It imports ``base``; ``reward`` also what every
-built-in reward is made of."""
+``reward`` is the reward function; ``cases``, ``asserts`` and ``values`` read tests and compare results outside of the
+sandbox; ``sandbox`` talks to the ``zygote``, which forks a ``jail`` for each run. The files that the zygote loads
+(``jail``, ``program``, ``values``, ``files``, ``seccomp``, ``syscalls``) import only the standard library. All other
+files import ``base``, and ``reward`` imports the declarations of built-in rewards."""

@@ -1,6 +1,7 @@
-"""Pure: the code of a completion, the test cases of a dataset column, and whether an output is the expected one.
+"""Reading of the code in a completion and of the test cases in a dataset column, and comparison of outputs. Pure.
 
-Accepted forms of the column (a string that is JSON of one of them too):
+``reward`` calls it in the process of the reward, outside of the sandbox. Accepted forms of the column, also as a string
+of JSON:
 
     [{"input": "3 4", "output": "7"}, ...]               a program: stdin and stdout
     {"inputs": [...], "outputs": [...]}                   the same (APPS, TACO); with "fn_name": calls of a function
@@ -27,14 +28,14 @@ _OUTPUT_NAMES = ("output", "stdout", "expected_output")
 
 
 class ProgramCase(msgspec.Struct, frozen=True):
-    """The code as a program: what it reads, and what it has to write."""
+    """The code as a program. ``stdin``: input; ``stdout``: expected output."""
 
     stdin: str
     stdout: str
 
 
 class SnippetCase(msgspec.Struct, frozen=True):
-    """Python that calls what the code defines, and raises where that is wrong."""
+    """A snippet of Python that calls functions of the code, and raises where a result is wrong."""
 
     test: str
     setup: str = ""
@@ -42,7 +43,7 @@ class SnippetCase(msgspec.Struct, frozen=True):
 
 
 class CallCase(msgspec.Struct, frozen=True):
-    """A call of a function, or of a method of ``Solution``, and what it has to give."""
+    """A call of a function, or of a method of ``Solution``, and its expected result."""
 
     function: str
     arguments: list[Any]
@@ -54,16 +55,17 @@ class CallCase(msgspec.Struct, frozen=True):
 Case = ProgramCase | SnippetCase | CallCase
 
 
-def extract_code(completion: str, *, whole: bool = False) -> str | None:
-    """The last fenced block that is marked as Python, else the last without a mark; None where there is neither. A
-    block that never closes ends with the completion (it may have been cut). ``whole``: the completion as it is."""
-    if whole:
+def extract_code(completion: str, *, whole_completion: bool = False) -> str | None:
+    """The last fenced block that is marked as Python, else the last block without a mark; None: the completion has
+    neither. A block that never closes ends with the completion (which may have reached its limit).
+    ``whole_completion``: the code is the completion as it is."""
+    if whole_completion:
         return completion
     blocks = _blocks(completion)
-    for names in (_PYTHON, ("",)):
-        found = [text for name, text in blocks if name in names]
-        if found:
-            return found[-1]
+    for languages in (_PYTHON, ("",)):
+        codes = [code for language, code in blocks if language in languages]
+        if codes:
+            return codes[-1]
     return None
 
 
@@ -71,30 +73,32 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     """Language and content of every fenced block, without the indentation that its fence has (CommonMark)."""
     blocks: list[tuple[str, str]] = []
     fence = ""
-    name = ""
+    language = ""
     indent = 0
     content: list[str] = []
     for line in text.splitlines(keepends=True):
         if fence:
-            bare = line.strip()
-            if len(bare) >= len(fence) and bare == fence[0] * len(bare):
-                blocks.append((name, "".join(content)))
+            stripped = line.strip()
+            if len(stripped) >= len(fence) and stripped == fence[0] * len(stripped):
+                blocks.append((language, "".join(content)))
                 fence = ""
             else:
                 content.append(line[:indent].lstrip(" \t") + line[indent:])
-        elif opened := _FENCE.match(line):
-            indent = len(opened.group(1))
-            fence = opened.group(2)
-            name = opened.group(3).lower()
+        elif opening := _FENCE.match(line):
+            indent = len(opening.group(1))
+            fence = opening.group(2)
+            language = opening.group(3).lower()
             content = []
-    return [*blocks, (name, "".join(content))] if fence else blocks
+    if fence:  # the last block is not closed
+        blocks.append((language, "".join(content)))
+    return blocks
 
 
 def read_cases(
     tests: Any, *, entry_point: str = "", setup: str = "", tolerance: float | None = None
 ) -> tuple[Case, ...]:
-    """The cases of a column. Raises ``ValueError`` that says what is wrong with it; no tests: an empty tuple.
-    ``tolerance``: by how much numbers that a function returns may differ (``fn_name``)."""
+    """The cases of a column; empty: the column has no tests. Raises ``ValueError`` for a column of another form.
+    ``tolerance``: allowed difference of numbers that a function returns (``fn_name``)."""
     try:
         return _cases(tests, entry_point, setup, tolerance)
     except RecursionError:
@@ -105,7 +109,9 @@ def _cases(tests: Any, entry_point: str, setup: str, tolerance: float | None) ->
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         tests = _result(tests)
     if isinstance(tests, str):
-        return (_snippet(tests, entry_point, setup),) if tests.strip() else ()
+        if not tests.strip():
+            return ()
+        return (_snippet(tests, entry_point, setup),)
     if isinstance(tests, Mapping):
         return _paired(tests, setup, tolerance)
     if not isinstance(tests, Sequence):
@@ -113,33 +119,46 @@ def _cases(tests: Any, entry_point: str, setup: str, tolerance: float | None) ->
     return tuple(_one_case(test, entry_point, setup) for test in tests)
 
 
-def same_output(given: str, expected: str, comparison: Comparison, tolerance: float | None = None) -> bool:
-    """Return whether an output is the expected one. ``lines``: but for white space at the ends of lines and empty lines
-    at the end; ``tokens``: but for all white space. ``tolerance``: numbers may differ by that much, absolutely or
-    relative to the expected one; ``exact`` knows none."""
+def same_output(output: str, expected: str, comparison: Comparison, tolerance: float | None = None) -> bool:
+    """Return whether an output is the expected one.
+
+    ``comparison``: ``exact``; ``lines`` ignores white space at the ends of lines and empty lines at the end; ``tokens``
+    ignores all differences of white space. ``tolerance``: allowed difference of numbers, absolute or relative to the
+    expected number; not used by ``exact``."""
     if comparison == "exact":
-        return given == expected
+        return output == expected
     if comparison == "tokens":
-        return _same_words(given.split(), expected.split(), tolerance)
-    ours, theirs = (([line.rstrip() for line in text.rstrip().split("\n")]) for text in (given, expected))
-    if len(ours) != len(theirs):
+        return _same_words(output.split(), expected.split(), tolerance)
+    lines = _stripped_lines(output)
+    expected_lines = _stripped_lines(expected)
+    if len(lines) != len(expected_lines):
         return False
     if tolerance is None:
-        return ours == theirs
-    return all(_same_words(a.split(), b.split(), tolerance) for a, b in zip(ours, theirs, strict=True))
+        return lines == expected_lines
+    return all(
+        _same_words(line.split(), expected_line.split(), tolerance)
+        for line, expected_line in zip(lines, expected_lines, strict=True)
+    )
 
 
-def _same_words(given: list[str], expected: list[str], tolerance: float | None) -> bool:
-    if len(given) != len(expected):
+def _stripped_lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _same_words(words: list[str], expected: list[str], tolerance: float | None) -> bool:
+    if len(words) != len(expected):
         return False
-    return all(a == b or _near(a, b, tolerance) for a, b in zip(given, expected, strict=True))
+    return all(
+        word == expected_word or _near(word, expected_word, tolerance)
+        for word, expected_word in zip(words, expected, strict=True)
+    )
 
 
-def _near(given: str, expected: str, tolerance: float | None) -> bool:
+def _near(word: str, expected: str, tolerance: float | None) -> bool:
     if tolerance is None:
         return False
     try:
-        return near(float(given), float(expected), tolerance)
+        return near(float(word), float(expected), tolerance)
     except ValueError:
         return False
 
@@ -148,10 +167,10 @@ def _one_case(test: Any, entry_point: str, setup: str) -> Case:
     if isinstance(test, str):
         return _snippet(test, entry_point, setup)
     if isinstance(test, Mapping):
-        given = next((test[name] for name in _INPUT_NAMES if name in test), "")
-        expected = next((test[name] for name in _OUTPUT_NAMES if name in test), None)
-        if expected is not None:
-            return ProgramCase(_text(given), _text(expected))
+        stdin = next((test[name] for name in _INPUT_NAMES if name in test), "")
+        stdout = next((test[name] for name in _OUTPUT_NAMES if name in test), None)
+        if stdout is not None:
+            return ProgramCase(_text(stdin), _text(stdout))
     raise ValueError(f'a test is {test!r:.80}: give a string with Python, or a mapping with "input" and "output"')
 
 
@@ -160,20 +179,22 @@ def _paired(tests: Mapping[str, Any], setup: str, tolerance: float | None) -> tu
     outputs = tests.get("outputs")
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
         raise ValueError('tests are a mapping without "inputs" and "outputs" of equal length')
-    name = tests.get("fn_name") or ""
-    if not name:
-        return tuple(ProgramCase(_text(a), _text(b)) for a, b in zip(inputs, outputs, strict=True))
-    return tuple(_called(name, a, b, setup, tolerance) for a, b in zip(inputs, outputs, strict=True))
+    function = tests.get("fn_name") or ""
+    pairs = zip(inputs, outputs, strict=True)
+    if not function:
+        return tuple(ProgramCase(_text(stdin), _text(stdout)) for stdin, stdout in pairs)
+    return tuple(_call_case(function, arguments, output, setup, tolerance) for arguments, output in pairs)
 
 
-def _called(name: str, given: Any, output: Any, setup: str, tolerance: float | None) -> CallCase:
-    """One call. An output is JSON text only where the input is: "12" is a string else (APPS)."""
-    expected = _result(output) if isinstance(given, str) else output
-    return CallCase(name, _arguments(given), expected, tolerance, setup)
+def _call_case(function: str, arguments: Any, output: Any, setup: str, tolerance: float | None) -> CallCase:
+    """One call. An output is JSON text only where the input is a string; otherwise the output "12" is a string
+    (APPS)."""
+    expected = _result(output) if isinstance(arguments, str) else output
+    return CallCase(function, _arguments(arguments), expected, tolerance, setup)
 
 
 def _arguments(value: Any) -> list[Any]:
-    """A list of arguments, or JSON of each in a line of its own (LiveCodeBench)."""
+    """Arguments of a call from a list, or from a string with a line of JSON for each argument (LiveCodeBench)."""
     if not isinstance(value, str):
         return list(value) if isinstance(value, Sequence) else [value]
     return [_result(line) for line in value.splitlines()]
@@ -200,7 +221,7 @@ def _snippet(test: str, entry_point: str, setup: str) -> SnippetCase:
 
 
 def _text(value: Any) -> str:
-    """stdin and stdout as text; datasets have them as lists of lines too."""
+    """Input or output of a program as text. Some datasets have lists of lines."""
     if isinstance(value, str):
         return value
     return "\n".join(map(_text, value)) if isinstance(value, Sequence) else json.dumps(value)

@@ -1,13 +1,15 @@
-"""The files that the code can reach: a file tree of its own, and Landlock's rules about it. Only the standard library.
+"""The files that the code can reach: a separate file tree, and Landlock's rules about it. Only the standard library.
 
     /                      read-only
     /dev/{null,zero,full,random,urandom}
     /<the standard library, where it is on the host>     without site-packages
-    /tmp                   a tmpfs for each run; /dev/shm is there too
+    /tmp                   a tmpfs for each run, also reachable as /dev/shm
 
-There is no /proc, no /sys, no program, no other library. Landlock (Linux 5.13 and later) allows reading beneath the
-library and writing beneath /tmp whatever else is reachable, and no TCP, no abstract sockets and no signals to others
-(https://docs.kernel.org/userspace-api/landlock.html)."""
+The tree has no /proc, no /sys, no program and no other library. Landlock (Linux 5.13 and later) allows reading only
+beneath the library and writing only beneath /tmp, even where more files are reachable, and forbids TCP, abstract
+sockets and signals to other processes (https://docs.kernel.org/userspace-api/landlock.html). The zygote calls ``build``
+and ``map_user``; each watcher calls ``map_user`` and ``enter``; the code's process calls ``restrict`` before the code
+runs."""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from streamrl.rewards.sandbox import syscalls as sc
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SCRATCH = "/tmp"
-_STAGE = "/tmp"  # where the host's tree is covered while ours is built; only in this process's mount namespace
+_BUILD_ROOT = "/tmp"  # the new tree is built here, over the host's /tmp, in this process's mount namespace only
 _OLD = "/old"
 _NEW = "/new"
 _THIRD_PARTY = ("site-packages", "dist-packages")
@@ -49,13 +51,14 @@ _DEVICE = _READ_FILE | _WRITE_FILE
 
 
 def build(library: str) -> None:
-    """Make ``/new`` (what the code will see) and ``/proc`` (the host's) all that this process sees of files.
-    ``library``: directory of the standard library. Needs a mount namespace of its own, and the right to mount in it."""
+    """Reduce the files of this process to ``/new`` (the tree that the code will see) and ``/proc`` (the host's).
+    ``library``: directory of the standard library. The process needs its own mount namespace, and the right to mount in
+    it."""
     sc.mount(None, "/", None, sc.MS_REC | sc.MS_PRIVATE)
-    sc.mount("tmpfs", _STAGE, "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "size=1m,mode=755")
+    sc.mount("tmpfs", _BUILD_ROOT, "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "size=1m,mode=755")
     for name in (_OLD, _NEW, "/proc"):
-        os.mkdir(_STAGE + name)
-    sc.pivot_root(_STAGE, _STAGE + _OLD)
+        os.mkdir(_BUILD_ROOT + name)
+    sc.pivot_root(_BUILD_ROOT, _BUILD_ROOT + _OLD)
     os.chdir("/")
     sc.mount("tmpfs", _NEW, "tmpfs", sc.MS_NOSUID, "size=1m,mode=755")
     _bind_directory(library)
@@ -68,14 +71,14 @@ def build(library: str) -> None:
         _bind_device(device)
     os.symlink(SCRATCH, f"{_NEW}/dev/shm")
     _make_read_only(_NEW)
-    # To write the user mapping of each run; the code does not see it.
+    # /proc is needed to write the user mapping of each run; the code does not see it.
     sc.mount(f"{_OLD}/proc", "/proc", None, sc.MS_BIND | sc.MS_REC)
     sc.unmount(_OLD)
 
 
 def enter(scratch_bytes: int, scratch_files: int) -> None:
-    """Make ``/new`` the root, with an empty /tmp. For a mount namespace of its own, below that of ``build``."""
-    # A mount that was inherited is locked and cannot become the root; a bind of it can.
+    """Make ``/new`` the root, with an empty /tmp. To be called in a new mount namespace below the one of ``build``."""
+    # An inherited mount is locked and cannot become the root; a bind mount of it can.
     sc.mount(_NEW, _NEW, None, sc.MS_BIND | sc.MS_REC)
     options = f"size={scratch_bytes},nr_inodes={scratch_files},mode=700"
     sc.mount("tmpfs", _NEW + SCRATCH, "tmpfs", sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC, options)
@@ -86,7 +89,7 @@ def enter(scratch_bytes: int, scratch_files: int) -> None:
 
 
 def map_user(inside: int, outside_user: int, outside_group: int) -> None:
-    """Write the maps of the user namespace that this process is the first of."""
+    """Write the maps of the user namespace whose first process this is."""
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{inside} {outside_user} 1")
     _write("/proc/self/gid_map", f"{inside} {outside_group} 1")
@@ -102,7 +105,7 @@ def _write(path: str, text: str) -> None:
 
 def _bind_directory(path: str) -> None:
     os.makedirs(_NEW + path, exist_ok=True)
-    # With what is mounted below it: a user namespace may not uncover that.
+    # MS_REC also binds the mounts below ``path``: a user namespace may not uncover them.
     sc.mount(_OLD + path, _NEW + path, None, sc.MS_BIND | sc.MS_REC)
 
 
@@ -122,30 +125,36 @@ def _make_read_only(path: str) -> None:
             raise
     with open("/old/proc/self/mountinfo") as file:
         points = [line.split()[4] for line in file]
-    for point in sorted(p for p in points if p == path or p.startswith(path + "/")):
+    for point in sorted(point for point in points if point == path or point.startswith(path + "/")):
         current = os.statvfs(point).f_flag & (sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC)
         flags = sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID | current
         sc.mount(None, point, None, flags)
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> None:
-    """Restrict this process from now on to reading beneath ``readable`` and to changing beneath ``writable``. Paths
-    that do not exist are left out. Raises ``OSError`` where the kernel has no Landlock."""
+    """Restrict this process from now on to reading beneath ``readable`` and to changing files beneath ``writable``.
+    Paths that do not exist are skipped. Raises ``OSError`` where the kernel has no Landlock."""
     version = sc.landlock_version()
-    files = (1 << 13) - 1
-    files |= _REFER if version >= 2 else 0
-    files |= _TRUNCATE if version >= 3 else 0
-    files |= _IOCTL_DEV if version >= 5 else 0
-    attributes = struct.pack("Q", files)
-    attributes += struct.pack("Q", _NET_TCP) if version >= 4 else b""
-    attributes += struct.pack("Q", _SCOPES) if version >= 6 else b""
+    handled_rights = (1 << 13) - 1
+    if version >= 2:
+        handled_rights |= _REFER
+    if version >= 3:
+        handled_rights |= _TRUNCATE
+    if version >= 5:
+        handled_rights |= _IOCTL_DEV
+    attributes = struct.pack("Q", handled_rights)
+    if version >= 4:
+        attributes += struct.pack("Q", _NET_TCP)
+    if version >= 6:
+        attributes += struct.pack("Q", _SCOPES)
     ruleset = sc.landlock_ruleset(attributes)
     try:
         for paths, rights in ((readable, _READ), (writable, _SCRATCH), (devices, _DEVICE)):
             for path in paths:
                 if os.path.exists(path):
-                    on_files = rights if os.path.isdir(path) else rights & (_DEVICE | _TRUNCATE)
-                    sc.landlock_allow_beneath(ruleset, path, on_files & files)
+                    # Rights on directories are not valid for a file.
+                    valid_rights = rights if os.path.isdir(path) else rights & (_DEVICE | _TRUNCATE)
+                    sc.landlock_allow_beneath(ruleset, path, valid_rights & handled_rights)
         sc.landlock_restrict(ruleset)
     finally:
         os.close(ruleset)

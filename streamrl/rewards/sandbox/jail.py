@@ -1,9 +1,10 @@
-"""One jailed process and the process that watches it: everything between the fork of the zygote and the code.
+"""One jailed process and the process that watches it: all steps between the fork of the zygote and the code.
 
-    zygote --fork into new namespaces--> watcher (pid 1 in there) --fork--> the code (confined, without a privilege)
+    zygote --fork into new namespaces--> watcher (pid 1 in them) --fork--> the code (confined, without a privilege)
 
-The watcher waits for the code until its time is over and writes one JSON line about it; when the watcher ends, the
-kernel ends whatever else lives in its process namespace. Imports only the standard library: the zygote loads it."""
+``zygote`` calls ``watch`` in each watcher. The watcher waits for the end of the code, up to the time limit, and writes
+one JSON line about it; when the watcher ends, the kernel ends all other processes in its process namespace. Imports
+only the standard library: the zygote loads this file."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from streamrl.rewards.sandbox import syscalls as sc
 _NOBODY = 65534
 _KILL_ROUNDS = 1000
 AWAITED = {signal.SIGCHLD, signal.SIGTERM}
-"""Signals that a watcher has blocked when it is forked: only ``_wait`` takes them. SIGTERM: the zygote wants no more of
-this run. The first process of a namespace loses one that comes before it is blocked."""
+"""Signals that are blocked when a watcher is forked, so that only ``_wait`` receives them: a signal that is not blocked
+is lost to the first process of a namespace. SIGTERM is the zygote's request to cancel the run."""
 _MOST_ERROR_CHARACTERS = 500
 
 
 class Limits(NamedTuple):
-    """Limits of one run. ``seconds``: wall time; ``processes``: 1 means that none can be started."""
+    """Limits of one run. ``seconds``: wall time; ``processes``: number of processes, 1: the code cannot start any."""
 
     seconds: float
     memory_bytes: int
@@ -43,21 +44,23 @@ class Limits(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Layers that confine the code. ``seccomp``: index of the machine in pairs of call numbers, None without a filter;
-    ``filters``: filters that were assembled before, by whether processes can be started."""
+    """Layers that confine the code. ``seccomp``: index of the machine in pairs of call numbers, None: no filter;
+    ``library``: directory of the standard library; ``filters``: filters that were assembled before, the first for runs
+    that cannot start processes, the second for runs that can; ``base_bytes``: address space of the zygote, which the
+    code has from the start."""
 
     namespaces: bool
     landlock: bool
     seccomp: int | None
     library: str
     filters: tuple[bytes, ...]
-    base_bytes: int  # address space of the zygote, which the code has from the start
+    base_bytes: int
 
 
 class Job(NamedTuple):
-    """Work of a jailed process, with file descriptors 0, 1, 2 from ``stdio``, and those of ``open_fds`` open as they
-    are. ``prepare`` is ours and is called confined; the function that it gives runs the code, and gives the exit
-    code."""
+    """Work of a jailed process. ``prepare``: function of ``program`` that is called in the confined process; it returns
+    the function that runs the code and returns the exit code. ``stdio``: descriptors that become 0, 1 and 2;
+    ``open_fds``: descriptors that stay open."""
 
     prepare: Callable[[], Callable[[], int]]
     stdio: tuple[int, int, int]
@@ -65,8 +68,8 @@ class Job(NamedTuple):
 
 
 def watch(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
-    """The life of a watcher, from its first instruction to its last. Writes a line to ``report_fd`` before it ends:
-    ``{"report": {"status", "seconds", "cpu_seconds", "timed_out"}}``, or ``{"error"}``: no jail could be built."""
+    """Run a watcher, from its first instruction to its exit. Before it exits it writes a line to ``report_fd``:
+    ``{"report": {"status", "seconds", "cpu_seconds", "timed_out"}}``, or ``{"error"}`` where no jail could be built."""
     try:
         _enter(layers, limits, job, report_fd)
         sc.adopt_orphans()
@@ -78,25 +81,25 @@ def watch(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
         for fd in {*job.stdio, *job.open_fds}:
             os.close(fd)
         _report(report_fd, {"report": _wait(pid, limits.seconds, alone=layers.namespaces)})
-    except BaseException as error:  # noqa: BLE001 - the zygote must hear of every kind, and this process end
-        _report(report_fd, {"error": _described(error)})
+    except BaseException as error:  # noqa: BLE001 - every error is reported to the zygote, and this process must end
+        _report(report_fd, {"error": _error_text(error)})
     os._exit(0)
 
 
 def _enter(layers: Layers, limits: Limits, job: Job, report_fd: int) -> None:
-    """First steps in the new namespaces."""
+    """Take the first steps in the new namespaces."""
     sc.close_all_but({*job.stdio, *job.open_fds, report_fd})
     sc.die_with_parent()
     if layers.namespaces:
-        sc.set_dumpable(True)  # else /proc/self belongs to the host's root
+        sc.set_dumpable(True)  # otherwise /proc/self belongs to the host's root
         files.map_user(_NOBODY, 0, 0)
         files.enter(limits.scratch_bytes, limits.scratch_files)
-    # Nothing that the code starts may look into this process.
+    # No process that the code starts may read the memory of this process.
     sc.set_dumpable(False)
 
 
 def _become(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
-    """The life of the code's process, as far as it is ours."""
+    """Confine the code's process, and run the code in it."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -108,13 +111,13 @@ def _become(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoRetur
         os.umask(0o077)
         _confine(layers, limits)
         run = job.prepare()
-    except BaseException as error:  # noqa: BLE001 - every kind is reported and ends this process
-        _report(report_fd, {"error": _described(error)})
+    except BaseException as error:  # noqa: BLE001 - every error is reported and ends this process
+        _report(report_fd, {"error": _error_text(error)})
         os._exit(70)
     os.close(report_fd)
     try:
         os._exit(run())
-    finally:  # ``run`` raises nothing; whatever made it do so is not a success
+    finally:  # ``run`` is not expected to raise; an exception from it must not become a success
         os._exit(70)
 
 
@@ -124,8 +127,10 @@ def _confine(layers: Layers, limits: Limits) -> None:
     sc.drop_capabilities()
     sc.die_with_parent()
     sc.set_no_new_privileges()
-    # Without a mount namespace there is no directory that a run has for itself and that is gone after it.
-    writable = [files.SCRATCH] if layers.namespaces else []
+    # Without a mount namespace no directory belongs to the run alone and is removed after it.
+    writable = []
+    if layers.namespaces:
+        writable.append(files.SCRATCH)
     if layers.landlock:
         files.restrict(readable=[layers.library], writable=writable, devices=files.DEVICES)
     if layers.seccomp is not None:
@@ -134,7 +139,7 @@ def _confine(layers: Layers, limits: Limits) -> None:
 
 
 def with_filters(layers: Layers) -> Layers:
-    """``layers`` with the filters that are the same for every run."""
+    """``layers`` with the filters, where they are the same for every run."""
     if layers.seccomp is None or not layers.namespaces:
         return layers
     return layers._replace(filters=tuple(_filter(layers, processes=processes) for processes in (False, True)))
@@ -152,9 +157,9 @@ def _filter(layers: Layers, *, processes: bool) -> bytes:
 
 def _set_limits(layers: Layers, limits: Limits) -> None:
     seconds = math.ceil(limits.seconds) + 1
-    # Resident pages are not what is counted, so that what the zygote already has does not matter.
+    # RLIMIT_AS counts addresses, so the limit is above the address space that the zygote already has.
     memory = layers.base_bytes + limits.memory_bytes
-    wanted = [
+    resource_limits = [
         (resource.RLIMIT_CPU, seconds, seconds + 1),
         (resource.RLIMIT_AS, memory, memory),
         (resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes),
@@ -164,10 +169,10 @@ def _set_limits(layers: Layers, limits: Limits) -> None:
         (resource.RLIMIT_MSGQUEUE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
     ]
-    if layers.namespaces:  # elsewhere it would count every process of the user's
-        most = limits.processes + limits.threads + 1
-        wanted.append((resource.RLIMIT_NPROC, most, most))
-    for which, soft, hard in wanted:
+    if layers.namespaces:  # without a user namespace the limit would count all processes of the user
+        tasks = limits.processes + limits.threads + 1
+        resource_limits.append((resource.RLIMIT_NPROC, tasks, tasks))
+    for which, soft, hard in resource_limits:
         highest = resource.getrlimit(which)[1]
         if highest != resource.RLIM_INFINITY:
             soft = min(soft, highest)
@@ -176,39 +181,41 @@ def _set_limits(layers: Layers, limits: Limits) -> None:
 
 
 def _wait(pid: int, seconds: float, *, alone: bool) -> dict[str, Any]:
-    """Wait at most ``seconds`` for the end of ``pid``, then kill it. ``alone``: the kernel ends all other processes."""
+    """Wait at most ``seconds`` for the end of ``pid``, then kill it. Returns the report about it. ``alone``: the kernel
+    ends all other processes of the run when this process ends."""
     started = time.monotonic()
-    unwanted = False
+    cancelled = False
     timed_out = False
     while True:
-        ended, status, usage = os.wait4(-1, os.WNOHANG)
-        if ended == pid:
+        ended_pid, status, usage = os.wait4(-1, os.WNOHANG)
+        if ended_pid == pid:
             break
-        if ended:
+        if ended_pid:
             continue  # an orphan
-        left = started + seconds - time.monotonic()
-        if left <= 0 or unwanted:
-            timed_out = left <= 0
+        wait_s = started + seconds - time.monotonic()
+        if wait_s <= 0 or cancelled:
+            timed_out = wait_s <= 0
             os.kill(pid, signal.SIGKILL)
-            left = 1.0
-        heard = signal.sigtimedwait(AWAITED, left)
-        unwanted = unwanted or (heard is not None and heard.si_signo == signal.SIGTERM)
-    took = time.monotonic() - started
+            wait_s = 1.0
+        signal_info = signal.sigtimedwait(AWAITED, wait_s)
+        cancelled = cancelled or (signal_info is not None and signal_info.si_signo == signal.SIGTERM)
+    wall_seconds = time.monotonic() - started
     if not alone:
         _kill_descendants()
-    code = os.waitstatus_to_exitcode(status)
-    cpu = usage.ru_utime + usage.ru_stime
-    return {"status": code, "seconds": took, "cpu_seconds": cpu, "timed_out": timed_out}
+    exit_code = os.waitstatus_to_exitcode(status)
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    return {"status": exit_code, "seconds": wall_seconds, "cpu_seconds": cpu_seconds, "timed_out": timed_out}
 
 
 def _kill_descendants() -> None:
-    """Kill what the code left; orphans become children of this process, so it ends when there are none."""
+    """Kill processes that the code left. Orphans become children of this process, so the loop ends when it has no
+    more children."""
     children = f"/proc/self/task/{os.getpid()}/children"
     for _ in range(_KILL_ROUNDS):
         try:
             with open(children) as file:
                 pids = [int(word) for word in file.read().split()]
-        except OSError:  # a kernel without that file
+        except OSError:  # a kernel without this file
             pids = []
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -221,21 +228,21 @@ def _kill_descendants() -> None:
 
 
 def _report(fd: int, report: dict[str, Any]) -> None:
-    # An answer that cannot be written has no reader: the zygote is gone.
+    # A report that cannot be written has no reader: the zygote is gone.
     with contextlib.suppress(OSError):
         os.write(fd, json.dumps(report).encode() + b"\n")
 
 
-def _described(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:_MOST_ERROR_CHARACTERS]
 
 
 def read_reports(text: bytes) -> dict[str, Any]:
-    """The report among the lines that a watcher and its child wrote: the first error, else the last line."""
-    lines: Iterable[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
-    found: dict[str, Any] = {"error": "the watcher of the code ended without a report"}
-    for line in lines:
-        if "error" in line:
-            return line
-        found = line
-    return found
+    """The report among the lines that a watcher and its child wrote: the first error, otherwise the last line."""
+    reports: Iterable[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+    last_report: dict[str, Any] = {"error": "the watcher of the code ended without a report"}
+    for report in reports:
+        if "error" in report:
+            return report
+        last_report = report
+    return last_report

@@ -1,4 +1,7 @@
-"""Code of the jailed process: run a program, or load a module and answer questions. Only the standard library."""
+"""Code of the jailed process: it runs the model's code as a program, or loads it as a module and answers questions.
+
+``zygote`` passes these functions to ``jail``, which calls them in the confined process. Imports only the standard
+library."""
 
 from __future__ import annotations
 
@@ -20,28 +23,32 @@ _FILE = "solution.py"
 
 
 def as_program(source_fd: int) -> Callable[[], int]:
-    """Return a function that runs the code as ``python solution.py`` would, and gives its exit code."""
+    """Return a function that runs the code as ``python solution.py`` would, and returns its exit code."""
     source = _prepare(source_fd)
-    return lambda: _run_to_the_end(lambda: _execute(source, "__main__"))
+
+    def run_main() -> None:
+        _execute(source, "__main__")
+
+    return lambda: _run_to_the_end(run_main)
 
 
 def as_module(source_fd: int, order_fd: int, answer_fd: int) -> Callable[[], int]:
     """Return a function that loads the code as a module, carries out the order and writes the answer, both JSON.
 
-    The order: ``{"setup": Python}`` and one of ``{"questions": [expression, ...]}``, ``{"function": name, "arguments":
-    [...]}`` and ``{"test": Python, "nonce": text}``. The answer: ``{"values": [...]}`` (of a test that passed: the
-    nonce), or ``{"raised": text}``."""
+    The order is ``{"setup": Python}`` with one of ``{"questions": [expression, ...]}``, ``{"function": name,
+    "arguments": [...]}`` and ``{"test": Python, "nonce": text}``. The answer is ``{"values": [...]}`` (the nonce, for a
+    test that passed) or ``{"raised": text}``."""
     source = _prepare(source_fd)
     order = json.loads(_read(order_fd))
 
     def answer() -> None:
-        # Its own __main__ part must not run: it is asked for what it defines.
+        # The name "solution" keeps the code's own __main__ part from running.
         names = vars(_execute(source, "solution"))
         try:
-            answered: dict[str, Any] = {"values": _values(names, order)}
+            result: dict[str, Any] = {"values": _values(names, order)}
         except Exception as error:  # noqa: BLE001 - reported as the test's outcome
-            answered = {"raised": f"{type(error).__name__}: {error}"}
-        content = memoryview(json.dumps(answered).encode())
+            result = {"raised": f"{type(error).__name__}: {error}"}
+        content = memoryview(json.dumps(result).encode())
         while content:
             content = content[os.write(answer_fd, content) :]
 
@@ -70,13 +77,13 @@ def _read(fd: int) -> bytes:
 
 
 def _prepare(source_fd: int) -> bytes:
-    """The source; and an interpreter that looks as if it had just been started with it."""
+    """Return the source, and make this interpreter look as if it had just been started with it."""
     source = _read(source_fd)
     sys.argv[:] = [_FILE]
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
     for fd, name in ((1, "stdout"), (2, "stderr")):
         raw = io.FileIO(fd, "w", closefd=False)
-        # As for a file: written when the buffer is full; errors at once.
+        # Buffered as for a file: stdout is written when the buffer is full, stderr at once.
         stream = io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", write_through=fd == 2)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -92,14 +99,15 @@ def _execute(source: bytes, name: str) -> types.ModuleType:
 
 
 def _run_to_the_end(run: Callable[[], object]) -> int:
-    """Exit code of ``run()``, after what an interpreter does at its end: threads, ``atexit``, flushed output."""
+    """Exit code of ``run()``, after the steps of an interpreter at its end: join threads, call ``atexit`` functions,
+    flush output."""
     code = _exit_code_of(run)
-    for last in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
-        code = _exit_code_of(last) or code
+    for final_step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        code = _exit_code_of(final_step) or code
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError):  # over the limit for files, or closed by the code
+    except (OSError, ValueError):  # the output is over the limit for files, or the code has closed the stream
         code = code or 120
     return code
 
@@ -109,7 +117,7 @@ def _exit_code_of(run: Callable[[], object]) -> int:
         run()
     except SystemExit as error:
         return _exit_code(error.code)
-    except BaseException:  # noqa: BLE001 - the code's own, shown as the interpreter would
+    except BaseException:  # noqa: BLE001 - an exception of the code, which an interpreter would print, too
         _write_traceback()
         return 1
     return 0

@@ -1,5 +1,8 @@
-"""The reward: a completion's code against its test cases, in the sandbox. 1 for all passed, else 0 (or the share). A
-case that could not be judged (the sandbox failed, the test is broken) raises: a failure is recorded, and is no 0."""
+"""The reward ``code``: 1 where a completion's code passes all its test cases in the sandbox, otherwise 0 (or the share
+of passed cases). Listed in ``builtin.catalog``.
+
+It runs in a call process, or in the reward worker where the reward is trusted. A case that could not be judged (the
+sandbox failed, the test is broken) raises, so a failure of the reward is recorded and not a 0."""
 
 from __future__ import annotations
 
@@ -43,18 +46,19 @@ _log = logging.getLogger(__name__)
 class CodeOptions(Options, frozen=True):
     """Options of the code reward.
 
-    ``column``: holds the tests (see ``streamrl.rewards.sandbox.cases``). ``entry_point_column``, ``setup_column``:
-    columns with the function that ``check`` is called with, and with Python to run before each snippet. ``whole``: the
-    whole completion is the code. ``value``: ``all`` cases passed, or the ``share``. ``compare``, ``tolerance``: see
-    ``same_output``; ``tolerance`` is for what functions return, too.
+    ``column``: dataset column with the tests (see ``streamrl.rewards.sandbox.cases``). ``entry_point_column``: column
+    with the name of the function that is passed to ``check``; ``setup_column``: column with Python that runs before
+    each snippet. ``whole``: the whole completion is the code. ``value``: ``all`` for 1 where all cases pass, ``share``
+    for the share of passed cases. ``compare``, ``tolerance``: comparison of outputs, see ``same_output``; ``tolerance``
+    also compares the results of functions.
 
-    Limits, for each case: ``timeout_s`` of wall time; ``time_limit_is_wrong`` False: a case beyond it fails the
-    sample instead of counting as wrong. ``memory_mb`` of address space for each process, ``output_mb`` for each file
-    and stdout, ``scratch_mb`` of /tmp, ``processes`` (1: none can be started), ``threads``, ``open_files``.
+    Limits for each case: ``timeout_s``: wall time; ``time_limit_is_wrong`` False: a case beyond it fails the sample
+    instead of counting as wrong. ``memory_mb``: address space of each process; ``output_mb``: size of each file and of
+    stdout; ``scratch_mb``: size of /tmp; ``processes`` (1: no process can be started), ``threads``, ``open_files``.
 
     ``forgeable`` False: a test that can only run in the code's own process, which can forge that it passed, fails the
-    sample instead. ``concurrency``: runs at once (0: one for each CPU). ``allow_unsandboxed``: run the code although
-    no layer of isolation holds."""
+    sample instead. ``concurrency``: runs at once (0: one for each CPU). ``allow_unsandboxed``: the code runs even where
+    no layer of isolation works."""
 
     column: str = "tests"
     entry_point_column: str = "entry_point"
@@ -88,8 +92,8 @@ class CaseEnd(enum.StrEnum):
 
 
 class CaseOutcome(msgspec.Struct, frozen=True):
-    """One case: its end, wall and CPU seconds of the code, and a line about what went wrong. ``inside``: the test ran
-    in the code's process, which can forge that it passed."""
+    """Outcome of one case. ``seconds``, ``cpu_seconds``: wall and CPU time of the code; ``message``: a line about the
+    error; ``inside``: the test ran in the code's process, which can forge that it passed."""
 
     end: CaseEnd
     seconds: float = 0.0
@@ -99,34 +103,36 @@ class CaseOutcome(msgspec.Struct, frozen=True):
 
 
 class CodeOutcome(msgspec.Struct, frozen=True):
-    """One completion. ``value`` None: there were no tests. ``cases``: those that were run, in order."""
+    """Outcome of one completion. ``value``: None: there were no tests; ``cases``: outcomes of the cases that were run,
+    in order."""
 
     value: float | None
     cases: tuple[CaseOutcome, ...]
 
 
 class CodeReward:
-    """``await reward(completion, tests=...)``; ``judge`` gives the outcome of each case besides.
+    """The reward function: ``await reward(completion, tests=...)``; ``judge`` also returns the outcome of each case.
 
-    On one event loop; ``aclose`` ends the sandbox (as the end of the process does). With ``learn_time_limits`` each
-    test case of a prompt has a limit of its own, below ``timeout_s``: by the slowest run that passed it."""
+    It belongs to one event loop; ``aclose`` ends the sandbox, and so does the end of the process. With
+    ``learn_time_limits`` each test case of a prompt has its own limit, at most ``timeout_s``, which follows from the
+    slowest run that passed it."""
 
     def __init__(self, options: CodeOptions, sandbox: Sandbox) -> None:
         self.options = options
         self._sandbox = sandbox
-        self._slots = asyncio.Semaphore(options.concurrency or usable_cores())
-        self._learnt: TimeLimits | None = None
+        self._concurrent_runs = asyncio.Semaphore(options.concurrency or usable_cores())
+        self._case_limits: TimeLimits | None = None
         optional = [options.entry_point_column, options.setup_column]
         declare(self, columns=[options.column], optional=optional, provided=["prompt_id"])
 
     def learn_time_limits(self, limits: TimeLimits) -> None:
-        """Keep what passed runs took in ``limits``, by prompt and test case, and limit runs by that."""
-        self._learnt = limits
+        """Keep the times of runs that passed in ``limits``, by prompt and test case, and limit later runs by them."""
+        self._case_limits = limits
 
     async def __call__(self, completion: str, **columns: Any) -> float | None:
-        """The value. Raises ``ValueError`` for tests that are none, ``SandboxError``, and ``TimeoutError`` for a test
-        case that ran beyond ``timeout_s`` where ``time_limit_is_wrong`` is False, or beyond a limit that was learnt
-        where the recipe does not say ``late_is_wrong``."""
+        """The value. Raises ``ValueError`` for invalid tests, ``SandboxError``, and ``TimeoutError`` for a test case
+        that ran beyond ``timeout_s`` where ``time_limit_is_wrong`` is False, or beyond an adaptive limit where the
+        recipe does not set ``late_is_wrong``."""
         options = self.options
         outcome = await self.judge(
             completion,
@@ -145,7 +151,7 @@ class CodeReward:
         cases = read_cases(tests, entry_point=entry_point, setup=setup, tolerance=options.tolerance)
         if not cases:
             return CodeOutcome(None, ())
-        code = extract_code(completion, whole=options.whole)
+        code = extract_code(completion, whole_completion=options.whole)
         if code is None:
             return CodeOutcome(0.0, ())
         outcomes: list[CaseOutcome] = []
@@ -153,13 +159,13 @@ class CodeReward:
             key = f"{prompt_id} case {index}"
             limit_s = options.timeout_s
             late_is_wrong = options.time_limit_is_wrong
-            if self._learnt is not None and self._learnt.limit_s(key) < limit_s:
-                limit_s = self._learnt.limit_s(key)
-                late_is_wrong = self._learnt.late_is_wrong
+            if self._case_limits is not None and self._case_limits.limit_s(key) < limit_s:
+                limit_s = self._case_limits.limit_s(key)
+                late_is_wrong = self._case_limits.late_is_wrong
             outcome = await self._run_case(code, case, limit_s)
             outcomes.append(outcome)
-            if self._learnt is not None and outcome.end is CaseEnd.PASSED:
-                self._learnt.observe(key, outcome.seconds, math.inf)
+            if self._case_limits is not None and outcome.end is CaseEnd.PASSED:
+                self._case_limits.observe(key, outcome.seconds, math.inf)  # inf: the run is correct
             if outcome.end is CaseEnd.TIMED_OUT and not late_is_wrong:
                 raise TimeoutError(f"test case {index} of {len(cases)} ran beyond its limit of {limit_s:g} s")
             if outcome.end is not CaseEnd.PASSED and options.value == "all":
@@ -174,7 +180,7 @@ class CodeReward:
 
     async def _run_case(self, code: str, case: Case, limit_s: float) -> CaseOutcome:
         source = code.encode(errors="surrogatepass")
-        async with self._slots:
+        async with self._concurrent_runs:
             limits = self._limits(limit_s)
             if isinstance(case, ProgramCase):
                 report, output = await self._sandbox.run_program(source, case.stdin.encode(), limits)
@@ -200,8 +206,8 @@ class CodeReward:
         return _outcome(report, message, inside)
 
     def _read_test(self, case: SnippetCase) -> SimpleTest | None:
-        """The questions of a test; None: it runs in the code's process. Raises ``ValueError`` for one that cannot run
-        with any code."""
+        """Questions and checks of a test; None: the test runs in the code's process. Raises ``ValueError`` for a test
+        that cannot run with any code."""
         try:
             test = take_apart(case.setup, parse_test(case.setup, case.test), case.entry_point)
         except ValueError as error:
@@ -216,8 +222,9 @@ class CodeReward:
             message = f"it wrote {options.output_mb} MiB or more"
             return CaseOutcome(CaseEnd.TOO_MUCH_OUTPUT, report.seconds, report.cpu_seconds, message)
         text = output.decode(errors="replace")
-        passed = report.status == 0 and same_output(text, expected, options.compare, options.tolerance)
-        return _outcome(report, "" if passed else "it wrote something else than expected")
+        if report.status == 0 and same_output(text, expected, options.compare, options.tolerance):
+            return _outcome(report, "")
+        return _outcome(report, "it wrote something else than expected")
 
     def _limits(self, seconds: float) -> Limits:
         options = self.options
@@ -235,29 +242,40 @@ class CodeReward:
 
 
 def _wrong_result(values: Sequence[Any], case: CallCase) -> str:
-    """Describe what is wrong with the result of a call; empty: nothing."""
-    # APPS wraps what a function returns in a list, in some of its tasks.
-    expected = [case.expected, *(case.expected if isinstance(case.expected, list) and len(case.expected) == 1 else ())]
-    return _problem(lambda: len(values) == 1 and any(same_result(values[0], one, case.tolerance) for one in expected))
+    """Message about a wrong result of a call; empty: the result is right."""
+    expected = [case.expected]
+    if isinstance(case.expected, list) and len(case.expected) == 1:
+        expected += case.expected  # some tasks of APPS wrap the result of a function in a list
+
+    def is_right() -> bool:
+        return len(values) == 1 and any(same_result(values[0], result, case.tolerance) for result in expected)
+
+    return _problem(is_right)
 
 
 def _wrong_answers(values: Sequence[Any], test: SimpleTest | None, nonce: str) -> str:
-    """Describe what is wrong with the answers to a simple test, or with the process's own report of another; empty:
-    nothing."""
-    if test is None:
-        return _problem(lambda: values == [nonce])
-    return _problem(lambda: len(values) == len(test.questions) and passes(test, values))
+    """Message about wrong answers to the questions of a simple test, or about a missing nonce of another test (None);
+    empty: the test passed."""
+
+    def is_right() -> bool:
+        if test is None:
+            return values == [nonce]
+        return len(values) == len(test.questions) and passes(test, values)
+
+    return _problem(is_right)
 
 
-def _problem(check: Callable[[], bool]) -> str:
+def _problem(is_right: Callable[[], bool]) -> str:
     try:
-        return "" if check() else "AssertionError: it gave something else than expected"
-    except Exception as error:  # noqa: BLE001 - an answer of another type than the test expects: not passed
+        if is_right():
+            return ""
+    except Exception as error:  # noqa: BLE001 - an answer of an unexpected type may raise anything: not passed
         return f"{type(error).__name__}: {error}"
+    return "AssertionError: it gave something else than expected"
 
 
 def _outcome(report: ProgramEnd, wrong: str, inside: bool = False) -> CaseOutcome:
-    """``wrong``: what is wrong with the output or the answers; empty: nothing."""
+    """Outcome of a case. ``wrong``: message about a wrong output or answer; empty: the result is right."""
     end = CaseEnd.PASSED
     message = ""
     if report.timed_out:
@@ -274,16 +292,17 @@ def _outcome(report: ProgramEnd, wrong: str, inside: bool = False) -> CaseOutcom
 
 
 def _code(options: CodeOptions) -> CodeReward:
-    """Raises ``RecipeError`` where this machine cannot isolate the code and ``allow_unsandboxed`` is not set."""
+    """Make the reward. Raises ``RecipeError`` where this machine cannot isolate the code and ``allow_unsandboxed`` is
+    not set."""
     if options.compare == "exact" and options.tolerance is not None:
         raise BadOption(
             f'"tolerance" = {options.tolerance:g} has no effect with compare = "exact": leave it out, or write '
             'compare = "lines" or "tokens"'
         )
-    found = available_layers()
+    layers = available_layers()
     if not options.allow_unsandboxed:
-        require_isolation(found)
-    elif not found.isolating:
+        require_isolation(layers)
+    elif not layers.isolating:
         _log.warning(
             'REWARD "code" RUNS A MODEL\'S CODE WITHOUT A SANDBOX (allow_unsandboxed = true): it can do whatever '
             "user %d can: read and delete files, use the network, signal processes",
@@ -292,11 +311,11 @@ def _code(options: CodeOptions) -> CodeReward:
     return CodeReward(options, Sandbox(ALL_LAYERS))
 
 
-def require_isolation(found: LayersFound) -> None:
+def require_isolation(layers: LayersFound) -> None:
     """Raise ``RecipeError`` where code could reach files, the network or other processes."""
-    if found.isolating:
+    if layers.isolating:
         return
-    reasons = "; ".join(f"{name}: {why}" for name, why in found.missing.items()) or "none was asked for"
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in layers.missing.items()) or "none was asked for"
     raise RecipeError(
         f'reward "code" would run a model\'s code without isolation on this machine ({reasons}): allow user '
         "namespaces (kernel.unprivileged_userns_clone = 1, or see docs/rewards_code.md for containers), or a "

@@ -1,4 +1,7 @@
-"""The sandbox as the reward process sees it: one zygote, runs in it, and which layers this machine has."""
+"""The sandbox in the process of the reward: start of the zygote, requests for runs, and the layers of this machine.
+
+``reward`` calls it in a call process, or in the reward worker where the reward is trusted. Each ``Sandbox`` has one
+zygote, a child of that process."""
 
 from __future__ import annotations
 
@@ -26,14 +29,13 @@ from streamrl.rewards.sandbox.values import MALFORMED, decode
 
 ALL_LAYERS = ("namespaces", "landlock", "seccomp")
 _START_S = 30.0
-_ANSWER_GRACE_S = 10.0  # beyond the limit of a run; the zygote kills what does not end after 2 s
+_ANSWER_GRACE_S = 10.0  # beyond the time limit of a run; the zygote kills a run 2 s after its limit
 _END_S = 5.0
 _MESSAGE_BYTES = 65536
 _MOST_STDERR_BYTES = 4096
-# seal, shrink, grow, write
 _F_ADD_SEALS = 1033
-_SEALS = 0xF
-# Packages without their __init__, so that the zygote loads the standard library and this package's files only.
+_SEALS = 0xF  # seal, shrink, grow, write
+# Packages without their __init__, so that the zygote loads only the standard library and files of this package.
 _BOOT = """
 import sys, types
 place, fd = sys.argv[1:]
@@ -45,12 +47,13 @@ main(int(fd))"""
 
 
 class SandboxError(StreamRLError):
-    """The sandbox could not run the code: no verdict, and no reward."""
+    """The sandbox could not run the code, so there is no verdict and no reward."""
 
 
 class ProgramEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """End of the code's process. ``status``: exit code, or minus the number of the signal that ended it; ``seconds`` of
-    wall time and ``cpu_seconds`` until then; ``last_error``: last line on its stderr."""
+    """End of the code's process. ``status``: exit code, or minus the number of the signal that ended the process;
+    ``seconds``, ``cpu_seconds``: wall and CPU time; ``timed_out``: the process ran beyond its time limit;
+    ``last_error``: last line of its stderr."""
 
     status: int
     seconds: float
@@ -60,15 +63,15 @@ class ProgramEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Answer of the code's process about its module, none of which is trusted. ``values``: None where it wrote none;
-    ``raised``: the exception that it reports."""
+    """Answer of the code's process to questions about its module. Nothing in it is trusted. ``values``: values of the
+    answers, None: the process wrote no values; ``raised``: exception that the process reports."""
 
     values: list[Any] | None = None
     raised: str = ""
 
 
 def read_answer(content: bytes) -> Answer:
-    """The answer in a file that the code's process had."""
+    """Decode the answer from a file that the code's process could write."""
     try:
         answer = json.loads(content) if content else {"raised": "it ended before it answered"}
         if "values" in answer:
@@ -79,20 +82,21 @@ def read_answer(content: bytes) -> Answer:
 
 
 class LayersFound(msgspec.Struct, frozen=True, tag=True):
-    """First message of a zygote. ``held``: layers that were built and tried; ``missing``: why others could not be."""
+    """First message of a zygote. ``active``: layers that were built and tested; ``missing``: layers that could not be
+    built, each with the reason."""
 
-    held: tuple[str, ...]
+    active: tuple[str, ...]
     missing: dict[str, str]
 
     @property
     def isolating(self) -> bool:
         """Return whether files, network and other processes are out of reach. Landlock alone leaves UDP and signals
         open."""
-        return "namespaces" in self.held or "seccomp" in self.held
+        return "namespaces" in self.active or "seccomp" in self.active
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
-    """End of ``run``, or the ``error`` for which it could not begin."""
+    """Message of a zygote about the end of a run. ``run``: id of the run; ``error``: reason why it could not begin."""
 
     run: int
     report: ProgramEnd | None = None
@@ -111,11 +115,11 @@ def read_zygote_message(content: bytes) -> LayersFound | RunEnded:
 
 
 class Sandbox:
-    """Runs code in jails. Use it on one event loop; the zygote starts with the first run and after it died. ``layers``:
-    which of ``ALL_LAYERS`` to use where the kernel has them."""
+    """Runs code in jails. It belongs to one event loop. The first run starts the zygote, and so does the first run
+    after a zygote died. ``layers``: names of ``ALL_LAYERS`` to use where the kernel has them."""
 
     def __init__(self, layers: Sequence[str] = ALL_LAYERS) -> None:
-        self._wanted = tuple(layers)
+        self._layers = tuple(layers)
         self._starting = asyncio.Lock()
         self._run_ids = itertools.count()
         self._zygote: _Zygote | None = None
@@ -134,17 +138,18 @@ class Sandbox:
             await zygote.aclose()
 
     async def layers(self) -> LayersFound:
-        """The layers that hold, and why others do not. Raises ``SandboxError`` when no zygote starts."""
+        """The active layers, and the reasons why others are missing. Raises ``SandboxError`` when no zygote starts."""
         return (await self._ready()).hello
 
     async def run_program(self, source: bytes, stdin: bytes, limits: Limits) -> tuple[ProgramEnd, bytes]:
-        """Run ``source`` as a program: its report, and what it wrote to stdout (up to the limit for files + 1)."""
+        """Run ``source`` as a program. Returns its end and its stdout (up to the limit for files + 1)."""
         with _files(source, stdin, None, None) as files:
             report = await self._run("program", limits, files)
             return report, _content(files[2], limits.file_bytes + 1)
 
     async def run_module(self, source: bytes, order: Mapping[str, Any], limits: Limits) -> tuple[ProgramEnd, Answer]:
-        """Load ``source`` as a module and carry out ``order`` (see ``program.as_module``) in its process."""
+        """Load ``source`` as a module and carry out ``order`` (see ``program.as_module``) in its process. Returns the
+        end of the process and its answer."""
         with _files(source, json.dumps(order).encode(), None, None) as files:
             report = await self._run("module", limits, files)
             return report, read_answer(_content(files[2], limits.file_bytes + 1))
@@ -160,12 +165,12 @@ class Sandbox:
         async with self._starting:
             if self._zygote is None or self._zygote.dead:
                 await self.aclose()
-                self._zygote = await _Zygote.start(self._wanted)
+                self._zygote = await _Zygote.start(self._layers)
             return self._zygote
 
 
 class _Zygote:
-    """The process and the socket to it."""
+    """The process of a zygote and the socket to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, errors: int) -> None:
         self.hello = LayersFound((), {})
@@ -180,24 +185,24 @@ class _Zygote:
 
     @classmethod
     async def start(cls, layers: Sequence[str]) -> _Zygote:
-        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        near.setblocking(False)
+        control, zygote_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setblocking(False)
         errors = os.memfd_create("zygote errors")
-        with far:
-            place = str(Path(__file__).parent)
+        with zygote_socket:
+            folder = str(Path(__file__).parent)
             process = subprocess.Popen(  # noqa: ASYNC220 - it starts in milliseconds, once
-                [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, place, str(far.fileno())],
+                [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, folder, str(zygote_socket.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 cwd="/",
                 env={"MALLOC_ARENA_MAX": "1"},  # an arena for each thread would count as memory of the code
-                pass_fds=(far.fileno(),),
+                pass_fds=(zygote_socket.fileno(),),
                 start_new_session=True,
             )
-        zygote = cls(process, near, errors)
+        zygote = cls(process, control, errors)
         try:
-            near.send(json.dumps({"layers": list(layers)}).encode())
+            control.send(json.dumps({"layers": list(layers)}).encode())
             async with asyncio.timeout(_START_S):
                 zygote.hello = await zygote._hello
         except TimeoutError:
@@ -213,7 +218,7 @@ class _Zygote:
         try:
             socket.send_fds(self._control, [json.dumps(order).encode()], list(files))
             async with asyncio.timeout(seconds):
-                ended: RunEnded = await answer
+                run_end: RunEnded = await answer
         except OSError as error:  # TimeoutError too
             self._end(f"the sandbox does not answer ({type(error).__name__}: {error})")
             raise SandboxError("the sandbox does not answer: it is started again for the next run") from error
@@ -223,9 +228,9 @@ class _Zygote:
             raise
         finally:
             self._answers.pop(run_id, None)
-        if ended.report is None:
-            raise SandboxError(f"no jail for the code: {ended.error}")
-        return ended.report
+        if run_end.report is None:
+            raise SandboxError(f"no jail for the code: {run_end.error}")
+        return run_end.report
 
     async def aclose(self) -> None:
         self._end("the sandbox was closed")
@@ -245,42 +250,43 @@ class _Zygote:
         except OSError:
             content = b""
         if not content:
-            said = _content(self._errors, _MOST_STDERR_BYTES).decode(errors="replace").strip()
-            self._end(f"the sandbox ended: {said[-500:] or 'it said nothing'}")
+            stderr = _content(self._errors, _MOST_STDERR_BYTES).decode(errors="replace").strip()
+            self._end(f"the sandbox ended: {stderr[-500:] or 'it said nothing'}")
             return
         try:
             message = read_zygote_message(content)
         except SandboxError as error:
             self._end(str(error))
             return
-        waiting = self._hello if isinstance(message, LayersFound) else self._answers.get(message.run)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message)
+        future = self._hello if isinstance(message, LayersFound) else self._answers.get(message.run)
+        if future is not None and not future.done():
+            future.set_result(message)
 
     def _end(self, reason: str) -> None:
-        """Close the socket, on which the zygote ends; all that wait get ``SandboxError``."""
+        """Close the socket, which ends the zygote. Callers that wait for an answer get ``SandboxError``."""
         if self.dead:
             return
         self.dead = True
         self._loop.remove_reader(self._control.fileno())
         self._control.close()
-        for waiting in (self._hello, *self._answers.values()):
-            if not waiting.done():
-                waiting.set_exception(SandboxError(reason))
-                waiting.exception()  # looked at: a hello that nobody waits for is no error of its own
+        for future in (self._hello, *self._answers.values()):
+            if not future.done():
+                future.set_exception(SandboxError(reason))
+                future.exception()  # retrieve it: asyncio would report a future that nobody awaits
 
 
 @contextlib.contextmanager
 def _files(*contents: bytes | None) -> Iterator[list[int]]:
-    """Files in memory: sealed with ``contents``, or empty and writable where that is None."""
+    """Make files in memory, one for each of ``contents``: sealed with the content; empty and writable for None."""
     files: list[int] = []
     try:
         for content in contents:
-            files.append(fd := os.memfd_create("run", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            fd = os.memfd_create("run", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            files.append(fd)
             if content is not None:
-                view = memoryview(content)
-                while view:
-                    view = view[os.write(fd, view) :]
+                unwritten = memoryview(content)
+                while unwritten:
+                    unwritten = unwritten[os.write(fd, unwritten) :]
                 os.lseek(fd, 0, os.SEEK_SET)
                 fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
         yield files
@@ -289,9 +295,10 @@ def _files(*contents: bytes | None) -> Iterator[list[int]]:
             os.close(fd)
 
 
-def _content(fd: int, most: int) -> bytes:
+def _content(fd: int, limit: int) -> bytes:
+    """The first ``limit`` bytes of a file."""
     content = b""
-    while len(content) < most and (part := os.pread(fd, most - len(content), len(content))):
+    while len(content) < limit and (part := os.pread(fd, limit - len(content), len(content))):
         content += part
     return content
 
@@ -299,30 +306,32 @@ def _content(fd: int, most: int) -> bytes:
 def _last_line(stderr: int) -> str:
     start = max(0, os.fstat(stderr).st_size - _MOST_STDERR_BYTES)
     lines = os.pread(stderr, _MOST_STDERR_BYTES, start).decode(errors="replace").strip().splitlines()
-    return lines[-1][:200] if lines else ""
+    if not lines:
+        return ""
+    return lines[-1][:200]
 
 
 @cache
 def available_layers() -> LayersFound:
-    """List the layers of this machine by starting a sandbox once (about a tenth of a second). Raises nothing."""
+    """Find the layers of this machine by starting a sandbox once (about a tenth of a second). Raises nothing."""
     if sys.platform != "linux":
         return LayersFound((), dict.fromkeys(ALL_LAYERS, f"{sys.platform} has none of them: Linux only"))
     return probe_layers(ALL_LAYERS)
 
 
 def probe_layers(layers: tuple[str, ...]) -> LayersFound:
-    """Start a sandbox and return which of ``layers`` hold in it."""
-    found: list[LayersFound] = []
+    """Start a sandbox and return the names of ``layers`` that are active in it, and the reasons why others are not."""
+    results: list[LayersFound] = []
 
-    async def ask() -> None:
+    async def start_sandbox() -> None:
         try:
             async with Sandbox(layers) as sandbox:
-                found.append(await sandbox.layers())
+                results.append(await sandbox.layers())
         except (SandboxError, OSError) as error:
-            found.append(LayersFound((), dict.fromkeys(layers, str(error))))
+            results.append(LayersFound((), dict.fromkeys(layers, str(error))))
 
-    # In a thread: the caller may be on an event loop already.
-    thread = threading.Thread(target=lambda: asyncio.run(ask()), name="sandbox probe")
+    # A thread: the caller may be on an event loop already.
+    thread = threading.Thread(target=lambda: asyncio.run(start_sandbox()), name="sandbox probe")
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]

@@ -1,15 +1,16 @@
-"""A seccomp filter that lets only the system calls through which a Python program needs, as assembled BPF.
+"""A seccomp filter that allows only the system calls that a Python program needs, as assembled BPF.
 
-An allow list: what is not named here (ptrace, mount, bpf, keyctl, io_uring, userfaultfd, perf_event_open, execve,
-unshare, socket, memfd_create, shmget, ...) fails with ENOSYS, which the C library takes as "this kernel is older".
-Calls of another architecture (x32, i386) end the process."""
+``jail`` assembles the filters and installs one in each jailed process; ``zygote`` installs one as a test. The filter is
+an allow list: every other call (ptrace, mount, bpf, keyctl, io_uring, userfaultfd, perf_event_open, execve, unshare,
+socket, memfd_create, shmget, ...) fails with ENOSYS, which the C library takes as "this kernel is older". Calls of
+another architecture (x32, i386) end the process."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
-# Numbers by name, in the order x86-64, aarch64 (asm-generic); None: aarch64 has no such call.
+# Name of a call -> its numbers on x86-64 and aarch64 (asm-generic); None: aarch64 has no such call.
 _Table = Mapping[str, tuple[int | None, int | None]]
 
 _ALWAYS: _Table = {
@@ -40,7 +41,7 @@ _ALWAYS: _Table = {
     "getsockopt": (55, 209),
 }  # fmt: skip
 
-# By path: only where a mount namespace or Landlock says which paths.
+# Calls with a path: allowed only where a mount namespace or Landlock limits the paths.
 _PATHS: _Table = {
     "open": (2, None), "openat": (257, 56), "creat": (85, None), "stat": (4, None), "lstat": (6, None),
     "newfstatat": (262, 79), "statx": (332, 291), "statfs": (137, 43), "access": (21, None), "faccessat": (269, 48),
@@ -50,14 +51,15 @@ _PATHS: _Table = {
     "linkat": (265, 37), "readlink": (89, None), "readlinkat": (267, 78),
 }  # fmt: skip
 
-# By path, and not under Landlock: only where a mount namespace shows nothing of the host that could be changed.
+# Calls with a path that Landlock does not check: allowed only where a mount namespace hides all files of the host that
+# they could change.
 _MODES: _Table = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "utimensat": (280, 88), "utimes": (235, None),
 }  # fmt: skip
 
 _PROCESSES: _Table = {"fork": (57, None), "vfork": (58, None)}
 
-# (x86-64, aarch64) of the calls whose arguments are looked at.
+# Numbers on x86-64 and aarch64 of the calls whose arguments the filter checks.
 _CLONE = (56, 220)
 _KILL = (62, 129)
 _TGKILL = (234, 131)
@@ -96,15 +98,16 @@ _Instruction = tuple[int, int, int, int]
 def assemble(machine: int, *, paths: bool, modes: bool, processes: bool, only_pid: int | None) -> bytes:
     """The filter, 8 bytes an instruction.
 
-    ``machine``: 0 for x86-64, 1 for aarch64. ``paths``: files may be opened by path; ``modes``: and their modes be
+    ``machine``: 0 for x86-64, 1 for aarch64. ``paths``: files may be opened by path; ``modes``: modes of files may be
     changed; ``processes``: processes may be started (threads always). ``only_pid``: the one process that may be
-    signalled, None where a process namespace decides."""
-    tables: list[_Table] = [
-        _ALWAYS,
-        *([_PATHS] if paths else []),
-        *([_MODES] if modes else []),
-        *([_PROCESSES] if processes else []),
-    ]
+    signalled, None: a process namespace limits the processes."""
+    tables: list[_Table] = [_ALWAYS]
+    if paths:
+        tables.append(_PATHS)
+    if modes:
+        tables.append(_MODES)
+    if processes:
+        tables.append(_PROCESSES)
     code: list[_Instruction] = [
         _load(_ARCHITECTURE),
         (_JEQ, 1, 0, _AUDIT_ARCH[machine]),
@@ -114,7 +117,7 @@ def assemble(machine: int, *, paths: bool, modes: bool, processes: bool, only_pi
     if machine == 0:
         code += [(_JGE, 0, 1, _X32_BIT), _return(_KILL_PROCESS)]
     if not paths:
-        # fstat() of newer C libraries: by a file descriptor and an empty path.
+        # Newer C libraries call fstatat with a file descriptor and an empty path for fstat().
         by_fd = [_load(_ARGUMENTS + 8 * 3), (_JSET, 1, 0, _AT_EMPTY_PATH), _return(_ERRNO | _ENOENT), _return(_ALLOW)]
         code += _when(_FSTATAT[machine], by_fd)
     code += _when(_CLONE[machine], _clone_rule(processes))
@@ -131,19 +134,20 @@ def assemble(machine: int, *, paths: bool, modes: bool, processes: bool, only_pi
 
 
 def _intervals(allowed: Sequence[int]) -> list[tuple[int, int]]:
-    """(first number, action), each up to the next; the last has no end."""
-    found = [(0, _ERRNO | _ENOSYS)]
+    """Intervals of call numbers as (first number, action). Each ends before the next, and the last has no end."""
+    intervals = [(0, _ERRNO | _ENOSYS)]
     for number in allowed:
-        if found[-1][0] == number:  # what comes after the number before
-            found.pop()
-        if not found or found[-1][1] != _ALLOW:
-            found.append((number, _ALLOW))
-        found.append((number + 1, _ERRNO | _ENOSYS))
-    return found
+        if intervals[-1][0] == number:  # the forbidden interval that the number before has begun is empty
+            intervals.pop()
+        if not intervals or intervals[-1][1] != _ALLOW:
+            intervals.append((number, _ALLOW))
+        intervals.append((number + 1, _ERRNO | _ENOSYS))
+    return intervals
 
 
 def _search(intervals: Sequence[tuple[int, int]]) -> list[_Instruction]:
-    """Find the interval of the number by halves: the kernel walks it for every number when it is installed."""
+    """Find the interval of a number by binary search: the kernel runs the filter for every number when it is
+    installed."""
     if len(intervals) == 1:
         return [_return(intervals[0][1])]
     middle = len(intervals) // 2
@@ -153,7 +157,7 @@ def _search(intervals: Sequence[tuple[int, int]]) -> list[_Instruction]:
 
 
 def _clone_rule(processes: bool) -> list[_Instruction]:
-    """Forbid new namespaces; without ``processes`` everything but threads."""
+    """Forbid new namespaces; without ``processes`` forbid everything except threads."""
     rule = [_load(_ARGUMENTS), (_JSET, 0, 1, _CLONE_REFUSED), _return(_ERRNO | _EPERM)]
     if not processes:
         rule += [(_JSET, 1, 0, _CLONE_THREAD), _return(_ERRNO | _EPERM)]
@@ -161,7 +165,8 @@ def _clone_rule(processes: bool) -> list[_Instruction]:
 
 
 def _one_of(argument: int, values: Iterable[int]) -> list[_Instruction]:
-    """Allowed when the low 32 bits of the argument (all that these calls read of it) are one of ``values``."""
+    """Allow the call when the low 32 bits of the argument (the only bits that these calls read) are one of
+    ``values``."""
     rule = [_load(_ARGUMENTS + 8 * argument)]
     for value in values:
         rule += [(_JEQ, 0, 1, value), _return(_ALLOW)]
@@ -169,7 +174,7 @@ def _one_of(argument: int, values: Iterable[int]) -> list[_Instruction]:
 
 
 def _when(number: int, rule: Sequence[_Instruction]) -> list[_Instruction]:
-    """``rule`` (which ends with a return) for the call ``number``; for others the next instruction after it."""
+    """Apply ``rule`` (which ends with a return) to the call ``number``; other calls continue after the rule."""
     return [(_JEQ, 0, len(rule), number), *rule]
 
 

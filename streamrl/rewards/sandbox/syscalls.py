@@ -1,5 +1,8 @@
-"""System calls that Python 3.11 has no function for, by ctypes. Only the standard library: the zygote loads it. Every
-call raises ``OSError`` with the name of the call. Flags and structures: the man pages of each call."""
+"""System calls for which Python 3.11 has no function, by ctypes. Flags and structures are as in the man page of each
+call. Every call raises ``OSError`` with the name of the call.
+
+``zygote``, ``jail`` and ``files`` call them in the zygote and in the processes that it forks. Imports only the standard
+library: the zygote loads this file."""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import struct
 from collections.abc import Iterable
 
-# The order of each pair: x86-64, aarch64 (asm-generic).
+# Name of a call -> its numbers on x86-64 and aarch64 (asm-generic).
 _NUMBERS = {
     "clone": (56, 220),
     "pivot_root": (155, 41),
@@ -50,12 +53,12 @@ _PR_CAP_AMBIENT_CLEAR_ALL = 4
 _CAPABILITY_VERSION_3 = 0x20080522
 _LAST_FD = 0x7FFFFFFF
 
-# PyDLL keeps the interpreter lock: after a raw clone there is nobody to take it from.
+# PyDLL keeps the interpreter lock: after a raw clone no other thread could hand the lock over.
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 def machine_index() -> int | None:
-    """Index of this machine in pairs (x86-64, aarch64); None for another one, or a 32-bit interpreter."""
+    """Index of this machine in pairs (x86-64, aarch64); None: another machine, or a 32-bit interpreter."""
     machine = os.uname().machine
     return MACHINES.index(machine) if machine in MACHINES and struct.calcsize("P") == 8 else None
 
@@ -71,13 +74,13 @@ def _syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | 
     index = machine_index()
     if index is None:
         raise OSError(38, f"{name}: not known for {os.uname().machine}")
-    wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    return _checked(name, int(_libc.syscall(ctypes.c_long(_NUMBERS[name][index]), *wide)))
+    c_arguments = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    return _checked(name, int(_libc.syscall(ctypes.c_long(_NUMBERS[name][index]), *c_arguments)))
 
 
 def fork_into(flags: int) -> int:
-    """Fork with the child in new namespaces (``CLONE_NEW*``), for a process with one thread. The interpreter and its
-    modules do nothing after it (random seeds, locks: half a millisecond); ``os.fork`` of the code's process does."""
+    """Fork a child into new namespaces (``CLONE_NEW*``), from a process with one thread. The interpreter does not run
+    its hooks after this fork (random seeds, locks: half a millisecond); the ``os.fork`` of the code's process does."""
     return _syscall("clone", flags | 17, 0, 0, 0, 0)  # 17: SIGCHLD
 
 
@@ -89,8 +92,8 @@ def unshare(flags: int) -> None:
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     """``mount(2)``."""
     names = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
-    given = None if options is None else options.encode()
-    _checked(f"mount {target}", _libc.mount(*names, ctypes.c_ulong(flags), given))
+    data = None if options is None else options.encode()
+    _checked(f"mount {target}", _libc.mount(*names, ctypes.c_ulong(flags), data))
 
 
 def unmount(target: str) -> None:
@@ -105,7 +108,8 @@ def pivot_root(new: str, old: str) -> None:
 
 def restrict_mounts(target: str, flags: int) -> None:
     """Add ``MS_RDONLY``, ``MS_NOSUID``, ... to the mount at ``target`` and to all below it (Linux 5.12)."""
-    attributes = struct.pack("QQQQ", flags, 0, 0, 0)  # MOUNT_ATTR_* of these four have the values of MS_*
+    # For these flags MOUNT_ATTR_* and MS_* have the same values.
+    attributes = struct.pack("QQQQ", flags, 0, 0, 0)
     _syscall("mount_setattr", _AT_FDCWD, os.fsencode(target), _AT_RECURSIVE, attributes, len(attributes))
 
 
@@ -116,27 +120,28 @@ def prctl(option: int, *values: int) -> int:
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when the thread that started it ends."""
+    """Have the kernel send SIGKILL to this process when the thread that started it ends."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Return whether processes of the same user may trace this one and open what is its in /proc."""
+    """Set whether processes of the same user may trace this process and open its files in /proc."""
     prctl(_PR_SET_DUMPABLE, int(dumpable))
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process."""
+    """Make descendants whose parent ends children of this process."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_no_new_privileges() -> None:
-    """Forbid new privileges by way of executed programs, as seccomp and Landlock require."""
+    """Forbid new privileges through executed programs, as seccomp and Landlock require."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability. With ``set_no_new_privileges`` for good: the bounding set does not matter then."""
+    """Give up every capability. With ``set_no_new_privileges`` the process cannot regain one, whatever its bounding
+    set."""
     prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION_3, 0))
     _syscall("capset", header, bytes(24))
@@ -159,7 +164,7 @@ def _close_range(first: int, last: int) -> None:
 
 
 def set_seccomp_filter(program: bytes) -> None:
-    """Install a BPF ``program`` (8 bytes an instruction) for this process and all that it starts."""
+    """Install a BPF ``program`` (8 bytes an instruction) for this process and all processes that it starts."""
     instructions = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(instructions))
     _syscall("seccomp", 1, 0, header)  # SECCOMP_SET_MODE_FILTER
@@ -176,7 +181,7 @@ def landlock_ruleset(attributes: bytes) -> int:
 
 
 def landlock_allow_beneath(ruleset: int, path: str, rights: int) -> None:
-    """Allow ``rights`` on ``path`` and what lies below it."""
+    """Allow ``rights`` on ``path`` and on everything below it."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         _syscall("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights, fd), 0)
@@ -185,5 +190,5 @@ def landlock_allow_beneath(ruleset: int, path: str, rights: int) -> None:
 
 
 def landlock_restrict(ruleset: int) -> None:
-    """Put this process, and all that it starts, under the rule set."""
+    """Apply the rule set to this process and all processes that it starts."""
     _syscall("landlock_restrict_self", ruleset, 0)

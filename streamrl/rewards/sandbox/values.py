@@ -1,6 +1,8 @@
-"""Plain Python values as JSON data, from the code's process to the one that compares. Only the standard library. Input
-is not trusted: only values of exact built-in types are made of it, and few enough members of sets and mappings that no
-choice of members makes them slow (numbers with equal hashes)."""
+"""Conversion of plain Python values to JSON data and back, and comparison of results. Only the standard library.
+
+``encode`` runs in the code's process in the jail, ``decode`` and the comparison in the process of the reward. The data
+is not trusted: ``decode`` makes only values of exact built-in types, and limits the members of sets and mappings, so
+that members with equal hashes cannot make it slow."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError
 
 _LARGEST_PLAIN_INT = 1 << 4096  # the JSON module reads no more than 4,300 digits
 
-# Each type with what takes a value apart, and what makes one of the parts, which are plain themselves.
+# Type -> function that splits a value into parts, and function that makes a value from its parts.
 _PARTS: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Any]]] = {
     int: (lambda value: [hex(value)], lambda text: int(text, 16)),
     bytes: (lambda value: [value.decode("latin-1")], lambda text: text.encode("latin-1")),
@@ -38,7 +40,7 @@ _BASES: dict[type, Callable[[Any], Any]] = {
 
 
 class Opaque:
-    """Stands for an object that is no plain value. It equals nothing, and has no operator and no conversion."""
+    """Placeholder for an object that is no plain value. It equals nothing, and has no operator and no conversion."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -50,14 +52,15 @@ class Opaque:
 
 
 def limited(items: Any) -> Any:
-    """``items``. Raises ``ValueError`` where a set or mapping of them would have too many members."""
+    """Return ``items``. Raises ``ValueError`` where a set or mapping of them would have too many members."""
     if isinstance(items, Sized) and len(items) > MOST_MEMBERS:
         raise ValueError(f"a set or a mapping of more than {MOST_MEMBERS:,} members")
     return items
 
 
 def encode(value: Any) -> Any:
-    """JSON data of ``value``. An iterator is exhausted; other objects are only named by their type."""
+    """JSON data of ``value``. An iterator is consumed; of an object that is no plain value only the type's name is
+    kept."""
     kind = type(value)
     if value is None or kind in (bool, str, float) or (kind is int and abs(value) < _LARGEST_PLAIN_INT):
         return value
@@ -74,7 +77,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """The value that ``encode`` was given. Raises one of ``MALFORMED``."""
+    """The value whose JSON data ``encode`` returned. Raises one of ``MALFORMED``."""
     if type(data) is list:
         return [decode(item) for item in data]
     if type(data) is not dict:
@@ -83,39 +86,41 @@ def decode(data: Any) -> Any:
     return _MAKERS[name](*[decode(part) for part in content])
 
 
-def same_result(given: Any, expected: Any, tolerance: float | None = None) -> bool:
-    """Return whether a call gave what a dataset expects, but for what JSON cannot say: a tuple is a list, the keys of a
-    mapping are strings. ``tolerance``: numbers may differ by that much, absolutely or relative to the expected one."""
+def same_result(result: Any, expected: Any, tolerance: float | None = None) -> bool:
+    """Return whether the result of a call is the one that a dataset expects, compared as JSON: a tuple equals a list,
+    and keys of mappings are strings. ``tolerance``: allowed difference of numbers, absolute or relative to the expected
+    number."""
     if isinstance(expected, list | tuple):
-        if not isinstance(given, list | tuple) or len(given) != len(expected):
+        if not isinstance(result, list | tuple) or len(result) != len(expected):
             return False
-        return all(same_result(ours, theirs, tolerance) for ours, theirs in zip(given, expected, strict=True))
+        pairs = zip(result, expected, strict=True)
+        return all(same_result(item, expected_item, tolerance) for item, expected_item in pairs)
     if isinstance(expected, dict):
-        if not isinstance(given, dict) or len(given) != len(expected):
+        if not isinstance(result, dict) or len(result) != len(expected):
             return False
-        ours = {_key(key): value for key, value in given.items()}
+        by_key = {_key(key): value for key, value in result.items()}
         return all(
-            _key(key) in ours and same_result(ours[_key(key)], value, tolerance) for key, value in expected.items()
+            _key(key) in by_key and same_result(by_key[_key(key)], value, tolerance) for key, value in expected.items()
         )
-    if isinstance(given, float) and isinstance(expected, float) and math.isnan(expected):
-        return math.isnan(given)
-    return bool(given == expected) or _both_near(given, expected, tolerance)
+    if isinstance(result, float) and isinstance(expected, float) and math.isnan(expected):
+        return math.isnan(result)
+    return bool(result == expected) or _near_numbers(result, expected, tolerance)
 
 
-def near(given: float, expected: float, tolerance: float) -> bool:
-    """Return whether two numbers differ by at most ``tolerance``. Nothing is near infinity."""
-    finite = math.isfinite(given) and math.isfinite(expected)
-    return finite and abs(given - expected) <= tolerance * max(1.0, abs(expected))
+def near(number: float, expected: float, tolerance: float) -> bool:
+    """Return whether two numbers differ by at most ``tolerance``. No number is near infinity."""
+    finite = math.isfinite(number) and math.isfinite(expected)
+    return finite and abs(number - expected) <= tolerance * max(1.0, abs(expected))
 
 
-def _both_near(given: Any, expected: Any, tolerance: float | None) -> bool:
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (given, expected))
+def _near_numbers(result: Any, expected: Any, tolerance: float | None) -> bool:
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (result, expected))
     try:
-        return tolerance is not None and numbers and near(given, expected, tolerance)
-    except OverflowError:  # an int beyond all floats
+        return tolerance is not None and numbers and near(result, expected, tolerance)
+    except OverflowError:  # an int that is too large for a float
         return False
 
 
 def _key(key: Any) -> Any:
-    """Return the form of a mapping's key in JSON."""
+    """Return the key of a mapping as JSON has it."""
     return json.dumps(key) if key is None or isinstance(key, int | float) else key

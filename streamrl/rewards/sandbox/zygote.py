@@ -1,10 +1,11 @@
-"""The zygote: a small warm interpreter that forks a jail for every run, so that none starts an interpreter.
+"""The zygote: a small warm interpreter that forks a jail for every run, so that no run starts an interpreter.
 
-    reward process --starts--> outer (waits) --fork into namespaces--> zygote --forks--> watchers
+    reward process --starts--> outer process (waits) --fork into namespaces--> zygote --forks--> watchers
 
-Requests come over a SEQPACKET socket as JSON with the files of the run attached; one answer for each run. The zygote
-never reads those files: what one run is given cannot be found in the memory of another. It ends when the socket does,
-and with it (pid 1 of its process namespace) everything that it started. Only the standard library is loaded."""
+``sandbox`` starts it (``_BOOT``) and sends requests over a SEQPACKET socket, as JSON with the files of the run
+attached. The zygote sends one answer for each run. It never reads the files, so the content of one run's files is not
+in the memory of another run. It ends with the socket, and all processes that it started end with it, because it is pid
+1 of its process namespace. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ from streamrl.rewards.sandbox import files, jail, program, seccomp
 from streamrl.rewards.sandbox import syscalls as sc
 
 _NOBODY = 65534
-_GRACE_S = 2.0  # a watcher that does not end by itself after the limit
+_GRACE_S = 2.0  # from the time limit of a run until its watcher is killed, if it has not ended
 _MESSAGE_BYTES = 65536
 _MOST_FILES = 8
 _NAMESPACES = sc.CLONE_NEWNS | sc.CLONE_NEWPID | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS | sc.CLONE_NEWNET
-# What programs import most, and what needs shared libraries, which are not in the jail's file tree.
-_WARM = [
+# Modules that programs import most, and modules that need shared libraries, which the jail's file tree lacks.
+_WARM_MODULES = [
     "abc", "array", "ast", "base64", "bisect", "bz2", "calendar", "cmath", "collections", "contextlib", "copy", "csv",
     "ctypes", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq", "inspect",
     "io", "itertools", "json", "lzma", "math", "numbers", "operator", "pprint", "queue", "random", "re", "secrets",
@@ -44,24 +45,25 @@ def main(control_fd: int) -> None:
     """Serve the requests that come over ``control_fd`` until it is closed."""
     sc.die_with_parent()
     control = socket.socket(fileno=control_fd)
-    wanted = json.loads(control.recv(_MESSAGE_BYTES))["layers"]
+    layer_names = json.loads(control.recv(_MESSAGE_BYTES))["layers"]
     _warm_up()
     missing: dict[str, str] = {}
-    for namespaces in (True, False) if "namespaces" in wanted else (False,):
-        ready, failed = os.pipe()
+    attempts = (True, False) if "namespaces" in layer_names else (False,)
+    for namespaces in attempts:
+        problem_reader, problem_writer = os.pipe()
         try:
             pid = _fork_inner(namespaces)
         except OSError as error:
             missing["namespaces"] = str(error)
             continue
         if pid == 0:
-            os.close(ready)
-            _inner(control, wanted, namespaces, missing, failed)
-        os.close(failed)
-        with open(ready, "rb") as file:
+            os.close(problem_reader)
+            _run_zygote(control, layer_names, namespaces, missing, problem_writer)
+        os.close(problem_writer)
+        with open(problem_reader, "rb") as file:
             problem = file.read()
         if not problem:
-            control.close()  # else the zygote would not be alone with it, and would not see that it ends
+            control.close()  # only the zygote may have the socket: otherwise it would not notice that the socket ends
             os.waitpid(pid, 0)
             return
         os.waitpid(pid, 0)
@@ -71,12 +73,12 @@ def main(control_fd: int) -> None:
 def _fork_inner(namespaces: bool) -> int:
     if not namespaces:
         return os.fork()
-    # With the host's root the user namespace comes after the file tree is built, and belongs to nobody.
+    # A process of the host's root makes its user namespace later, as nobody, after it has built the file tree.
     return sc.fork_into(_NAMESPACES | (0 if _may_build_as_root() else sc.CLONE_NEWUSER))
 
 
 def _may_build_as_root() -> bool:
-    """Return whether this is a root that may mount, and may become another user."""
+    """Return whether this process is root and may mount, and may become another user."""
     if os.geteuid() != 0:
         return False
     pid = os.fork()
@@ -90,8 +92,11 @@ def _may_build_as_root() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def _inner(control: socket.socket, wanted: list[str], namespaces: bool, missing: dict[str, str], failed: int) -> None:
-    """The zygote itself. An error before it can serve is written to ``failed``, which is closed when it serves."""
+def _run_zygote(
+    control: socket.socket, layer_names: list[str], namespaces: bool, missing: dict[str, str], problem_writer: int
+) -> None:
+    """Run the zygote. An error before it can serve is written to ``problem_writer``, which is closed when it
+    serves."""
     try:
         sc.die_with_parent()
         library = os.path.dirname(os.__file__)
@@ -99,10 +104,14 @@ def _inner(control: socket.socket, wanted: list[str], namespaces: bool, missing:
         if namespaces:
             _isolate(library)
         missing = dict(missing)
+        landlock = "landlock" in layer_names and _works("landlock", missing, lambda: files.restrict([], [], []))
+        machine: int | None = None
+        if "seccomp" in layer_names and _works("seccomp", missing, _try_filter):
+            machine = sc.machine_index()
         layers = jail.Layers(
             namespaces=namespaces,
-            landlock="landlock" in wanted and _holds("landlock", missing, lambda: files.restrict([], [], [])),
-            seccomp=sc.machine_index() if "seccomp" in wanted and _holds("seccomp", missing, _try_filter) else None,
+            landlock=landlock,
+            seccomp=machine,
             library=library,
             filters=(),
             base_bytes=base_bytes,
@@ -111,9 +120,9 @@ def _inner(control: socket.socket, wanted: list[str], namespaces: bool, missing:
         if namespaces:
             serving.try_once()
     except BaseException as error:  # noqa: BLE001 - reported to the outer process, which tries without namespaces
-        os.write(failed, f"{type(error).__name__}: {error}".encode())
+        os.write(problem_writer, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
-    os.close(failed)
+    os.close(problem_writer)
     serving.say_hello(missing)
     serving.run()
     os._exit(0)
@@ -121,37 +130,38 @@ def _inner(control: socket.socket, wanted: list[str], namespaces: bool, missing:
 
 def _warm_up() -> None:
     os.environ.clear()
-    for name in _WARM:
-        with contextlib.suppress(ImportError):  # an interpreter built without it
+    for name in _WARM_MODULES:
+        with contextlib.suppress(ImportError):  # the interpreter was built without the module
             importlib.import_module(name)
     site.setquit()  # exit() and quit(), which programs use
-    # Where memory is short, the sandbox is to end before the trainer.
+    # Where memory is short, the kernel is to kill the sandbox before the trainer.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.collect()
-    gc.freeze()  # pages that a collection in a child would copy
+    gc.freeze()  # otherwise a collection in a child would copy the pages of all objects
 
 
 def _isolate(library: str) -> None:
-    """File tree and user of the zygote. It keeps the right to make namespaces, in a user namespace of nobody's."""
+    """Build the file tree of the zygote, and change its user. It keeps the right to make namespaces, in a user
+    namespace of the user nobody."""
     if os.geteuid() == 0:
         files.build(library)
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-        sc.set_dumpable(True)  # lost with the user; without it the maps cannot be written
+        sc.set_dumpable(True)  # the change of the user has reset it; without it the maps cannot be written
         sc.die_with_parent()
         sc.unshare(sc.CLONE_NEWUSER)
         files.map_user(0, _NOBODY, _NOBODY)
     else:
-        # The overflow ids until the maps are written: what they were outside is asked before.
-        files.map_user(0, *_OUTSIDE)
+        # geteuid() returns the overflow id until the maps are written, so the outer ids were read before.
+        files.map_user(0, *_OUTER_IDS)
         files.build(library)
     sc.set_dumpable(False)
 
 
-_OUTSIDE = (os.geteuid(), os.getegid())
+_OUTER_IDS = (os.geteuid(), os.getegid())
 
 
 def _address_space() -> int:
@@ -159,8 +169,8 @@ def _address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _holds(layer: str, missing: dict[str, str], apply: Any) -> bool:
-    """Return whether ``apply()`` works, tried in a process of its own."""
+def _works(layer: str, missing: dict[str, str], apply: Any) -> bool:
+    """Return whether ``apply()`` works, tried in a separate process. Its error is added to ``missing``."""
     readable, writable = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -192,7 +202,8 @@ def _try_filter() -> None:
 
 
 class _Run(NamedTuple):
-    """``watcher``: pid of the process that waits for the code; ``ends_at``: when it is killed (monotonic clock)."""
+    """A run that has not ended. ``watcher``: pid of the process that waits for the code; ``ends_at``: time at which the
+    watcher is killed (monotonic clock); ``reported``: bytes of the watcher's report so far."""
 
     run_id: int
     watcher: int
@@ -201,7 +212,7 @@ class _Run(NamedTuple):
 
 
 class _Serving:
-    """Starts runs and answers for them, until the control socket ends."""
+    """Starts runs and sends their answers, until the control socket ends."""
 
     def __init__(self, control: socket.socket, layers: jail.Layers) -> None:
         self._control = control
@@ -211,13 +222,14 @@ class _Serving:
         self._runs: dict[int, _Run] = {}
 
     def say_hello(self, missing: dict[str, str]) -> None:
-        """Say which layers hold, and why others do not."""
+        """Send the names of the active layers, and the reasons why others are missing."""
         layers = self._layers
-        held = {"namespaces": layers.namespaces, "landlock": layers.landlock, "seccomp": layers.seccomp is not None}
-        self._send({"type": "LayersFound", "held": [name for name, holds in held.items() if holds], "missing": missing})
+        works = {"namespaces": layers.namespaces, "landlock": layers.landlock, "seccomp": layers.seccomp is not None}
+        active = [name for name, layer_works in works.items() if layer_works]
+        self._send({"type": "LayersFound", "active": active, "missing": missing})
 
     def try_once(self) -> None:
-        """Build one jail. Raises ``OSError`` where the kernel does not let us."""
+        """Build one jail. Raises ``OSError`` where the kernel does not allow it."""
         limits = jail.Limits(5.0, 1 << 28, 1 << 16, 1 << 16, 16, 1, 4, 16, 1 << 23)
         fd, pid = self._watch(jail.Job(lambda: lambda: 0, (0, 0, 0), ()), limits)
         with open(fd, "rb") as file:
@@ -229,7 +241,7 @@ class _Serving:
     def run(self) -> None:
         """Serve until the control socket ends."""
         while True:
-            for key, _ in self._selector.select(self._patience()):
+            for key, _ in self._selector.select(self._select_timeout()):
                 if key.data is None:
                     message, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, _MOST_FILES)
                     if not message:
@@ -240,27 +252,32 @@ class _Serving:
             now = time.monotonic()
             for run in self._runs.values():
                 if run.ends_at <= now:
-                    os.kill(run.watcher, signal.SIGKILL)  # not waited for yet, so the pid is still its own
+                    os.kill(run.watcher, signal.SIGKILL)  # the pid is reserved until ``_read_report`` waits for it
 
-    def _patience(self) -> float | None:
-        return max(0.01, min(run.ends_at for run in self._runs.values()) - time.monotonic()) if self._runs else None
+    def _select_timeout(self) -> float | None:
+        if not self._runs:
+            return None
+        next_end = min(run.ends_at for run in self._runs.values())
+        return max(0.01, next_end - time.monotonic())
 
     def _handle(self, order: dict[str, Any], fds: list[int]) -> None:
         if "cancel" in order:
             if order["cancel"] in self._runs:
-                os.kill(self._runs[order["cancel"]].watcher, signal.SIGTERM)  # it kills the code and reports
+                # The watcher kills the code and reports.
+                os.kill(self._runs[order["cancel"]].watcher, signal.SIGTERM)
             return
         limits = jail.Limits(*order["limits"])
         if order["kind"] == "program":
             source, stdin, stdout, stderr = fds
             job = jail.Job(lambda: program.as_program(source), (stdin, stdout, stderr), (source,))
         else:
-            source, asked, answer, stderr = fds
-            job = jail.Job(lambda: program.as_module(source, asked, answer), (0, 0, stderr), (source, asked, answer))
+            source, module_order, answer, stderr = fds
+            open_fds = (source, module_order, answer)
+            job = jail.Job(lambda: program.as_module(source, module_order, answer), (0, 0, stderr), open_fds)
         try:
             report_fd, pid = self._watch(job, limits)
         except OSError as error:
-            self._ended(order["run"], {"error": f"no process could be started: {error}"})
+            self._send_end(order["run"], {"error": f"no process could be started: {error}"})
         else:
             run = _Run(order["run"], pid, time.monotonic() + limits.seconds + _GRACE_S, bytearray())
             self._runs[run.run_id] = run
@@ -269,8 +286,8 @@ class _Serving:
             os.close(fd)
 
     def _watch(self, job: jail.Job, limits: jail.Limits) -> tuple[int, int]:
-        """Start a watcher: the pipe on which it reports, and its pid. Signals are blocked before the fork, so that it
-        loses none."""
+        """Start a watcher. Returns the pipe on which it reports, and its pid. Signals are blocked before the fork, so
+        the watcher loses none."""
         readable, writable = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, jail.AWAITED)
         try:
@@ -289,26 +306,28 @@ class _Serving:
         if not self._layers.namespaces:
             return os.fork()
         flags = sc.CLONE_NEWUSER | sc.CLONE_NEWNS | sc.CLONE_NEWPID
-        if self._layers.seccomp is None:  # else nothing can reach through what the runs share: an empty network
+        # With a filter runs may share the zygote's empty network, IPC and host name: the filter forbids the calls that
+        # would use them.
+        if self._layers.seccomp is None:
             flags |= sc.CLONE_NEWNET | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS
         return sc.fork_into(flags)
 
     def _read_report(self, run: _Run, fd: int) -> None:
-        part = os.read(fd, _MESSAGE_BYTES)
-        run.reported.extend(part)
-        if part:
+        content = os.read(fd, _MESSAGE_BYTES)
+        run.reported.extend(content)
+        if content:
             return
         self._selector.unregister(fd)
         os.close(fd)
-        os.waitpid(run.watcher, 0)  # nothing that it started is left when this returns
+        os.waitpid(run.watcher, 0)  # no process that the watcher started is left when this returns
         del self._runs[run.run_id]
-        self._ended(run.run_id, jail.read_reports(bytes(run.reported)))
+        self._send_end(run.run_id, jail.read_reports(bytes(run.reported)))
 
-    def _ended(self, run_id: int, how: dict[str, Any]) -> None:
-        self._send({"type": "RunEnded", "run": run_id} | how)
+    def _send_end(self, run_id: int, report: dict[str, Any]) -> None:
+        self._send({"type": "RunEnded", "run": run_id} | report)
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
             self._control.send(json.dumps(message).encode())
         except OSError:
-            sys.exit(0)  # nobody listens any more
+            sys.exit(0)  # the process of the reward is gone

@@ -1,2 +1,2 @@
-"""Copies of a run's checkpoints in an object store: who may write there (``epochs``), what is there
-(``checkpoint_copies``), and how one comes back (``fetched``)."""
+"""Copies of a run's checkpoints in an object store: the right to write there (``epochs``), writing and removing copies
+(``checkpoint_copies``), and fetching a copy (``fetched``)."""

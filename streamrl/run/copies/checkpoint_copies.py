@@ -1,8 +1,10 @@
 """Copies of the checkpoints that a run keeps, in an object store, made while the run goes on.
 
-``checkpoints/step-N.DIGEST/`` has the files of one, ``digests`` last: with it a copy is whole.
-``checkpoints/latest/EPOCH`` names the newest one of an epoch.
-What a killed process left unfinished is finished or removed by the next."""
+``launch/run_controller.py`` opens them in the controller process; ``CheckpointKeeper`` names the checkpoints to copy.
+
+``checkpoints/step-N.DIGEST/`` has the files of a checkpoint. ``digests`` is written last and makes the copy complete.
+``checkpoints/latest/EPOCH`` names the newest copy of an epoch.
+A copy that a killed process left incomplete is completed or removed by the next process."""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ _HINT = "the run goes on, and checkpoints are in its directory"
 
 
 class CheckpointCopies:
-    """Brings ``store`` in step with the checkpoints below ``directory`` that are ``wanted``. ``run`` is a child of a
-    nursery. Whatever fails is said by ``warn`` (a version and a text), and tried again."""
+    """Copies checkpoints below ``directory`` to ``store``, and removes copies that are no longer needed. ``run`` is a
+    child of the caller's task group. ``warn``: function that is called with a version and a text after each failure;
+    the copy is then tried again."""
 
     def __init__(
         self, store: ObjectStore, epoch: Epoch, directory: Path, warn: Callable[[int, str], Awaitable[None]]
@@ -39,45 +42,47 @@ class CheckpointCopies:
         self._epoch = epoch
         self._directory = directory
         self._warn = warn
-        self._wanted: tuple[int, ...] = ()
+        self._versions: tuple[int, ...] = ()
+        """Versions that are to be in the store."""
         self._changed = anyio.Event()
         self._settled = anyio.Event()
         self._settled.set()
-        self._there: dict[str, list[str]] | None = None
+        self._stored_keys: dict[str, list[str]] | None = None
+        """Keys in the store by name of the copy; None: not listed yet."""
         self._latest = ""
-        self._lost = False
+        self._epoch_lost = False
 
     def want(self, versions: Collection[int]) -> None:
-        """Have copies of these checkpoints, and no others. Returns at once."""
-        if not self._lost:
-            self._wanted = tuple(versions)
+        """Set the checkpoints that are to have copies, and return at once. Other copies are removed."""
+        if not self._epoch_lost:
+            self._versions = tuple(versions)
             self._settled = anyio.Event()
             self._changed.set()
 
-    def sent(self) -> int:
+    def sent_bytes(self) -> int:
         """Return the bytes sent so far during the first attempt to copy, 0 afterwards: retries are no progress."""
-        return 0 if self._settled.is_set() else self._store.sent
+        return 0 if self._settled.is_set() else self._store.sent_bytes
 
     async def settled(self) -> None:
-        """Wait until what is wanted was tried."""
-        while not (waiting := self._settled).is_set():
-            await waiting.wait()
+        """Wait until the newest ``want`` has been carried out or has failed once."""
+        while not self._settled.is_set():
+            await self._settled.wait()  # another call of ``want`` puts another event in its place
 
     async def run(self) -> None:
-        """Copy until another life of the run writes here, or this is cancelled."""
+        """Copy until another life of the run writes to the store, or the caller cancels."""
         patience_s = math.inf
         while True:
             with anyio.move_on_after(patience_s):
                 await self._changed.wait()
             self._changed = anyio.Event()
             settled = self._settled
-            wanted = self._wanted
+            versions = self._versions
             patience_s = math.inf
-            newest = max(wanted, default=0)
+            newest = max(versions, default=0)
             try:
-                await anyio.to_thread.run_sync(partial(self._bring_in_step, wanted), abandon_on_cancel=True)
+                await anyio.to_thread.run_sync(partial(self._synchronise, versions), abandon_on_cancel=True)
             except EpochLost as error:
-                self._lost = True
+                self._epoch_lost = True
                 self._settled.set()
                 return await self._warn(newest, str(error))
             except (StreamRLError, OSError) as error:
@@ -85,53 +90,64 @@ class CheckpointCopies:
                 await self._warn(newest, f"checkpoints are not copied ({error}); {_HINT}, tried again in {RETRY_S:g} s")
             settled.set()
 
-    def _bring_in_step(self, versions: Collection[int]) -> None:
-        if self._there is None:
-            keys = self._store.list_keys()
-            self._there = {}
-            for key in keys:
-                if (name := key.partition("/")[0]) != LATEST:
-                    self._there.setdefault(name, []).append(key)
+    def _synchronise(self, versions: Collection[int]) -> None:
+        """Copy the checkpoints of ``versions``, and remove all other copies. Blocking."""
+        if self._stored_keys is None:
+            self._stored_keys = self._list_copies()
+        stored_keys = self._stored_keys
         names = {}
-        for version in sorted(versions, reverse=True):  # the newest counts most
+        for version in sorted(versions, reverse=True):  # the newest one is the most valuable
             directory = self._directory / f"step-{version:06d}"
             try:
-                names[version] = self._copy(directory, self._there)
+                names[version] = self._copy(directory, stored_keys)
             except (FileNotFoundError, StreamRLError) as error:
+                # A checkpoint that has been removed meanwhile needs no copy.
                 if isinstance(error, StoreError) or directory.is_dir():
                     raise
-        newest = names[max(names)] if names else ""
+        newest = names.get(max(names, default=-1), "")
         self._epoch.check()
         if newest != self._latest:
             self._store.put(f"{LATEST}/{self._epoch.number:06d}", newest.encode())
             self._latest = newest
-        for name in self._there.keys() - names.values():
-            self._store.remove(sorted(self._there[name], key=lambda key: not key.endswith(f"/{DIGESTS}")))
-            del self._there[name]
+        for name in stored_keys.keys() - names.values():
+            # ``digests`` goes first: a copy that is half removed must not look complete.
+            self._store.remove(sorted(stored_keys[name], key=lambda key: not key.endswith(f"/{DIGESTS}")))
+            del stored_keys[name]
 
-    def _copy(self, directory: Path, there: dict[str, list[str]]) -> str:
-        """Copy a checkpoint, unless its copy is whole. Returns the name of the copy."""
-        listed = (directory / DIGESTS).read_bytes()
-        name = f"{directory.name}.{hashlib.sha256(listed).hexdigest()[:16]}"
-        if f"{name}/{DIGESTS}" in there.get(name, ()):
+    def _list_copies(self) -> dict[str, list[str]]:
+        """Return the keys in the store by name of the copy."""
+        keys: dict[str, list[str]] = {}
+        for key in self._store.list_keys():
+            name = key.partition("/")[0]
+            if name != LATEST:
+                keys.setdefault(name, []).append(key)
+        return keys
+
+    def _copy(self, directory: Path, stored_keys: dict[str, list[str]]) -> str:
+        """Copy a checkpoint, unless its copy is complete, and add its keys to ``stored_keys``. Return the name of the
+        copy."""
+        digest_file = (directory / DIGESTS).read_bytes()
+        name = f"{directory.name}.{hashlib.sha256(digest_file).hexdigest()[:16]}"
+        if f"{name}/{DIGESTS}" in stored_keys.get(name, ()):
             return name
         self._epoch.check()
         digests: Mapping[str, str] = read_digests(directory)
-        keys = there.setdefault(name, [])
+        keys = stored_keys.setdefault(name, [])
         for file, digest in digests.items():
-            keys.append(f"{name}/{file}")
-            if self._store.put_file(keys[-1], directory / file) != digest:
+            key = f"{name}/{file}"
+            keys.append(key)  # before it is written, so that it is removed with the others
+            if self._store.put_file(key, directory / file) != digest:
                 raise StreamRLError(f"{directory / file} is not as it was written: look at the disk")
-        self._store.create(f"{name}/{DIGESTS}", listed)
-        keys.append(f"{name}/{DIGESTS}")  # only now: with it a copy is taken for whole
+        self._store.create(f"{name}/{DIGESTS}", digest_file)
+        keys.append(f"{name}/{DIGESTS}")  # after it is written, because a copy with this key counts as complete
         return name
 
 
 async def open_copies(
     recipe: Recipe, run_directory: Path, emit: Callable[[RunWarning], Awaitable[None]]
 ) -> CheckpointCopies | None:
-    """Take the next epoch of the run in every store that its recipe names; None where it wants no copies. Raises
-    ``StoreError``: another process runs it, or another run is there."""
+    """Take the next epoch of the run in every store that its recipe names, and return the copies; None where the recipe
+    wants none. Raises ``StoreError`` where another process runs the same run, or the store has another run."""
     epochs = {}
     for url in dict.fromkeys(filter(None, (recipe.checkpoint.copy_to, recipe.weights.transport))):
         epochs[url] = await anyio.to_thread.run_sync(take_epoch, place_of_run(url, run_directory), run_directory)

@@ -1,5 +1,7 @@
-"""Epochs of a run in an object store: each life of the run takes the next one by writing an object that must not be
-there yet, so that of two lives at once, on hosts whose locks do not see each other, one ends and the other goes on."""
+"""Epochs of a run in an object store: the right to write there.
+
+Each life of a run takes the next epoch in its controller process, by creating an object that must not exist yet. Of two
+lives at once, on machines whose file locks do not exclude each other, one ends and the other goes on."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from streamrl.base.errors import UNDECODABLE, EpochLost, StoreError
 from streamrl.comm.object_store import ObjectStore
 
 RUN_FILE = "store-id"
-"""File of a run's directory by which its objects are known as its own."""
+"""File of a run's directory with a random text, which the run's objects have, too."""
 FOLDER = "epoch"
 
 
@@ -34,7 +36,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Epoch:
-    """One that this process has taken."""
+    """An epoch that this process has taken."""
 
     def __init__(self, store: ObjectStore, number: int) -> None:
         self._store = store
@@ -42,25 +44,35 @@ class Epoch:
 
     def check(self) -> None:
         """Raise ``EpochLost`` once the next epoch is taken."""
-        if (content := self._store.get(_key(self.number + 1))) is not None:
-            taken = f"epoch {self.number + 1} of {self._store.url} was taken by {_decoded(content) or 'something else'}"
-            raise EpochLost(f"{taken}: this process, of epoch {self.number}, writes nothing there any more")
+        content = self._store.get(_key(self.number + 1))
+        if content is not None:
+            owner = _decoded(content) or "something else"
+            raise EpochLost(
+                f"epoch {self.number + 1} of {self._store.url} was taken by {owner}: this process, of epoch "
+                f"{self.number}, writes nothing there any more"
+            )
 
 
 def take_epoch(place: str, run_directory: Path) -> Epoch:
-    """Take the next epoch of the run whose objects are below ``place``. Raises ``StoreError`` where they are of another
-    run, or another process has taken that epoch at the same time."""
+    """Take the next epoch of the run whose objects are below ``place``. Raises ``StoreError`` where the objects belong
+    to another run, or another process takes the same epoch at the same time."""
     store = ObjectStore(place)
     run = _run_id(run_directory)
     number = 1
-    if taken := store.list_keys(FOLDER):  # where to begin: what is decided is whether the object can be created
-        number = int(taken[-1].rpartition("/")[2]) + 1
-        last = _decoded(store.get(taken[-1]) or b"")
+    # The list only suggests a number. Whether the epoch is free is decided by the creation of its object.
+    if keys := store.list_keys(FOLDER):
+        number = int(keys[-1].rpartition("/")[2]) + 1
+        last = _decoded(store.get(keys[-1]) or b"")
         if last is None or last.run != run:
             other = f"is of another run ({last or 'nobody knows which'})"
             raise StoreError(f"{place} {other}: name another place in the recipe, or remove what is there")
-    who = {"host": socket.gethostname(), "process": os.getpid(), "directory": str(run_directory)}
-    claim = Claim(run=run, token=secrets.token_hex(16), **who)  # type: ignore[arg-type]
+    claim = Claim(
+        run=run,
+        token=secrets.token_hex(16),
+        host=socket.gethostname(),
+        process=os.getpid(),
+        directory=str(run_directory),
+    )
     if not store.create(_key(number), msgspec.json.encode(claim)):
         winner = _decoded(store.get(_key(number)) or b"")
         raise StoreError(f"epoch {number} of {place} was taken by {winner} at the same time: this process ends")
@@ -79,13 +91,14 @@ def _decoded(content: bytes) -> Claim | None:
 
 
 def _run_id(run_directory: Path) -> str:
-    """A text that no other run has, made once."""
+    """Return a text that no other run has, and write it to the run's directory where it is not there yet."""
     file = run_directory / RUN_FILE
     token = secrets.token_hex(16)
     if not file.exists():
-        write_durable(run_directory / f".{token}", token.encode())
-        with suppress(FileExistsError):  # of several that begin at once: one name, whole content
-            os.link(run_directory / f".{token}", file)
-        (run_directory / f".{token}").unlink()
+        draft = run_directory / f".{token}"
+        write_durable(draft, token.encode())
+        with suppress(FileExistsError):  # of several processes at once one gives its text the name
+            os.link(draft, file)
+        draft.unlink()
         flush_directory(run_directory)
     return file.read_text()

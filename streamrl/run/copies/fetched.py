@@ -1,4 +1,7 @@
-"""A checkpoint from its copy in an object store: fetched whole, and verified, before anything is started on it."""
+"""Fetching of a checkpoint from its copy in an object store.
+
+The process of a command fetches and verifies the complete copy that a recipe starts from, before it starts a run; the
+checks before a run look for the copy without fetching it."""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ from streamrl.recipe.store_urls import is_url, url_problem
 from streamrl.run.copies.checkpoint_copies import LATEST
 
 FOLDER = ".fetched"
-"""Folder beside the runs, which all hosts of a run see."""
+"""Folder beside the runs for fetched checkpoints. All hosts of a run see it."""
 _NAME = re.compile(r"step-\d+\.[0-9a-f]+")
 
 
 def with_fetched_checkpoint(recipe: Recipe) -> Recipe:
-    """``recipe`` with a directory in place of the copy that it starts from. Blocking. Raises ``RecipeError``."""
+    """Return ``recipe`` with a fetched directory in place of the URL that it starts from. Blocking. Raises
+    ``RecipeError``."""
     url = recipe.checkpoint.resume_from
     if not is_url(url):
         return recipe
@@ -36,28 +40,38 @@ def with_fetched_checkpoint(recipe: Recipe) -> Recipe:
 
 
 def whole_copy(url: str, **limits: float) -> tuple[ObjectStore, str, bytes]:
-    """The store of a copy, its name in it, and its list of digests. ``url``: of the copy, or ends in ``latest``. Raises
-    ``StoreError`` where there is none, or it is not whole."""
+    """Return the store of a copy, its name in the store, and its list of digests. ``url``: address of the copy, or of
+    ``latest``; ``limits``: options of ``ObjectStore``. Raises ``StoreError`` where there is no copy, or it is not
+    complete."""
     if problem := url_problem(url):
         raise StoreError(problem)
     root, _, name = url.rstrip("/").rpartition("/")
     store = ObjectStore(root, **limits)
     if name == LATEST:
-        epochs = store.list_keys(LATEST)
-        name = (store.get(epochs[-1]) or b"").decode(errors="replace") if epochs else ""
-    listed = store.get(f"{name}/{durable_files.DIGESTS}") if _NAME.fullmatch(name) else None
-    if listed is None:
+        name = _name_of_latest(store)
+    digest_file = store.get(f"{name}/{durable_files.DIGESTS}") if _NAME.fullmatch(name) else None
+    if digest_file is None:
         keys = store.list_keys()
-        whole = sorted({key.partition("/")[0] for key in keys if key.endswith(f"/{durable_files.DIGESTS}")})
-        found = f"whole there are {', '.join(whole[-5:])}" if whole else "there is none"
-        raise StoreError(f"{url} is no whole copy of a checkpoint ({found}): name PREFIX/RUN/checkpoints/{LATEST}")
-    return store, name, listed
+        names = sorted({key.partition("/")[0] for key in keys if key.endswith(f"/{durable_files.DIGESTS}")})
+        content = f"whole there are {', '.join(names[-5:])}" if names else "there is none"
+        raise StoreError(f"{url} is no whole copy of a checkpoint ({content}): name PREFIX/RUN/checkpoints/{LATEST}")
+    return store, name, digest_file
+
+
+def _name_of_latest(store: ObjectStore) -> str:
+    """Return the name of the copy to which the newest epoch's ``latest`` points; empty where there is none."""
+    epochs = store.list_keys(LATEST)
+    if not epochs:
+        return ""
+    content = store.get(epochs[-1]) or b""
+    return content.decode(errors="replace")
 
 
 def fetch_checkpoint(url: str, parent: Path) -> Path:
-    """Fetch the copy at ``url`` into a directory of ``parent``, unless it is there already. Durable when it returns.
-    Raises ``StreamRLError``: there is none, or what came is not what was written."""
-    store, name, listed = whole_copy(url)
+    """Fetch the copy at ``url`` into a directory of ``parent``, unless the directory exists already. The files are
+    durable when the function returns. Raises ``StreamRLError`` where there is no complete copy, or files differ from
+    those that were written."""
+    store, name, digest_file = whole_copy(url)
     directory = parent / name
     if directory.is_dir():
         durable_files.verify(directory)
@@ -65,7 +79,7 @@ def fetch_checkpoint(url: str, parent: Path) -> Path:
     make_directory(parent)
     partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=parent))
     try:
-        (partial / durable_files.DIGESTS).write_bytes(listed)
+        (partial / durable_files.DIGESTS).write_bytes(digest_file)
         digests = durable_files.read_digests(partial)
         for file in digests:
             path = partial / file
@@ -73,8 +87,9 @@ def fetch_checkpoint(url: str, parent: Path) -> Path:
             with path.open("wb") as content:
                 for part in store.parts(f"{name}/{file}"):
                     content.write(part)
-        came = durable_files.flush_and_digest(partial, digests)
-        durable_files.refuse_faults(Path(url), [f"{file} differs" for file in digests if came[file] != digests[file]])
+        fetched_digests = durable_files.flush_and_digest(partial, digests)
+        faults = [f"{file} differs" for file in digests if fetched_digests[file] != digests[file]]
+        durable_files.refuse_faults(Path(url), faults)
         durable_files.write_digests(partial, [digests])
         os.chmod(partial, 0o755)
         durable_files.move_into_place(partial, directory)

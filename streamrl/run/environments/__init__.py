@@ -1,2 +1,2 @@
-"""Environments: what a trajectory of several turns meets between them, run by ``worker.py`` in a process of its own.
-Imports the room's files, rewards, pretrained and rooms before it; no torch."""
+"""Environments: user code that runs between the turns of a trajectory, in the worker process of ``worker.py``. Imports
+the room's files, rewards, pretrained and rooms before it; no torch."""

@@ -1,5 +1,8 @@
-"""The model as code of an environment talks to it: ``EpisodePolicy``, and its chats. Texts become token ids by
-the model's own chat template; what was sampled is never tokenised again (``pretrained.turns``)."""
+"""The interface through which user code of an environment talks to the model: ``EpisodePolicy`` and its chats.
+
+``worker.py`` makes an ``EpisodePolicy`` for each episode, in the process of the environment worker, and ``forms.py``
+passes it to the user's code, or plays a game or runs tools with it. Messages become token ids by the model's own chat
+template; sampled tokens are never tokenised again (``pretrained.turns``)."""
 
 from __future__ import annotations
 
@@ -14,19 +17,25 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.base.messages import ReturnedCall
 from streamrl.base.types import FinishReason, TokenArray, token_array
-from streamrl.pretrained.turns.seam import ChatMessage, SeamKind, calling_message
+from streamrl.pretrained.turns.seam import ChatMessage, SeamKind
 from streamrl.pretrained.turns.tool_calls import ToolCall
-from streamrl.run.environments.chat_tokens import Appended, ChatModel, called_tools, sampled_message
+from streamrl.run.environments.chat_tokens import AppendedTokens, ChatModel, ChatTokens, called_tools, sampled_message
 from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, call_user
 from streamrl.run.environments.turns import CallRecord, LimitedTurns, SampledTurn
 
-Said = str | ChatMessage | Sequence[ChatMessage]
-"""What may be said to the model: a text of the user, a message, or several."""
+ChatInput = str | ChatMessage | Sequence[ChatMessage]
+"""New messages for the model: a text of the user, one message, or several messages."""
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A turn of the model. ``text``: without reasoning and calls; ``problem``: why its calls cannot be read, for the
-    model; ``token_ids``: as sampled."""
+    """A turn of the model.
+
+    ``text``: text without reasoning and calls;
+    ``reasoning``: text of the reasoning;
+    ``calls``: calls of tools;
+    ``problem``: reason, in words for the model, why its calls cannot be read;
+    ``token_ids``: sampled token ids;
+    ``turn``: number of the turn in its trajectory, from 0."""
 
     text: str
     reasoning: str
@@ -38,14 +47,22 @@ class Reply(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Return whether the model ended the turn, and not the limit of its length."""
+        """Return whether the model ended the turn itself, and not the limit of its length."""
         return self.finish_reason is FinishReason.STOP
 
 
 class EpisodePolicy:
-    """The model, in one episode. ``seed``: of the trajectory; ``prompt_seed``: the same for all trajectories of a
-    prompt; ``random``: seeded by ``seed``. ``counts``: calls of tools by their end; ``notes``: other counts;
-    ``turn_rewards``: by number of the turn, of those that have one."""
+    """The model, in one episode.
+
+    ``evaluation``: whether the episode belongs to an evaluation;
+    ``seed``: seed of the trajectory;
+    ``prompt_seed``: seed of the prompt, the same for all its trajectories;
+    ``random``: random generator with ``seed``;
+    ``counts``: numbers of calls of tools by their ``ToolEnd``, and of malformed ones;
+    ``notes``: other counts by name;
+    ``turn_rewards``: rewards of turns that have one, by number of the turn;
+    ``chat_model``: tokenizer and call format of the model;
+    ``turns``: sampler of turns, within the limits of the recipe."""
 
     def __init__(
         self,
@@ -77,13 +94,18 @@ class EpisodePolicy:
         self._system = system
 
     def chat(self, *, system: str | None = None, tools: Sequence[Any] | ToolBox = ()) -> Chat:
-        """Begin a conversation. ``system``: its system message (None: that of the recipe); ``tools``: typed functions
-        or classes that the model may call. Raises ``RecipeError`` for tools that cannot be described to a model."""
-        box = tools if isinstance(tools, ToolBox) else self.chat_model.toolbox(tuple(tools)) if tools else None
+        """Begin a conversation. ``system``: text of the system message (None: the text in the recipe); ``tools``: typed
+        functions or classes that the model may call. Raises ``RecipeError`` for tools that cannot be described to a
+        model."""
+        box = None
+        if isinstance(tools, ToolBox):
+            box = tools
+        elif tools:
+            box = self.chat_model.toolbox(tuple(tools))
         return Chat(self, self._system if system is None else system, box)
 
     def reward(self, turn: Reply | SampledTurn, reward: float) -> None:
-        """Add ``reward`` to that of ``turn``, and so to that of the trajectory."""
+        """Add ``reward`` to the reward of ``turn``, and so to the reward of the trajectory."""
         number = turn.turn if isinstance(turn, Reply) else turn.number
         self.turn_rewards[number] = self.turn_rewards.get(number, 0.0) + float(reward)
 
@@ -92,7 +114,7 @@ class EpisodePolicy:
         self._stack.push_async_callback(call_user, function)
 
     async def sample(self, appended: TokenArray | Sequence[int] = (), *, most_tokens: int = 0) -> SampledTurn:
-        """Sample a turn after ``appended`` token ids, for an environment that writes the tokens itself."""
+        """Sample a turn after ``appended`` token ids, for an environment that makes the tokens itself."""
         return await self.turns.sample(token_array(appended), most_tokens=most_tokens)
 
     def decode(self, token_ids: TokenArray) -> str:
@@ -101,100 +123,111 @@ class EpisodePolicy:
 
 
 class Chat:
-    """One conversation: what is said to the model, and its turns."""
+    """One conversation: the messages to the model, and its turns."""
 
     def __init__(self, model: EpisodePolicy, system: str, box: ToolBox | None) -> None:
         self._model = model
         self._box = box
-        of = model.chat_model
-        # None: a model of texts, without a chat template.
-        self._tokens = of.tokens(box, box.schemas if box else ()) if of.tokenizer.chat_templates else None
-        self.messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
+        self._tokens: ChatTokens | None = None  # stays None for a base model, which has no chat template
+        if model.chat_model.tokenizer.chat_templates:
+            self._tokens = model.chat_model.tokens(box, () if box is None else box.schemas)
+        self.messages: list[ChatMessage] = []
+        if system:
+            self.messages.append({"role": "system", "content": system})
         self._last: Reply | None = None
-        self._text = ""  # of the newest sequence, to be compared with what the template writes
+        self._text = ""
+        """Text of the newest token sequence, to be compared with the text that the template renders."""
         self._open_tools: OpenTools | None = None
 
-    async def say(self, said: Said) -> Reply:
-        """Say something to the model, and return its next turn. Raises ``EpisodeLimit``, ``ChatError`` where the
-        model's chat template refuses it."""
-        return await self._next(_messages(said))
+    async def say(self, content: ChatInput) -> Reply:
+        """Append ``content`` to the conversation, and return the model's next turn. Raises ``EpisodeLimit``, and
+        ``ChatError`` where the model's chat template refuses the messages."""
+        return await self._next(_messages(content))
 
     async def run_tools(self, reply: Reply) -> Reply:
-        """Run the calls of ``reply``, the newest turn, say their results, and return the next turn. Where its calls
+        """Run the calls of ``reply``, the newest turn, append their results, and return the next turn. Where the calls
         could not be read, the model gets the reason. Raises ``EpisodeLimit``."""
         if not reply.calls:
             self._model.counts["malformed"] += 1
             return await self._next([{"role": "user", "content": f"error: {reply.problem}"}])
         results = []
-        for place, called in enumerate(called_tools(reply.turn, reply.calls)):
+        for place, tool in enumerate(called_tools(reply.turn, reply.calls)):
             text = await self._run(reply.turn, place, reply.calls[place])
-            results.append({"role": "tool", "tool_call_id": called.call_id, "name": called.name, "content": text})
+            results.append({"role": "tool", "tool_call_id": tool.call_id, "name": tool.name, "content": text})
         return await self._next(results)
 
     async def open_tools(self, columns: Mapping[str, Any] | None = None) -> OpenTools:
-        """Open the tools of this conversation, once: classes are made, and reset with ``columns``."""
+        """Open the tools of this conversation, once: tool classes are instantiated, and reset with ``columns``."""
         if self._open_tools is None:
             if self._box is None:
                 raise RecipeError("a chat without tools cannot run calls: give them to model.chat(tools=...)")
-            opened = self._box.opened(columns or {}, self._model.prompt_seed)
-            self._open_tools = await self._model._stack.enter_async_context(opened)
+            tools = self._box.open_for_episode(columns or {}, self._model.prompt_seed)
+            self._open_tools = await self._model._stack.enter_async_context(tools)
         return self._open_tools
 
     async def _run(self, turn: int, place: int, call: ToolCall) -> str:
+        """Return the result of ``call``. A call that returned before the episode began again has the recorded result;
+        a call of a stateful tool is made all the same, because it brings the new object into the old state."""
         model = self._model
         tools = await self.open_tools()
-        written = msgspec.json.encode(call).decode()
-        known = model._record.find(turn, place, written)
-        if known is None or tools.keeps_state(call.name):
+        call_json = msgspec.json.encode(call).decode()
+        returned = model._record.find(turn, place, call_json)
+        if returned is None or tools.keeps_state(call.name):
             context = ToolContext(model.trajectory, turn, model.seed)
-            done = await tools.run(call, context)
-            known = ReturnedCall(
-                turn=turn, place=place, call=written, text=done.text, end=done.end, seconds=done.seconds
+            result = await tools.run(call, context)
+            returned = ReturnedCall(
+                turn=turn, place=place, call=call_json, text=result.text, end=result.end, seconds=result.seconds
             )
-            model._record.add(known)
-        model.counts[known.end] += 1
-        return known.text
+            model._record.add(returned)
+        model.counts[returned.end] += 1
+        return returned.text
 
-    async def _next(self, messages: Sequence[ChatMessage]) -> Reply:
+    async def _next(self, new_messages: Sequence[ChatMessage]) -> Reply:
+        """Append ``new_messages``, and return the model's next turn. The conversation is unchanged where that fails."""
         last = self._last
-        said = [*self.messages, *messages]
+        messages = [*self.messages, *new_messages]
         if last is None:
-            if self.messages and any(message.get("role") == "system" for message in messages):
+            if self.messages and any(message.get("role") == "system" for message in new_messages):
                 raise ValueError("the chat has a system message, and another one is said: leave one out")
-            appended = self._begin(said)
+            appended = self._first_tokens(messages)
             after = -1
         else:
-            appended, after = self._continue(last, said)
+            appended, after = self._next_tokens(last, messages)
         turn = await self._model.turns.sample(appended, after=after)
-        self.messages = said
+        self.messages = messages
         if self._tokens is not None:
-            self._text = (self._text if after >= 0 else "") + self._tokens.text(appended + turn.token_ids)
+            new_text = self._tokens.text(appended + turn.token_ids)
+            self._text = new_text if after < 0 else self._text + new_text
         self._last = reply = self._read(turn)
-        called = calling_message(called_tools(reply.turn, reply.calls), [call.arguments for call in reply.calls])
-        self.messages.append(sampled_message(reply.text, reply.reasoning, called["tool_calls"]))
+        self.messages.append(sampled_message(reply.turn, reply.text, reply.reasoning, reply.calls))
         return reply
 
-    def _begin(self, said: Sequence[ChatMessage]) -> TokenArray:
+    def _first_tokens(self, messages: Sequence[ChatMessage]) -> TokenArray:
         if self._tokens is None:
-            return self._model.chat_model.tokenizer.encode(_texts(said))
-        return self._counted(self._tokens.prompt_tokens(said))
+            return self._model.chat_model.tokenizer.encode(_texts(messages))
+        return self._count(self._tokens.prompt_tokens(messages))
 
-    def _continue(self, last: Reply, said: Sequence[ChatMessage]) -> tuple[TokenArray, int]:
-        """Tokens, and the turn that they go on from (-1: none)."""
+    def _next_tokens(self, last: Reply, messages: Sequence[ChatMessage]) -> tuple[TokenArray, int]:
+        """Return the tokens to append, and the number of the turn that they follow (-1: they begin a sequence)."""
         if self._tokens is None:
-            return self._model.chat_model.tokenizer.encode_fragment(_texts(said[len(self.messages) :])), last.turn
+            new_messages = messages[len(self.messages) :]
+            return self._model.chat_model.tokenizer.encode_fragment(_texts(new_messages)), last.turn
         calls = called_tools(last.turn, last.calls)
-        end = last.token_ids[-1] if last.token_ids else -1
-        appended = self._tokens.seam_tokens(said, len(self.messages) - 1, calls, end, self._text)
-        return self._counted(appended), -1 if appended[1] == SeamKind.REWRITTEN else last.turn
+        last_token = last.token_ids[-1] if last.token_ids else -1
+        turn_place = len(self.messages) - 1
+        appended = self._tokens.seam_tokens(messages, turn_place, calls, last_token, self._text)
+        after = -1 if appended.seam == SeamKind.REWRITTEN else last.turn
+        return self._count(appended), after
 
-    def _counted(self, appended: Appended) -> TokenArray:
-        token_ids, seam, broken = appended
-        if seam not in ("", SeamKind.EXACT):
-            self._model.notes["rewritten_turns" if seam == SeamKind.REWRITTEN else f"seam_{seam}"] += 1
-        if broken:
-            self._model.notes["special_tokens"] += broken
-        return token_ids
+    def _count(self, appended: AppendedTokens) -> TokenArray:
+        """Note an unusual seam and broken special tokens, and return the token ids."""
+        if appended.seam == SeamKind.REWRITTEN:
+            self._model.notes["rewritten_turns"] += 1
+        elif appended.seam not in ("", SeamKind.EXACT):
+            self._model.notes[f"seam_{appended.seam}"] += 1
+        if appended.broken:
+            self._model.notes["special_tokens"] += appended.broken
+        return appended.token_ids
 
     def _read(self, turn: SampledTurn) -> Reply:
         ids = turn.token_ids
@@ -203,16 +236,18 @@ class Chat:
         if self._tokens is None:
             return Reply(self._model.decode(ids), "", (), "", finish, ids, number)
         parsed = self._tokens.parse(turn, calls=self._box is not None)
-        problem = parsed.problem if self._box is not None else ""
+        problem = parsed.problem
+        if self._box is None:  # without tools, a text that looks like a call is a text
+            problem = ""
         return Reply(parsed.text, parsed.reasoning, parsed.calls, problem, finish, ids, number)
 
 
-def _messages(said: Said) -> Sequence[ChatMessage]:
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
-    return [said] if isinstance(said, Mapping) else list(said)
+def _messages(content: ChatInput) -> Sequence[ChatMessage]:
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    return [content] if isinstance(content, Mapping) else list(content)
 
 
 def _texts(messages: Sequence[ChatMessage]) -> str:
-    """The texts of messages for a model without a chat template."""
+    """Return the texts of messages, for a model without a chat template."""
     return "".join(str(message["content"]) for message in messages)

@@ -1,4 +1,7 @@
-"""Requests of OpenAI's chat completions and responses and of Anthropic's messages, read as a ``ChatRequest``."""
+"""Read requests of OpenAI's chat completions and responses and of Anthropic's messages as a ``ChatRequest``.
+
+``endpoint_server.py`` calls ``read_request`` for each HTTP request of an agent, in the process of the environment
+worker."""
 
 from __future__ import annotations
 
@@ -15,17 +18,22 @@ Body = dict[str, Any]
 Content = str | list[Body] | None
 _Positive = Annotated[int, msgspec.Meta(ge=1)] | None
 
-_THE_RUNS = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_sequences", "seed", "logit_bias", "best_of"}
-_THE_RUNS |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "parallel_tool_calls"}
-_THE_RUNS |= {"reasoning", "reasoning_effort", "thinking", "verbosity", "chat_template_kwargs"}
+# Parameters that the run decides: they are accepted, ignored and counted.
+_RUN_DECIDES = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_sequences", "seed", "logit_bias", "best_of"}
+_RUN_DECIDES |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "parallel_tool_calls"}
+_RUN_DECIDES |= {"reasoning", "reasoning_effort", "thinking", "verbosity", "chat_template_kwargs"}
+# Parameters that do not change the answer, so that they are no part of a request's digest.
 _NEUTRAL = {"model", "stream", "stream_options", "logprobs", "include", "store", "metadata", "user", "service_tier"}
+# Parameters that are in the digests of the chat and of the tools.
 _CHAT = {"messages", "input", "system", "instructions", "tools"}
+# Parameters that the endpoint cannot honour.
 _REFUSED = ["functions", "function_call", "audio", "previous_response_id", "conversation", "prompt", "background"]
 _REFUSED += ["web_search_options", "mcp_servers", "container"]
 
 
 class _Tool(msgspec.Struct, kw_only=True):
-    """A tool, or a call of one, of any API: OpenAI's chat completions have the last fields in ``function``."""
+    """A tool or a call of a tool, of any API. OpenAI's chat completions have ``name``, ``description``, ``parameters``
+    and ``arguments`` in ``function``."""
 
     id: str = ""
     type: Literal["function", "custom"] | None = None
@@ -38,7 +46,7 @@ class _Tool(msgspec.Struct, kw_only=True):
 
 
 class _Message(msgspec.Struct, kw_only=True):
-    """A message of any API, another item of an input of responses, or a block of a message of Anthropic's."""
+    """A message of any API, another item in the input of OpenAI's responses, or a block in a message of Anthropic's."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant", "tool"] = "user"
@@ -57,7 +65,9 @@ class _Message(msgspec.Struct, kw_only=True):
     thinking: str = ""
 
 
-class _Body(msgspec.Struct, kw_only=True):
+class _RequestBody(msgspec.Struct, kw_only=True):
+    """The parameters that are read, of all three APIs together."""
+
     messages: list[_Message] = []
     input: str | list[_Message] = []
     system: Content = None
@@ -77,57 +87,78 @@ class _Body(msgspec.Struct, kw_only=True):
     include: list[str] | None = None
 
 
-def read_request(path: str, body: bytes) -> ChatRequest:
+def read_request(path: str, data: bytes) -> ChatRequest:
     """Read the request that was sent to ``path``, one of ``READERS``. Raises ``ApiError``."""
     try:
-        given = msgspec.json.decode(body, type=Body)
-        return _request(given, msgspec.convert(given, _Body), READERS[path])
+        parameters = msgspec.json.decode(data, type=Body)
+        return _request(parameters, msgspec.convert(parameters, _RequestBody), READERS[path])
     except UNDECODABLE as error:
         raise ApiError(400, f"the request cannot be read: {str(error).replace('`', '')}") from None
 
 
-def _request(body: Body, given: _Body, read: Callable[[_Body], Iterator[Body]]) -> ChatRequest:
-    for name in _REFUSED:
-        if body.get(name):
-            raise ApiError(400, f"{name} is not taken here: send the whole chat, and tools as functions")
-    for form in (given.response_format, (given.text or {}).get("format")):
-        if isinstance(form, Mapping) and form.get("type", "text") != "text":
-            raise ApiError(400, f"an answer as {form['type']} is not taken: the run samples freely; ask in words")
-    if body.get("top_logprobs"):
-        raise ApiError(400, "top_logprobs is 0 here: logprobs are known of the sampled tokens, and of no others")
-    messages = list(read(given))
+def _request(parameters: Body, body: _RequestBody, read: Callable[[_RequestBody], Iterator[Body]]) -> ChatRequest:
+    """Make a ``ChatRequest``. ``parameters``: all parameters of the request; ``body``: parameters that are read."""
+    _refuse(parameters, body)
+    messages = list(read(body))
     if not any(message["role"] != "system" for message in messages):
         raise ApiError(400, "there is no message: send at least one of the user")
     if messages[-1]["role"] == "assistant":
         raise ApiError(400, "the last message is the assistant's: end with one of the user or of a tool")
-    choice = given.tool_choice.get("type") if isinstance(given.tool_choice, dict) else given.tool_choice
-    others = {name: value for name, value in body.items() if name not in _NEUTRAL and value is not None}
-    ignored = [name if name in _THE_RUNS else "other" for name in others if name not in _Body.__struct_fields__]
-    ignored += ["tool_choice"] * (choice not in (None, "auto", "none"))
-    limits = filter(None, (given.max_tokens, given.max_completion_tokens, given.max_output_tokens))
-    tools = [_schema(tool, f"tools[{place}]") for place, tool in enumerate(given.tools or ())]
+    choice = body.tool_choice
+    if isinstance(choice, dict):
+        choice = choice.get("type")
+    # Parameters that may change the answer: requests are equal where these, their chats and their tools are equal.
+    decisive = {name: value for name, value in parameters.items() if name not in _NEUTRAL and value is not None}
+    unread = [name for name in decisive if name not in _RequestBody.__struct_fields__]
+    ignored = [name if name in _RUN_DECIDES else "other" for name in unread]
+    if choice not in (None, "auto", "none"):
+        ignored.append("tool_choice")
+    limits = filter(None, (body.max_tokens, body.max_completion_tokens, body.max_output_tokens))
+    tools = [_schema(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())]
     chat = [message_digest(message) for message in messages]
     tool_set = digest_of(tools)
-    others = {name: value for name, value in others.items() if name not in _CHAT}
-    digest = digest_of([(said.hex(), thought) for said, thought in chat], tool_set.hex(), others)
-    usage = bool((given.stream_options or {}).get("include_usage"))
-    logprobs = bool(given.logprobs) or "message.output_text.logprobs" in (given.include or ())
-    wanted = min(limits, default=0), bool(given.stream), choice != "none", usage, logprobs
-    return ChatRequest(messages, tools, chat, tool_set, digest, given.model, *wanted, ignored)
+    digested_chat = [(message.content.hex(), message.reasoning) for message in chat]
+    options = {name: value for name, value in decisive.items() if name not in _CHAT}
+    return ChatRequest(
+        messages=messages,
+        tools=tools,
+        chat=chat,
+        tool_set=tool_set,
+        digest=digest_of(digested_chat, tool_set.hex(), options),
+        model=body.model,
+        most_tokens=min(limits, default=0),
+        stream=bool(body.stream),
+        calls=choice != "none",
+        usage=bool((body.stream_options or {}).get("include_usage")),
+        logprobs=bool(body.logprobs) or "message.output_text.logprobs" in (body.include or ()),
+        ignored=ignored,
+    )
+
+
+def _refuse(parameters: Body, body: _RequestBody) -> None:
+    """Raise ``ApiError`` for a request that the endpoint cannot honour."""
+    for name in _REFUSED:
+        if parameters.get(name):
+            raise ApiError(400, f"{name} is not taken here: send the whole chat, and tools as functions")
+    for form in (body.response_format, (body.text or {}).get("format")):
+        if isinstance(form, Mapping) and form.get("type", "text") != "text":
+            raise ApiError(400, f"an answer as {form['type']} is not taken: the run samples freely; ask in words")
+    if parameters.get("top_logprobs"):
+        raise ApiError(400, "top_logprobs is 0 here: logprobs are known of the sampled tokens, and of no others")
 
 
 def _schema(tool: _Tool, place: str) -> Body:
-    """The schema of a tool for chat templates."""
-    given = tool.function or tool
-    if not given.name:
+    """Return the schema of a tool for chat templates."""
+    function = tool.function or tool
+    if not function.name:
         raise ApiError(400, f"{place} is no function with a name: the server runs no tools of its own")
-    parameters = given.parameters or tool.input_schema or {"type": "object", "properties": {}}
-    described = {"name": given.name, "description": given.description or "", "parameters": parameters}
+    parameters = function.parameters or tool.input_schema or {"type": "object", "properties": {}}
+    described = {"name": function.name, "description": function.description or "", "parameters": parameters}
     return {"type": "function", "function": described}
 
 
 def _text(content: Content, place: str) -> str:
-    """The text of a message; each of its parts begins a line. Raises ``ApiError`` for a part that is no text."""
+    """Return the text of a message, each part on a line. Raises ``ApiError`` for a part that is no text."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -141,73 +172,94 @@ def _text(content: Content, place: str) -> str:
 
 
 def _call(call_id: str, name: str, arguments: str | Body) -> Body:
-    """A call of a tool for chat templates. Arguments that are no JSON object stay as they are written."""
+    """Return a call of a tool for chat templates. Arguments that are no JSON object stay the text that they are."""
     if isinstance(arguments, str):
         with suppress(*UNDECODABLE):
             arguments = msgspec.json.decode(arguments or "{}", type=Body)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _said(message: _Message, place: str, content: Content) -> Body:
+def _role_and_text(message: _Message, place: str, content: Content) -> Body:
+    """Return the role and text of a message for chat templates."""
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": _text(content, f"{place}.content")}
 
 
-def _chat(given: _Body) -> Iterator[Body]:
-    for place, message in enumerate(given.messages):
-        made = _said(message, f"messages[{place}]", message.content)
-        if message.role == "tool":
-            made["tool_call_id"] = message.tool_call_id
-        if message.role == "assistant" and message.tool_calls:
-            calls = [(one.id, one.function or one) for one in message.tool_calls]
-            made["tool_calls"] = [_call(name, one.name, one.arguments) for name, one in calls]
-        if message.role == "assistant" and (thought := message.reasoning_content or message.reasoning):
-            made["reasoning_content"] = thought
-        yield made
+def _read_chat(body: _RequestBody) -> Iterator[Body]:
+    """Read the messages of chat completions."""
+    for place, item in enumerate(body.messages):
+        message = _role_and_text(item, f"messages[{place}]", item.content)
+        if item.role == "tool":
+            message["tool_call_id"] = item.tool_call_id
+        if item.role == "assistant" and item.tool_calls:
+            message["tool_calls"] = [_chat_call(call) for call in item.tool_calls]
+        if item.role == "assistant" and (reasoning := item.reasoning_content or item.reasoning):
+            message["reasoning_content"] = reasoning
+        yield message
 
 
-def _responses(given: _Body) -> Iterator[Body]:
-    made: list[Body] = [{"role": "system", "content": given.instructions}] if given.instructions else []
-    items = [_Message(content=given.input)] if isinstance(given.input, str) else given.input
+def _chat_call(call: _Tool) -> Body:
+    function = call.function or call
+    return _call(call.id, function.name, function.arguments)
+
+
+def _read_responses(body: _RequestBody) -> Iterator[Body]:
+    """Read the items of an input of responses. The text and the calls of a turn, which are items of their own there,
+    become one message."""
+    messages: list[Body] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    items = [_Message(content=body.input)] if isinstance(body.input, str) else body.input
     for number, item in enumerate(items):
         place = f"input[{number}]"
         if item.type == "message":
-            made.append(_said(item, place, item.content))
-        elif item.type == "function_call":  # a turn's text and calls are items of their own
-            if not made or made[-1]["role"] != "assistant":
-                made.append({"role": "assistant", "content": ""})
-            made[-1].setdefault("tool_calls", []).append(_call(item.call_id, item.name or "", item.arguments))
+            messages.append(_role_and_text(item, place, item.content))
+        elif item.type == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append(_call(item.call_id, item.name or "", item.arguments))
         elif item.type == "function_call_output":
             text = _text(item.output, f"{place}.output")
-            made.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
-        elif item.type != "reasoning":  # the model's own is in the tokens of its turn
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+        elif item.type != "reasoning":  # reasoning is among the sampled tokens of its turn already
             raise ApiError(400, f"{place} of type {item.type!r} cannot be read: send messages and function calls")
-    yield from made
+    yield from messages
 
 
-def _anthropic(given: _Body) -> Iterator[Body]:
-    if system := _text(given.system, "system"):
+def _read_anthropic(body: _RequestBody) -> Iterator[Body]:
+    """Read the messages of Anthropic's API. Its results of tools, which are blocks in messages of the user there,
+    become messages of their own, before the text of their message."""
+    if system := _text(body.system, "system"):
         yield {"role": "system", "content": system}
-    for number, message in enumerate(given.messages):
+    for number, message in enumerate(body.messages):
         place = f"messages[{number}]"
+        blocks = [{"text": message.content}] if isinstance(message.content, str) else message.content or ()
         texts = list[Body]()
-        more = Body()
-        for part in [{"text": message.content}] if isinstance(message.content, str) else message.content or ():
+        calls_and_reasoning = Body()
+        for part in blocks:
             kind = part.get("type", "text")
             block = msgspec.convert(part, _Message)
             if kind == "tool_result":
                 text = _text(block.content, f"{place}.content (tool_result)")
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
             elif kind == "tool_use":
-                more.setdefault("tool_calls", []).append(_call(block.id or "", block.name or "", block.input))
+                calls = calls_and_reasoning.setdefault("tool_calls", [])
+                calls.append(_call(block.id or "", block.name or "", block.input))
             elif kind in ("thinking", "redacted_thinking"):
-                more |= {"reasoning_content": block.thinking} if block.thinking else {}
+                if block.thinking:
+                    calls_and_reasoning["reasoning_content"] = block.thinking
             else:
                 texts.append(part)
-        if texts or more or message.role == "assistant":
-            yield _said(message, place, texts) | more
+        if texts or calls_and_reasoning or message.role == "assistant":
+            yield _role_and_text(message, place, texts) | calls_and_reasoning
 
 
-COUNTED = "/v1/messages/count_tokens"
-READERS = {"/v1/chat/completions": _chat, "/v1/responses": _responses, "/v1/messages": _anthropic, COUNTED: _anthropic}
-"""By the path of an API; each gives messages as chat templates take them."""
+TOKEN_COUNT_PATH = "/v1/messages/count_tokens"
+READERS = {
+    "/v1/chat/completions": _read_chat,
+    "/v1/responses": _read_responses,
+    "/v1/messages": _read_anthropic,
+    TOKEN_COUNT_PATH: _read_anthropic,
+}
+"""Readers of the messages of a request by the path of its API. They yield messages as chat templates take them."""

@@ -1,47 +1,61 @@
-"""Chats of a model as tokens: what is said becomes token ids by the model's own chat template, and a sampled turn its
-text, its reasoning and its calls. What was sampled is never tokenised again."""
+"""Chats of a model as tokens: the model's own chat template makes token ids of messages, and a sampled turn is parsed
+into text, reasoning and calls. Sampled tokens are never tokenised again.
+
+``chat.py`` (user code that talks to the model) and ``endpoint_session.py`` (agents) call it in the process of the
+environment worker; the dry run of a recipe makes a ``ChatModel`` to check that calls can be read."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import FinishReason, TokenArray
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.pretrained.turns.seam import CalledTool, ChatMessage, ChatSeams, SeamKind
+from streamrl.pretrained.turns.seam import CalledTool, ChatMessage, ChatSeams, SeamKind, calling_message
 from streamrl.pretrained.turns.template_facts import template_facts, without_special_tokens
 from streamrl.pretrained.turns.tool_calls import CallReader, ParsedTurn, ToolCall, format_of_template, parse_turn
 from streamrl.recipe.environment import TOOL_FORMATS, VLLM, Environment
 from streamrl.run.environments.tools import ToolBox, ToolLimits
 from streamrl.run.environments.turns import SampledTurn
 
-_REMEMBERED = 64  # sets of tools: an episode may make its own
-Appended = tuple[TokenArray, str, int]
-"""Token ids (int32), the ``SeamKind`` (empty for a first prompt), and how many special tokens were broken in texts."""
+_CACHED_TOOL_SETS = 64
+"""Largest number of tool sets in a cache: an episode may make a tool set of its own, so that they are without limit."""
+
+
+class AppendedTokens(NamedTuple):
+    """Tokens of messages, to be put before the next turn. ``token_ids``: int32; ``seam``: a ``SeamKind``, empty for the
+    first prompt of a chat; ``broken``: number of special tokens in texts that were broken apart."""
+
+    token_ids: TokenArray
+    seam: str
+    broken: int
 
 
 class ChatModel:
-    """The model of a run, as chats of ``environment`` need it: tokenizer, template, and the way in which it writes
-    calls."""
+    """The model of a run, as chats of ``environment`` need it: the tokenizer with its chat template, and the format in
+    which the model writes calls."""
 
     def __init__(self, tokenizer: Tokenizer, environment: Environment | None = None) -> None:
         self.tokenizer = tokenizer
         self.environment = environment or Environment()
-        self.toolbox = lru_cache(_REMEMBERED)(self._toolbox)
+        self.toolbox = lru_cache(_CACHED_TOOL_SETS)(self._toolbox)
         self._tokens: dict[Hashable, ChatTokens] = {}
 
     def call_reader(self, tools: Sequence[Any]) -> str | CallReader:
-        """Return what ``parse_turn`` reads calls of ``tools`` (JSON schemas) with. Raises ``RecipeError`` where the way
-        in which they are written is not known."""
-        if (found := self.environment.tool_format).startswith(VLLM):
+        """Return the ``call_format`` of ``parse_turn`` for calls of ``tools`` (JSON schemas). Raises ``RecipeError``
+        where the format in which the model writes calls is not known."""
+        tool_format = self.environment.tool_format
+        if tool_format.startswith(VLLM):
             from streamrl.run.environments.vllm_parsers import vllm_reader
 
-            return vllm_reader(found, self.tokenizer, tools)
-        if found := found if found != "auto" else format_of_template(self.tokenizer.chat_templates):
-            return found
+            return vllm_reader(tool_format, self.tokenizer, tools)
+        if tool_format == "auto":
+            tool_format = format_of_template(self.tokenizer.chat_templates)
+        if tool_format:
+            return tool_format
         raise RecipeError(
             "environment.tool_format: the model's chat template does not show how it writes calls, or it has none: "
             f"write {', '.join(TOOL_FORMATS)} or vllm:PARSER, or take a model that calls tools"
@@ -51,12 +65,16 @@ class ChatModel:
         return ToolBox(tools, ToolLimits(self.environment.tool_seconds, self.environment.tool_characters))
 
     def tokens(self, tool_set: Hashable, schemas: Sequence[Any]) -> ChatTokens:
-        """Return the tokens of chats with the tools of ``schemas``, which ``tool_set`` names. They are made once."""
-        if (found := self._tokens.get(tool_set)) is None:
-            found = self._tokens[tool_set] = ChatTokens(self, schemas)
-            if len(self._tokens) > _REMEMBERED:
-                del self._tokens[next(iter(self._tokens))]
-        return found
+        """Return the ``ChatTokens`` of the tools in ``schemas``, which are cached. ``tool_set``: key of the tools in
+        the cache."""
+        chat_tokens = self._tokens.get(tool_set)
+        if chat_tokens is None:
+            chat_tokens = ChatTokens(self, schemas)
+            self._tokens[tool_set] = chat_tokens
+            if len(self._tokens) > _CACHED_TOOL_SETS:
+                oldest = next(iter(self._tokens))
+                del self._tokens[oldest]
+        return chat_tokens
 
 
 class ChatTokens:
@@ -64,85 +82,108 @@ class ChatTokens:
 
     def __init__(self, model: ChatModel, tools: Sequence[Any]) -> None:
         self._tokenizer = model.tokenizer
-        self._given = tools
-        shown, self._in_tools = self._broken(tools)
-        self._tools = shown or None
+        self._schemas = tools
+        broken_tools, self._broken_in_tools = self._break_special_tokens(tools)
+        self._tools = broken_tools or None
         self._call_format = model.call_reader(tools) if tools else "hermes"
         self._rewrites = model.environment.history == "template"
         self._seams = ChatSeams(self._tokenizer, self._tools)
         self._opens_reasoning = template_facts(self._tokenizer, self._tools).opens_reasoning
 
-    def prompt_tokens(self, messages: Sequence[ChatMessage]) -> Appended:
-        """Tokens of a chat up to where the assistant begins, in the model's own template. Raises ``ChatError``."""
-        shown, broken = self._broken(_named(messages))
-        return self._tokenizer.encode_chat(shown, self._tools), "", broken + self._in_tools
+    def prompt_tokens(self, messages: Sequence[ChatMessage]) -> AppendedTokens:
+        """Return the tokens of a chat up to the begin of the assistant's turn, by the model's own template. Raises
+        ``ChatError``."""
+        safe_messages, broken = self._break_special_tokens(_with_tool_names(messages))
+        token_ids = self._tokenizer.encode_chat(safe_messages, self._tools)
+        return AppendedTokens(token_ids, "", broken + self._broken_in_tools)
 
     def seam_tokens(
         self, messages: Sequence[ChatMessage], turn: int, calls: Sequence[CalledTool], last: int, before: str = ""
-    ) -> Appended:
-        """Tokens between a sampled turn and the next one. ``messages``: the chat, in which ``turn`` is the place of the
-        sampled turn; ``calls``: of that turn; ``last``: its last token; ``before``: ``text`` of the sequence up to its
-        end. Where earlier turns are as the template writes them and ``before`` is not the start of that, the tokens
-        are ``REWRITTEN``. Raises ``CannotContinueError``, ``ChatError``."""
+    ) -> AppendedTokens:
+        """Return the tokens between a sampled turn and the next one. With ``environment.history = "template"`` the
+        template may rewrite earlier turns; then the tokens are those of the whole chat, with the seam ``REWRITTEN``.
+        Raises ``CannotContinueError``, ``ChatError``.
+
+        ``messages``: messages of the chat, the sampled turn among them;
+        ``turn``: place of the sampled turn in ``messages``;
+        ``calls``: calls of the sampled turn;
+        ``last``: last token of the sampled turn;
+        ``before``: ``text`` of the token sequence up to the end of the sampled turn."""
+        named_messages = _with_tool_names(messages)
         if self._rewrites:
-            shown, broken = self._broken(_named(messages))
-            whole = self._tokenizer.render_chat(shown, self._tools)
-            if not "".join(whole.split()).startswith(before):
-                return self._tokenizer.encode_fragment(whole), SeamKind.REWRITTEN, broken + self._in_tools
-        shown, broken = self._broken(_named(messages)[turn + 1 :])
-        seam = self._seams.seam(messages[:turn], calls, shown, last)
-        return seam.token_ids, seam.kind.value, broken
+            safe_messages, broken = self._break_special_tokens(named_messages)
+            rendered = self._tokenizer.render_chat(safe_messages, self._tools)
+            if not _without_spaces(rendered).startswith(before):
+                token_ids = self._tokenizer.encode_fragment(rendered)
+                return AppendedTokens(token_ids, SeamKind.REWRITTEN, broken + self._broken_in_tools)
+        new_messages, broken = self._break_special_tokens(named_messages[turn + 1 :])
+        seam = self._seams.seam(messages[:turn], calls, new_messages, last)
+        return AppendedTokens(seam.token_ids, seam.kind.value, broken)
 
     def text(self, token_ids: TokenArray) -> str:
-        """Text to compare with that of the template, without spaces: these differ wherever arguments are written, and
-        are stripped off what was said. Empty where nothing is compared."""
-        return "".join(self._tokenizer.decode(token_ids, skip_special=False).split()) if self._rewrites else ""
+        """Return the text of tokens without spaces, to be compared with the text of the template: spaces differ
+        wherever arguments are written, and templates strip messages. Empty where nothing is compared."""
+        if not self._rewrites:
+            return ""
+        return _without_spaces(self._tokenizer.decode(token_ids, skip_special=False))
 
     def parse(self, turn: SampledTurn, *, calls: bool) -> ParsedTurn:
-        """The parts of a turn. Its calls count where it ended by itself and ``calls`` may be made; a call that JSON
-        cannot hold (half of a character, a number without end) does not."""
+        """Return the parts of a turn. Its calls count if the model ended the turn itself and ``calls`` is True. A call
+        that JSON cannot hold (half of a surrogate pair, an infinite number) does not count."""
         ids = turn.token_ids
         call_format = self._call_format if calls else "hermes"
-        ids = ids[:-1] if ids and ids[-1] in self._tokenizer.eos_token_ids else ids
+        if ids and ids[-1] in self._tokenizer.eos_token_ids:
+            ids = ids[:-1]
         text = self._tokenizer.decode(ids, skip_special=False)
-        inside = self._opens_reasoning
-        ended = calls and turn.finish_reason is FinishReason.STOP
-        parsed = parse_turn(text, call_format, self._given, ended=ended, in_reasoning=inside)
+        in_reasoning = self._opens_reasoning
+        calls_count = calls and turn.finish_reason is FinishReason.STOP
+        parsed = parse_turn(text, call_format, self._schemas, finished=calls_count, in_reasoning=in_reasoning)
         try:
             json.dumps([call.arguments for call in parsed.calls], ensure_ascii=False, allow_nan=False).encode()
         except ValueError:
-            return parse_turn(text, call_format, self._given, ended=False, in_reasoning=inside)
+            return parse_turn(text, call_format, self._schemas, finished=False, in_reasoning=in_reasoning)
         return parsed
 
-    def _broken(self, value: Any) -> tuple[Any, int]:
-        """``value`` with all special tokens in its texts broken apart, and how many they were."""
+    def _break_special_tokens(self, value: Any) -> tuple[Any, int]:
+        """Break the special tokens in all texts of ``value`` apart, so that no text of a user or a tool can pose as the
+        structure of the chat. Return the value and the number of special tokens."""
         if isinstance(value, str):
             return without_special_tokens(self._tokenizer, value) if value else (value, 0)
         if isinstance(value, Mapping):
-            keys = self._broken(list(value))
-            values = self._broken(list(value.values()))
-            return dict(zip(keys[0], values[0], strict=True)), keys[1] + values[1]
+            keys, broken_in_keys = self._break_special_tokens(list(value))
+            values, broken_in_values = self._break_special_tokens(list(value.values()))
+            return dict(zip(keys, values, strict=True)), broken_in_keys + broken_in_values
         if isinstance(value, list | tuple):
-            parts = [self._broken(one) for one in value]
+            parts = [self._break_special_tokens(element) for element in value]
             return [part for part, _ in parts], sum(broken for _, broken in parts)
         return value, 0
 
 
-def _named(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """``messages``, with the name of the tool in every result of one: some templates write it."""
-    names = {one["id"]: one["function"]["name"] for message in messages for one in message.get("tool_calls", ())}
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
+def _with_tool_names(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return ``messages`` with the name of the tool in every result of a tool: some templates write it."""
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     return [
         {"name": names[message["tool_call_id"]], **message} if message.get("tool_call_id") in names else message
         for message in messages
     ]
 
 
-def sampled_message(text: str, reasoning: str, calls: Sequence[Any]) -> dict[str, Any]:
-    """Make the message of a sampled turn, as chat templates take it. ``calls``: in their form too."""
-    thought = {"reasoning_content": reasoning, "thinking": reasoning} if reasoning else {}
-    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {}), **thought}
+def sampled_message(turn: int, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Return the message of the sampled turn with the number ``turn``, as chat templates take it."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        arguments = [call.arguments for call in calls]
+        message["tool_calls"] = calling_message(called_tools(turn, calls), arguments)["tool_calls"]
+    if reasoning:  # templates of different families read it by different names
+        message["reasoning_content"] = reasoning
+        message["thinking"] = reasoning
+    return message
 
 
 def called_tools(turn: int, calls: Sequence[ToolCall]) -> list[CalledTool]:
-    """Name the calls of a turn, by ids of nine characters, as templates of Mistral want them."""
+    """Give the calls of a turn their ids, of nine characters, as templates of Mistral require them."""
     return [CalledTool(call.name, f"c{turn:04d}{place:04d}") for place, call in enumerate(calls)]

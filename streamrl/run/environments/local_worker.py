@@ -1,4 +1,5 @@
-"""An environment worker in the caller's own process, for commands that evaluate a model without a run."""
+"""An environment worker in the caller's own process. ``cli/models/model_evaluation.py`` opens one to evaluate a model
+without a run."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ async def local_worker(
     environment: Environment, tokenizer: Tokenizer, nursery: anyio.abc.TaskGroup
 ) -> AsyncIterator[tuple[SendStream[EnvironmentOrder], ReceiveStream[EnvironmentEvent]]]:
     """Open streams to a worker that runs as a task of ``nursery``. Blocking user code blocks the caller."""
-    orders, take_orders = memory_stream(_WINDOW)
-    events, take_events = memory_stream(_WINDOW)
+    send_orders, receive_orders = memory_stream(_WINDOW)
+    send_events, receive_events = memory_stream(_WINDOW)
 
     async def work() -> None:
-        async with take_orders, events:
-            await run_environment_worker(environment, tokenizer, 0, take_orders, events, owns_process=False)
+        async with receive_orders, send_events:
+            await run_environment_worker(environment, tokenizer, 0, receive_orders, send_events, owns_process=False)
 
     nursery.start_soon(work)
-    async with orders, take_events:
-        await exchange_hello(take_events.receive, orders)
-        yield orders, take_events
+    async with send_orders, receive_events:
+        await exchange_hello(receive_events.receive, send_orders)
+        yield send_orders, receive_events

@@ -1,5 +1,8 @@
-"""Tools of MCP servers over stdio. A worker has one process of each server, which its trajectories share; it is started
-again at a call where it has ended, and ends with the worker. Imported only for recipes with such tools."""
+"""Tools of MCP servers over stdio.
+
+An environment worker has one process of each server, which its trajectories share and which ends with the worker. A
+process that has ended is started again at the next call. ``worker.py`` runs the servers of a recipe; ``forms.py`` lists
+their tools for the dry run. Both import this file only for recipes with such tools, because mcp is optional."""
 
 from __future__ import annotations
 
@@ -33,46 +36,48 @@ except ImportError as error:
     raise RecipeError(f"environment.tools: MCP servers need mcp ({error}): pip install 'streamrl[mcp]'") from None
 
 MOST_STARTS = 4
-"""Starts of a server without a call that it answered, the first among them."""
+"""Largest number of starts of a server in which it answers no call, the first start included."""
 _START_S = 30.0
-_PING_S = 10.0
+_PING_S = 10.0  # time to answer a ping after a call that took too long
 _ROOT = str(Path(__file__).resolve().parents[3])
-# Leads the process group of a server, and ends the group when the server or the worker ends.
+# Leader of the process group of a server; it ends the group when the server or the worker ends.
 _GUARD = """
 import os, signal, subprocess, sys
 root, parent, *command = sys.argv[1:]
 sys.path.append(root)
 from streamrl.base.run_process import PR_SET_PDEATHSIG, die_with, set_process_option
-own = os.getpid()
-signal.signal(signal.SIGTERM, lambda *_: os.killpg(own, signal.SIGKILL))
+group = os.getpid()
+signal.signal(signal.SIGTERM, lambda *_: os.killpg(group, signal.SIGKILL))
 if sys.platform == "linux":
     set_process_option(PR_SET_PDEATHSIG, signal.SIGTERM)
 if os.getppid() == int(parent):
-    subprocess.run(command, preexec_fn=lambda: die_with(own))
-os.killpg(own, signal.SIGKILL)
+    subprocess.run(command, preexec_fn=lambda: die_with(group))
+os.killpg(group, signal.SIGKILL)
 """
 
 
 def list_tools(commands: Sequence[Sequence[str]]) -> list[Tool]:
     """Start servers, list their tools, and end them. Raises ``RecipeError``."""
 
-    async def listed(errors: TextIO) -> list[Tool]:
+    async def list_and_end(errors: TextIO) -> list[Tool]:
         async with opened_servers(commands, errors) as tools:
             return tools
 
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         try:
-            return anyio.run(listed, errors)
+            return anyio.run(list_and_end, errors)
         except RecipeError as error:
             errors.seek(0)
-            last = "".join(f" (its stderr: {line[:200]})" for line in errors.read().splitlines()[-1:])
-            raise RecipeError(f"{error}{last}") from None
+            lines = errors.read().splitlines()
+            if not lines:
+                raise
+            raise RecipeError(f"{error} (its stderr: {lines[-1][:200]})") from None
 
 
 @asynccontextmanager
 async def opened_servers(commands: Sequence[Sequence[str]], errors: TextIO) -> AsyncIterator[list[Tool]]:
-    """Run servers for the block, and list their tools. ``errors``: file of their stderr. Raises ``RecipeError``."""
-    problem = ""
+    """Run servers during the block, and list their tools. ``errors``: file of their stderr. Raises ``RecipeError``."""
+    problem = ""  # raised below, where the task group does not wrap it
     async with anyio.create_task_group() as nursery:
         servers = [_Server(with_run_python(command), nursery, errors) for command in commands]
         try:
@@ -88,7 +93,7 @@ async def opened_servers(commands: Sequence[Sequence[str]], errors: TextIO) -> A
 
 
 class _Server:
-    """An MCP server, as its tools need it. ``tools``: those that its first process listed."""
+    """An MCP server. ``tools``: tools that its first process listed."""
 
     def __init__(self, command: Sequence[str], nursery: anyio.abc.TaskGroup, errors: TextIO) -> None:
         self.command = command
@@ -99,39 +104,49 @@ class _Server:
         self._starts = 0
         self._end = anyio.Event()
         self._session: ClientSession
-        self._writes: Any = None  # the session closes it where the server has closed its output
+        self._writes: Any = None  # stream to the server, which the session closes when the server closes its output
 
     async def session(self) -> ClientSession:
-        """Return the session of a process that lives, started where none does. Raises ``ToolFailedError``."""
+        """Return the session of the running process; start a process where none runs. Raises ``ToolFailedError``."""
         async with self._starting:
-            if not self._writes or self._end.is_set() or not self._writes.statistics().open_send_streams:
+            if not self._is_running():
                 self._end.set()
                 if self._starts == MOST_STARTS:
                     raise ToolFailedError("the server of this tool has ended too often, and is not started again")
                 self._starts += 1
-                with anyio.CancelScope(shield=True):  # where the time of this call is over, the next one has it
+                # The process of a call that is cancelled here is started all the same, for the next call.
+                with anyio.CancelScope(shield=True):
                     try:
                         await self._nursery.start(self._run)
-                    except Exception as error:  # noqa: BLE001 (from another's program, of any kind)
-                        why = str(next(leaves(error))) or f"no answer within {_START_S:g} s"
-                        raise ToolFailedError(f"did not list its tools: {why}") from None
+                    except Exception as error:  # noqa: BLE001 (a program of the user may cause any error)
+                        reason = str(next(leaves(error))) or f"no answer within {_START_S:g} s"
+                        raise ToolFailedError(f"did not list its tools: {reason}") from None
             return self._session
 
+    def _is_running(self) -> bool:
+        if not self._writes or self._end.is_set():
+            return False
+        return bool(self._writes.statistics().open_send_streams)
+
     async def call(self, tool: str, /, **arguments: Any) -> str:
-        """Call a tool. Raises ``ToolFailedError`` with the server's words."""
+        """Call a tool, and return its result. Raises ``ToolFailedError`` with the message of the server."""
         session = await self.session()
         end = self._end
         try:
             result = await session.call_tool(tool, arguments)
-        except anyio.get_cancelled_exc_class():
+        except anyio.get_cancelled_exc_class():  # perhaps because the call took too long
             self._nursery.start_soon(_check, session, end)
             raise
         except MCPError as error:
-            ended = "the server of this tool has ended"
-            raise ToolFailedError(ended if error.code == CONNECTION_CLOSED else error.message) from None
+            message = error.message
+            if error.code == CONNECTION_CLOSED:
+                message = "the server of this tool has ended"
+            raise ToolFailedError(message) from None
         self._starts = 0
+        # The text is in a block itself or in its resource; images and sounds have none.
         blocks = [getattr(block, "resource", block) for block in result.content]
-        text = "\n".join(text for block in blocks if (text := getattr(block, "text", "")))
+        texts = [getattr(block, "text", "") for block in blocks]
+        text = "\n".join(filter(None, texts))
         if not text and result.structured_content is not None:
             text = msgspec.json.encode(result.structured_content).decode()
         if result.is_error:
@@ -139,12 +154,14 @@ class _Server:
         return text
 
     async def _run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        """Run a process until its end is asked for."""
+        """Run a process until ``_end`` is set."""
         if shutil.which(self.command[0]) is None:
             raise FileNotFoundError(f"there is no command {self.command[0]}: install it, or write its path")
         guard = ["-I", "-S", "-c", _GUARD, _ROOT, str(os.getpid()), *self.command]
-        given = {name: value for name, value in os.environ.items() if name != PARENT_PID}
-        server = StdioServerParameters(command=sys.executable, args=guard, env=given, encoding_error_handler="replace")
+        variables = {name: value for name, value in os.environ.items() if name != PARENT_PID}
+        server = StdioServerParameters(
+            command=sys.executable, args=guard, env=variables, encoding_error_handler="replace"
+        )
         async with stdio_client(server, self._errors) as (reads, writes), ClientSession(reads, writes) as session:
             with anyio.fail_after(_START_S):
                 await session.initialize()
@@ -156,7 +173,8 @@ class _Server:
             self.tools = self.tools or [self._tool(tool) for tool in listed]
             self._session = session
             self._writes = writes
-            self._end = (end := anyio.Event())
+            end = anyio.Event()
+            self._end = end
             task_status.started()
             await end.wait()
 
@@ -168,8 +186,8 @@ class _Server:
 
 
 async def _check(session: ClientSession, end: anyio.Event) -> None:
-    """End a process that answers nothing after a call that took too long."""
-    with anyio.move_on_after(_PING_S) as waiting, suppress(MCPError):
+    """End a process that does not answer a ping either, after a call that took too long."""
+    with anyio.move_on_after(_PING_S) as scope, suppress(MCPError):
         await session.send_ping()
-    if waiting.cancelled_caught:
+    if scope.cancelled_caught:
         end.set()

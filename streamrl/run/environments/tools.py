@@ -1,5 +1,7 @@
-"""Tools of a user: typed functions, or classes whose public methods are typed, sync or async. Their schemas come from
-signatures and docstrings; arguments that a model wrote are checked by the same types before anything is called."""
+"""Tools that a user writes: typed functions, or classes whose public methods are typed, sync or async.
+
+Schemas come from signatures and docstrings, and arguments that a model wrote are checked by the same types before a
+call. ``forms.py`` and ``chat.py`` open a ``ToolBox`` for each trajectory, in the process of the environment worker."""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ CONTEXT = "context"
 
 
 class ToolContext(msgspec.Struct, frozen=True):
-    """The caller of a tool: the trajectory, the turn from 0, and a seed that is the same on a resume."""
+    """The caller of a tool: the trajectory, the turn from 0, and the seed of the trajectory, which is the same when the
+    episode begins again."""
 
     trajectory: str
     turn: int
@@ -33,14 +36,14 @@ class ToolContext(msgspec.Struct, frozen=True):
 
 
 class ToolLimits(msgspec.Struct, frozen=True):
-    """``seconds`` of a call, ``characters`` of its result."""
+    """Limits of one call: seconds that it may take, and characters of its result."""
 
     seconds: float = 30.0
     characters: int = 8_000
 
 
 class ToolEnd(StrEnum):
-    """Ends of a call. All but ``DONE`` and ``TRUNCATED`` give the model a text that begins with ``error``."""
+    """Ends of a call. Except with ``DONE`` and ``TRUNCATED``, the model gets a text that begins with ``error``."""
 
     DONE = "done"
     TRUNCATED = "truncated"
@@ -51,7 +54,7 @@ class ToolEnd(StrEnum):
 
 
 class ToolResult(msgspec.Struct, frozen=True):
-    """``text``: for the model; ``seconds``: that the call took."""
+    """The end of a call. ``text``: result or error for the model; ``seconds``: duration of the call."""
 
     text: str
     end: ToolEnd
@@ -59,8 +62,14 @@ class ToolResult(msgspec.Struct, frozen=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """``arguments``: a struct of the parameters, made of their types (None: not checked here, all are given by name);
-    ``call``: a function, or a method of the class ``owner``."""
+    """A function that a model may call.
+
+    ``schema``: JSON schema of the function, as chat templates take it;
+    ``arguments``: struct type that checks the arguments (None: ``call`` checks them itself);
+    ``call``: function, or method of ``owner``;
+    ``owner``: class of which each trajectory has an instance;
+    ``takes_context``: whether ``call`` has a parameter for the ``ToolContext``;
+    ``keeps_state``: whether a call may change what later calls return."""
 
     name: str
     schema: Mapping[str, Any]
@@ -72,22 +81,22 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class ToolFailedError(StreamRLError):
-    """Raised by a call that failed, with the text for the model."""
+    """A failure of a call; the message goes to the model."""
 
 
 class ToolBox:
-    """The tools of a run. ``schemas``: what a chat template is given. Raises ``RecipeError`` with every problem: a
-    parameter without a type or with one that JSON has not, no docstring, a name twice."""
+    """The tools of a run. ``schemas``: JSON schemas for chat templates. Raises ``RecipeError`` with every problem: a
+    parameter without a type or with a type that JSON does not have, a missing docstring, a name twice."""
 
     def __init__(self, tools: Sequence[Any], limits: ToolLimits | None = None) -> None:
         self._limits = limits or ToolLimits()
         self._tools: dict[str, Tool] = {}
         problems: list[str] = []
-        for given in tools:
-            for name, function in _functions(given):
+        for source in tools:
+            for name, function in _functions(source):
                 try:
-                    owner = given if inspect.isclass(given) else None
-                    tool = given if isinstance(given, Tool) else _tool(name, function, owner)
+                    owner = source if inspect.isclass(source) else None
+                    tool = source if isinstance(source, Tool) else _tool(name, function, owner)
                 except (TypeError, NameError) as error:
                     problems.append(f"tool {name}: {error}")
                     continue
@@ -99,15 +108,18 @@ class ToolBox:
         self.schemas: tuple[Mapping[str, Any], ...] = tuple(tool.schema for tool in self._tools.values())
 
     @asynccontextmanager
-    async def opened(self, columns: Mapping[str, Any] | None = None, seed: int = 0) -> AsyncIterator[OpenTools]:
-        """Make the classes, one instance of each, for one trajectory. Those that are context managers are entered, and
-        left at the end whatever happens; of others ``close`` is called where there is one. ``reset`` is called with
-        ``columns``, and may return a text for the model."""
+    async def open_for_episode(
+        self, columns: Mapping[str, Any] | None = None, seed: int = 0
+    ) -> AsyncIterator[OpenTools]:
+        """Open the tools for one trajectory, with an instance of each class. An instance that is a context manager is
+        entered, and exited at the end of the block; otherwise its ``close`` is called there, if it has one. Its
+        ``reset`` is called with ``columns``, and may return a text for the model."""
         async with AsyncExitStack() as stack:
-            made: dict[type, Any] = {}
-            texts = []
+            instances: dict[type, Any] = {}
+            reset_texts = []
             for owner in dict.fromkeys(tool.owner for tool in self._tools.values() if tool.owner is not None):
-                made[owner] = instance = owner()
+                instance = owner()
+                instances[owner] = instance
                 if hasattr(instance, "__aenter__"):
                     await stack.enter_async_context(instance)
                 elif hasattr(instance, "__enter__"):
@@ -115,125 +127,157 @@ class ToolBox:
                 elif hasattr(instance, "close"):
                     stack.push_async_callback(call_user, instance.close)
                 if hasattr(instance, "reset"):
-                    texts.append(
-                        await call_user(instance.reset, **TakenColumns(instance.reset).of(columns or {}, seed))
-                    )
-            yield OpenTools(self._tools, made, self._limits, "".join(text for text in texts if isinstance(text, str)))
+                    arguments = ColumnParameters(instance.reset).arguments(columns or {}, seed)
+                    text = await call_user(instance.reset, **arguments)
+                    if isinstance(text, str):
+                        reset_texts.append(text)
+            yield OpenTools(self._tools, instances, self._limits, "".join(reset_texts))
 
 
 class OpenTools:
-    """The tools of one trajectory. ``opening``: what its classes said when they were reset."""
+    """The tools of one trajectory. ``reset_text``: texts that the ``reset`` methods of the classes returned."""
 
     def __init__(
-        self, tools: Mapping[str, Tool], made: Mapping[type, Any], limits: ToolLimits, opening: str = ""
+        self, tools: Mapping[str, Tool], instances: Mapping[type, Any], limits: ToolLimits, reset_text: str = ""
     ) -> None:
         self._tools = tools
-        self._made = made
+        self._instances = instances
         self._limits = limits
-        self.opening = opening
+        self.reset_text = reset_text
 
     def keeps_state(self, name: str) -> bool:
-        """Return whether a tool is a method or a closure: then a call is made again when an episode begins again."""
+        """Return whether a tool keeps state: its calls are made again when an episode begins again."""
         return name in self._tools and self._tools[name].keeps_state
 
     @property
     def reward(self) -> float | None:
-        """The sum of the attributes ``reward`` of the classes; None: no class has one."""
-        given = [getattr(one, "reward", None) for one in self._made.values()]
-        found = [float(value) for value in given if isinstance(value, numbers.Real)]
-        return sum(found) if found else None
+        """Sum of the attributes ``reward`` of all instances; None: no instance has a reward."""
+        attributes = [getattr(instance, "reward", None) for instance in self._instances.values()]
+        rewards = [float(reward) for reward in attributes if isinstance(reward, numbers.Real)]
+        return sum(rewards) if rewards else None
 
     async def run(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        """Run one call. A failure of the tool is a result; nothing is raised but cancellation."""
+        """Run one call. A failure of the tool is a result, too; nothing is raised but cancellation."""
         tool = self._tools.get(call.name)
         if tool is None:
-            known = ", ".join(self._tools)
-            return ToolResult(f"error: there is no tool {call.name!r}: call one of {known}", ToolEnd.UNKNOWN)
-        named = call.arguments
+            names = ", ".join(self._tools)
+            return ToolResult(f"error: there is no tool {call.name!r}: call one of {names}", ToolEnd.UNKNOWN)
+        arguments = call.arguments
         if tool.arguments is not None:
             try:
-                given = msgspec.convert(call.arguments, tool.arguments)
+                checked = msgspec.convert(call.arguments, tool.arguments)
             except msgspec.ValidationError as error:
                 return ToolResult(f"error: {call.name}: {str(error).replace('`', '')}", ToolEnd.INVALID)
-            named = {field: getattr(given, field) for field in tool.arguments.__struct_fields__}
+            arguments = {field: getattr(checked, field) for field in tool.arguments.__struct_fields__}
         if tool.takes_context:
-            named[CONTEXT] = context
-        own = () if tool.owner is None else (self._made[tool.owner],)
+            arguments[CONTEXT] = context
+        function = tool.call
+        if tool.owner is not None:
+            function = partial(tool.call, self._instances[tool.owner])
+        limit_s = self._limits.seconds
         began = anyio.current_time()
-        with anyio.move_on_after(limit_s := self._limits.seconds) as scope:
-            text, end = await _answer(partial(tool.call, *own, **named))
+        with anyio.move_on_after(limit_s) as scope:
+            text, end = await _result(partial(function, **arguments))
         seconds = anyio.current_time() - began
         if scope.cancelled_caught:
             return ToolResult(f"error: {call.name} took more than {limit_s:g} s", ToolEnd.TIMED_OUT, seconds)
         text = text.encode("utf-8", "replace").decode()  # surrogates, as names of files may have, cannot be sent
-        if len(text) > (most := self._limits.characters):
-            text = f"{text[:most]} [{len(text) - most} characters more are left out]"
-            end = ToolEnd.TRUNCATED if end is ToolEnd.DONE else end
+        limit = self._limits.characters
+        if len(text) > limit:
+            text = f"{text[:limit]} [{len(text) - limit} characters more are left out]"
+            if end is ToolEnd.DONE:
+                end = ToolEnd.TRUNCATED
         return ToolResult(text, end, seconds)
 
 
 async def call_user(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call code of a user: a coroutine function in this loop, any other in a thread."""
+    """Call a user's function: a coroutine function in the event loop, any other function in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
     value = await anyio.to_thread.run_sync(partial(function, *arguments, **named), abandon_on_cancel=True)
     return await value if isinstance(value, Awaitable) else value
 
 
-class TakenColumns:
-    """Columns of a row that a function takes. ``needed``: those that it cannot do without. ``seed`` is given where no
-    column has the name: the same for all trajectories of a prompt."""
+class ColumnParameters:
+    """Parameters of a user's function that are columns of a row. A parameter ``seed`` gets the seed of the prompt where
+    no column has this name. ``required``: names of columns for which the function has no default."""
 
-    def __init__(self, function: Callable[..., Any], skip: int = 0) -> None:
-        """``skip``: so many parameters at the begin are given otherwise."""
+    def __init__(self, function: Callable[..., Any], *, skip: int = 0) -> None:
+        """``skip``: number of first parameters that are no columns."""
         parameters = list(inspect.signature(function).parameters.values())[skip:]
-        if wrong := next((one for one in parameters if one.kind is one.POSITIONAL_ONLY), None):
-            raise RecipeError(f"parameter {wrong.name} is positional-only, and columns are given by name: remove the /")
-        self._all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-        self._names = {one.name for one in named}
-        self.needed = tuple(one.name for one in named if one.default is one.empty and one.name != "seed")
+        named = []
+        self._takes_all = False
+        for parameter in parameters:
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise RecipeError(
+                    f"parameter {parameter.name} is positional-only, and columns are given by name: remove the /"
+                )
+            if parameter.kind is parameter.VAR_KEYWORD:
+                self._takes_all = True
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                named.append(parameter)
+        self._names = {parameter.name for parameter in named}
+        without_default = [parameter.name for parameter in named if parameter.default is parameter.empty]
+        self.required = tuple(name for name in without_default if name != "seed")
 
-    def of(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    def arguments(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Return the arguments of a call."""
-        given = {"seed": seed} if "seed" in self._names else {}
-        return given | {name: value for name, value in columns.items() if self._all or name in self._names}
+        arguments: dict[str, Any] = {}
+        if "seed" in self._names:
+            arguments["seed"] = seed
+        arguments |= {name: value for name, value in columns.items() if self._takes_all or name in self._names}
+        return arguments
 
 
-async def _answer(call: Callable[[], Any]) -> tuple[str, ToolEnd]:
+async def _result(call: Callable[[], Any]) -> tuple[str, ToolEnd]:
+    """Call a tool, and return the text for the model and how the call ended."""
     try:
         value = await call_user(call)
         return value if isinstance(value, str) else msgspec.json.encode(value).decode(), ToolEnd.DONE
     except asyncio.CancelledError as error:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # the time of the call is over, or the episode has ended
             raise
         return f"error: {type(error).__name__}: it cancelled itself", ToolEnd.RAISED
     except ToolFailedError as error:
         return f"error: {error}", ToolEnd.RAISED
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (code of a user)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (user code)
         return f"error: {type(error).__name__}: {error}", ToolEnd.RAISED
 
 
-def _functions(given: Any) -> list[tuple[str, Callable[..., Any]]]:
-    """Names and functions of a tool: itself, or public methods of a class."""
-    if isinstance(given, Tool):
-        return [(given.name, given.call)]
-    if not inspect.isclass(given):
-        return [(getattr(given, "__name__", repr(given)), given)]
-    members = inspect.getmembers(given, inspect.isfunction)
+def _functions(source: Any) -> list[tuple[str, Callable[..., Any]]]:
+    """Return names and functions of a tool, a function, or the public methods of a class."""
+    if isinstance(source, Tool):
+        return [(source.name, source.call)]
+    if not inspect.isclass(source):
+        return [(getattr(source, "__name__", repr(source)), source)]
+    members = inspect.getmembers(source, inspect.isfunction)
     return [(name, method) for name, method in members if not name.startswith("_") and name not in {"reset", "close"}]
 
 
 def _tool(name: str, function: Callable[..., Any], owner: type | None) -> Tool:
-    """Raises ``TypeError`` with the remedy."""
-    description, of_parameters = _docstring(function)
+    """Make a tool of a function. Raises ``TypeError`` with the remedy."""
+    description, parameter_texts = _docstring(function)
     if not description:
         raise TypeError("it has no docstring, which tells the model what it does: write one")
     if owner is not None and isinstance(inspect.getattr_static(owner, name), staticmethod):
         raise TypeError("it is a staticmethod: give it as a function, beside the class")
     hints = get_type_hints(function, include_extras=True)
+    parameters = list(inspect.signature(function).parameters.values())
+    if owner is not None:  # self
+        parameters = parameters[1:]
+    arguments = _argument_struct(name, parameters, hints, parameter_texts)
+    context = any(parameter.name == CONTEXT for parameter in parameters)
+    keeps_state = owner is not None or inspect.ismethod(function) or bool(getattr(function, "__closure__", None))
+    schema = {"name": name, "description": description, "parameters": _parameter_schema(arguments)}
+    return Tool(name, {"type": "function", "function": schema}, arguments, function, owner, context, keeps_state)
+
+
+def _argument_struct(
+    name: str, parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any], texts: Mapping[str, str]
+) -> type[msgspec.Struct]:
+    """Make a struct type with a field for each parameter. Raises ``TypeError`` with the remedy."""
     fields: list[Any] = []
-    parameters = list(inspect.signature(function).parameters.values())[owner is not None :]
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise TypeError(f"parameter {parameter.name}: a model gives arguments by name: write them one by one")
@@ -241,24 +285,29 @@ def _tool(name: str, function: Callable[..., Any], owner: type | None) -> Tool:
             continue
         if parameter.name not in hints:
             raise TypeError(f"parameter {parameter.name} has no type: annotate it, such as {parameter.name}: int")
-        kind = hints[parameter.name]
-        if text := of_parameters.get(parameter.name):
-            kind = Annotated[kind, msgspec.Meta(description=text)]
-        default = () if parameter.default is parameter.empty else (parameter.default,)
-        fields.append((parameter.name, kind, *default))
-    arguments = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
+        hint = hints[parameter.name]
+        if text := texts.get(parameter.name):
+            hint = Annotated[hint, msgspec.Meta(description=text)]
+        if parameter.default is parameter.empty:
+            fields.append((parameter.name, hint))
+        else:
+            fields.append((parameter.name, hint, parameter.default))
+    return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
+
+
+def _parameter_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON schema of a struct type, with all types that it refers to in ``$defs``. Raises ``TypeError``."""
     try:
         (shape,), components = msgspec.json.schema_components([arguments], ref_template="#/$defs/{name}")
     except TypeError as error:
         raise TypeError(f"a type that JSON has not: {error}") from None
-    own = dict(components.pop(shape.get("$ref", "/").rpartition("/")[2], shape))
-    own.pop("title", None)
+    # Where msgspec has put the struct itself among the components, ``shape`` is a reference to it.
+    component = shape.get("$ref", "/").rpartition("/")[2]
+    schema = dict(components.pop(component, shape))
+    schema.pop("title", None)
     if components:
-        own["$defs"] = components
-    schema = {"type": "function", "function": {"name": name, "description": description, "parameters": own}}
-    context = any(one.name == CONTEXT for one in parameters)
-    keeps_state = owner is not None or inspect.ismethod(function) or bool(getattr(function, "__closure__", None))
-    return Tool(name, schema, arguments, function, owner, context, keeps_state)
+        schema["$defs"] = components
+    return schema
 
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
@@ -266,9 +315,9 @@ _PARAMETER = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Description and texts of parameters of a docstring in Google's style."""
+    """Return the description in a docstring of Google's style, and the texts of the parameters by name."""
     head, *sections = _SECTION.split(inspect.getdoc(function) or "")
-    found: dict[str, str] = {}
+    parameter_texts: dict[str, str] = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):
         if title not in {"Args", "Arguments", "Parameters"}:
             continue
@@ -276,7 +325,7 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
         for line in filter(str.strip, body.splitlines()):
             if match := _PARAMETER.match(line):
                 name = match[1]
-                found[match[1]] = match[2].strip()
-            elif name:
-                found[name] += f" {line.strip()}"
-    return " ".join(head.split()), found
+                parameter_texts[name] = match[2].strip()
+            elif name:  # the text of the parameter goes on
+                parameter_texts[name] += f" {line.strip()}"
+    return " ".join(head.split()), parameter_texts

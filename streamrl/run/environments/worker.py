@@ -1,16 +1,20 @@
-"""The environment worker: a process that runs episodes of user code, each a task of its event loop.
+"""The environment worker: a process that runs episodes of user code, each as a task of its event loop.
+
+``launch/roles.py`` runs it in a process of its own, and ``local_worker.py`` in the process of a command. The stage
+``stages/environment.py`` of the controller sends it orders (begin, answer or stop an episode) and receives its events
+(a turn is requested, a tool returned, an episode ended).
 
 ====================================  ===========================================================================
 user code that                        gets
 ====================================  ===========================================================================
 raises, returns nonsense              a recorded failure of its trajectory
-takes longer than its time            the same, ``timed_out``; a thread that it left behind goes on until it returns
-does not end when it is cancelled     it is left behind; with ``_MOST_STUCK`` of them the process ends with code 75
-blocks the event loop                 the process ends with code 75 after ``_BLOCKED_S``
+takes longer than its time            the same, ``timed_out``; a thread of the episode runs on until it returns
+does not end when it is cancelled     an episode that is stuck; ``_MOST_STUCK`` of them end the process with code 75
+blocks the event loop                 the end of the process with code 75 after ``_BLOCKED_S``
 ====================================  ===========================================================================
 
-After code 75 the supervisor starts another worker. The episodes of a process that ended begin again at another one,
-with the turns and results of tools that they had."""
+After code 75 the supervisor starts another worker. Episodes of a process that ended begin again in another worker, with
+the turns and results of tools that they had."""
 
 from __future__ import annotations
 
@@ -62,9 +66,9 @@ _BLOCKED_S = 30.0
 _HEARTBEAT_S = 0.5
 _CLOSE_LIMIT_S = 5.0
 _STOP_LIMIT_S = 1.0
-_MOST_STUCK = 8  # coroutines that never end; each keeps memory and takes time from the others
-_FLUSH_S = 0.5  # for events on their way, before the process ends
-_THREADS = 1024  # of functions that are no coroutines: a call that sleeps may not keep others waiting
+_MOST_STUCK = 8  # each stuck episode keeps memory and takes time from the others
+_FLUSH_S = 0.5  # time for queued events to be sent before the process ends
+_THREADS = 1024  # so many that a function that sleeps in its thread does not keep others waiting for one
 _log = logging.getLogger(__name__)
 
 
@@ -77,9 +81,9 @@ async def run_environment_worker(
     *,
     owns_process: bool = True,
 ) -> None:
-    """Run every ``BeginEpisode`` until ``orders`` ends. ``owns_process`` False (tests): user code that blocks the event
-    loop hangs. Raises ``RecipeError`` where the user's code cannot be loaded, ``StreamBroken`` when the controller is
-    gone."""
+    """Run an episode for every ``BeginEpisode`` until ``orders`` ends. ``owns_process``: whether this process may be
+    ended because user code blocks the event loop or does not end; where it is False, such code hangs the caller. Raises
+    ``RecipeError`` where the user's code cannot be loaded, ``StreamBroken`` when the controller is gone."""
     chat_model = ChatModel(tokenizer, environment)
     agents = Agents(environment) if environment.agent else None
     servers: AbstractAsyncContextManager[Sequence[Tool]] = nullcontext(())
@@ -91,22 +95,24 @@ async def run_environment_worker(
     threads = anyio.to_thread.current_default_thread_limiter()
     threads.total_tokens = max(threads.total_tokens, _THREADS)
     try:
-        async with servers as served:
-            episode, _ = load_episode(environment, chat_model, agents, served)
-            serving = _Serving(environment, chat_model, episode, user_code, owns_process=owns_process)
+        async with servers as server_tools:
+            episode, _ = load_episode(environment, chat_model, agents, server_tools)
+            worker_loop = _Worker(environment, chat_model, episode, user_code, owns_process=owns_process)
             async with _watched(owns_process), user_code, agents.serving() if agents else nullcontext():
                 await send_hello(events, orders, EnvironmentReady(worker=worker))
-                await converse(lambda: serving.receive(orders), lambda: serving.send(events))
-                if serving.stuck and owns_process:
+                await converse(lambda: worker_loop.receive(orders), lambda: worker_loop.send(events))
+                if worker_loop.stuck and owns_process:
+                    # All orders are done, but the task group of ``user_code`` would wait for stuck episodes.
                     await anyio.sleep(_FLUSH_S)
-                    os._exit(0)  # the group would wait for them; all work is done
+                    os._exit(0)
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
 
 
 @asynccontextmanager
 async def _watched(owns_process: bool) -> AsyncIterator[None]:
-    """End the process where the event loop does not run for ``_BLOCKED_S``."""
+    """End the process if the event loop is blocked for ``_BLOCKED_S``: a timer outside of the loop is set again and
+    again by a task of the loop."""
     timer = open_timer() if owns_process else None
     if timer is None:
         yield
@@ -118,47 +124,56 @@ async def _watched(owns_process: bool) -> AsyncIterator[None]:
             await anyio.sleep(_HEARTBEAT_S)
 
     try:
-        async with anyio.create_task_group() as beside:
-            beside.start_soon(beat)
+        async with anyio.create_task_group() as heartbeat:
+            heartbeat.start_soon(beat)
             yield
-            beside.cancel_scope.cancel()
+            heartbeat.cancel_scope.cancel()
     finally:
         timer.disarm()
 
 
 class _OpenEpisode:
-    """An episode under way. ``clock``: ends it when its environment has had its time."""
+    """An episode under way.
+
+    ``time_limit``: scope that is cancelled when the episode's own time is spent, or the episode is stopped;
+    ``stopped``: the controller has stopped the episode, and wants no result;
+    ``finished``: the user's code has ended, or was left behind as stuck;
+    ``is_sampling``: a turn is being sampled;
+    ``refusal``: reason why no turn can be sampled any more; empty: there is none;
+    ``turns_sampled``: number of turns that the episode got;
+    ``spent_s``: seconds that user code ran, without the time in which turns were sampled;
+    ``send_turn``, ``turns``: both ends of the stream of sampled turns."""
 
     def __init__(self, order: BeginEpisode, seconds: float) -> None:
         self.order = order
-        self.clock = anyio.CancelScope()
+        self.time_limit = anyio.CancelScope()
         self.stopped = False
-        self.ended = False
-        self.asks = False
-        self.given_up = ""
-        self.turns_given = 0
+        self.finished = False
+        self.is_sampling = False
+        self.refusal = ""
+        self.turns_sampled = 0
         self.spent_s = 0.0
         self._seconds = seconds
-        self._since = anyio.current_time()
+        self._running_since = anyio.current_time()
         self.send_turn, self.turns = anyio.create_memory_object_stream[TurnSampled](math.inf)
 
-    def runs(self) -> None:
+    def resume_clock(self) -> None:
         """Count time from now on: user code runs."""
-        self._since = anyio.current_time()
-        self.clock.deadline = self._since + self._seconds - self.spent_s
+        self._running_since = anyio.current_time()
+        self.time_limit.deadline = self._running_since + self._seconds - self.spent_s
 
-    def waits(self) -> None:
+    def pause_clock(self) -> None:
         """Count no time from now on: a turn is sampled."""
-        self.spent_s += anyio.current_time() - self._since
-        self.clock.deadline = math.inf
+        self.spent_s += anyio.current_time() - self._running_since
+        self.time_limit.deadline = math.inf
 
     def stop(self) -> None:
         self.stopped = True
-        self.clock.cancel()
+        self.time_limit.cancel()
 
 
-class _Serving:
-    """Episodes of this process, and the events that go to the controller."""
+class _Worker:
+    """The open episodes of this process, and the queue of events for the controller."""
 
     def __init__(
         self,
@@ -175,49 +190,52 @@ class _Serving:
         self._user_code = user_code
         self._owns_process = owns_process
         self.stuck = 0
-        """Episodes past their limit that still run."""
+        """Number of episodes that still run after they were cancelled."""
         self._open: dict[int, _OpenEpisode] = {}
         self._send_event, self._events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
 
     async def send(self, events: SendStream[EnvironmentEvent]) -> None:
-        """Send events until there will be no more."""
+        """Send queued events until ``receive`` and all its episodes have ended."""
         async with self._events:
             async for event in self._events:
                 await events.send(event)
         await events.aclose()
 
     async def receive(self, orders: ReceiveStream[EnvironmentOrder]) -> None:
-        """Begin, answer and stop episodes until ``orders`` ends; those that are open then are stopped."""
+        """Begin, answer and stop episodes until ``orders`` ends; then stop the open ones."""
         broken = None
         async with self._send_event, anyio.create_task_group() as tasks:
             try:
                 async for order in orders:
-                    self._take(order, tasks)
-            except StreamBroken as error:  # raised below, alone and not in a group
+                    self._handle(order, tasks)
+            except StreamBroken as error:  # raised below, where the task group does not wrap it
                 broken = error
             for episode in self._open.values():
                 episode.stop()
         if broken is not None:
             raise broken
 
-    def _take(self, order: EnvironmentOrder, tasks: anyio.abc.TaskGroup) -> None:
+    def _handle(self, order: EnvironmentOrder, tasks: anyio.abc.TaskGroup) -> None:
+        if isinstance(order, BeginEpisode):
+            episode = _OpenEpisode(order, self._environment.seconds)
+            self._open[order.episode] = episode
+            tasks.start_soon(self._run, episode)
+            return
+        open_episode = self._open.get(order.episode)
+        if open_episode is None:  # the episode ended while the order was on its way
+            return
         match order:
-            case BeginEpisode():
-                self._open[order.episode] = opened = _OpenEpisode(order, self._environment.seconds)
-                tasks.start_soon(self._run, opened)
-            case TurnSampled() if (asking := self._open.get(order.episode)) and not asking.ended:
-                asking.send_turn.send_nowait(order)
-            case StopEpisode() if order.episode in self._open:
-                self._open[order.episode].stop()
-            case _:
-                pass  # it has ended
+            case TurnSampled() if not open_episode.finished:
+                open_episode.send_turn.send_nowait(order)
+            case StopEpisode():
+                open_episode.stop()
 
-    async def _run(self, opened: _OpenEpisode) -> None:
-        """Run one episode, and say how it ended."""
-        order = opened.order
+    async def _run(self, episode: _OpenEpisode) -> None:
+        """Run one episode, and report its end."""
+        order = episode.order
         environment = self._environment
         turns = LimitedTurns(
-            partial(self._ask, opened), max_turns=environment.max_turns, max_tokens=environment.max_tokens
+            partial(self._request_turn, episode), max_turns=environment.max_turns, max_tokens=environment.max_tokens
         )
         stack = AsyncExitStack()
         model = EpisodePolicy(
@@ -232,31 +250,31 @@ class _Serving:
             evaluation=order.evaluation,
             system=environment.system,
         )
-        with opened.send_turn, opened.turns:
-            end = await self._bounded(opened, model)
-            opened.ended = True
+        with episode.send_turn, episode.turns:
+            end = await self._outcome_in_time(episode, model)
+            episode.finished = True
         await _close(stack, order.trajectory)
         del self._open[order.episode]
-        if opened.stopped:
+        if episode.stopped:
             return
-        if not opened.turns_given and end.kind is None and turns.limit:
+        if not episode.turns_sampled and end.kind is None and turns.limit:
+            # There is nothing to train, and the reason is that the first turn was refused.
             end = _End(kind=RewardFailureKind.RAISED, message=turns.limit)
-        seconds = round(opened.spent_s, 6)
-        calls = dict(model.counts)
-        notes = dict(model.notes)
-        # Turns that earned 0 have a reward: only an episode that rewards no turn has none.
-        rewarded_turns = range(opened.turns_given) if model.turn_rewards else ()
-        turns_earned = tuple([model.turn_rewards.get(turn, 0.0) for turn in rewarded_turns])
+        result = EnvironmentResult(
+            reward=end.reward,
+            seconds=round(episode.spent_s, 6),
+            calls=dict(model.counts),
+            notes=dict(model.notes),
+            turn_rewards=_rewards_of_turns(episode, model),
+        )
         self._send_event.send_nowait(
             EpisodeEnded(
                 episode=order.episode,
-                result=EnvironmentResult(
-                    reward=end.reward, seconds=seconds, calls=calls, notes=notes, turn_rewards=turns_earned
-                ),
+                result=result,
                 kind=end.kind,
                 message=end.message,
                 finish=turns.finish,
-                turns=opened.turns_given,
+                turns=episode.turns_sampled,
             )
         )
         if self.stuck >= _MOST_STUCK and self._owns_process:
@@ -264,14 +282,15 @@ class _Serving:
             await anyio.sleep(_FLUSH_S)
             os._exit(REWARD_RESTART_EXIT_CODE)
 
-    async def _bounded(self, opened: _OpenEpisode, model: EpisodePolicy) -> _End:
-        """Return the outcome of the user's code, which has its time, and is left behind where it does not stop then."""
-        task = self._user_code.create_task(self._outcome(model, opened.order.columns))
-        with opened.clock:
-            opened.runs()
+    async def _outcome_in_time(self, episode: _OpenEpisode, model: EpisodePolicy) -> _End:
+        """Return the outcome of the user's code. The code is cancelled when its time is spent, and counts as stuck if
+        it does not end then."""
+        task = self._user_code.create_task(self._outcome(model, episode.order.columns))
+        with episode.time_limit:
+            episode.resume_clock()
             await asyncio.wait([task])
-        opened.waits()
-        if not opened.clock.cancelled_caught:
+        episode.pause_clock()
+        if not episode.time_limit.cancelled_caught:
             return task.result()
         task.cancel()
         await asyncio.wait([task], timeout=_STOP_LIMIT_S)
@@ -289,40 +308,42 @@ class _Serving:
             value = await self._episode(model, columns)
         except EpisodeLimit as error:
             return _End(kind=RewardFailureKind.RAISED, message=f"the episode did not expect its limit: {error}")
-        except BaseException as error:  # noqa: BLE001 (code of a user; one that is cancelled has its outcome already)
+        except BaseException as error:  # noqa: BLE001 (user code; the outcome of a cancelled task is not read)
             return _End(kind=RewardFailureKind.RAISED, message=describe_error(error))
         if value is None:
             return _End()
-        if isinstance(value, bool | numbers.Real):  # also NumPy's
+        if isinstance(value, bool | numbers.Real):  # numbers of NumPy are numbers.Real, too
             reward = float(value)
             if math.isfinite(reward):
                 return _End(reward)
             return _End(kind=RewardFailureKind.NOT_FINITE, message=f"the episode returned {reward}")
-        what = f"the episode returned a {type(value).__name__}: return a number, or None"
-        return _End(kind=RewardFailureKind.WRONG_TYPE, message=what)
+        problem = f"the episode returned a {type(value).__name__}: return a number, or None"
+        return _End(kind=RewardFailureKind.WRONG_TYPE, message=problem)
 
-    async def _ask(
-        self, opened: _OpenEpisode, appended: TokenArray, after: int | None, most_tokens: int
+    async def _request_turn(
+        self, episode: _OpenEpisode, appended: TokenArray, after: int | None, most_tokens: int
     ) -> SampledTurn:
-        if opened.given_up:
-            raise RuntimeError(opened.given_up)
-        if opened.asks:
+        """Get a turn from the controller. Raises ``RuntimeError`` where the user's code may not ask for one now."""
+        if episode.refusal:
+            raise RuntimeError(episode.refusal)
+        if episode.is_sampling:
             raise RuntimeError("a turn is being sampled: await one turn after the other")
-        if opened.ended or opened.stopped:
+        if episode.finished or episode.stopped:
             raise RuntimeError("the episode has ended: nothing is sampled for it any more")
-        opened.asks = True
-        ask = SampleTurn(episode=opened.order.episode, appended=appended, after=after, most_tokens=most_tokens)
-        self._send_event.send_nowait(ask)
-        opened.waits()
+        episode.is_sampling = True
+        request = SampleTurn(episode=episode.order.episode, appended=appended, after=after, most_tokens=most_tokens)
+        self._send_event.send_nowait(request)
+        episode.pause_clock()
         try:
-            turn = await opened.turns.receive()
+            turn = await episode.turns.receive()
         except BaseException:
-            opened.given_up = "a turn was not waited for (a time limit around it?), so that no other may follow it"
+            # The turn is a part of the trajectory once it is sampled, and the user's code does not know it.
+            episode.refusal = "a turn was not waited for (a time limit around it?), so that no other may follow it"
             raise
         finally:
-            opened.runs()
-            opened.asks = False
-        opened.turns_given += 1
+            episode.resume_clock()
+            episode.is_sampling = False
+        episode.turns_sampled += 1
         return SampledTurn(turn.turn, turn.token_ids, turn.finish_reason, turn.logprobs)
 
     def _note(self, episode: int, call: ReturnedCall) -> None:
@@ -330,19 +351,27 @@ class _Serving:
 
 
 class _End(NamedTuple):
-    """The end of an episode: its reward, or how it failed."""
+    """The end of an episode: its reward, or the kind and message of its failure."""
 
     reward: float | None = None
     kind: RewardFailureKind | None = None
     message: str = ""
 
 
+def _rewards_of_turns(episode: _OpenEpisode, model: EpisodePolicy) -> tuple[float, ...]:
+    """Return the rewards of all turns; empty where the episode has rewarded no turn."""
+    if not model.turn_rewards:
+        return ()
+    return tuple(model.turn_rewards.get(turn, 0.0) for turn in range(episode.turns_sampled))
+
+
 async def _close(stack: AsyncExitStack, trajectory: str) -> None:
-    """Close the tools of an episode, also of one that was cancelled."""
+    """Close the tools of an episode. A failure of user code is logged, and changes no outcome."""
     try:
         with anyio.move_on_after(_CLOSE_LIMIT_S, shield=True):
             await stack.aclose()
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # the worker itself is cancelled
             raise
         _log.warning("closing the tools of %s failed: %s", trajectory, describe_error(error))

@@ -1,1 +1,1 @@
-"""Completions that nothing is trained on: held-out prompts, and samples kept in files."""
+"""Held-out evaluation, and the files in which completions are stored."""

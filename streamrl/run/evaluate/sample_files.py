@@ -1,5 +1,8 @@
-"""Completions on disk, to be read: all of an evaluation (``evaluations/step-N.jsonl``), three of each batch
-(``samples.jsonl``)."""
+"""Files of completions for readers: all completions of an evaluation (``evaluations/step-N.jsonl``), and three of each
+batch (``samples.jsonl``).
+
+The controller process writes them; ``streamrl samples``, the dashboard and trackers read them. ``streamrl eval`` and
+``streamrl try`` use the same form."""
 
 from __future__ import annotations
 
@@ -21,18 +24,21 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.sections import HELD_OUT
 
 LONGEST_TEXT = 8_000
-"""Characters of a prompt and of a completion there."""
+"""Largest number of characters of a prompt and of a completion in ``samples.jsonl``."""
 MOST_TOKENS = 2_000
-"""Tokens of a completion that are written one by one: decoding them is work of the controller."""
+"""Number of tokens above which a completion is not written token by token, because the controller decodes them."""
 MOST_MESSAGES = 200
-"""Of a conversation that is written by message."""
+"""Number of messages above which a conversation is written as one text."""
 SHOWN_EVERY = 10
-"""Steps between two completions that the run shows; it shows one of the first step, too."""
+"""Number of steps between two completions that the run shows; it also shows one of the first step."""
 
 
 class StoredSample(CompletionSampled, frozen=True, kw_only=True, omit_defaults=True, tag="CompletionSampled"):
-    """A completion with its tokens, as it stands in ``samples.jsonl``: the text, the behaviour logprob and the policy
-    version of each; empty where it has more than ``MOST_TOKENS``. ``turn_rewards``: as its environment gave them."""
+    """A completion with its tokens, as in ``samples.jsonl``.
+
+    ``token_texts``, ``logprobs``, ``versions``: text, behaviour logprob and policy version of each token; empty where
+    there are more than ``MOST_TOKENS``;
+    ``turn_rewards``: rewards that the environment gave for turns."""
 
     token_texts: list[str] = []
     logprobs: list[float] = []
@@ -48,28 +54,33 @@ class TrainingSamples:
         self._file = LineFile(path, most_bytes=most_bytes)
 
     def take(self, step: int, batch: Sequence[ScoredTrajectory]) -> list[CompletionSampled]:
-        """Write those of the batch of ``step``. Returns what to show: one of them now and then."""
+        """Write the completions of the batch of ``step``. Return the completions that the run is to show: one at the
+        steps of ``SHOWN_EVERY``, else none."""
         ordered = sorted(batch, key=lambda scored: scored.reward)
-        one = random.Random(step).choice(ordered)
-        three = (("best", ordered[-1]), ("worst", ordered[0]), ("random", one))
-        chosen = [sample_of(scored, self._tokenizer, step=step, chosen=kind) for kind, scored in three]
-        self._file.append(*(_stored(shown, of[1], self._tokenizer) for shown, of in zip(chosen, three, strict=True)))
-        return chosen[-1:] if step == 1 or step % SHOWN_EVERY == 0 else []
+        random_one = random.Random(step).choice(ordered)
+        choices = {"best": ordered[-1], "worst": ordered[0], "random": random_one}
+        samples = [sample_of(scored, self._tokenizer, step=step, choice=name) for name, scored in choices.items()]
+        pairs = zip(samples, choices.values(), strict=True)
+        self._file.append(*(_stored(sample, scored, self._tokenizer) for sample, scored in pairs))
+        if step == 1 or step % SHOWN_EVERY == 0:
+            return samples[-1:]
+        return []
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._file.close()
 
 
-def sample_of(scored: ScoredTrajectory, tokenizer: Tokenizer, *, step: int, chosen: str) -> CompletionSampled:
-    """The completion as it is shown to people."""
-    line = sample_line(Scored(outcome=scored), tokenizer) | {"step": step, "chosen": chosen}
+def sample_of(scored: ScoredTrajectory, tokenizer: Tokenizer, *, step: int, choice: str) -> CompletionSampled:
+    """Return the completion as the run shows it. ``choice``: reason to store it, for the field ``chosen``."""
+    line = sample_line(Scored(outcome=scored), tokenizer) | {"step": step, "chosen": choice}
     return msgspec.convert(line, CompletionSampled).shortened(LONGEST_TEXT)
 
 
-def _stored(shown: CompletionSampled, scored: ScoredTrajectory, tokenizer: Tokenizer) -> StoredSample:
-    stored = StoredSample(**msgspec.structs.asdict(shown), turn_rewards=scored.trajectory.turn_rewards)
-    if shown.tokens > MOST_TOKENS:
+def _stored(sample: CompletionSampled, scored: ScoredTrajectory, tokenizer: Tokenizer) -> StoredSample:
+    """Return ``sample`` with its tokens."""
+    stored = StoredSample(**msgspec.structs.asdict(sample), turn_rewards=scored.trajectory.turn_rewards)
+    if sample.tokens > MOST_TOKENS:
         return stored
     turns = [segment for segment in scored.trajectory.segments if segment.trained]
     return msgspec.structs.replace(
@@ -93,9 +104,12 @@ async def write_evaluation(
     *,
     most_bytes: int = MOST_BYTES,
 ) -> None:
-    """Write ``step-N.jsonl`` in ``directory``, whole or not at all, in a thread. ``tokenizer``: None: ids
-    only. ``sets``: numbers of the prompts of each set. ``most_bytes``: of all files there; the oldest ones are
-    removed. Raises ``StreamRLError`` when the disk refuses."""
+    """Write ``step-N.jsonl`` in ``directory``, completely or not at all, in a thread. Raises ``StreamRLError`` when the
+    disk refuses.
+
+    ``tokenizer``: tokenizer for the texts (None: only token ids are written);
+    ``sets``: places of the prompts of each set;
+    ``most_bytes``: limit of all files in ``directory``, above which the oldest ones are removed."""
     path = directory / f"step-{policy_version:06d}.jsonl"
     try:
         await anyio.to_thread.run_sync(_write_lines, path, list(outcomes), tokenizer, sets or {}, most_bytes)
@@ -110,41 +124,43 @@ def _write_lines(
     path: Path, outcomes: list[EndedOutcome], tokenizer: Tokenizer | None, sets: Mapping[str, range], most_bytes: int
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = sorted(
-        (sample_line(outcome, tokenizer) for outcome in outcomes), key=lambda at: (at["number"], at["sample"])
-    )
-    for line in lines if sets.keys() - {HELD_OUT} else ():
-        name, numbers = next((name, numbers) for name, numbers in sets.items() if line["number"] in numbers)
-        line |= {"set": name, "number": line["number"] - numbers.start}
+    lines = [sample_line(outcome, tokenizer) for outcome in outcomes]
+    lines.sort(key=lambda line: (line["number"], line["sample"]))
+    if sets.keys() - {HELD_OUT}:
+        for line in lines:
+            name, numbers = next((name, numbers) for name, numbers in sets.items() if line["number"] in numbers)
+            line |= {"set": name, "number": line["number"] - numbers.start}
     write_durable(path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     remove_oldest(path.parent.glob("step-*.jsonl"), most_bytes)
 
 
 def sample_line(outcome: EndedOutcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """One line with the names of ``CompletionSampled``: ``number`` is that of the held-out prompt (of ``set``, where
-    there are several); ``reward`` is null where ``failure`` says why. Without ``tokenizer`` it has no texts."""
+    """Return a line with the names of ``CompletionSampled``, and two more: ``number`` is the number of the held-out
+    prompt, and ``failure`` the reason for which ``reward`` is null. Without ``tokenizer`` the line has no texts."""
     if isinstance(outcome, TrajectoryLost):
-        return _whose(outcome.id) | {"reward": None, "failure": outcome.reason}
+        return _identity_fields(outcome.id) | {"reward": None, "failure": outcome.reason}
     scored = outcome.outcome
-    line = _whose(scored.trajectory.id)
+    line = _identity_fields(scored.trajectory.id)
     if isinstance(scored, RewardFailure):
         line |= {"reward": None, "failure": f"{scored.function} {scored.kind}: {scored.message}"}
     else:
         line |= {"reward": scored.reward, "rewards": scored.reward_parts}
     trajectory = scored.trajectory
-    begun = 1 + sum(not one.trained for one in trajectory.segments[:1])  # the environment may write the prompt
     parts = [trajectory.prompt.token_ids, *(segment.token_ids for segment in trajectory.segments)]
+    # An environment may write the first prompt, as an untrained segment after an empty prompt.
+    prompt_parts = 1 + sum(not segment.trained for segment in trajectory.segments[:1])
     line |= {
         "finish_reason": trajectory.finish_reason,
         "tokens": trajectory.generated_tokens,
-        "prompt_token_ids": sum(parts[:begun], token_array()).tolist(),
-        "token_ids": sum(parts[begun:], token_array()).tolist(),
+        "prompt_token_ids": sum(parts[:prompt_parts], token_array()).tolist(),
+        "token_ids": sum(parts[prompt_parts:], token_array()).tolist(),
     }
-    line |= {"turn_rewards": trajectory.turn_rewards} if trajectory.turn_rewards else {}
+    if trajectory.turn_rewards:
+        line["turn_rewards"] = trajectory.turn_rewards
     return line if tokenizer is None else line | _texts(trajectory, tokenizer)
 
 
-def _whose(trajectory: TrajectoryId) -> dict[str, Any]:
+def _identity_fields(trajectory: TrajectoryId) -> dict[str, Any]:
     return {
         "step": trajectory.attempt,
         "number": -1 - trajectory.group_id,
@@ -154,27 +170,36 @@ def _whose(trajectory: TrajectoryId) -> dict[str, Any]:
 
 
 def _texts(trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:
-    """``prompt``, ``text`` and ``turns`` of ``CompletionSampled``. Lines of the text that begin with ``>`` are what an
-    environment wrote between the turns."""
-    several = trajectory.environment is not None or len(trajectory.segments) > 1
-    if not several:
+    """Return ``prompt``, ``text`` and ``turns`` of ``CompletionSampled``. In the text of a conversation, messages that
+    the environment wrote between the turns have lines that begin with ``>``."""
+    if trajectory.environment is None and len(trajectory.segments) <= 1:
         completion = sum((segment.token_ids for segment in trajectory.segments), token_array())
         return {"prompt": tokenizer.decode(trajectory.prompt.token_ids), "text": tokenizer.decode(completion)}
-    turns = [ShownMessage(*one) for one in tokenizer.messages(trajectory.prompt.token_ids, "prompt")]
+    messages = _shown_messages(trajectory, tokenizer)
+    first = next((place for place, message in enumerate(messages) if message.sampled), len(messages))
+    prompt = "\n".join(f"{message.role}: {message.text}" for message in messages[:first])
+    texts = [message.text if message.sampled else _quoted(message) for message in messages[first:]]
+    text = "".join(texts).replace("\n\n>", "\n>")
+    if len(messages) > MOST_MESSAGES:
+        messages = []
+    return {"prompt": prompt, "text": text, "turns": tuple(messages)}
+
+
+def _quoted(message: ShownMessage) -> str:
+    quoted = f"{message.role}: {message.text}".replace("\n", "\n> ")
+    return f"\n> {quoted}\n"
+
+
+def _shown_messages(trajectory: Trajectory, tokenizer: Tokenizer) -> list[ShownMessage]:
+    """Return the messages of the prompt and of all segments."""
+    messages = [ShownMessage(*message) for message in tokenizer.messages(trajectory.prompt.token_ids, "prompt")]
     for segment in trajectory.segments:
-        said = tokenizer.messages(segment.token_ids, "environment")
         if segment.trained:
-            said = [("assistant", tokenizer.decode(segment.token_ids), len(segment.token_ids))]
+            parts = [("assistant", tokenizer.decode(segment.token_ids), len(segment.token_ids))]
+        else:
+            parts = tokenizer.messages(segment.token_ids, "environment")
         version = max((span.policy_version for span in segment.version_spans), default=0)
-        turns += [
-            ShownMessage(*one, sampled=segment.trained, version=version, again=segment.follows is not None and not at)
-            for at, one in enumerate(said)
-        ]
-    first = next((place for place, turn in enumerate(turns) if turn.sampled), len(turns))
-    prompt = "\n".join(f"{turn.role}: {turn.text}" for turn in turns[:first])
-    written = (
-        turn.text if turn.sampled else "\n> " + f"{turn.role}: {turn.text}".replace("\n", "\n> ") + "\n"
-        for turn in turns[first:]
-    )
-    text = "".join(written).replace("\n\n>", "\n>")
-    return {"prompt": prompt, "text": text, "turns": tuple(turns) if len(turns) <= MOST_MESSAGES else ()}
+        for place, part in enumerate(parts):
+            again = segment.follows is not None and place == 0
+            messages.append(ShownMessage(*part, sampled=segment.trained, version=version, again=again))
+    return messages

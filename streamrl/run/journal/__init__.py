@@ -1,2 +1,2 @@
-"""The log that a run resumes from, and the only one. ``log`` is its files, ``records`` what is in them; ``run_journal``
-writes them, ``recover`` restores a run from them, ``summary`` says what happened (``streamrl show``)."""
+"""The journal, from which a run resumes. ``log`` has its files and ``records`` their content; ``run_journal`` writes
+records, ``recover`` restores a run from them, and ``summary`` summarizes them for ``streamrl show``."""

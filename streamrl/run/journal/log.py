@@ -1,16 +1,19 @@
-"""The journal's files: an acknowledged record is there after any kill, and with ``fsync`` after a power cut.
+"""The journal's files. An acknowledged record survives any kill, and with ``fsync`` also a power cut.
 
-    journal = JournalFile(run / "journal")            # blocks: locks, checks and repairs what is there
-    for record in journal.found.records(): ...    # the newest base, then the records after it
-    nursery.start_soon(journal.run)               # writes until it is cancelled; raises JournalFailed
-    journal.begin_segment([state, ...])           # first of all, and after every checkpoint
-    sequence = journal.append(record)             # never blocks
-    await journal.durable(sequence)               # until it is on the disk
-    await journal.room()                          # back-pressure: before producing more
+The controller process has a ``JournalFile``; ``streamrl show`` reads journals with ``read_journal``.
+
+    journal = JournalFile(run / "journal")                # blocks: locks, checks and repairs the files
+    for record in journal.initial_content.records(): ...  # the newest base, then the records after it
+    nursery.start_soon(journal.run)                       # writes until it is cancelled; raises JournalFailed
+    journal.begin_segment([state, ...])                   # before the first record, and after every checkpoint
+    sequence = journal.append(record)                     # never blocks
+    await journal.durable(sequence)                       # until the record is on the disk
+    await journal.room()                                  # back-pressure: before producing more
     await journal.close()
 
-A journal is a directory of segments, ``000001.journal`` and so on. A segment begins with a *base*: records that stand
-for everything before it. So the newest segment alone is enough to resume; the one before it stays as a second chance.
+A journal is a directory of segments, ``000001.journal`` and so on. A segment begins with a *base*: records that replace
+everything before them. Therefore the newest segment alone is enough to resume. The segment before it is kept for the
+case that the checkpoint of the newest one is damaged.
 
 ::
 
@@ -19,9 +22,10 @@ for everything before it. So the newest segment alone is enough to resume; the o
     frame     "\\xf5JF\\n", bytes of the body (u32), CRC-32 (u32), body
     body      records, each with its bytes (u32) before it
 
-Integers are little-endian. The CRC of a frame starts from its offset: a copy of a frame in a body is no frame. A frame
-is one group of records, written and flushed before the next is begun: after a crash at most the last one is torn. It is
-cut off when the journal is opened, unless a whole frame follows it: then the journal is damaged."""
+Integers are little-endian. The CRC of a frame starts from its offset, so that a copy of a frame in a body is no frame.
+A frame is one group of records, written and flushed before the next one is begun. Therefore a crash tears at most the
+last frame. A torn frame is cut off when the journal is opened, unless an intact frame follows it: then the journal is
+damaged."""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ import asyncio
 import os
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -43,13 +47,13 @@ from streamrl.base.atomic_files import flush_directory, hold_lock
 from streamrl.run.journal.log_errors import JournalDamaged, JournalFailed, JournalRefused, failing
 
 GROUP_BYTES = 8 << 20
-"""A group is closed when its records have this many bytes."""
+"""Number of bytes of records with which a group is closed."""
 
 RECORD_LIMIT = 256 << 20
 """Largest record, in bytes."""
 
 WAITING_BYTES = 64 << 20
-"""``JournalFile.room`` waits while more wait for the disk."""
+"""Number of unwritten bytes above which ``JournalFile.room`` waits."""
 
 INTERVAL_S = 0.005
 """Pause between two groups, so that a fast disk does not make many small groups of a stream of records."""
@@ -69,30 +73,34 @@ _SEARCH_BYTES = 1 << 20
 # ---- reading -------------------------------------------------------------------------------------
 
 
-class Found(msgspec.Struct, frozen=True):
-    """Content of a journal. ``segments``: paths, oldest first, without a gap; ``last_frame``, ``end``: offsets in the
-    last of them; what follows ``end`` there is torn."""
+class JournalContent(msgspec.Struct, frozen=True):
+    """Content of a journal.
+
+    ``segments``: paths, oldest first, without a gap;
+    ``last_frame``: offset of the last frame in the newest segment;
+    ``end``: offset of its end; bytes after it are torn."""
 
     segments: tuple[Path, ...] = ()
     last_frame: int = 0
     end: int = 0
 
     def records(self, segment: int = -1) -> Iterator[bytes]:
-        """The base of ``segments[segment]``, then every record since, without the bases of later segments. Raises
-        ``JournalDamaged``, ``JournalFailed``."""
-        for place, path in enumerate(self.segments[segment:] if self.segments else ()):
+        """Yield the base of ``segments[segment]``, then every record after it, without the bases of later segments.
+        Raises ``JournalDamaged``, ``JournalFailed``."""
+        for place, path in enumerate(self.segments[segment:]):
             for offset, body, is_base in _frames(path, may_be_torn=path == self.segments[-1]):
                 if not (place and is_base):
                     yield from _records(path, offset, body)
 
 
-def read_journal(directory: Path) -> Found:
+def read_journal(directory: Path) -> JournalContent:
     """Check the newest segment of a journal, without changing it; a run may be writing it. Raises ``JournalDamaged``,
     ``JournalRefused`` for another format, ``JournalFailed``."""
     with failing(directory, "listing"):
-        numbers = {n for name in os.listdir(directory) if (n := _segment_number(name)) is not None}
+        names = os.listdir(directory)
+    numbers = {number for number in map(_segment_number, names) if number is not None}
     if not numbers:
-        return Found()
+        return JournalContent()
     first = last = max(numbers)
     while first - 1 in numbers:
         first -= 1
@@ -101,11 +109,12 @@ def read_journal(directory: Path) -> Found:
     for offset, body, _ in _frames(newest, may_be_torn=True):
         last_frame = offset
         end = offset + _FRAME.size + len(body)
-    return Found(tuple(_segment_path(directory, n) for n in range(first, last + 1)), last_frame, end)
+    segments = tuple(_segment_path(directory, number) for number in range(first, last + 1))
+    return JournalContent(segments, last_frame, end)
 
 
 def _frames(path: Path, *, may_be_torn: bool) -> Iterator[tuple[int, bytes, bool]]:
-    """Offset and body of each frame, and whether it belongs to the base."""
+    """Yield the offset and body of each frame, and whether the frame belongs to the base."""
     with failing(path, "reading"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         base_end = _read_header(path, file.read(_HEADER.size))
@@ -115,8 +124,11 @@ def _frames(path: Path, *, may_be_torn: bool) -> Iterator[tuple[int, bytes, bool
             if body is None:
                 if at < base_end or not may_be_torn:
                     raise JournalDamaged(path, at, "a frame does not match its checksum")
-                if (whole := _whole_frame_after(file, at + 1, size)) is not None:
-                    raise JournalDamaged(path, at, f"a frame does not match its checksum, that at byte {whole} does")
+                intact_frame = _intact_frame_after(file, at + 1, size)
+                if intact_frame is not None:
+                    raise JournalDamaged(
+                        path, at, f"a frame does not match its checksum, that at byte {intact_frame} does"
+                    )
                 return
             yield at, body, at < base_end
             at += _FRAME.size + len(body)
@@ -125,6 +137,7 @@ def _frames(path: Path, *, may_be_torn: bool) -> Iterator[tuple[int, bytes, bool
 
 
 def _read_header(path: Path, raw: bytes) -> int:
+    """Return the offset at which the base ends."""
     magic, base_end, check = _HEADER.unpack(raw) if len(raw) == _HEADER.size else (b"", 0, 0)
     if magic[:7] == _MAGIC[:7] and magic != _MAGIC:
         raise JournalRefused(f"{path} has another format; resume with the streamrl that wrote it")
@@ -134,7 +147,7 @@ def _read_header(path: Path, raw: bytes) -> int:
 
 
 def _read_body(file: BinaryIO, at: int, size: int) -> bytes | None:
-    """Body of the frame that begins at ``at``; None where there is no whole one."""
+    """Return the body of the frame that begins at ``at``; None where there is no intact frame."""
     file.seek(at)
     head = file.read(_FRAME.size)
     if len(head) < _FRAME.size:
@@ -143,20 +156,24 @@ def _read_body(file: BinaryIO, at: int, size: int) -> bytes | None:
     if magic != _FRAME_MAGIC or length > size - at - _FRAME.size:
         return None
     body = file.read(length)
-    return body if len(body) == length and _check(body, at) == check else None
+    if len(body) != length or _check(body, at) != check:
+        return None
+    return body
 
 
 def _check(body: bytes, at: int) -> int:
+    """Return the CRC-32 of a frame. It starts from the offset ``at`` of the frame, and includes the length."""
     return crc32(body, crc32(_LENGTH.pack(len(body)), at & 0xFFFFFFFF))
 
 
-def _whole_frame_after(file: BinaryIO, at: int, size: int) -> int | None:
+def _intact_frame_after(file: BinaryIO, at: int, size: int) -> int | None:
+    """Return the offset of the first intact frame that begins at ``at`` or after it."""
     while at < size:
         file.seek(at)
         window = file.read(_SEARCH_BYTES)
         place = window.find(_FRAME_MAGIC)
         if place < 0:
-            at += max(len(window) - len(_FRAME_MAGIC) + 1, 1)
+            at += max(len(window) - len(_FRAME_MAGIC) + 1, 1)  # a magic number may begin at the end of the window
         elif _read_body(file, at + place, size) is not None:
             return at + place
         else:
@@ -165,6 +182,7 @@ def _whole_frame_after(file: BinaryIO, at: int, size: int) -> int | None:
 
 
 def _records(path: Path, offset: int, body: bytes) -> Iterator[bytes]:
+    """Yield the records in the body of the frame at ``offset`` of ``path``."""
     place = 0
     while place < len(body):
         start = place + _LENGTH.size
@@ -176,12 +194,13 @@ def _records(path: Path, offset: int, body: bytes) -> Iterator[bytes]:
 
 
 def writer_of(directory: Path) -> int | None:
-    """The process of this machine that writes this journal; None where none does."""
+    """Return the id of the process on this machine that writes the journal; None: there is none. A lock file outlives
+    its process and ids are used again, so that the process must have the file open."""
     lock = (directory / LOCK).resolve()
     with suppress(OSError, ValueError):
         process = int(lock.read_text())
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
+            with suppress(FileNotFoundError):  # the descriptor was closed meanwhile
                 if os.readlink(descriptor) == str(lock):
                     return process
     return None
@@ -192,81 +211,85 @@ def _segment_path(directory: Path, number: int) -> Path:
 
 
 def _segment_number(name: str) -> int | None:
+    """Return the number of the segment with the file name ``name``; None for another file."""
     stem = name.removesuffix(SUFFIX)
-    named = name.endswith(SUFFIX) and stem.isascii() and stem.isdigit()
-    return int(stem) if named and name == _segment_path(Path(), int(stem)).name else None
+    if not (name.endswith(SUFFIX) and stem.isascii() and stem.isdigit()):
+        return None
+    number = int(stem)
+    return number if name == _segment_path(Path(), number).name else None
 
 
 # ---- writing -------------------------------------------------------------------------------------
 
 
 class JournalFile:
-    """The writing end. ``found``: what was there when it was opened. After a failure every method but ``close`` raises
-    ``JournalFailed``, and so does ``run``."""
+    """A journal that is open for writing. ``initial_content``: content when it was opened. After a failure every method
+    except ``close`` raises ``JournalFailed``, ``run`` included."""
 
     def __init__(self, directory: Path, *, fsync: bool = True) -> None:
-        """Open the journal in ``directory`` (made if missing) for writing. Blocking. ``fsync`` False: records survive
-        kills, but not a power cut. Raises ``JournalRefused`` while another process writes it, and as
-        ``read_journal``."""
+        """Open the journal in ``directory``, which is made if missing. Blocking. ``fsync``: whether records survive a
+        power cut, and not only kills. Raises ``JournalRefused`` while another process writes the journal, and the
+        errors of ``read_journal``."""
         self._files = _SegmentFiles(directory, fsync)
-        self.found = self._files.found
+        self.initial_content = self._files.content
         self._queue: deque[bytes | tuple[bytes, ...]] = deque()  # a tuple is the base of a new segment
-        self._last = 0
-        self._written = 0
+        self._last = 0  # sequence number of the newest item
+        self._written = 0  # sequence number of the newest item on the disk
         self._waiting_bytes = 0
         self._failure: JournalFailed | None = None
         self._closed = False
-        self._wanted = asyncio.Event()
-        self._progress = asyncio.Event()
+        self._has_items = asyncio.Event()
+        self._progress = asyncio.Event()  # set and replaced after each group
         self._writing = asyncio.Lock()
 
     def append(self, record: bytes) -> int:
-        """Take one record and return its sequence number. Never blocks. Raises ``JournalRefused`` for one over
-        ``RECORD_LIMIT``, and after ``close``; ``JournalFailed``."""
-        return self._take(record, len(record), len(record))
+        """Queue one record and return its sequence number. Never blocks. Raises ``JournalRefused`` for a record over
+        ``RECORD_LIMIT`` and after ``close``; ``JournalFailed``."""
+        return self._enqueue(record, len(record), len(record))
 
     def begin_segment(self, base: Iterable[bytes]) -> int:
-        """Start a new segment with ``base``: records that stand for everything before. Segments older than the one
-        before it are removed once it is on the disk, so whatever else the base needs (a checkpoint) must be durable.
-        Never blocks. Returns a sequence number and raises as ``append``."""
+        """Queue a new segment with ``base``: records that replace everything before. Once it is on the disk, only the
+        segment before it is kept, so that anything else that the base needs (a checkpoint) must be durable. Never
+        blocks. Returns and raises as ``append``."""
         records = tuple(base)
-        return self._take(records, sum(map(len, records)), max(map(len, records), default=0))
+        sizes = [len(record) for record in records]
+        return self._enqueue(records, sum(sizes), max(sizes, default=0))
 
     async def durable(self, sequence: int) -> None:
-        """Return once this record and all before it are on the disk. Raises ``JournalFailed``."""
+        """Return once the record ``sequence`` and all before it are on the disk. Raises ``JournalFailed``."""
         while self._written < sequence:
             self._refuse_failed()
             await self._progress.wait()
 
     async def room(self) -> None:
-        """Return once at most ``WAITING_BYTES`` wait for the disk. Raises ``JournalFailed``."""
+        """Return once at most ``WAITING_BYTES`` are unwritten. Raises ``JournalFailed``."""
         while self._waiting_bytes > WAITING_BYTES:
             self._refuse_failed()
             await self._progress.wait()
 
     async def run(self) -> None:
-        """Write what is appended, in groups, until cancelled. Raises ``JournalFailed``."""
+        """Write queued records in groups until cancelled. Raises ``JournalFailed``."""
         while True:
-            await self._wanted.wait()
-            await self._write_waiting()
+            await self._has_items.wait()
+            await self._write_queue()
             await anyio.sleep(INTERVAL_S)
 
     async def close(self) -> None:
-        """Write what waits and release the directory, also when the caller is cancelled. Idempotent. Raises
-        ``JournalFailed``, unless another method did."""
+        """Write the queue and release the directory, also when the caller is cancelled. Idempotent. Raises
+        ``JournalFailed``, unless another method has raised it."""
         with anyio.CancelScope(shield=True):
             self._closed = True
             try:
                 if self._failure is None:
-                    await self._write_waiting()
+                    await self._write_queue()
             finally:
                 self.release()
 
     def release(self) -> None:
-        """Release the directory without writing what waits. Idempotent."""
+        """Release the directory without writing the queue. Idempotent."""
         self._files.close()
 
-    def _take(self, item: bytes | tuple[bytes, ...], size: int, largest: int) -> int:
+    def _enqueue(self, item: bytes | tuple[bytes, ...], size: int, largest: int) -> int:
         self._refuse_failed()
         if self._closed:
             raise JournalRefused("the journal was closed; open it again")
@@ -275,33 +298,38 @@ class JournalFile:
         self._queue.append(item)
         self._waiting_bytes += size
         self._last += 1
-        self._wanted.set()
+        self._has_items.set()
         return self._last
 
     def _refuse_failed(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    async def _write_waiting(self) -> None:
+    async def _write_queue(self) -> None:
         async with self._writing:
-            self._wanted.clear()
-            last = self._last  # what comes meanwhile makes a group of its own, later
+            self._has_items.clear()
+            last = self._last  # later items are written by the next call
             while self._written < last:
                 first = self._queue[0]
-                group = next(_groups(self._queue)) if isinstance(first, bytes) else first
-                write = self._append if isinstance(first, bytes) else self._begin
+                if isinstance(first, bytes):
+                    group: Sequence[bytes] = next(_groups(self._queue))
+                    write: Callable[[Sequence[bytes]], None] = self._append
+                else:
+                    group = first
+                    write = self._begin
                 try:
                     await to_thread.run_sync(write, group)
                 except JournalFailed as failure:
                     self._failure = failure
                     raise
                 finally:
-                    done = self._progress
+                    progress = self._progress
                     self._progress = asyncio.Event()
-                    done.set()
+                    progress.set()
                 self._waiting_bytes -= sum(map(len, group))
 
-    # In a thread. What is written leaves the queue there: a caller that is cancelled meanwhile does not see it again.
+    # These two run in a thread, and remove from the queue what they have written: the next call does not write it again
+    # if the waiting task is cancelled meanwhile.
 
     def _append(self, group: Sequence[bytes]) -> None:
         self._files.append(group)
@@ -316,7 +344,7 @@ class JournalFile:
 
 
 def _groups(items: Iterable[bytes | tuple[bytes, ...]]) -> Iterator[list[bytes]]:
-    """Records, up to the first that is none, in lists of about ``GROUP_BYTES``."""
+    """Yield records in lists of about ``GROUP_BYTES``, up to the first item that is the base of a segment."""
     group: list[bytes] = []
     size = 0
     for item in items:
@@ -333,8 +361,8 @@ def _groups(items: Iterable[bytes | tuple[bytes, ...]]) -> Iterator[list[bytes]]
 
 
 class _SegmentFiles:
-    """The files of a journal that is open for writing. Blocking; the first failure is final, for after a failed flush
-    nobody knows what is on the disk, and a second flush would say that all is well."""
+    """The files of a journal that is open for writing. Blocking. The first failure is final: after a failed flush the
+    content of the disk is unknown, and Linux would report a second flush as successful."""
 
     def __init__(self, directory: Path, fsync: bool) -> None:
         self._directory = directory
@@ -343,25 +371,26 @@ class _SegmentFiles:
         self._end = 0
         self._lock = _take_lock(directory)
         try:
-            self.found = read_journal(directory)
-            self._number = int(self.found.segments[-1].stem) if self.found.segments else 0
+            self.content = read_journal(directory)
+            self._number = int(self.content.segments[-1].stem) if self.content.segments else 0
             self._repair()
         except BaseException:
             self.close()
             raise
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Write one group behind the last."""
+        """Write one group after the last one."""
         with failing(_segment_path(self._directory, self._number), "writing"):
             self._write(_frame(records, self._end))
             self._flush()
 
     def begin(self, base: Sequence[bytes]) -> None:
-        """Begin a new segment; remove those older than the one before it."""
+        """Begin a new segment, and remove all segments but it and the one before it."""
         path = _segment_path(self._directory, self._number + 1)
         unfinished = path.with_name(path.name + UNFINISHED)
         groups = list(_groups(base))
-        base_end = _HEADER.size + sum(_FRAME.size + sum(_LENGTH.size + len(r) for r in group) for group in groups)
+        frame_sizes = [_FRAME.size + sum(_LENGTH.size + len(record) for record in group) for group in groups]
+        base_end = _HEADER.size + sum(frame_sizes)
         with failing(path, "beginning a segment"):
             self._close_file()
             self._end = 0
@@ -371,32 +400,34 @@ class _SegmentFiles:
             for group in groups:
                 self._write(_frame(group, self._end))
             self._flush()
-            os.rename(unfinished, path)  # whole under its name: a crash before leaves the journal as it was
+            os.rename(unfinished, path)  # a segment with this name is complete, and a crash before changes nothing
             self._flush_directory()
             self._number += 1
             for name in os.listdir(self._directory):
-                if (number := _segment_number(name)) is not None and number < self._number - 1:
+                number = _segment_number(name)
+                if number is not None and number < self._number - 1:
                     os.unlink(self._directory / name)
 
     def close(self) -> None:
-        """Give the files and the lock back."""
+        """Close the file and release the lock."""
         self._close_file()
         self._lock.close()
 
     def _repair(self) -> None:
-        """Cut a torn tail, and bring to the disk what was only in the cache of a process that died."""
+        """Cut off a torn frame, and flush what a process that died may have left in the cache."""
         for leftover in self._directory.glob(f"*{UNFINISHED}"):
             with failing(leftover, "removing"):
                 leftover.unlink()
-        for path in self.found.segments:
+        for path in self.content.segments:
             with failing(path, "opening"):
                 self._close_file()
                 self._file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-                if path == self.found.segments[-1]:
-                    os.ftruncate(self._file, self.found.end)
-                    # After a failed flush Linux has the last frame in its cache, calls it clean and never writes it.
-                    self._end = self.found.last_frame
-                    self._write(os.pread(self._file, self.found.end - self._end, self._end))
+                if path == self.content.segments[-1]:
+                    os.ftruncate(self._file, self.content.end)
+                    # The last frame is written again: after a failed flush Linux has it in the cache, marks it as clean
+                    # and never writes it.
+                    self._end = self.content.last_frame
+                    self._write(os.pread(self._file, self.content.end - self._end, self._end))
                 self._flush()
         with failing(self._directory, "flushing"):
             self._flush_directory()
@@ -419,17 +450,21 @@ class _SegmentFiles:
         file = self._file
         self._file = -1
         if file >= 0:
-            with suppress(OSError):  # Linux gives the descriptor back in any case, and what counts was flushed
+            with suppress(OSError):  # Linux closes the descriptor in any case, and the data were flushed before
                 os.close(file)
 
 
 def _frame(records: Sequence[bytes], at: int) -> bytes:
-    body = b"".join(part for record in records for part in (_LENGTH.pack(len(record)), record))
+    """Return the bytes of a frame at the offset ``at``."""
+    parts: list[bytes] = []
+    for record in records:
+        parts += (_LENGTH.pack(len(record)), record)
+    body = b"".join(parts)
     return _FRAME.pack(_FRAME_MAGIC, len(body), _check(body, at)) + body
 
 
 def _take_lock(directory: Path) -> IO[bytes]:
-    """Lock the journal for this writer until the returned file is closed."""
+    """Lock the journal for this process until the returned file is closed."""
     with failing(directory, "making the directory"):
         directory.mkdir(mode=0o700, exist_ok=True)
         flush_directory(directory.parent)

@@ -1,4 +1,4 @@
-"""Errors of a journal: it cannot be written, must not be opened, or is damaged."""
+"""Errors of the journal's files, raised by ``log``: a journal cannot be written, must not be opened, or is damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REMEDIES = {
 
 
 class JournalFailed(StreamRLError):
-    """A call on the disk failed. It is final: the journal neither writes nor acknowledges anything from then on."""
+    """A failed call on the disk. It is final: the journal neither writes nor acknowledges anything from then on."""
 
     def __init__(self, path: Path, doing: str, cause: OSError) -> None:
         self.errno = cause.errno or 0
@@ -30,11 +30,11 @@ class JournalFailed(StreamRLError):
 
 
 class JournalRefused(StreamRLError):
-    """The journal is in use, has another format, was closed, or lacks what the run needs."""
+    """A journal that is in use, has another format, was closed, or lacks records that the run needs."""
 
 
 class JournalDamaged(StreamRLError):
-    """Bytes of ``path``, from ``offset`` on, are not those that were written."""
+    """A journal whose bytes of ``path`` from ``offset`` on differ from those that were written."""
 
     def __init__(self, path: Path, offset: int, reason: str) -> None:
         self.path = path
@@ -48,7 +48,8 @@ class JournalDamaged(StreamRLError):
 
 
 def another_run(run_directory: Path, checkpoint: Path | None) -> str:
-    """The command that starts a new run from ``checkpoint`` (None: from the beginning) of one without a journal."""
+    """Return the command that starts another run with the recipe of a run that lost its journal. ``checkpoint``:
+    checkpoint to start from (None: the run starts from the beginning)."""
     command = ["streamrl", "train", str(run_directory / "recipe.toml")]
     if checkpoint is not None:
         command += ["--set", f"checkpoint.resume_from={checkpoint}"]
@@ -57,7 +58,7 @@ def another_run(run_directory: Path, checkpoint: Path | None) -> str:
 
 @contextmanager
 def failing(path: Path, doing: str) -> Iterator[None]:
-    """Turn ``OSError`` into ``JournalFailed``; ``doing``: what is being done with ``path``."""
+    """Turn ``OSError`` into ``JournalFailed``. ``doing``: name of the work on ``path``, for the message."""
     try:
         yield
     except OSError as error:

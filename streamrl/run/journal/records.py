@@ -1,10 +1,13 @@
-"""Records of a run's journal: control's events, and what they are about. Pure.
+"""Records of a run's journal: control's events, and the trajectories and prompts that they name. Pure.
 
-A record of a trajectory or of prompts comes before the event that tells control of them, so that whatever control knows
-has its content behind it. Nothing of an evaluation is kept: it is done again from its start, or, where engines hold a
-newer version by then, given up with a warning."""
+``run_journal`` writes them in the controller process, ``recover`` and ``summary`` read them. The record of a trajectory
+or prompt comes before the event that names it, so that everything in control's state has its content in the journal.
+Evaluations are not in the journal: an evaluation begins again when a run resumes, or is given up with a warning where
+engines hold a newer version by then."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -32,7 +35,7 @@ JOURNAL_SCHEMA = 4
 
 
 class JournalBase(Record, frozen=True, tag=True):
-    """Begin of a segment: control as it was after ``events`` events, ``elapsed_s`` after the start of the run."""
+    """First record of a segment: the state of control after ``events`` events, ``elapsed_s`` after the run's start."""
 
     control: Snapshot
     events: int
@@ -41,14 +44,14 @@ class JournalBase(Record, frozen=True, tag=True):
 
 
 class JournalEvent(Record, frozen=True, tag=True):
-    """``event`` happened, ``time_s`` after the start of the run."""
+    """An event, ``time_s`` after the start of the run."""
 
     event: ControlEvent
     time_s: float
 
 
 class JournalDecision(Record, frozen=True, tag=True):
-    """Reason for which engines were freed or changed: for people, control does not know of it."""
+    """Reason for which engines were freed or changed. It is written for readers, and is no part of control's state."""
 
     decision: Decision
     time_s: float
@@ -61,14 +64,14 @@ class JournalPrompt(Record, frozen=True, tag=True):
 
 
 class JournalPaused(Record, frozen=True, tag=True):
-    """A trajectory was cut and keeps what it has."""
+    """A paused trajectory, with the tokens that it has so far."""
 
     id: TrajectoryId
     done: SampledSoFar
 
 
 class JournalTurn(Record, frozen=True, tag=True):
-    """Turn ``number`` of an episode, in place of it and of all after it."""
+    """Turn ``number`` of an episode. It replaces an earlier record of this turn, and all turns after it."""
 
     id: TrajectoryId
     number: int
@@ -83,7 +86,7 @@ class JournalCall(Record, frozen=True, tag=True):
 
 
 class JournalSampled(Record, frozen=True, tag=True):
-    """A trajectory that is whole, on its way to its reward. Its prompt is among the prompts."""
+    """A complete trajectory before it has a reward. Its prompt is in a ``JournalPrompt``."""
 
     id: TrajectoryId
     segments: tuple[Segment, ...]
@@ -93,7 +96,7 @@ class JournalSampled(Record, frozen=True, tag=True):
 
 
 class JournalScored(Record, frozen=True, tag=True):
-    """The reward of a trajectory that was sampled."""
+    """The reward of a trajectory that has a ``JournalSampled``."""
 
     id: TrajectoryId
     reward: float
@@ -106,7 +109,7 @@ class JournalScored(Record, frozen=True, tag=True):
 
 
 class JournalPublished(Record, frozen=True, tag=True):
-    """State hash of what ranks published as ``policy_version``."""
+    """State hash of the weights that the ranks published as ``policy_version``."""
 
     policy_version: int
     state_hash: int
@@ -127,17 +130,17 @@ JournalRecord = (
 
 
 class JournalCodec:
-    """Records to bytes and back, each in one piece."""
+    """Encodes records as bytes, and decodes them."""
 
     def __init__(self) -> None:
         self._codec: OneFrameCodec[JournalRecord] = OneFrameCodec(JournalRecord)
 
     def encode(self, record: JournalRecord) -> bytes:
-        """The bytes of ``record``."""
+        """Return the bytes of ``record``."""
         return self._codec.encode(record)
 
     def decode(self, body: Buffer) -> JournalRecord:
-        """The record of ``body``. Raises ``StreamRLError`` where another streamrl wrote it."""
+        """Return the record in ``body``. Raises ``StreamRLError`` where another version of streamrl wrote it."""
         try:
             record = self._codec.decode(body)
         except WireError as error:
@@ -151,7 +154,7 @@ class JournalCodec:
 
 
 def sampled_record(trajectory: Trajectory) -> JournalSampled:
-    """``trajectory`` without its prompt."""
+    """Return the record of ``trajectory``, without its prompt."""
     return JournalSampled(
         id=trajectory.id,
         segments=trajectory.segments,
@@ -162,13 +165,12 @@ def sampled_record(trajectory: Trajectory) -> JournalSampled:
 
 
 def scored_record(scored: ScoredTrajectory) -> JournalScored:
-    """Return what its reward adds to a trajectory."""
-    fields = {name: getattr(scored, name) for name in JournalScored.__struct_fields__ if name != "id"}
-    return JournalScored(id=scored.trajectory.id, **fields)
+    """Return the record of the reward of ``scored``, without its trajectory."""
+    return JournalScored(id=scored.trajectory.id, **_reward_fields(scored))
 
 
 def content_records(identity: TrajectoryId, content: Content) -> list[JournalRecord]:
-    """All that brings ``content`` of a trajectory back."""
+    """Return the records from which ``content`` of a trajectory is restored."""
     if isinstance(content, SampledSoFar):
         return [JournalPaused(id=identity, done=content)]
     if isinstance(content, EpisodeSoFar):
@@ -180,11 +182,15 @@ def content_records(identity: TrajectoryId, content: Content) -> list[JournalRec
 
 
 def trajectory_of(sampled: JournalSampled, prompt: Prompt) -> Trajectory:
-    """The inverse of ``sampled_record``."""
+    """Return the trajectory of a record: the inverse of ``sampled_record``."""
     return Trajectory(prompt=prompt, **msgspec.structs.asdict(sampled))
 
 
 def scored_trajectory(trajectory: Trajectory, scored: JournalScored) -> ScoredTrajectory:
-    """The inverse of ``scored_record``."""
-    fields = {name: getattr(scored, name) for name in JournalScored.__struct_fields__ if name != "id"}
-    return ScoredTrajectory(trajectory=trajectory, **fields)
+    """Return ``trajectory`` with the reward of a record: the inverse of ``scored_record``."""
+    return ScoredTrajectory(trajectory=trajectory, **_reward_fields(scored))
+
+
+def _reward_fields(scored: JournalScored | ScoredTrajectory) -> dict[str, Any]:
+    """Return the fields that the two types have in common."""
+    return {name: getattr(scored, name) for name in JournalScored.__struct_fields__ if name != "id"}

@@ -1,4 +1,7 @@
-"""Recovery of a run from its journal: control is rebuilt by replay, and ranks train again what they lack."""
+"""Recovery of a run from its journal, in the controller process.
+
+At the start of a resumed run ``launch/run_record.py`` rebuilds control by replaying events. ``Resumption``, an observer
+of the ``Controller``, then trains the batches again that the trainer ranks lack."""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import msgspec
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import StepReport, WeightAnnouncement
 from streamrl.base.stage_messages import EpisodeSoFar, SampledSoFar
-from streamrl.base.types import ScoredTrajectory, Trajectory
+from streamrl.base.types import ScoredTrajectory, Trajectory, TrajectoryId
 from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.wire import Buffer
@@ -19,7 +22,7 @@ from streamrl.control.events import BatchTrained, ControlEvent
 from streamrl.control.machine import Control
 from streamrl.control.model import RunState, Snapshot
 from streamrl.control.pending import groups_in_batch
-from streamrl.run.journal.log import Found
+from streamrl.run.journal.log import JournalContent
 from streamrl.run.journal.records import (
     JournalBase,
     JournalCall,
@@ -41,24 +44,31 @@ Restore = Callable[[Snapshot], Control]
 
 
 class TrainedBatch(msgspec.Struct, frozen=True):
-    """A batch that was stepped: to train it again is to carry out ``groups``, in their order, and then ``step``."""
+    """A batch with which the trainer made a step. It is trained again by ``groups``, in their order, and ``step``."""
 
     groups: tuple[do.TrainGroupNow, ...]
     step: do.StepOptimizer
 
     @property
     def policy_version(self) -> int:
-        """The version that it made."""
+        """Version that the step made."""
         return self.step.policy_version
 
 
 class RecoveredRun:
-    """``control`` is as it was after the last event of the journal: ``events`` so far, ``replayed`` since the base;
-    ``elapsed_s`` after the start of the run. ``held``: the version that the ranks hold; ``trained``: batches that were
-    stepped since the base. ``store``: the content behind what control knows."""
+    """A run as it was after the last event of its journal.
 
-    def __init__(self, base: JournalBase, restore: Restore, held: int) -> None:
-        self._held = held
+    ``control``: control;
+    ``trained``: batches with which the trainer made steps since the base;
+    ``events``: number of events since the start of the run;
+    ``replayed``: number of events since the base;
+    ``elapsed_s``: time of the last event, in seconds since the start of the run;
+    ``store``: content of the trajectories and prompts that control's state names;
+    ``published``: newest version that the ranks published since the base."""
+
+    def __init__(self, base: JournalBase, restore: Restore, held_version: int) -> None:
+        """``held_version``: version that the trainer ranks hold."""
+        self._held_version = held_version
         self.control = restore(base.control)
         self.trained: list[TrainedBatch] = []
         self.events = base.events
@@ -74,11 +84,11 @@ class RecoveredRun:
 
     @property
     def version(self) -> int:
-        """Version that the trainer had made; control may not have counted it yet (a deterministic run)."""
+        """Newest version that the trainer had made. In a deterministic run control may not have counted it yet."""
         return self.trained[-1].policy_version if self.trained else self.state.trainer_version
 
-    def take(self, record: JournalRecord) -> None:
-        """The next record."""
+    def replay(self, record: JournalRecord) -> None:
+        """Apply the next record."""
         match record:
             case JournalBase():
                 raise StreamRLError("a journal with a base in its middle: it was not written by this streamrl")
@@ -91,10 +101,12 @@ class RecoveredRun:
             case JournalPrompt():
                 self.store.add_prompts((record.prompt,))
             case JournalSampled():
-                if (prompt := self.store.prompts.get(record.id.prompt_id)) is not None:  # else it was dropped
+                prompt = self.store.prompts.get(record.id.prompt_id)
+                if prompt is not None:  # else the trajectory was dropped
                     self.store.add(trajectory_of(record, prompt))
             case JournalScored():
-                if isinstance(trajectory := self.store.trajectories.get(record.id), Trajectory):
+                trajectory = self.store.trajectories.get(record.id)
+                if isinstance(trajectory, Trajectory):
                     self.store.add(scored_trajectory(trajectory, record))
             case JournalPaused():
                 self.store.add_part(record.id, record.done)
@@ -106,6 +118,7 @@ class RecoveredRun:
                 self.published = record
 
     def _note_trained(self, event: ControlEvent) -> None:
+        """Note the batch of a ``BatchTrained``, before control handles the event and forgets the batch."""
         step = self.state.pending.step
         if not isinstance(event, BatchTrained) or step is None or event.policy_version != step.policy_version:
             return
@@ -113,49 +126,53 @@ class RecoveredRun:
             self.trained.append(TrainedBatch(tuple(groups_in_batch(self.state)), step))
 
     def settle(self) -> None:
-        """All records were taken: forget what has ended."""
-        needed = {trajectory for batch in self.trained for group in batch.groups for trajectory in group.ids}
+        """Forget trajectories that nothing needs any more, after the last record."""
+        needed = set(self.trained_ids())
         needed.update(trajectory for group in self.state.buffer.groups() for trajectory in group.ids)
-        self.store.forget([one for one in self.store.trajectories if one not in needed])
+        self.store.forget([trajectory for trajectory in self.store.trajectories if trajectory not in needed])
+
+    def trained_ids(self) -> list[TrajectoryId]:
+        """Return the trajectories of all batches in ``trained``."""
+        return [trajectory for batch in self.trained for group in batch.groups for trajectory in group.ids]
 
     def trained_since(self, version: int) -> list[TrainedBatch]:
-        """Batches that were stepped after ``version``, oldest first: what brings ranks that hold it up to now."""
+        """Return the batches that ranks with ``version`` must train to make the newest version, oldest first."""
         return [batch for batch in self.trained if batch.policy_version > version]
 
     @property
-    def leads_on(self) -> bool:
-        """Return whether every batch is there that was trained after the version which the ranks hold."""
-        batches = [batch.policy_version for batch in self.trained_since(self._held)]
-        return batches == list(range(self._held + 1, self.version + 1))
+    def has_all_batches(self) -> bool:
+        """Whether the journal has every batch that was trained after the version that the ranks hold."""
+        versions = [batch.policy_version for batch in self.trained_since(self._held_version)]
+        return versions == list(range(self._held_version + 1, self.version + 1))
 
     def batch_of(self, policy_version: int) -> list[ScoredTrajectory]:
-        """Return what was trained into ``policy_version``, since the last checkpoint."""
-        batches = [b for b in self.trained if b.policy_version == policy_version]
-        return self.store.scored(trajectory for b in batches for group in b.groups for trajectory in group.ids)
+        """Return the trajectories that were trained into ``policy_version``; empty for a version before the base."""
+        batches = [batch for batch in self.trained if batch.policy_version == policy_version]
+        return self.store.scored(trajectory for batch in batches for group in batch.groups for trajectory in group.ids)
 
 
-def recovered_run(found: Found, restore: Restore, held: int) -> RecoveredRun | None:
-    """Replay what a journal holds, for ranks that hold version ``held``; None where there is nothing. From its last
-    base on, or from the one before where a damaged checkpoint makes that necessary. ``restore`` makes control of a
-    snapshot. Raises ``StreamRLError``."""
+def recovered_run(content: JournalContent, restore: Restore, held_version: int) -> RecoveredRun | None:
+    """Return the run that a journal restores, for ranks that hold ``held_version``; None where the journal is empty.
+    Replay begins with the last base, or with an older one where the ranks hold an older version because a checkpoint is
+    damaged. ``restore``: function that makes control of a snapshot. Raises ``StreamRLError``."""
     run: RecoveredRun | None = None
-    for segment in reversed(range(len(found.segments))):
-        run = replayed_run(found.records(segment), restore, held)
-        if run is None or run.leads_on:
+    for segment in reversed(range(len(content.segments))):
+        run = replayed_run(content.records(segment), restore, held_version)
+        if run is None or run.has_all_batches:
             break
     return run
 
 
-def replayed_run(records: Iterable[Buffer], restore: Restore, held: int) -> RecoveredRun | None:
-    """Replay the ``records`` since a base; None where there are none. Raises ``StreamRLError``."""
+def replayed_run(records: Iterable[Buffer], restore: Restore, held_version: int) -> RecoveredRun | None:
+    """Return the run that ``records``, a base first, restore; None without records. Raises ``StreamRLError``."""
     codec = JournalCodec()
     run: RecoveredRun | None = None
     for body in records:
         record = codec.decode(body)
         if run is not None:
-            run.take(record)
+            run.replay(record)
         elif isinstance(record, JournalBase):
-            run = RecoveredRun(record, restore, held)
+            run = RecoveredRun(record, restore, held_version)
         else:
             raise StreamRLError(f"a journal begins with a {type(record).__name__} instead of a base")
     if run is not None:
@@ -164,7 +181,7 @@ def replayed_run(records: Iterable[Buffer], restore: Restore, held: int) -> Reco
 
 
 def what_was_restored(run: RecoveredRun) -> dict[str, int]:
-    """Counts for people."""
+    """Return counts of the restored content, for the report of the run."""
     state = run.state
     groups = list(state.buffer.groups())
     contents = [run.store.trajectories.get(member) for group in groups for member in group.open_ids]
@@ -182,8 +199,12 @@ def what_was_restored(run: RecoveredRun) -> dict[str, int]:
 
 
 class Resumption(Observer):
-    """Brings the trainer ranks of a resumed run to the version of its journal. ``held_version``: what they held before;
-    ``policy_version``: what they hold now, of which they trained ``batches`` again; ``reports``: of the last batch."""
+    """Brings the trainer ranks of a resumed run to the version of its journal.
+
+    ``held_version``: version that the ranks held at first;
+    ``policy_version``: version that they hold now;
+    ``batches``: number of batches that they trained again;
+    ``reports``: reports of all ranks on the last of these batches."""
 
     def __init__(self, recovered: RecoveredRun, trainer: TrainerRanks, waits: Waits) -> None:
         self.recovered = recovered
@@ -194,39 +215,39 @@ class Resumption(Observer):
         self.reports: Sequence[StepReport] = ()
 
     async def prepare(self) -> None:
-        """Train again what the ranks lack: no sampling is repeated for that. Raises ``StreamRLError`` for ranks that
-        are ahead, or that hold a version from before the journal's base."""
+        """Train the batches again that the ranks lack, from the journal's tokens and rewards. Raises ``StreamRLError``
+        for ranks that hold a newer version than the journal, or a version from before the journal's base."""
         with self._waits.waiting_for("the trainer to train again what the journal has"):
             await self._retrain()
 
     async def on_began(self, anchor: WeightAnnouncement) -> None:
-        """Forget the tokens of what was trained again."""
-        batches = self.recovered.trained
-        self.recovered.store.forget(t for batch in batches for group in batch.groups for t in group.ids)
+        """Forget the trajectories that were trained again."""
+        self.recovered.store.forget(self.recovered.trained_ids())
 
     async def _retrain(self) -> None:
         recovered = self.recovered
         trainer = self._trainer
-        held = self.held_version
-        wanted = recovered.version
-        if held > wanted:
+        trainer_version = self.held_version
+        journal_version = recovered.version
+        if trainer_version > journal_version:
             raise StreamRLError(
-                f"the trainer holds version {held}, the journal ends at version {wanted}: it is of another run, or was "
-                "cut; start from a checkpoint (checkpoint.resume_from)"
+                f"the trainer holds version {trainer_version}, the journal ends at version {journal_version}: it is of "
+                "another run, or was cut; start from a checkpoint (checkpoint.resume_from)"
             )
-        batches = recovered.trained_since(held)
-        if not recovered.leads_on:
+        batches = recovered.trained_since(trainer_version)
+        if not recovered.has_all_batches:
             raise StreamRLError(
-                f"the trainer begins with version {held}, the journal has no batches of versions {held + 1} to "
-                f"{wanted}: is a checkpoint of this run missing or damaged? "
+                f"the trainer begins with version {trainer_version}, the journal has no batches of versions "
+                f"{trainer_version + 1} to {journal_version}: is a checkpoint of this run missing or damaged? "
                 "start from another one (checkpoint.resume_from)"
             )
         for batch in batches:
-            for group in batch.groups:
-                found = recovered.store.training_group(group.group_id, group.batch_id, group.ids, group.temperature)
-                await trainer.train_group(found)
+            for order in batch.groups:
+                group = recovered.store.training_group(order.group_id, order.batch_id, order.ids, order.temperature)
+                await trainer.train_group(group)
             gather = await trainer.close_batch(close_of(batch.step))
             self.reports = await gather()
-            await trainer.acknowledge(batch.policy_version)  # engines take the newest at once, when it is announced
-        self.policy_version = wanted
+            # No engine waits for this version: all of them get the newest one when the run goes on.
+            await trainer.acknowledge(batch.policy_version)
+        self.policy_version = journal_version
         self.batches = len(batches)

@@ -1,4 +1,6 @@
-"""Summary of a run from its journal: its last steps, and control as it was after the last event. Pure."""
+"""Summary of a run from its journal: its last steps, and the state of control after the last event. Pure.
+
+``streamrl show`` calls ``summarize`` in the process of the command; the run may be running."""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ NEWEST_DECISIONS = 5
 
 
 class StepSummary(msgspec.Struct, kw_only=True):
-    """An optimizer step. ``time_s``: since the start of the run, when its version was live on the engines, ``seconds``
-    after the one before (None: not in the journal). ``dropped``: trajectories since then. ``reward``: mean of those
-    that were trained, as far as the journal has them."""
+    """An optimizer step.
+
+    ``groups``, ``samples``, ``trained_tokens``: size of the batch;
+    ``reward``: mean reward of the batch (None: the journal has no rewards of it);
+    ``time_s``: seconds from the start of the run until the version was live on the engines;
+    ``seconds``: seconds since the previous step's version was live (None: the journal does not have that step);
+    ``dropped``: number of trajectories dropped since then, by reason."""
 
     step: int
     round_kind: str
@@ -39,7 +45,8 @@ class StepSummary(msgspec.Struct, kw_only=True):
 
 
 class GroupSummary(msgspec.Struct, kw_only=True):
-    """A group that has not ended. ``launched_s``: since the start of the run (at the latest)."""
+    """A group that has not ended. ``launched_s``: seconds from the start of the run to its launch; a group that was
+    launched before the journal's base has the time of the base."""
 
     group_id: int
     prompt_id: str
@@ -51,10 +58,19 @@ class GroupSummary(msgspec.Struct, kw_only=True):
 
 
 class RunSummary(msgspec.Struct, kw_only=True):
-    """``events``, ``time_s``: since the start of the run. ``steps``: the newest, oldest first, of ``wanted_steps`` that
-    it is to make. ``pending``: version by what is done with it. ``waits_for`` since ``waits_since_s``. ``decisions``:
-    the newest, with their time. ``ending``: why no more is trained. ``violations``: invariants that do not hold of
-    control after the last event (``streamrl.control.check``): a bug of streamrl."""
+    """Summary of a run.
+
+    ``events``: number of events since the start of the run;
+    ``time_s``: time of the last event, in seconds since the start of the run, like all times here;
+    ``wanted_steps``: number of steps that the run is to make;
+    ``batch``, ``prompts``: descriptions of the open batch and of the prompts;
+    ``pending``: version by the work that is being done with it, such as ``push``;
+    ``waits_for``, ``waits_since_s``: wait reason, and the time since which it holds;
+    ``ending``: reason for which training ends (None: it goes on);
+    ``steps``: steps since the journal's base, oldest first;
+    ``groups``: groups that have not ended;
+    ``decisions``: newest decisions of control with time, subject and reason;
+    ``violations``: invariants that do not hold after the last event (``streamrl.control.check``), which is a bug."""
 
     events: int
     time_s: float
@@ -76,7 +92,7 @@ class RunSummary(msgspec.Struct, kw_only=True):
 
 
 class _Replay:
-    """Control after each event, and what it did."""
+    """Control during the replay of events, and notes of its actions."""
 
     def __init__(self, base: JournalBase, restore: Callable[[Snapshot], Control]) -> None:
         self.control = restore(base.control)
@@ -89,8 +105,8 @@ class _Replay:
         self.waits_since_s = self.time_s
         self._rewards: dict[TrajectoryId, float] = {}
         self._batch: list[float] = []
-        self._closed: dict[int, StepSummary] = {}
-        self._live_s: float | None = None
+        self._steps_not_live: dict[int, StepSummary] = {}  # by policy version
+        self._live_s: float | None = None  # time at which the newest version went live
         self._dropped = Counter(self.state.accounting().dropped)
 
     @property
@@ -98,16 +114,18 @@ class _Replay:
         """State of control."""
         return self.control.state
 
-    def take(self, event: on.ControlEvent, time_s: float) -> None:
-        """The next event."""
+    def handle(self, event: on.ControlEvent, time_s: float) -> None:
+        """Let control handle the next event, and note its actions."""
         self.events += 1
         self.time_s = time_s
         if isinstance(event, on.TrajectoryScored):
             self._rewards[event.id] = event.reward
         for action in self.control.handle(event):
             self._note(action)
-        if isinstance(event, on.WeightsLive) and (step := self._closed.pop(event.policy_version, None)) is not None:
-            self._live(step)
+        if isinstance(event, on.WeightsLive):
+            step = self._steps_not_live.pop(event.policy_version, None)
+            if step is not None:
+                self._complete_step(step)
         reason = wait_reason(self.state, ShellView(sampling=len(self.state.buffer.untrained)))
         if reason is not self.waits_for:
             self.waits_for = reason
@@ -120,9 +138,11 @@ class _Replay:
             case do.Decision():
                 self.decisions.append((self.time_s, action.subject, action.reason))
             case do.TrainGroupNow():
-                self._batch += [self._rewards.pop(i) for i in action.ids if i in self._rewards]
+                for trajectory in action.ids:
+                    if trajectory in self._rewards:
+                        self._batch.append(self._rewards.pop(trajectory))
             case do.StepOptimizer():
-                self._closed[action.policy_version] = StepSummary(
+                self._steps_not_live[action.policy_version] = StepSummary(
                     step=action.policy_version,
                     round_kind=action.round_kind,
                     groups=action.groups,
@@ -132,7 +152,8 @@ class _Replay:
                 )
                 self._batch = []
 
-    def _live(self, step: StepSummary) -> None:
+    def _complete_step(self, step: StepSummary) -> None:
+        """Fill in the figures that are known when the step's version is live."""
         step.time_s = self.time_s
         step.seconds = None if self._live_s is None else self.time_s - self._live_s
         dropped = Counter(self.state.accounting().dropped)
@@ -143,8 +164,8 @@ class _Replay:
 
 
 def summarize(records: Iterable[Buffer], restore: Callable[[Snapshot], Control]) -> RunSummary | None:
-    """Replay the ``records`` of a journal from a base on; None where there are none. ``restore`` makes control of a
-    snapshot.     Raises ``StreamRLError``."""
+    """Return the summary of a journal; None without records. ``records``: records of the journal, a base first;
+    ``restore``: function that makes control of a snapshot. Raises ``StreamRLError``."""
     codec = JournalCodec()
     replay: _Replay | None = None
     for body in records:
@@ -152,7 +173,7 @@ def summarize(records: Iterable[Buffer], restore: Callable[[Snapshot], Control])
             case JournalBase() as base:
                 replay = _Replay(base, restore)
             case JournalEvent(event=event, time_s=time_s) if replay is not None:
-                replay.take(event, time_s)
+                replay.handle(event, time_s)
             case JournalDecision(decision=decision, time_s=time_s) if replay is not None:
                 replay.decisions.append((time_s, decision.subject, decision.reason))
             case _ if replay is None:
@@ -162,13 +183,11 @@ def summarize(records: Iterable[Buffer], restore: Callable[[Snapshot], Control])
 
 def _summary(replay: _Replay) -> RunSummary:
     state = replay.state
-    batch = state.batch
-    pool = state.prompts
     pending = {
         "push": state.pending.push,
         "evaluation": state.evaluating,
         "checkpoint": state.pending.checkpoint,
-        "step": batch.batch_id + 1 if state.batch_closed else None,
+        "step": state.batch.batch_id + 1 if state.batch_closed else None,
     }
     return RunSummary(
         events=replay.events,
@@ -177,12 +196,9 @@ def _summary(replay: _Replay) -> RunSummary:
         trainer_version=state.trainer_version,
         live_version=state.live_version,
         accounting=state.accounting(),
-        batch=f"{batch.samples} trajectories in {len(batch.groups)} groups, {batch.filled / batch.target:.0%} full"
-        + (f", {state.round_kind} round" if state.round_kind else "")
-        + (", closed" if state.batch_closed else ""),
-        prompts=f"{pool.drawn:,} drawn, {len(pool.waiting)} waiting, {len(pool.queue)} deferred"
-        + (", no more in the source" if pool.exhausted else ""),
-        pending={what: version for what, version in pending.items() if version is not None},
+        batch=_batch_text(state),
+        prompts=_prompts_text(state),
+        pending={work: version for work, version in pending.items() if version is not None},
         waits_for=replay.waits_for,
         waits_since_s=replay.waits_since_s,
         ending=state.stop_reason or ("prompts exhausted" if state.starved else None),
@@ -194,11 +210,30 @@ def _summary(replay: _Replay) -> RunSummary:
     )
 
 
+def _batch_text(state: RunState) -> str:
+    batch = state.batch
+    text = f"{batch.samples} trajectories in {len(batch.groups)} groups, {batch.filled / batch.target:.0%} full"
+    if state.round_kind:
+        text += f", {state.round_kind} round"
+    if state.batch_closed:
+        text += ", closed"
+    return text
+
+
+def _prompts_text(state: RunState) -> str:
+    pool = state.prompts
+    text = f"{pool.drawn:,} drawn, {len(pool.waiting)} waiting, {len(pool.queue)} deferred"
+    if pool.exhausted:
+        text += ", no more in the source"
+    return text
+
+
 def _group(group: Group, replay: _Replay) -> GroupSummary:
     if group.group_id in replay.state.buffer.batched:
         stage = "in the batch"
     elif group.open:
-        stage = f"{group.open} of {len(group.members)} {'paused' if group.paused else 'not scored'}"
+        progress = "paused" if group.paused else "not scored"
+        stage = f"{group.open} of {len(group.members)} {progress}"
     else:
         stage = "ready"
     return GroupSummary(

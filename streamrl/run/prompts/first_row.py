@@ -1,5 +1,7 @@
-"""The first row of an iterator of prompts, read in a process of its own: ``python -m streamrl.run.prompts.first_row ...
-SPEC``. The iterator is user code, which a check of the recipe neither imports nor waits for."""
+"""The first row of an iterator of prompts, read in a throw-away process.
+
+``check_prompts`` calls ``first_row``, which starts ``python -m streamrl.run.prompts.first_row ... SPEC``. The iterator
+is user code: the process that checks a recipe must neither import it nor wait for it without limit."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from streamrl.run.prompts.prompt_iterator import UserRows
 from streamrl.run.prompts.prompt_rows import encode_row
 
 
-class _Found(msgspec.Struct, frozen=True, kw_only=True):
+class _FirstRow(msgspec.Struct, frozen=True, kw_only=True):
     """The row, or the problem with its remedy."""
 
     row: Any = None
@@ -23,33 +25,35 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_row(spec: str, timeout_s: float) -> tuple[Any, str]:
-    """(the first row, "") of the iterator that ``spec`` names, or (None, the problem with its remedy)."""
-    ran = run_throwaway("streamrl.run.prompts.first_row", [spec], timeout_s)
-    if ran.written and not ran.failure:
-        found = msgspec.msgpack.decode(ran.written, type=_Found)
-        return found.row, found.problem
-    if ran.late:
+    """Return (the first row, "") of the iterator that ``spec`` names, or (None, the problem with its remedy)."""
+    result = run_throwaway("streamrl.run.prompts.first_row", [spec], timeout_s)
+    if result.written and not result.failure:
+        first = msgspec.msgpack.decode(result.written, type=_FirstRow)
+        return first.row, first.problem
+    if result.late:
         return None, f"prompts {spec} gave no row within {timeout_s:g} s: make the first row come sooner"
-    return None, f"prompts {spec} ended the process that opened it ({ran.failure or 'exit code 0'}): open it by hand"
+    failure = result.failure or "exit code 0"
+    return None, f"prompts {spec} ended the process that opened it ({failure}): open it by hand"
 
 
-async def _look(spec: str) -> _Found:
+async def _read(spec: str) -> _FirstRow:
     rows = UserRows(spec)
     try:
-        there, row = await rows.next_row()
+        has_row, row = await rows.next_row()
     except StreamRLError as error:
-        return _Found(problem=str(error))
-    if not there:
-        return _Found(problem=f"prompts {spec} is empty: it must give at least one row")
+        return _FirstRow(problem=str(error))
+    if not has_row:
+        return _FirstRow(problem=f"prompts {spec} is empty: it must give at least one row")
     try:
-        return _Found(row=msgspec.msgpack.decode(encode_row(row)))
+        return _FirstRow(row=msgspec.msgpack.decode(encode_row(row)))
     except UNENCODABLE as error:
-        return _Found(problem=f"prompts {spec}, row 1 has a value that cannot be sent ({error}): use plain values")
+        return _FirstRow(problem=f"prompts {spec}, row 1 has a value that cannot be sent ({error}): use plain values")
 
 
 def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
+    """Write the first row for the parent process. ``arguments``: the spec of the iterator."""
     [spec] = arguments
-    answers.write(msgspec.msgpack.encode(asyncio.run(_look(spec))))
+    answers.write(msgspec.msgpack.encode(asyncio.run(_read(spec))))
 
 
 if __name__ == "__main__":

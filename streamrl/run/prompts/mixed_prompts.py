@@ -1,4 +1,5 @@
-"""Prompts of several domains, drawn in the shares that the recipe gives them (``tail_batching.advanced.domains``)."""
+"""Prompts of several domains, drawn in the shares of ``tail_batching.advanced.domains``. ``launch/sampling.py`` opens
+them in the controller process."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from streamrl.base.types import Prompt
 from streamrl.run.prompts.prompts import OpenPrompts
 
 MOST_WAITING = 4096
-"""Prompts of other domains that may wait until one of a rare domain turns up."""
+"""Largest number of prompts that wait while a prompt of a rare domain is searched."""
 
 
 class MixedPrompts:
-    """Draws from ``source`` so that of any number of prompts each domain has its share, to within one.
+    """Draws from ``source`` so that each domain has its share of any number of drawn prompts, to within one prompt.
 
-    ``column``: of a prompt's domain; ``shares``: of each domain, in any unit; ``start``: prompts that were drawn by
-    earlier lives of the run, for which ``source`` is read again from its beginning."""
+    ``column``: column with the domain of a prompt;
+    ``shares``: share of each domain, in any unit;
+    ``start``: number of prompts that earlier lives of the run drew; ``source`` is read again from its beginning."""
 
     def __init__(self, source: OpenPrompts, column: str, shares: Mapping[str, float], start: int = 0) -> None:
         self.size = source.size
@@ -25,18 +27,21 @@ class MixedPrompts:
         self._column = column
         self._shares = {name: share / sum(shares.values()) for name, share in shares.items()}
         self._waiting: dict[str, deque[Prompt]] = {name: deque() for name in shares}
-        self._given: Counter[str] = Counter()
+        self._drawn: Counter[str] = Counter()
         self._skip = start
         self._exhausted = False
 
     async def draw(self, count: int) -> list[Prompt]:
-        """Draw prompts in the shares of their domains. Once the source is exhausted, what is left is given whatever its
-        domain. Raises ``RecipeError`` for a prompt of no domain of the recipe, ``StreamRLError`` where a domain does
-        not turn up."""
+        """Draw prompts in the shares of their domains. Once the source is exhausted, all prompts that wait are drawn,
+        whatever their domain. Raises ``RecipeError`` for a prompt whose domain is not in the recipe, ``StreamRLError``
+        where a domain has too few prompts."""
         while self._skip and await self._next() is not None:
             self._skip -= 1
         prompts: list[Prompt] = []
-        while len(prompts) < count and (prompt := await self._next()) is not None:
+        while len(prompts) < count:
+            prompt = await self._next()
+            if prompt is None:
+                break
             prompts.append(prompt)
         return prompts
 
@@ -44,31 +49,33 @@ class MixedPrompts:
         await self._source.aclose()
 
     async def _next(self) -> Prompt | None:
-        number = self._given.total() + 1
-        wanted = max(self._shares, key=lambda name: self._shares[name] * number - self._given[name])
-        while not self._waiting[wanted] and not self._exhausted:
-            await self._read(wanted)
-        for name in (wanted, *self._shares):
+        """Return a prompt of the domain that is farthest behind its share; None: the source is exhausted."""
+        number = self._drawn.total() + 1
+        due = max(self._shares, key=lambda name: self._shares[name] * number - self._drawn[name])
+        while not self._waiting[due] and not self._exhausted:
+            await self._read(due)
+        for name in (due, *self._shares):
             if self._waiting[name]:
-                self._given[name] += 1
+                self._drawn[name] += 1
                 return self._waiting[name].popleft()
         return None
 
-    async def _read(self, wanted: str) -> None:
-        if (waiting := sum(map(len, self._waiting.values()))) >= MOST_WAITING:
+    async def _read(self, due: str) -> None:
+        """Read one more prompt, because none of the domain ``due`` waits."""
+        waiting = sum(map(len, self._waiting.values()))
+        if waiting >= MOST_WAITING:
             raise StreamRLError(
-                f'{waiting} prompts wait for one of domain "{wanted}" (tail_batching.advanced.domains gives it '
-                f"{self._shares[wanted]:.3f}): correct the share, or the dataset"
+                f'{waiting} prompts wait for one of domain "{due}" (tail_batching.advanced.domains gives it '
+                f"{self._shares[due]:.3f}): correct the share, or the dataset"
             )
-        read = await self._source.draw(1)
-        self._exhausted = not read
-        for prompt in read:
+        prompts = await self._source.draw(1)
+        self._exhausted = not prompts
+        for prompt in prompts:
             domain = prompt.columns.get(self._column)
             if not isinstance(domain, str) or domain not in self._waiting:
-                known = ", ".join(f'"{name}"' for name in self._waiting)
-                wrong = (
+                names = ", ".join(f'"{name}"' for name in self._waiting)
+                raise RecipeError(
                     f"prompt {prompt.prompt_id}: column {self._column!r} (tail_batching.advanced.domain_column) is "
-                    f"{domain!r}; tail_batching.advanced.domains has {known}: add it there, or correct the prompt"
+                    f"{domain!r}; tail_batching.advanced.domains has {names}: add it there, or correct the prompt"
                 )
-                raise RecipeError(wrong)
             self._waiting[domain].append(prompt)

@@ -1,5 +1,6 @@
-"""Prompts from the user's Python object, on a thread with an event loop of its own. The thread is a daemon: an iterator
-that waits for ever (an empty queue) must not keep the process from ending."""
+"""Prompts from a user's iterator, on a thread with an event loop of its own in the process that draws them (the
+controller, or a command that samples). The thread is a daemon: an iterator that waits for ever, such as an empty queue,
+must not keep the process from ending."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class UserRows:
-    """Rows of ``module:name``: an iterable, an async iterable, or a (coroutine) function that returns one.
+    """Rows of ``module:name``: an iterable, an async iterable, or a (coroutine) function that returns one of them.
 
-    Used from one event loop. User code that fails raises ``StreamRLError`` (``RecipeError`` when it does not
-    import or gives nothing to iterate over). An object whose ``live`` is True, such as a queue, gives each row once."""
+    All methods run in one event loop. A failure of user code raises ``StreamRLError`` (``RecipeError`` where it cannot
+    be imported or returns no iterable). An object whose ``live`` is True, such as a queue, yields each row once.
+    ``count``: number of rows so far."""
 
     def __init__(self, spec: str) -> None:
         self._spec = spec
@@ -38,31 +40,32 @@ class UserRows:
         self.count = 0
 
     async def next_row(self) -> tuple[bool, Any]:
-        """(True, the next row), or (False, None) at the end. A synchronous iterator blocks the loop it runs on."""
+        """Return (True, the next row), or (False, None) at the end. A synchronous iterator blocks the event loop."""
         rows = self._rows or await self._open()
         try:
             row = await anext(rows) if isinstance(rows, AsyncIterator) else next(rows)
         except (StopIteration, StopAsyncIteration):
             return False, None
-        except BaseException as error:  # SystemExit of a user's iterator is a failed source
+        except BaseException as error:  # also SystemExit of a user's iterator
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
-            where = f"after {self.count} rows"
-            raise StreamRLError(f"prompts {self._spec} failed {where}: {describe_error(error)}: correct it") from error
+            raise StreamRLError(
+                f"prompts {self._spec} failed after {self.count} rows: {describe_error(error)}: correct it"
+            ) from error
         self.count += 1
         return True, row
 
     async def skip(self, count: int) -> None:
-        """Skip the first ``count`` rows, which an earlier life of the run had, so that none is trained twice. No row of
-        a live object is skipped: what it gives now is new. Raises as ``next_row``."""
+        """Skip the first ``count`` rows, which an earlier life of the run drew, so that no row is trained twice. Rows
+        of a live object are not skipped, because all its rows are new. Raises the errors of ``next_row``."""
         if count and self._rows is None:
             await self._open()
         if count and self._live:
             log.info("prompts %s: live, so none of the %d rows that were drawn before is skipped", self._spec, count)
             return
         while self.count < count:
-            there, _ = await self.next_row()
-            if not there:
+            has_row, _ = await self.next_row()
+            if not has_row:
                 log.warning("prompts %s: ended after %d rows; %d were drawn before", self._spec, self.count, count)
                 return
         if count:
@@ -74,28 +77,28 @@ class UserRows:
             return
         close: Callable[[], Any] | None = getattr(self._rows, "aclose", getattr(self._rows, "close", None))
         if close is not None:
-            done = close()
-            if inspect.isawaitable(done):
-                await done
+            result = close()
+            if inspect.isawaitable(result):
+                await result
 
     async def _open(self) -> AsyncIterator[Any] | Iterator[Any]:
-        found = load_user_object(self._spec)
+        source = load_user_object(self._spec)
         try:
-            self._live = getattr(found, "live", False) is True
-            if callable(found) and not isinstance(found, (AsyncIterator, Iterator)):
-                found = found()
-            if inspect.isawaitable(found):
-                found = await found
-            if hasattr(found, "__aiter__"):
-                self._rows = aiter(found)
-            elif hasattr(found, "__iter__") and not isinstance(found, (str, bytes, dict)):
-                self._rows = iter(found)
-        except BaseException as error:  # SystemExit of a user's function is a failed source
+            self._live = getattr(source, "live", False) is True
+            if callable(source) and not isinstance(source, (AsyncIterator, Iterator)):
+                source = source()
+            if inspect.isawaitable(source):
+                source = await source
+            if hasattr(source, "__aiter__"):
+                self._rows = aiter(source)
+            elif hasattr(source, "__iter__") and not isinstance(source, (str, bytes, dict)):
+                self._rows = iter(source)
+        except BaseException as error:  # also SystemExit of a user's function
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             raise RecipeError(f"prompts {self._spec} cannot be opened: {describe_error(error)}: correct it") from error
         if self._rows is None:
-            kind = type(found).__name__
+            kind = type(source).__name__
             raise RecipeError(
                 f"prompts {self._spec} gave a {kind}: name an (async) iterator or a function returning one"
             )
@@ -103,7 +106,7 @@ class UserRows:
 
 
 class IteratorPrompts:
-    """A ``OpenPrompts`` over ``UserRows``. ``start``: so many were drawn by an earlier life of the run."""
+    """``OpenPrompts`` of a user's iterator. ``start``: number of prompts that earlier lives of the run drew."""
 
     size = None
     """An iterator has no epochs."""
@@ -126,12 +129,12 @@ class IteratorPrompts:
         if self._closed:
             raise StreamRLError(f"prompts {self._spec} were drawn after they were closed")
         filling = asyncio.run_coroutine_threadsafe(self._fill(count), self._loop)
-        # Shielded: cancelling a user's generator in the middle would end it, and lose the rows drawn so far.
+        # Shielded, because cancellation in the middle of a user's generator would end it, and lose the rows so far.
         await asyncio.shield(asyncio.wrap_future(filling))
         return [self._drawn.popleft() for _ in range(min(count, len(self._drawn)))]
 
     async def aclose(self) -> None:
-        """Close the iterator. One that does not return within 2 s is left to its daemon thread."""
+        """Close the iterator. After 2 s it is left to its daemon thread."""
         if self._closed:
             return
         self._closed = True
@@ -145,13 +148,14 @@ class IteratorPrompts:
         self._loop.close()
 
     async def _fill(self, count: int) -> None:
-        async with self._filling:  # a cancelled draw may still be at work
+        """Read rows until ``count`` prompts are drawn, or the iterator ends."""
+        async with self._filling:  # a draw that was cancelled may still be reading
             start = self._start
             self._start = 0
             await self._rows.skip(start)
             while len(self._drawn) < count and not self._exhausted:
-                there, row = await self._rows.next_row()
-                if not there:
+                has_row, row = await self._rows.next_row()
+                if not has_row:
                     self._exhausted = True
                     return
                 try:
@@ -166,5 +170,6 @@ class IteratorPrompts:
 
 
 def _is_cancelled() -> bool:
+    """Whether the current task is cancelled. Otherwise user code raised ``CancelledError`` itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,7 @@
-"""Stored rows, and from one row to one ``Prompt``, with the reason where that cannot be."""
+"""Stores of rows, and the conversion of a row to a ``Prompt``, with the reason where a row is no prompt.
+
+``prompts`` reads stored rows with it and ``prompt_iterator`` rows of a user's iterator, in the controller process and
+in commands that check or sample prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from streamrl.run.prompts.row_template import TemplateFailed, value_of
 
 _TOKEN_COLUMN = "prompt_token_ids"
 _ID_COLUMN = "prompt_id"
-# A prompt travels with its completions: what is left of what a stream takes is theirs.
+# A prompt travels in one message with its completions, which have the other half of the message's size.
 _LARGEST_ROW = WireLimits().body_bytes // 2
 _SPARE_BYTES = SPARE_BYTES * 3 // 4
 
@@ -37,26 +40,26 @@ _OTHER_FILES = {
 
 
 class BadRow(StreamRLError):
-    """A row that is no prompt; the message says why and what to do, without naming the place."""
+    """A row that is no prompt. The message has the reason and the remedy, without the place of the row."""
 
 
 class RowStore:
-    """Rows that can be read by index, in any order and from any thread. ``columns``: names that every row has, where
-    that is known before one is read."""
+    """Rows that can be read by index, in any order and from any thread. ``columns``: names of the columns of all rows
+    (None: they are not known before the rows are read)."""
 
     size: int
     columns: frozenset[str] | None = None
 
     def number(self, index: int) -> int:
-        """The row as the user would count it; part of the default id."""
+        """Return the number of a row as a user counts it, which is part of the default id."""
         return index + 1
 
     def place(self, index: int) -> str:
-        """The same, in words."""
+        """Return the place of a row, for messages."""
         return f"row {self.number(index)}"
 
     def row(self, index: int) -> dict[str, Any]:
-        """The columns of a row. Raises ``BadRow``."""
+        """Return the columns of a row. Raises ``BadRow``."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -86,14 +89,16 @@ class LineRows(RowStore):
         return f"line {self._numbers[index]}"
 
     def row(self, index: int) -> dict[str, Any]:
-        """The object of a line. Raises ``BadRow``; ``StreamRLError`` where the file was edited in place."""
-        if (now := self._stamp_now()) != self._stamp:
+        """Return the object of a line. Raises ``BadRow``, and ``StreamRLError`` where the file was changed."""
+        stamp = self._stamp_now()
+        if stamp != self._stamp:
+            # A file that was only touched, or written again with the same content, is read on.
             if _index(self._file) != (self._offsets, self._numbers, self._checksum):
                 raise StreamRLError(
                     f"prompts {self._file.name} was changed while this run reads it: put back what it was and resume "
                     "the run, or begin another"
                 )
-            self._stamp = now
+            self._stamp = stamp
         start = self._offsets[index]
         end = self._offsets[index + 1]
         return decode_row(os.pread(self._file.fileno(), end - start, start).strip())
@@ -107,8 +112,8 @@ class LineRows(RowStore):
 
 
 def _index(file: BinaryIO) -> tuple[array[int], array[int], int]:
-    """Offsets of the lines that are not blank and of the end, their numbers (from 1), and a checksum of them all. A
-    byte order mark is skipped."""
+    """Return the offsets of the lines that are not blank and of the end, the numbers of these lines (from 1), and a
+    checksum of their bytes. A byte order mark is skipped."""
     offsets = array("Q")
     numbers = array("Q")
     checksum = 0
@@ -126,58 +131,68 @@ def _index(file: BinaryIO) -> tuple[array[int], array[int], int]:
 
 
 def decode_row(line: bytes) -> dict[str, Any]:
-    """The row of one JSONL line. Raises ``BadRow``."""
+    """Return the row of one JSONL line. Raises ``BadRow``."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except UNDECODABLE as error:
-        other = next((what for start, what in _OTHER_FILES.items() if line.startswith(start)), f"{error}): correct it")
-        raise BadRow(f"is not a JSON object ({other}") from error
+        remedies = (remedy for start, remedy in _OTHER_FILES.items() if line.startswith(start))
+        remedy = next(remedies, f"{error}): correct it")
+        raise BadRow(f"is not a JSON object ({remedy}") from error
 
 
 def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
-    """``row`` with its prompt where ``read_prompt`` looks for it. Raises ``BadRow``."""
+    """Return ``row`` with its prompt in the columns that ``read_prompt`` reads. Raises ``BadRow``."""
     if form == RowForm():
         return row
-    answer = {"answer": _column_value(row, "answer", form.answer)} if form.answer else {}
-    if form.template:  # which decides where there are others
+    answer: dict[str, Any] = {}
+    if form.answer:
+        answer["answer"] = _column_value(row, "answer", form.answer)
+    if form.template:  # replaces a prompt in any other column
         text = _column_value(row, "template", form.template)
         if not isinstance(text, str):
             raise BadRow(f"has a {type(text).__name__} as what prompts.template names: it must be text")
         row = {name: row[name] for name in row if name not in ("messages", _TOKEN_COLUMN)} | {"prompt": text}
     row = row | answer
-    if form.prompt and form.prompt not in row:
-        raise BadRow(f'has no column "{form.prompt}", which ?prompt= names: correct it')
-    if form.prompt:  # which decides where there are both
+    if form.prompt:  # replaces messages
+        if form.prompt not in row:
+            raise BadRow(f'has no column "{form.prompt}", which ?prompt= names: correct it')
         row["prompt"] = row[form.prompt]
         row.pop("messages", None)
-    if not form.chat and not form.system:
-        return row
+    if form.chat or form.system:
+        _make_chat(row, form.system)
+    return row
+
+
+def _make_chat(row: dict[str, Any], system: str) -> None:
+    """Make the prompt of ``row`` a chat, with the message ``system`` unless that is empty. Raises ``BadRow``."""
     name = "prompt" if row.get("messages") is None else "messages"
     chat = as_chat(row.get(name))
     if chat is None:
         text = row.pop("prompt", None)
         if not isinstance(text, str):
             raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text to become a chat')
-        # A verifier may want the text as well, and a row has either a prompt or messages.
+        # A verifier may need the text, too, and a row has either a prompt or messages.
         row.setdefault("question", text)
         name = "messages"
         chat = [{"role": "user", "content": text}]
-    if form.system and any(isinstance(message, dict) and message.get("role") == "system" for message in chat):
-        raise BadRow("has a system message, and ?system= gives another one: remove ?system=, or that message")
-    row[name] = [{"role": "system", "content": form.system}, *chat] if form.system else chat
-    return row
+    if system:
+        if any(isinstance(message, dict) and message.get("role") == "system" for message in chat):
+            raise BadRow("has a system message, and ?system= gives another one: remove ?system=, or that message")
+        chat = [{"role": "system", "content": system}, *chat]
+    row[name] = chat
 
 
 def _column_value(row: Mapping[str, Any], key: str, source: str) -> Any:
     try:
         return value_of(source, row)
     except TemplateFailed as error:
-        there = f"the row has {', '.join(row)}"
-        raise BadRow(f"cannot be put into prompts.{key} ({error}; {there}): correct one of them") from error
+        reason = f"{error}; the row has {', '.join(row)}"
+        raise BadRow(f"cannot be put into prompts.{key} ({reason}): correct one of them") from error
 
 
 def as_chat(value: object) -> list[Any] | None:
-    """``value`` as messages, which it is as a list, or as the JSON text of a list of messages; None: it is other."""
+    """Return ``value`` as messages, if it is a list or the JSON text of a list of messages; else None. Raises
+    ``BadRow`` for Python's text of messages, which is a frequent mistake."""
     if isinstance(value, str) and value.startswith(("[{'role'", "[{'content'")):
         raise BadRow("has Python's text of messages as its prompt: write it as JSON")
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -190,14 +205,17 @@ def as_chat(value: object) -> list[Any] | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """``value`` without the nulls of its objects, but for ``content``: a table gives all its objects all fields."""
+    """Return ``value`` without the nulls in its objects, except those of ``content``. A table has null for each field
+    that only other objects of the column have."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def encode_row(row: object) -> bytes:
-    """``row`` as MessagePack; arrays of NumPy are lists. Raises ``UNENCODABLE``."""
+    """Return ``row`` as MessagePack, with lists in place of NumPy's arrays. Raises ``UNENCODABLE``."""
     return msgspec.msgpack.encode(row, enc_hook=_plain_list)
 
 
@@ -208,11 +226,12 @@ def _plain_list(value: Any) -> Any:
 
 
 def read_prompt(row: object, number: int, tokenizer: Tokenizer | None, max_tokens: int | None = None) -> Prompt:
-    """The prompt of row ``number`` (counted from 1; part of the default id).
+    """Return the prompt of a row. Its ``columns`` have everything in the row except ids, so also the prompt's text, or
+    its chat as ``messages``. Values must be of JSON's types, because they travel to other processes. Raises ``BadRow``.
 
-    ``columns`` holds everything of the row but the ids, so also the prompt's text, or, as ``messages``, its chat.
-    ``tokenizer`` None: an environment writes the prompt, and a row need not have one. Values must be plain (what JSON
-    has): they travel to other processes. Raises ``BadRow``."""
+    ``number``: number of the row from 1, which is part of the default id;
+    ``tokenizer``: tokenizer of the model (None: an environment writes the prompt, and a row need not have one);
+    ``max_tokens``: largest number of tokens of the prompt (None: no limit)."""
     if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
         raise BadRow(f"is a {type(row).__name__}: a row is a mapping from column name to value")
     try:
@@ -226,7 +245,8 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer | None, max_token
         token_ids = token_array()
         if _TOKEN_COLUMN in columns:
             raise BadRow(f'has "{_TOKEN_COLUMN}", and an environment writes the prompt: give "prompt" or "messages"')
-        if (chat := as_chat(columns.get("prompt"))) is not None and "messages" not in columns:
+        chat = as_chat(columns.get("prompt"))
+        if chat is not None and "messages" not in columns:
             columns["messages"] = chat
             del columns["prompt"]
     else:
@@ -258,7 +278,7 @@ def _checked_token_ids(columns: dict[str, Any], tokenizer: Tokenizer, max_tokens
 
 
 def _check_size(content: bytes) -> None:
-    """Refuse what no stream takes, before it ends a run in the middle. Raises ``BadRow``."""
+    """Raise ``BadRow`` for columns that no stream transports: they would end a run in the middle."""
     size = len(content)
     growth = WireLimits().body_growth
     if size > _LARGEST_ROW:
@@ -274,21 +294,23 @@ def _check_size(content: bytes) -> None:
 
 
 def _token_ids(columns: dict[str, Any], tokenizer: Tokenizer) -> TokenArray:
-    given = columns.get(_TOKEN_COLUMN)
+    """Return the token ids of the prompt. A chat in the column ``prompt`` is moved to ``messages``."""
+    token_ids = columns.get(_TOKEN_COLUMN)
     text = columns.get("prompt")
     messages = columns.get("messages")
-    if given is not None:
-        if not isinstance(given, list) or not all(type(t) is int and 0 <= t < tokenizer.vocabulary_size for t in given):
-            known = f"a list of integers from 0 to {tokenizer.vocabulary_size - 1}"
-            raise BadRow(f'has a wrong "prompt_token_ids": {known}')
-        return token_array(given)
+    if token_ids is not None:
+        size = tokenizer.vocabulary_size
+        if not isinstance(token_ids, list) or not all(type(token) is int and 0 <= token < size for token in token_ids):
+            raise BadRow(f'has a wrong "prompt_token_ids": a list of integers from 0 to {size - 1}')
+        return token_array(token_ids)
     if text is None and messages is None:
         raise BadRow('has no column "prompt" (text or a chat), "messages" or "prompt_token_ids": add one')
     if text is not None and messages is not None:
         raise BadRow('has both "prompt" and "messages": name the one that the model shall see with ?prompt=')
     name = "messages" if text is None else "prompt"
-    if (chat := as_chat(columns[name])) is not None or messages is not None:
-        columns["messages"] = chat  # where rewards look for a chat
+    chat = as_chat(columns[name])
+    if chat is not None or messages is not None:
+        columns["messages"] = chat  # the column in which rewards look for a chat
         columns.pop("prompt", None)
         return _chat_token_ids(chat, name, columns, tokenizer)
     if not isinstance(text, str):
@@ -300,27 +322,30 @@ def _token_ids(columns: dict[str, Any], tokenizer: Tokenizer) -> TokenArray:
 
 
 def _chat_token_ids(messages: object, name: str, columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
-    """Ids of the chat in the column ``name``, with the optional columns ``tools`` and ``chat_template_kwargs``
-    (variables of the template)."""
+    """Return the token ids of the chat in the column ``name``, with the optional columns ``tools`` and
+    ``chat_template_kwargs`` (variables of the template)."""
     if not isinstance(messages, list) or not messages:
         raise BadRow(f'has wrong "{name}": a list of objects with "role" and "content", at least one')
     for place, message in enumerate(messages, start=1):
-        wrong = _wrong_message(message)
-        if wrong:
-            raise BadRow(f"has a wrong message {place}: {wrong}")
-    shown = [{k: value for k, value in message.items() if value is not None or k == "content"} for message in messages]
+        problem = _message_problem(message)
+        if problem:
+            raise BadRow(f"has a wrong message {place}: {problem}")
+    # Templates treat a null like a value. A message whose content is null has tool calls.
+    messages = [
+        {key: value for key, value in message.items() if value is not None or key == "content"} for message in messages
+    ]
     tools = columns.get("tools")
     arguments = columns.get("chat_template_kwargs")
     if not isinstance(tools, list | None) or not isinstance(arguments, dict | None):
         raise BadRow('has wrong "tools" or "chat_template_kwargs": a list of JSON schemas, and an object of variables')
     try:
-        return tokenizer.encode_chat(shown, tools, arguments)
+        return tokenizer.encode_chat(messages, tools, arguments)
     except ChatError as error:
         raise BadRow(f'has "{name}" without a prompt: {error}') from error
 
 
-def _wrong_message(message: object) -> str:
-    """Describe why ``message`` is not a message; empty: it is one."""
+def _message_problem(message: object) -> str:
+    """Return the reason for which ``message`` is no message; empty: it is a message."""
     if not isinstance(message, dict):
         return f"it is a {type(message).__name__}, not an object"
     if not isinstance(message.get("role"), str):

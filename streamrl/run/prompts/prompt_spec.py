@@ -1,11 +1,12 @@
-"""Parser of ``prompts.train`` and ``evaluation.prompts``: ``SOURCE`` or ``SOURCE?key=value&key=value``.
+"""Parser of ``prompts.train`` and ``evaluation.prompts``: ``SOURCE`` or ``SOURCE?key=value&key=value``. Every process
+that opens or checks prompts calls it: the controller, and the commands before and without a run.
 
 =====================================  ==============================================================
-``rows.jsonl``                         JSON objects, one a line
+``rows.jsonl``                         JSON objects, one on each line
 ``rows.parquet``, ``rows.arrow``       a table
-``some/directory``                     a Hugging Face dataset: parquet files, or what ``save_to_disk`` wrote
-``some/directory?files=a-*|b.jsonl``   its files of these names
-``hf:owner/name``                      a data set of the Hub, which is a directory once it was fetched
+``some/directory``                     a Hugging Face dataset: parquet files, or the output of ``save_to_disk``
+``some/directory?files=a-*|b.jsonl``   files of a directory with these names
+``hf:owner/name``                      a data set of the Hub; this parser gets its directory, after it is fetched
 ``reasoning_gym:chain_sum``            a task of reasoning-gym
 ``module:name``, ``file.py:name``      an (async) iterator of the user's
 =====================================  =============================================================="""
@@ -40,10 +41,13 @@ class SourceKind(Enum):
 
 
 class RowForm(msgspec.Struct, frozen=True, kw_only=True):
-    """Columns of a row that make its prompt. ``prompt``: the column that holds the text, where that is not ``prompt``
-    (or ``messages``); ``template``: makes it of several columns; ``answer``: a column, an expression or a template
-    (``row_template``) that makes the column ``answer``; ``chat``: the text is what the user says in a chat; ``system``:
-    its system message."""
+    """Options that say how a row becomes a prompt.
+
+    ``prompt``: column with the text, if its name is neither ``prompt`` nor ``messages``;
+    ``template``: template (``row_template``) that makes the text of several columns;
+    ``answer``: column, expression or template that makes the column ``answer``;
+    ``chat``: whether the text becomes the user's message in a chat;
+    ``system``: system message of that chat."""
 
     prompt: str = ""
     template: str = ""
@@ -53,7 +57,12 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """``source``: path, ``module:name``, or the name of a task. ``options``: those that are not of ``form``."""
+    """A parsed source.
+
+    ``text``: source and options as written in the recipe;
+    ``source``: path, ``module:name``, or the name of a task;
+    ``form``: options of the form of prompts;
+    ``options``: all other options, as written."""
 
     text: str
     kind: SourceKind
@@ -63,55 +72,65 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> Path:
-        """The file or directory."""
+        """File or directory of the source."""
         return Path(self.source)
 
     @property
     def files(self) -> list[Path]:
-        """The files of a directory that the option names, by patterns with ``|`` between them; none without it. Raises
-        ``RecipeError`` where there are none of these names."""
+        """Files of a directory that match the patterns of the option ``files`` (with ``|`` between them); empty without
+        the option. Raises ``RecipeError`` where no file matches."""
         patterns = str(self.options.get("files", ""))
         try:
-            found = sorted({file for pattern in patterns.split("|") if pattern for file in self.path.glob(pattern)})
-        except (NotImplementedError, ValueError):  # of an absolute path, and of "**name"
-            found = []
-        if patterns and not found:
+            matches = sorted({file for pattern in patterns.split("|") if pattern for file in self.path.glob(pattern)})
+        except (NotImplementedError, ValueError):  # an absolute path, or "**name"
+            matches = []
+        if patterns and not matches:
             raise RecipeError(f"prompts {self.source} has no files {patterns}: correct ?files=")
-        return found
+        return matches
 
-    def take(self, *known: str) -> dict[str, Any]:
-        """The options, all of which must be ``known``. Raises ``RecipeError``."""
-        every = (*known, *RowForm.__struct_fields__)
+    def checked_options(self, *names: str) -> dict[str, Any]:
+        """Return the options. Raises ``RecipeError`` for an option that is none of ``names``."""
+        all_names = (*names, *RowForm.__struct_fields__)
         for key in self.options:
-            if key not in known:
-                hint = did_you_mean(key, every, ".")
-                raise RecipeError(f'prompts "{self.text}": unknown option "{key}"{hint} Options: {", ".join(every)}')
+            if key not in names:
+                hint = did_you_mean(key, all_names, ".")
+                listed = ", ".join(all_names)
+                raise RecipeError(f'prompts "{self.text}": unknown option "{key}"{hint} Options: {listed}')
         return dict(self.options)
 
 
 def prompt_sources(recipe: Recipe) -> dict[str, str]:
     """Return every source of ``recipe`` by the path of its key: ``prompts.train``, then the held-out sets in their
-    order. ``prompts.template`` and ``prompts.answer`` are options of those that have none of their own."""
-    found = {"prompts.train": _with_keys(recipe.prompts.train, recipe)}
-    for name, one in recipe.evaluation.sets.items():
+    order. ``prompts.template`` and ``prompts.answer`` become options of sources that do not have these options."""
+    sources = {"prompts.train": _with_keys(recipe.prompts.train, recipe)}
+    for name, settings in recipe.evaluation.sets.items():
         path = "evaluation.prompts" if isinstance(recipe.evaluation.prompts, str) else f"evaluation.prompts.{name}"
-        source = one.prompts.partition("?")[0]
-        found[path] = one.prompts if _is_iterator(source) else _with_keys(one.prompts, recipe)
-    return found
+        source = settings.prompts.partition("?")[0]
+        sources[path] = settings.prompts if _is_iterator(source) else _with_keys(settings.prompts, recipe)
+    return sources
 
 
 def _with_keys(text: str, recipe: Recipe) -> str:
-    options = text.partition("?")[2]
-    own = {part.partition("=")[0] for part in options.split("&")}
-    keys = {"template": "" if "prompt" in own else recipe.prompts.template, "answer": recipe.prompts.answer}
-    added = [f"{key}={quote(toml_value(value), safe='')}" for key, value in keys.items() if value and key not in own]
-    return "".join([text, *(("&" if options or at else "?") + one for at, one in enumerate(added))])
+    """Return ``text`` with ``prompts.template`` and ``prompts.answer`` as options."""
+    query = text.partition("?")[2]
+    options = {part.partition("=")[0] for part in query.split("&")}
+    keys = {"template": recipe.prompts.template, "answer": recipe.prompts.answer}
+    if "prompt" in options:  # it names the prompt already
+        del keys["template"]
+    missing = {key: value for key, value in keys.items() if value and key not in options}
+    if not missing:
+        return text
+    added = "&".join(f"{key}={quote(toml_value(value), safe='')}" for key, value in missing.items())
+    separator = "&" if query else "?"
+    return f"{text}{separator}{added}"
 
 
 def read_spec(text: str) -> PromptSpec:
-    """Take ``text`` apart. Raises ``RecipeError`` when it names nothing that can be read, or has bad options."""
-    source, question, query = text.partition("?")
-    options = dict(_option(text, part) for part in query.split("&")) if question else {}
+    """Parse ``text``. Raises ``RecipeError`` when it names no source that can be read, or has bad options."""
+    source, question_mark, query = text.partition("?")
+    options: dict[str, Any] = {}
+    if question_mark:
+        options = dict(_option(text, part) for part in query.split("&"))
     kind = _kind(text, source)
     if kind is SourceKind.ITERATOR and options:
         keys = "nor prompts.template and prompts.answer"
@@ -120,8 +139,7 @@ def read_spec(text: str) -> PromptSpec:
     try:
         row_form = msgspec.convert(form, RowForm)
     except (msgspec.ValidationError, UnicodeError) as error:
-        known = "chat is true or false, the others are text"
-        raise RecipeError(f'prompts "{text}": {error}: {known}') from error
+        raise RecipeError(f'prompts "{text}": {error}: chat is true or false, the others are text') from error
     if row_form.prompt and row_form.template:
         raise RecipeError(f'prompts "{text}": ?prompt= and ?template= both make the prompt: remove one')
     name = source.removeprefix(_TASKS) if kind is SourceKind.TASK else source
@@ -141,20 +159,22 @@ def _kind(text: str, source: str) -> SourceKind:
         return SourceKind.ITERATOR
     if _is_directory(source):
         return SourceKind.TABLE
-    kinds = "neither a .jsonl, .parquet or .arrow file, nor a directory that exists, nor"
-    named = '"reasoning_gym:task", nor "module:name" nor "file.py:name", nor of the Hub ("hf:owner/name")'
-    raise RecipeError(f'prompts "{source}" is {kinds} {named}: correct it')
+    raise RecipeError(
+        f'prompts "{source}" is neither a .jsonl, .parquet or .arrow file, nor a directory that exists, nor '
+        '"reasoning_gym:task", nor "module:name" nor "file.py:name", nor of the Hub ("hf:owner/name"): correct it'
+    )
 
 
 def _is_iterator(source: str) -> bool:
-    no_module = source.startswith((_TASKS, "hf:")) or source.endswith(LINE_ENDINGS + _TABLE_ENDINGS)
-    return ":" in source and not no_module
+    if source.startswith((_TASKS, "hf:")) or source.endswith(LINE_ENDINGS + _TABLE_ENDINGS):
+        return False
+    return ":" in source
 
 
 def _is_directory(source: str) -> bool:
     try:
         return Path(source).is_dir()
-    except (OSError, ValueError):  # too long, or with a NUL
+    except (OSError, ValueError):  # a name that is too long, or has a NUL
         return False
 
 

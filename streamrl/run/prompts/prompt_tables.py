@@ -1,7 +1,8 @@
-"""Rows of parquet and Arrow tables, and of Hugging Face dataset directories, on pyarrow (no ``datasets``, no pandas).
+"""Rows of parquet and Arrow tables, and of Hugging Face dataset directories, read with pyarrow (not with ``datasets``
+or pandas). ``prompts`` opens them in the process that draws or checks prompts.
 
-Arrow files are mapped into memory, so a table may be larger than it. Parquet has no quick way to one row: it is
-written, row group after row group, to a nameless temporary Arrow file, which is mapped then."""
+Arrow files are mapped into memory, so that a table may be larger than the memory. Parquet has no fast access to one
+row: its row groups are written one by one to a nameless temporary Arrow file, which is then mapped."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import mmap
 import re
 import tempfile
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +29,7 @@ _SAVED_SPLITS = "dataset_dict.json"
 
 
 class _SavedFile(msgspec.Struct):
-    """One of its ``files``."""
+    """A file of a ``_SavedState``."""
 
     filename: str
 
@@ -45,7 +47,7 @@ class _SavedSplits(msgspec.Struct):
 
 
 class TableRows(RowStore):
-    """Raises ``RecipeError`` when there is nothing to read, or a choice to make."""
+    """Rows of a table. Raises ``RecipeError`` when there is nothing to read, or several splits and no ``split``."""
 
     def __init__(self, path: Path, split: str = "", files: Sequence[Path] = ()) -> None:
         files = files or find_table_files(path, split)
@@ -58,36 +60,35 @@ class TableRows(RowStore):
             self.close()
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise RecipeError(f"prompts {path} cannot be read ({reason}): correct the path, or the file") from error
-        self._ends: list[int] = []
-        for batch in self._batches:
-            self._ends.append((self._ends[-1] if self._ends else 0) + batch.num_rows)
+        # Index of the row after the last one of each batch.
+        self._ends = list(accumulate(batch.num_rows for batch in self._batches))
         if not self._ends:
             raise RecipeError(f"prompts {path} is empty: add rows")
         self.size = self._ends[-1]
         self.columns = frozenset.intersection(*(frozenset(batch.schema.names) for batch in self._batches))
 
     def row(self, index: int) -> dict[str, Any]:
-        """The values of a row as Python objects. Raises ``BadRow``."""
-        which = bisect.bisect_right(self._ends, index)
-        batch = self._batches[which]
-        start = self._ends[which] - batch.num_rows
+        """Return the values of a row as Python objects. Raises ``BadRow``."""
+        place = bisect.bisect_right(self._ends, index)
+        batch = self._batches[place]
+        start = self._ends[place] - batch.num_rows
         try:
             row = batch.slice(index - start, 1)
-            row.validate(full=True)  # offsets of a broken file lead beyond its end
+            row.validate(full=True)  # offsets in a broken file may lead beyond its end
             columns = dict(row.to_pylist()[0])
         except (pa.ArrowException, LookupError, *UNDECODABLE) as error:
             raise BadRow(f"has a value that Python cannot represent ({error}): convert the column") from error
         return columns | {name: without_nulls(columns[name]) for name in _CHAT_COLUMNS if name in columns}
 
     def close(self) -> None:
-        """Let the maps go; rows read so far stay valid."""
+        """Release the memory maps; rows read so far stay valid."""
         self._batches = []
         self._open = []
 
     def _read(self, file: Path) -> Sequence[pa.RecordBatch]:
         if file.suffix != ".parquet":
-            with file.open("rb") as opened:
-                return self._map(opened)
+            with file.open("rb") as arrow_file:
+                return self._map(arrow_file)
         with tempfile.TemporaryFile(prefix="streamrl-prompts-") as copy:
             with pq.ParquetFile(file) as parquet, pa.ipc.new_file(copy, parquet.schema_arrow) as writer:
                 for batch in parquet.iter_batches():
@@ -95,9 +96,9 @@ class TableRows(RowStore):
             copy.flush()
             return self._map(copy)
 
-    def _map(self, opened: IO[bytes]) -> Sequence[pa.RecordBatch]:
-        """Batches of an Arrow file or stream, without a copy."""
-        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    def _map(self, arrow_file: IO[bytes]) -> Sequence[pa.RecordBatch]:
+        """Return the batches of an Arrow file or stream, without a copy."""
+        mapped = mmap.mmap(arrow_file.fileno(), 0, access=mmap.ACCESS_READ)
         self._open.append(mapped)
         source = pa.py_buffer(mapped)
         if mapped[:6] == b"ARROW1":
@@ -107,21 +108,21 @@ class TableRows(RowStore):
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Check that the buffers are as long as their rows need. Their content is checked row by row."""
+    """Return ``batch`` after a check that its buffers are long enough. Their content is checked for each row."""
     batch.validate()
     return batch
 
 
 def find_table_files(path: Path, split: str = "") -> list[Path]:
-    """The files that ``path`` means, in order: itself, or those of one split of a dataset directory. Raises
-    ``RecipeError`` naming the splits when there are several and ``split`` names none of them."""
+    """Return ``path`` itself, or the files of one split of a dataset directory, in order. Raises ``RecipeError`` with
+    the names of the splits when there are several and ``split`` is none of them."""
     if not path.is_dir():
         if split:
             raise RecipeError(f'prompts {path} is a file and has no split "{split}": remove the option')
         return [path]
     if (path / _SAVED_SPLITS).is_file():
         splits = _decode(path / _SAVED_SPLITS, _SavedSplits).splits
-        return find_table_files(_inside(path, _chosen(path, splits, split)))
+        return find_table_files(_inside(path, _matching_split(path, splits, split)))
     if (path / _SAVED).is_file():
         if split:
             raise RecipeError(f'prompts {path} has no splits, so no "{split}": remove the option')
@@ -132,13 +133,15 @@ def find_table_files(path: Path, split: str = "") -> list[Path]:
         if not any(part.startswith(".") for part in inside.parts):
             by_split.setdefault(str(inside.parent / _SHARD.sub("", file.stem)), []).append(file)
     if not by_split:
-        what = f"no .parquet files, no {_SAVED} and no {_SAVED_SPLITS}"
-        raise RecipeError(f"prompts {path} is no dataset directory ({what}): correct the path, or convert it")
-    return by_split[_chosen(path, list(by_split), split)]
+        raise RecipeError(
+            f"prompts {path} is no dataset directory (no .parquet files, no {_SAVED} and no {_SAVED_SPLITS}): correct "
+            "the path, or convert it"
+        )
+    return by_split[_matching_split(path, list(by_split), split)]
 
 
 def _inside(path: Path, name: str) -> Path:
-    """A file of a dataset directory, which names no other places."""
+    """Return the path of a file in a dataset directory. Raises ``RecipeError`` for a name that leads outside."""
     if name in ("", "..") or Path(name).name != name or "\0" in name:
         raise RecipeError(
             f"prompts {path} name {name!r:.80}, which is no file of that directory: save the dataset again"
@@ -146,16 +149,17 @@ def _inside(path: Path, name: str) -> Path:
     return path / name
 
 
-def _chosen(path: Path, splits: Sequence[str], split: str) -> str:
-    """The split that is meant: by its name, or by the end of its path where that is one split's only."""
+def _matching_split(path: Path, splits: Sequence[str], split: str) -> str:
+    """Return the only split, or the one with the name ``split``, or else the only one whose path ends with it."""
     if not split and len(splits) == 1:
         return splits[0]
-    named = [name for name in splits if name == split] or [name for name in splits if name.endswith(f"/{split}")]
-    if split and len(named) == 1:
-        return named[0]
-    there = ", ".join(splits)
-    problem = f'has no split "{split}"' if split and not named else "has several splits"
-    raise RecipeError(f"prompts {path} {problem}: add ?split=NAME, with one of {there}")
+    matches = [name for name in splits if name == split]
+    if not matches:
+        matches = [name for name in splits if name.endswith(f"/{split}")]
+    if split and len(matches) == 1:
+        return matches[0]
+    problem = f'has no split "{split}"' if split and not matches else "has several splits"
+    raise RecipeError(f"prompts {path} {problem}: add ?split=NAME, with one of {', '.join(splits)}")
 
 
 def _decode(path: Path, kind: type[Any]) -> Any:

@@ -1,4 +1,5 @@
-"""Prompts of reasoning-gym: a task makes its rows one by one, each from the seed and its number."""
+"""Prompts of reasoning-gym: a task makes each row from the seed and the number of the row, when the row is read.
+``prompts`` opens them in the process that draws or checks prompts."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from streamrl.run.prompts.prompt_rows import BadRow, RowStore
 from streamrl.run.prompts.prompt_spec import PromptSpec
 
 INSTRUCTION = "\nGive the final answer between <answer> and </answer>."
-"""Appended to the question unless the spec says ``instruction=``: the verifier looks there."""
+"""Text that is appended to the question (option ``instruction``), because the verifier reads the answer there."""
 
 _SIZE = 1000
 
 
 class TaskRows(RowStore):
-    """``size`` (1000), ``seed`` (0) and ``instruction`` are options of every task; all others are the
-    task's own. Raises ``RecipeError``."""
+    """Rows of a task. ``size`` (1000), ``seed`` (0) and ``instruction`` are options of every task; the task defines the
+    others. Raises ``RecipeError``."""
 
     def __init__(self, spec: PromptSpec) -> None:
         options = dict(spec.options)
@@ -29,15 +30,16 @@ class TaskRows(RowStore):
         self._instruction = str(options.pop("instruction", INSTRUCTION))
         size = options.pop("size", _SIZE)
         seed = options.pop("seed", 0)
-        for name, value, least in (("size", size, 1), ("seed", seed, 0)):
-            if type(value) is not int or value < least:
-                raise RecipeError(f'prompts "{spec.text}": {name} = {value} is no integer >= {least}: correct it')
+        for name, value, minimum in (("size", size, 1), ("seed", seed, 0)):
+            if type(value) is not int or value < minimum:
+                raise RecipeError(f'prompts "{spec.text}": {name} = {value} is no integer >= {minimum}: correct it')
         self._options = options
         self.size = int(size)
         self._dataset = _create(spec, {**options, "size": size, "seed": seed})
 
     def row(self, index: int) -> dict[str, Any]:
-        """``prompt``, and for the verifier ``answer``, ``metadata``, ``task``, ``task_options`` and ``question``."""
+        """Return ``prompt``, and ``answer``, ``metadata``, ``task``, ``task_options`` and ``question`` for the
+        verifier."""
         try:
             entry = self._dataset[index]
         except Exception as error:
@@ -63,14 +65,14 @@ def _create(spec: PromptSpec, settings: Mapping[str, Any]) -> Any:
     try:
         return factory.create_dataset(spec.source, **settings)
     except Exception as error:  # a task checks its options by assertions, and by its constructor
-        known = ", ".join(factory.DATASETS[spec.source][1].__dataclass_fields__)
+        names = ", ".join(factory.DATASETS[spec.source][1].__dataclass_fields__)
         raise RecipeError(
-            f'prompts "{spec.text}": {describe_error(error)}: correct the options (the task has {known})'
+            f'prompts "{spec.text}": {describe_error(error)}: correct the options (the task has {names})'
         ) from error
 
 
 def plain(value: Any) -> Any:
-    """``value`` as text, numbers, lists and mappings: what can travel. Other objects become their text."""
+    """Return ``value`` as text, numbers, lists and mappings, which can be sent. Other objects become their text."""
     if value is None or type(value) in (str, bool, int, float):
         return value
     if hasattr(value, "tolist"):  # NumPy

@@ -1,9 +1,10 @@
 """Opening and checking of prompt sources: files of rows, Hugging Face datasets, tasks of reasoning-gym, or the user's
 own iterator.
 
-``open_prompts`` gives a ``OpenPrompts``; ``check_prompts`` finds what is wrong with a source before anything starts.
-Stored rows are read one by one, never loaded as a whole; they have epochs, each in its own order. An iterator runs on a
-thread and an event loop of its own, so that user code that blocks does not stop the controller."""
+The controller process draws from ``open_prompts``, and so do commands that sample without a run. Preflight calls
+``check_prompts``, which finds the faults of a source before anything starts. Stored rows are read one by one, and never
+loaded together; they have epochs, each in an order of its own. An iterator runs on a thread with an event loop of its
+own, so that user code that blocks does not stop the controller."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _TASK_ROWS_CHECKED = 16
 
 
 class OpenPrompts(PromptSource, Protocol):
-    """Prompts, in order. ``size``: prompts in one epoch; None for an iterator, which has no epochs."""
+    """Prompts, in order. ``size``: number of prompts in one epoch; None for an iterator, which has no epochs."""
 
     @property
     def size(self) -> int | None: ...
@@ -41,20 +42,22 @@ class OpenPrompts(PromptSource, Protocol):
 
 
 def open_prompts(spec: str, tokenizer: Tokenizer | None, *, seed: int, shuffle: bool, start: int = 0) -> OpenPrompts:
-    """Open what ``spec`` names (``streamrl.run.prompts.prompt_spec``).
+    """Open the source that ``spec`` names (``streamrl.run.prompts.prompt_spec``). Raises ``RecipeError`` when a file is
+    missing or empty, a library is not installed or an option is wrong; user code is imported at the first draw, on a
+    thread of its own.
 
-    ``shuffle`` (stored rows): each epoch in an order that depends on ``(seed, epoch)`` only. ``start``: so many prompts
-    were drawn by an earlier life of the run; an iterator is read again so far, unless it is live (``UserRows``). Raises
-    ``RecipeError`` when a file is missing or empty, a library is not installed or an option is wrong; user code is
-    imported at the first draw, on its own thread."""
-    named = read_spec(spec)
-    if named.kind is SourceKind.ITERATOR:
+    ``tokenizer``: tokenizer of the model (None: an environment writes the prompts);
+    ``shuffle``: whether each epoch of stored rows has an order of its own, which depends on ``(seed, epoch)`` only;
+    ``start``: number of prompts that earlier lives of the run drew. An iterator is read again up to there, unless it is
+    live (``UserRows``)."""
+    source = read_spec(spec)
+    if source.kind is SourceKind.ITERATOR:
         return IteratorPrompts(spec, tokenizer, start=start)
-    return StoredPrompts(named, open_rows(named), tokenizer, seed=seed, shuffle=shuffle, start=start)
+    return StoredPrompts(source, open_rows(source), tokenizer, seed=seed, shuffle=shuffle, start=start)
 
 
 def open_rows(spec: PromptSpec) -> RowStore:
-    """The rows that ``spec`` names. Raises ``RecipeError``. Not for iterators."""
+    """Open the rows that ``spec``, which is no iterator, names. Raises ``RecipeError``."""
     limit = None if spec.kind is SourceKind.TASK else spec.options.get("limit")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise RecipeError(f'prompts "{spec.source}": limit = {limit} is no integer >= 1: correct it')
@@ -71,15 +74,15 @@ def _open_rows(spec: PromptSpec) -> RowStore:
     if spec.path.exists() and not (spec.path.is_file() or spec.path.is_dir()):
         raise RecipeError(f"prompts {spec.path} is not a regular file: write its rows to one")
     if spec.kind is SourceKind.LINES:
-        spec.take("limit")
+        spec.checked_options("limit")
         return LineRows(spec.path)
-    options = spec.take("split", "limit", "files")
+    options = spec.checked_options("split", "limit", "files")
     files = spec.files
-    if lines := [file for file in files if file.name.endswith(LINE_ENDINGS)]:
+    if any(file.name.endswith(LINE_ENDINGS) for file in files):
         if len(files) > 1:
-            named = ", ".join(file.name for file in files)
-            raise RecipeError(f"prompts {spec.path} has {named}: of JSONL name one file with ?files=, or join them")
-        return LineRows(lines[0])
+            names = ", ".join(file.name for file in files)
+            raise RecipeError(f"prompts {spec.path} has {names}: of JSONL name one file with ?files=, or join them")
+        return LineRows(files[0])
     try:
         from streamrl.run.prompts.prompt_tables import TableRows
     except ModuleNotFoundError as error:
@@ -90,21 +93,22 @@ def _open_rows(spec: PromptSpec) -> RowStore:
 
 def stored_rows(spec: str) -> int | None:
     """Count the rows that ``spec`` names; None for an iterator. Raises ``RecipeError``."""
-    named = read_spec(spec)
-    if named.kind is SourceKind.ITERATOR:
+    source = read_spec(spec)
+    if source.kind is SourceKind.ITERATOR:
         return None
-    with closing(open_rows(named)) as rows:
+    with closing(open_rows(source)) as rows:
         return rows.size
 
 
 def missing_source(spec: str) -> list[str]:
-    """Find faults of a source without reading it: whether it names something, and whether that is there."""
+    """Find faults of a source without reading it: a wrong spec, or a file or directory that does not exist."""
     try:
-        named = read_spec(spec)
+        source = read_spec(spec)
     except RecipeError as error:
         return error.problems
-    stored = named.kind in (SourceKind.LINES, SourceKind.TABLE)
-    return [f"prompts {named.source} is not there: correct the path"] if stored and not named.path.exists() else []
+    if source.kind in (SourceKind.LINES, SourceKind.TABLE) and not source.path.exists():
+        return [f"prompts {source.source} is not there: correct the path"]
+    return []
 
 
 class StoredPrompts:
@@ -133,16 +137,16 @@ class StoredPrompts:
     async def draw(self, count: int) -> list[Prompt]:
         """Read the next ``count`` rows in a thread."""
         async with self._lock:
-            # A thread: disks may be slow, and tokenizing 1,000 prompts takes longer than the control loop may stop.
+            # In a thread, because disks may be slow, and tokenising 1,000 prompts blocks the event loop for too long.
             prompts = await anyio.to_thread.run_sync(self._read, self._drawn, count)
-            self._drawn += count  # only now: a draw that is cancelled is drawn again
+            self._drawn += count  # after the read: prompts of a cancelled draw are drawn again
             return prompts
 
     async def aclose(self) -> None:
         self._store.close()
 
     def _read(self, start: int, count: int) -> list[Prompt]:
-        """Prompts number ``start`` to ``start + count`` of the run. Changes nothing that another read needs."""
+        """Return prompts ``start`` to ``start + count`` of the run. Only the cached order of an epoch is changed."""
         prompts: list[Prompt] = []
         for position in range(start, start + count):
             epoch, row = divmod(position, self.size)
@@ -160,7 +164,7 @@ class StoredPrompts:
     def _shuffled(self, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         if not self._shuffle:
             return np.arange(self.size)
-        # NumPy promises the raw stream of a bit generator across its versions, not that of permutation().
+        # NumPy guarantees the raw stream of a bit generator across versions, and not the stream of permutation().
         keys = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(self.size)
         return np.argsort(keys, kind="stable")
 
@@ -181,83 +185,93 @@ def check_prompts(
     timeout_s: float = 60.0,
     see: Callable[[Prompt], None] | None = None,
 ) -> list[str]:
-    """Everything that is wrong with a source, one line each, at most 20 of them; empty: nothing is.
+    """Return the faults of a source, one line each, at most 20; empty: there is none. All stored rows are read, but
+    only the first 16 of a task. The first row of an iterator is drawn in a throw-away process.
 
-    Stored rows are all read, of a task the first 16. The first row of an iterator is drawn in a throw-away process,
-    within ``timeout_s``. ``needed_columns``: columns by the name of the reward that needs them
-    (``rewards.signature.needed_columns``). ``see`` gets the first prompt, where that is one."""
+    ``needed_columns``: columns by the name of the reward that needs them (``rewards.signature.needed_columns``);
+    ``max_tokens``: largest number of tokens of a prompt (None: no limit);
+    ``timeout_s``: seconds for the first row of an iterator;
+    ``see``: function that gets the first prompt, if the first row is a valid one."""
     try:
-        named = read_spec(spec)
-        if named.kind is SourceKind.ITERATOR:
+        source = read_spec(spec)
+        if source.kind is SourceKind.ITERATOR:
             problems, first = _check_iterator(spec, tokenizer, needed_columns, max_tokens, timeout_s)
         else:
-            problems, first = _check_stored(named, tokenizer, needed_columns, max_tokens)
+            problems, first = _check_stored(source, tokenizer, needed_columns, max_tokens)
         if first is not None and see is not None:
             see(first)
     except RecipeError as error:
         return error.problems
     if len(problems) > _MOST_PROBLEMS:
-        more = len(problems) - _MOST_PROBLEMS
-        return [*problems[:_MOST_PROBLEMS], f"prompts {named.source}: and {more} more problems like these"]
+        omitted = len(problems) - _MOST_PROBLEMS
+        return [*problems[:_MOST_PROBLEMS], f"prompts {source.source}: and {omitted} more problems like these"]
     return problems
 
 
 def _check_stored(
     spec: PromptSpec, tokenizer: Tokenizer | None, needed_columns: Mapping[str, Sequence[str]], max_tokens: int | None
 ) -> tuple[list[str], Prompt | None]:
-    """The problems, and the first prompt."""
+    """Return the problems of stored rows, and the first prompt if it is valid."""
     store = open_rows(spec)
-    shown = None
+    first_prompt = None
     try:
         if problems := _missing_from_all(spec, store, needed_columns):
             return problems, None
         rows = store.size if spec.kind is not SourceKind.TASK else min(store.size, _TASK_ROWS_CHECKED)
-        found: dict[str, list[int]] = {}  # what is wrong, and the rows of which it is
-        first: dict[int, int] = {}
+        rows_by_problem: dict[str, list[int]] = {}
+        # By the hash of the id, because the ids of a large file would take much memory.
+        row_by_id: dict[int, int] = {}
         for index in range(rows):
             try:
                 prompt = _prompt_at(spec, store, index, tokenizer, max_tokens)
             except BadRow as error:
-                found.setdefault(str(error), []).append(index)
+                rows_by_problem.setdefault(str(error), []).append(index)
                 continue
-            shown = prompt if index == 0 else shown
-            for missing in missing_columns(prompt, needed_columns):
-                found.setdefault(missing, []).append(index)
-            # Hashes: a set of the ids of a large file would not be small.
-            earlier = first.setdefault(hash(prompt.prompt_id), index)
+            if index == 0:
+                first_prompt = prompt
+            row_problems = missing_columns(prompt, needed_columns)
+            earlier = row_by_id.setdefault(hash(prompt.prompt_id), index)
             if earlier != index:
-                there = store.place(earlier)
-                found.setdefault(f'has the prompt_id "{prompt.prompt_id}" of {there}: make ids unique', []).append(
-                    index
-                )
+                place = store.place(earlier)
+                row_problems.append(f'has the prompt_id "{prompt.prompt_id}" of {place}: make ids unique')
+            for problem in row_problems:
+                rows_by_problem.setdefault(problem, []).append(index)
         problems = []
-        for problem, (index, *others) in sorted(found.items(), key=lambda item: item[1][0]):
-            also = f" (so with {len(others)} of the other {rows - 1} rows)" if others else ""
-            problems.append(f"prompts {spec.source}, {store.place(index)} {problem}{also}")
-        return problems, shown
+        for problem, indices in sorted(rows_by_problem.items(), key=lambda item: item[1][0]):
+            text = f"prompts {spec.source}, {store.place(indices[0])} {problem}"
+            if len(indices) > 1:
+                text += f" (so with {len(indices) - 1} of the other {rows - 1} rows)"
+            problems.append(text)
+        return problems, first_prompt
     finally:
         store.close()
 
 
 def _missing_from_all(spec: PromptSpec, store: RowStore, needed_columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """Columns that a table has not: a line each, instead of one for each row."""
+    """Return the columns that no row of a table has, a line each, so that they are not reported for each row."""
     columns = store.columns
     if columns is None:
         return []
-    there = f"it has {', '.join(sorted(columns))}"
-    # The form of a prompt makes these where rows have none.
-    made = {"prompt", "prompt_id", "messages", *(("question",) if spec.form.chat or spec.form.system else ())}
-    made |= {"answer"} if spec.form.answer else set()
+    names_text = f"it has {', '.join(sorted(columns))}"
+    # These columns are made for rows that do not have them.
+    generated = {"prompt", "prompt_id", "messages"}
+    if spec.form.chat or spec.form.system:
+        generated.add("question")
+    if spec.form.answer:
+        generated.add("answer")
     problems = [
-        f'prompts {spec.source} has no column "{column}", which the reward {reward} needs ({there}): rename or add it'
+        f'prompts {spec.source} has no column "{column}", which the reward {reward} needs ({names_text}): '
+        "rename or add it"
         for reward, names in needed_columns.items()
         for column in names
-        if column not in columns | made and not (column == "ground_truth" and "reward_model" in columns)
+        if column not in columns | generated and not (column == "ground_truth" and "reward_model" in columns)
     ]
     if spec.form.prompt and spec.form.prompt not in columns:
-        problems.append(f'prompts {spec.source} has no column "{spec.form.prompt}" ({there}): correct ?prompt=')
+        problems.append(f'prompts {spec.source} has no column "{spec.form.prompt}" ({names_text}): correct ?prompt=')
     elif not spec.form.prompt and not spec.form.template and not columns & {"prompt", "messages", "prompt_token_ids"}:
-        problems.append(f'prompts {spec.source} has no column "prompt" ({there}): name the one with ?prompt=COLUMN')
+        problems.append(
+            f'prompts {spec.source} has no column "prompt" ({names_text}): name the one with ?prompt=COLUMN'
+        )
     return problems
 
 
@@ -268,6 +282,7 @@ def _check_iterator(
     max_tokens: int | None,
     timeout_s: float,
 ) -> tuple[list[str], Prompt | None]:
+    """Return the problems of an iterator's first row, and its prompt if it is valid."""
     row, problem = first_row(spec, timeout_s)
     if problem:
         return [problem], None
@@ -279,7 +294,7 @@ def _check_iterator(
 
 
 def missing_columns(prompt: Prompt, needed_columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """List the columns that rewards need and ``prompt`` has not, a line each."""
+    """Return the columns that rewards need and ``prompt`` does not have, a line each."""
     return [
         missing_column(column, reward)
         for reward, columns in needed_columns.items()

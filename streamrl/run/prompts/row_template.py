@@ -1,4 +1,5 @@
-"""A value made of the columns of a row: by its name, by an expression or by a template of jinja, in jinja's sandbox."""
+"""Values made of the columns of a row: by the name of a column, or by an expression or template of jinja in jinja's
+sandbox. ``prompt_rows`` makes prompts and answers with them."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ _MARKS = ("{{", "{%", "{#")
 
 
 class TemplateFailed(StreamRLError):
-    """A row of which the value cannot be made; the message says why."""
+    """A value that cannot be made of a row; the message has the reason."""
 
 
 def value_of(source: str, columns: Mapping[str, Any]) -> Any:
-    """The column that is called ``source``, the value of the expression, or the text of the template that it is. Raises
-    ``TemplateFailed``, also where a column is missing or null."""
+    """Return the value of ``source``: the name of a column, an expression or a template. Raises ``TemplateFailed``,
+    also where a column is missing or null."""
     try:
         value = columns[source] if source in columns else _compiled(source)(columns)
-    except Exception as error:  # of the user's template, over the user's data
+    except Exception as error:  # a user's template over a user's data may raise any error
         raise TemplateFailed(str(error) or type(error).__name__) from error
     if value is None:
         raise TemplateFailed("it is null")
@@ -34,14 +35,14 @@ def _compiled(source: str) -> Callable[[Mapping[str, Any]], Any]:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def shown(value: Any) -> Any:
+    def refuse_null(value: Any) -> Any:
         if value is None:
             raise jinja2.UndefinedError("a value in it is null")
         return value
 
-    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=shown)
+    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=refuse_null)
     if any(mark in source for mark in _MARKS):
         return environment.from_string(source).render
     expression = environment.compile_expression(source, undefined_to_none=False)
-    # A column that is not there raises, and says its name, when it is to be made a list.
+    # An undefined value, such as a missing column, raises here with its name, because ``list`` fails on it.
     return lambda columns: msgspec.to_builtins(expression(columns), enc_hook=list)

@@ -1,1 +1,1 @@
-"""Codec of changed bits: integers only, by exponent of the base. No socket, no torch."""
+"""Codec of weight deltas: changed bit patterns, grouped by the exponent of the base. Pure numpy and numba."""

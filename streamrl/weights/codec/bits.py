@@ -1,9 +1,10 @@
-"""Elements of published tensors as integers: which type holds one, its exponent, and steps between neighbours.
+"""Elements of published tensors as integers: their type, their exponent, and steps between neighbouring numbers.
 
-A floating-point number is sign and magnitude. Read as ``~bits`` below zero and ``bits + 2**(width - 1)`` above, its
-pattern becomes an unsigned integer that grows with the number, a bijection of all patterns: zeros of both signs,
-infinities and every NaN payload included. One step up or down is then +1 or -1, also across a power of two and
-across zero, where the exclusive or of the patterns has many bits set."""
+The codec, the publisher (trainer rank) and the replica (vLLM's workers) use these functions. A floating-point number is
+stored as sign and magnitude. Read as ``~bits`` below zero and ``bits + 2**(width - 1)`` above, its pattern becomes an
+unsigned integer that grows with the number. The map is a bijection of all patterns: zeros of both signs, infinities and
+every NaN payload included. One step up or down is then +1 or -1, also across a power of two and across zero, where the
+exclusive or of the patterns has many bits set."""
 
 from __future__ import annotations
 
@@ -23,63 +24,65 @@ _MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
 
 
 def exponent_field(dtype: str) -> tuple[int, int]:
-    """Place of the exponent of a published dtype in a pattern: its lowest bit, and how many values it can have."""
+    """Return where the exponent of a published dtype is in a pattern: its lowest bit, and the number of its values."""
     lowest = _MANTISSA_BITS[dtype]
     return lowest, 1 << (8 * _BIT_TYPES[dtype].itemsize - 1 - lowest)
 
 
 def exponents_of(bits: BitArray, dtype: str) -> BitArray:
-    """The biased exponents of the patterns (uint16 or uint32 [n]), in the same type."""
+    """Return the biased exponents of the patterns (uint16 or uint32 [n]), in the same type."""
     lowest, values = exponent_field(dtype)
     return (bits >> bits.dtype.type(lowest)) & bits.dtype.type(values - 1)
 
 
 def bit_type(dtype: str, tensor: str) -> BitType:
-    """The integer type that holds one element of ``dtype``. ``tensor`` names the tensor in the error."""
-    found = _BIT_TYPES.get(dtype)
-    if found is None:
+    """Return the integer type that holds one element of ``dtype``. Raises ``WeightError`` naming ``tensor``."""
+    integer_type = _BIT_TYPES.get(dtype)
+    if integer_type is None:
         raise WeightError(
             f"tensor {tensor!r} has the published dtype {dtype!r}; only {', '.join(sorted(_BIT_TYPES))} can be"
         )
-    return found
+    return integer_type
 
 
 def as_bits(values: npt.NDArray[np.generic], dtype: str, count: int, tensor: str) -> BitArray:
-    """``values`` as flat unsigned bit patterns, checked to be ``count`` elements as wide as ``dtype``."""
-    wanted = bit_type(dtype, tensor)
-    if values.dtype.kind not in "iu" or values.dtype.itemsize != wanted.itemsize:
+    """Return ``values`` as flat unsigned bit patterns. Raises ``WeightError`` unless they are ``count`` integers as
+    wide as ``dtype``."""
+    expected = bit_type(dtype, tensor)
+    if values.dtype.kind not in "iu" or values.dtype.itemsize != expected.itemsize:
         raise WeightError(
-            f"tensor {tensor!r} ({dtype}) was given as numpy {values.dtype}; give its bit patterns as {wanted.name}"
+            f"tensor {tensor!r} ({dtype}) was given as numpy {values.dtype}; give its bit patterns as {expected.name}"
         )
-    flat = values.reshape(-1).view(wanted)  # bits may lie apart, as the upper halves of float32 values do
+    flat = values.reshape(-1).view(expected)  # may be strided, as the upper halves of float32 values are
     if flat.size != count:
         raise WeightError(f"tensor {tensor!r} was given with {flat.size} elements; this shard holds {count}")
     return flat
 
 
 def to_ordered(bits: BitArray) -> BitArray:
-    """The patterns (uint16 or uint32 [n]) as ordered integers of the same type."""
+    """Map patterns (uint16 or uint32 [n]) to integers of the same type that are ordered as the numbers are."""
     top = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
     return np.where(bits & top, ~bits, bits | top)
 
 
 def from_ordered(ordered: BitArray) -> BitArray:
-    """The inverse of ``to_ordered``."""
+    """Map ordered integers to patterns: the inverse of ``to_ordered``."""
     top = ordered.dtype.type(1 << (8 * ordered.dtype.itemsize - 1))
     return np.where(ordered & top, ordered ^ top, ~ordered)
 
 
 def step_symbols(base: BitArray, new: BitArray) -> BitArray:
-    """Code the steps between patterns that differ as 0 (one down), 1 (one up), 2 (two down), ... The difference of the
-    ordered integers modulo 2**width, zigzag-coded, less one (it is never zero)."""
+    """Encode the steps between patterns that differ: 0 is one step down, 1 one up, 2 two down, and so on. A symbol is
+    the difference of the ordered integers modulo 2**width, zigzag-encoded, minus one (the difference is never zero)."""
     signed = (to_ordered(new) - to_ordered(base)).view(f"i{base.dtype.itemsize}")
     zigzag = (signed << 1) ^ (signed >> (8 * base.dtype.itemsize - 1))
     return cast("BitArray", zigzag.view(base.dtype)) - base.dtype.type(1)
 
 
 def apply_steps(base: BitArray, symbols: BitArray) -> BitArray:
-    """The patterns that ``step_symbols`` was given as ``new``. A symbol of all ones means no change: check for it."""
-    one = base.dtype.type(1)
-    zigzag = symbols + one
-    steps = (zigzag >> one) ^ (~(zigzag & one) + one)
+    """Return the ``new`` patterns from ``base`` and the result of ``step_symbols``. A symbol with all bits set would
+    mean no change: callers check for it before."""
+    unit = base.dtype.type(1)
+    zigzag = symbols + unit
+    steps = (zigzag >> unit) ^ (~(zigzag & unit) + unit)
     return from_ordered(to_ordered(base) + steps)

@@ -1,21 +1,27 @@
-"""Exact codec of one ``WeightPatch``: what changed in a unit of elements, or all of them.
+"""Exact codec of one ``WeightPatch``: the changed elements of a work unit, or all of its elements.
+
+The publisher encodes in the trainer rank's process, ``pull.decoding`` decodes in vLLM's worker processes. A patch has
+one of three forms:
 
 =========  ==================================================================================================
 form       bytes
 =========  ==================================================================================================
-a delta    header, then for each class of the *base*: the gaps between changes, and how far each one moved
+delta      header, then for each class of the *base*: the gaps between changes, then the step of each change
 complete   header without classes, then all elements: their exponents (zstd), then their other bits
-dense      all elements, and nothing else: what has exactly so many bytes is dense, other forms have fewer
+dense      the bits of all elements, without a header
 =========  ==================================================================================================
 
-Whether an optimizer step moves a published element depends on the step against the spacing of the numbers around it,
-hence on its exponent. So every exponent of the base, which the receiver holds too, is a class: positions are counted
-among its members, and take half of what they take counted over all elements. Exponents that fewer than
-``_FEW_MEMBERS`` elements have share class 0. Moves are steps between neighbouring numbers (``bits.step_symbols``).
+A patch with exactly the size of the dense form is dense; the other forms are smaller.
 
-A header is its length (uint16, little endian) and msgpack. An anchor takes the smaller of the last two forms, a delta
-the smallest of all: nothing is ever larger than dense. A decoder refuses what the encoder would not have written, and
-checks each size before it allocates anything by it."""
+Whether an optimizer step changes a published element depends on the size of the step relative to the spacing of the
+numbers around the element, hence on its exponent. So every exponent of the base, which the receiver holds too, is a
+class. Positions are counted within a class and take half the bytes of positions counted over all elements. Exponents
+with fewer than ``_FEW_MEMBERS`` elements share class 0. Changes are coded as steps between neighbouring numbers
+(``bits.step_symbols``).
+
+A header is its length (uint16, little endian), then msgpack. An anchor takes the smaller of the last two forms, a delta
+the smallest of all three. The decoder refuses bytes that the encoder would not have written, and checks each size
+before it allocates memory for it."""
 
 from __future__ import annotations
 
@@ -42,10 +48,12 @@ from streamrl.weights.codec.bits import (
 from streamrl.weights.codec.planes import join_planes, split_planes
 from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 
-MAXIMUM_ELEMENTS = 2**31 - 1  # of one patch; larger shards are published in pieces (``manifest.work_units``)
+MAXIMUM_ELEMENTS = 2**31 - 1
+"""Largest number of elements of a patch. ``manifest.work_units`` splits larger shards."""
+
 _LAYOUT_VERSION = 4
 _LENGTH = struct.Struct("<H")
-_HEADER_LIMIT = 1 << 13
+_HEADER_LIMIT = 1 << 13  # bytes
 _FEW_MEMBERS = 64
 
 CountArray = npt.NDArray[np.int64]
@@ -53,38 +61,40 @@ GapArray = npt.NDArray[np.uint32]
 
 
 class WeightPatch(msgspec.Struct, frozen=True, eq=False):
-    """Changes of one tensor shard, decoded: absolute values, positions relative to the shard. ``positions``: int64 [n],
-    strictly increasing, or None when every element is given. ``values``: uint16 or uint32 [n]."""
+    """Changes of one shard or work unit, decoded. ``positions``: int64 [n] relative to the shard, strictly increasing,
+    or None for all elements. ``values``: new bit patterns, uint16 or uint32 [n]."""
 
     positions: PositionArray | None
     values: BitArray
 
 
 class EncodedPatch(msgspec.Struct, frozen=True, eq=False):
-    """A patch and its bytes. ``patch`` holds copies, and nothing but what changed; ``encoded`` decodes to every element
-    where a complete patch was the shorter one."""
+    """A patch and its bytes. ``patch`` has copies of the changed elements only, also where ``encoded`` has all elements
+    because the complete form was smaller."""
 
     patch: WeightPatch
     encoded: bytes
 
 
 class ExponentClasses(msgspec.Struct, frozen=True, eq=False):
-    """The classes of a base: that of each exponent (uint16 [exponents]), and how many members each has (int64)."""
+    """The classes of a base. ``class_at``: class of each exponent, uint16 [exponents]. ``sizes``: number of elements of
+    each class, int64 [classes]."""
 
     class_at: npt.NDArray[np.uint16]
     sizes: CountArray
 
     @classmethod
-    def of(cls, counts: CountArray) -> ExponentClasses:
-        """``counts``: elements of the base by exponent, int64 [exponents]."""
+    def from_counts(cls, counts: CountArray) -> ExponentClasses:
+        """Make the classes of a base. ``counts``: number of elements by exponent, int64 [exponents]."""
         common = counts >= _FEW_MEMBERS
         class_at = np.where(common, np.cumsum(common), 0).astype(np.uint16)
         return cls(class_at, np.concatenate(([counts[~common].sum()], counts[common])))
 
 
 class ClassChanges(msgspec.Struct, frozen=True, eq=False):
-    """The changes of one class, in the order of their positions. ``gaps``: uint32 [n], members of the class between a
-    change and the one before it. ``steps``: uint16 or uint32 [n], see ``bits.step_symbols``."""
+    """The changes of one class, by rising position. ``index``: number of the class. ``gaps``: uint32 [n], unchanged
+    elements of the class between a change and the change before it. ``steps``: uint16 or uint32 [n], see
+    ``bits.step_symbols``."""
 
     index: int
     gaps: GapArray
@@ -92,7 +102,8 @@ class ClassChanges(msgspec.Struct, frozen=True, eq=False):
 
 
 class Changes(msgspec.Struct, frozen=True, eq=False):
-    """Differences from a base: ``positions`` int64 [n] increasing, their new ``values``, and the same by class."""
+    """Differences from a base. ``positions``: int64 [n], increasing. ``values``: new patterns at the positions.
+    ``by_class``: all changes once more, by class."""
 
     positions: PositionArray
     values: BitArray
@@ -100,7 +111,8 @@ class Changes(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``classes``: of each that changed its index, its changes, its bytes of gaps and of steps. Empty: complete."""
+    """Header of a patch. ``classes``: index, number of changes, bytes of gaps and bytes of steps of each class with
+    changes; empty in the complete form."""
 
     layout: int
     elements: int
@@ -108,10 +120,11 @@ class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPatch | None:
-    """Encode how ``bits`` differ from ``base``; everything when ``base`` is None. None when nothing differs.
+    """Encode the differences of ``bits`` from ``base``, or all of ``bits`` when ``base`` is None. Returns None when
+    nothing differs.
 
-    ``bits``, ``base``: uint16 or uint32 [n], which may lie apart in memory. ``dtype``: the published dtype that they
-    are patterns of."""
+    ``bits``, ``base``: uint16 or uint32 [n], contiguous or strided. ``dtype``: published dtype of the patterns. Raises
+    ``WeightError`` for more than ``MAXIMUM_ELEMENTS``."""
     if bits.size > MAXIMUM_ELEMENTS:
         raise WeightError(f"a patch of {bits.size} elements was asked for; {MAXIMUM_ELEMENTS} fit: cut the shard")
     if base is None:
@@ -127,49 +140,54 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
     kernels.gaps_between(base, lowest, classes.class_at, classes.sizes.size, positions, gaps)
     old = base[positions]
     values = bits[positions]
-    kinds = classes.class_at[exponents_of(old, dtype)]
-    changes = Changes(positions, values, by_class(kinds, gaps, step_symbols(old, values)))
+    changed_classes = classes.class_at[exponents_of(old, dtype)]
+    changes = Changes(positions, values, by_class(changed_classes, gaps, step_symbols(old, values)))
     return encode_changes(changes, bits.size, lambda: bits)
 
 
 def classes_of(base: BitArray, dtype: str) -> ExponentClasses:
-    """The classes of a base (uint16 or uint32 [n], contiguous)."""
+    """Return the classes of a base (uint16 or uint32 [n], contiguous)."""
     lowest, exponents = exponent_field(dtype)
     counts = np.zeros(exponents, dtype=np.int64)
     kernels.count_exponents(base, lowest, counts)
-    return ExponentClasses.of(counts)
+    return ExponentClasses.from_counts(counts)
 
 
-def by_class(kinds: npt.NDArray[np.unsignedinteger], gaps: GapArray, steps: BitArray) -> list[ClassChanges]:
-    """Changes in the order of their positions, sorted by their class (``kinds``, [n])."""
-    order = np.argsort(kinds, kind="stable")
-    found, counts = np.unique(kinds, return_counts=True)
+def by_class(classes: npt.NDArray[np.unsignedinteger], gaps: GapArray, steps: BitArray) -> list[ClassChanges]:
+    """Group changes by class, each class by rising position. ``classes``, ``gaps``, ``steps``: class, gap and step of
+    each change, all [n], by rising position."""
+    order = np.argsort(classes, kind="stable")
+    indices, counts = np.unique(classes, return_counts=True)
     gaps = gaps[order]
     steps = steps[order]
     edges = pairwise([0, *np.cumsum(counts).tolist()])
     return [
         ClassChanges(index, gaps[start:stop], steps[start:stop])
-        for index, (start, stop) in zip(found.tolist(), edges, strict=True)
+        for index, (start, stop) in zip(indices.tolist(), edges, strict=True)
     ]
 
 
 def encode_changes(changes: Changes, elements: int, complete: Callable[[], BitArray]) -> EncodedPatch:
-    """Encode what differs in a unit of ``elements``. ``complete``: gives all new bits, should they be shorter."""
-    streams = [(c.index, c.gaps.size, encode_symbols(c.gaps), encode_symbols(c.steps)) for c in changes.by_class]
-    header = _Header(
-        _LAYOUT_VERSION, elements, tuple((index, count, len(gaps), len(steps)) for index, count, gaps, steps in streams)
-    )
-    encoded = _frame(header, *(stream for *_, gaps, steps in streams for stream in (gaps, steps)))
+    """Encode the changes of a unit of ``elements``. ``complete``: returns all new bits; called only where they may be
+    the smaller form."""
+    classes = []
+    streams: list[bytes] = []
+    for change in changes.by_class:
+        gaps = encode_symbols(change.gaps)
+        steps = encode_symbols(change.steps)
+        classes.append((change.index, change.gaps.size, len(gaps), len(steps)))
+        streams += [gaps, steps]
+    encoded = _frame(_Header(_LAYOUT_VERSION, elements, tuple(classes)), *streams)
     patch = WeightPatch(changes.positions, changes.values)
     if 2 * len(encoded) > elements * changes.values.itemsize:
-        whole = encode_complete(complete())
-        if len(whole) <= len(encoded):
-            return EncodedPatch(patch, whole)
+        all_elements = encode_complete(complete())
+        if len(all_elements) <= len(encoded):
+            return EncodedPatch(patch, all_elements)
     return EncodedPatch(patch, encoded)
 
 
 def encode_complete(bits: BitArray) -> bytes:
-    """All elements, readable without a base."""
+    """Encode all elements, to be decoded without a base: the complete or the dense form, the smaller one."""
     planes = _frame(_Header(_LAYOUT_VERSION, bits.size), split_planes(bits))
     return planes if len(planes) < bits.nbytes else bits.tobytes()
 
@@ -179,9 +197,9 @@ def decode_patch(
 ) -> WeightPatch:
     """Decode one patch to absolute values. Arrays may share memory with ``encoded``.
 
-    ``dtype``: the published one. ``count``: elements of the unit, known beforehand. ``base``: what the receiver holds
-    of it (uint16 or uint32 [count]); None reads complete patches only. ``tensor`` names the tensor in errors.
-    Raises ``WeightError`` for anything that ``encode_patch`` does not write."""
+    ``dtype``: published dtype. ``count``: number of elements of the unit. ``tensor``: name of the unit in errors.
+    ``base``: the receiver's bits of the unit (uint16 or uint32 [count]); None where only complete patches can be read.
+    Raises ``WeightError`` for bytes that ``encode_patch`` does not write."""
     view = memoryview(encoded)
     bits = bit_type(dtype, tensor)
     if len(view) == count * bits.itemsize:
@@ -202,7 +220,8 @@ def decode_patch(
     for change in changes:
         starts[change.index + 1] = change.gaps.size
     starts = np.cumsum(starts)
-    gaps, steps = (np.concatenate([getattr(change, part) for change in changes]) for part in ("gaps", "steps"))
+    gaps = np.concatenate([change.gaps for change in changes])
+    steps = np.concatenate([change.steps for change in changes])
     positions = np.empty(gaps.size, dtype=np.int64)
     sources = np.empty(gaps.size, dtype=np.int64)
     lowest, _ = exponent_field(dtype)
@@ -236,7 +255,8 @@ def _read_header(view: memoryview, tensor: str) -> tuple[_Header, memoryview]:
 
 
 def _read_classes(header: _Header, body: memoryview, sizes: list[int], dtype: str, tensor: str) -> list[ClassChanges]:
-    """The streams of all classes; every size is checked against the header and the base before it is used."""
+    """Decode the streams of all classes. ``sizes``: number of elements of each class of the base. Every size is checked
+    against the header and the base before it is used; raises ``WeightError``."""
     indices = [index for index, *_ in header.classes]
     lengths = sum(gap_bytes + step_bytes for *_, gap_bytes, step_bytes in header.classes)
     rising = all(low < high for low, high in pairwise((-1, *indices, len(sizes))))
@@ -254,9 +274,9 @@ def _read_classes(header: _Header, body: memoryview, sizes: list[int], dtype: st
         middle = start + gap_bytes
         stop = start + gap_bytes + step_bytes
         gaps = cast("GapArray", decode_symbols(body[start:middle], np.dtype("<u4"), count, tensor))
-        reached = int(gaps.sum(dtype=np.uint64)) + count
-        if reached > sizes[index]:
-            raise _beyond_class(tensor, reached, sizes[index])
+        members = int(gaps.sum(dtype=np.uint64)) + count
+        if members > sizes[index]:
+            raise _beyond_class(tensor, members, sizes[index])
         steps = decode_symbols(body[middle:stop], bits, count, tensor)
         if steps.max() == (1 << (8 * bits.itemsize)) - 1:
             raise WeightError(f"patch of {tensor!r} lists an element that does not change")
@@ -265,7 +285,7 @@ def _read_classes(header: _Header, body: memoryview, sizes: list[int], dtype: st
     return changes
 
 
-def _beyond_class(tensor: str, changes: int, size: int) -> WeightError:
+def _beyond_class(tensor: str, members: int, size: int) -> WeightError:
     return WeightError(
-        f"patch of {tensor!r} changes what {changes} members of a class take, and there are {size}: it has another base"
+        f"patch of {tensor!r} changes what {members} members of a class take, and there are {size}: it has another base"
     )

@@ -1,9 +1,11 @@
-"""The loops over every element of a unit, compiled by numba: one pass each, without temporaries and without the GIL.
+"""The loops over every element of a work unit, compiled by numba: one pass each, without temporaries and without the
+GIL.
 
-Compiled at the first call on a machine (a second or two in all), then kept beside this file. Arguments go in by
-``frozen``, so that arrays that may and may not be written to share one compiled form."""
+``codec.py`` and ``state_hash.py`` call them, in trainer ranks and in vLLM's workers. Numba compiles a loop at its first
+call on a machine (a second or two for all) and keeps the result beside this file. Callers pass arrays through
+``frozen``, so that writeable and read-only arrays share one compiled form."""
 
-# Typed by numba, at the first call: patterns are uint16 or uint32, what counts is int64, hashes are uint64.
+# Typed by numba, at the first call: patterns are uint16 or uint32, counts and positions int64, hashes uint64.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import numpy as np
 
 
 def compiled(function):
-    """``function`` compiled; kept on disk where some directory for it can be written."""
+    """Compile ``function``. The machine code is kept on disk where numba finds a directory that can be written."""
     options = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
     try:
         return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # neither beside the file nor below the home directory
+    except RuntimeError:  # no such directory, neither beside the file nor below the home directory
         return numba.njit(**options)(function)
 
 
@@ -32,7 +34,7 @@ VALUE = np.uint64(0xD6E8FEB86659FD93)
 
 
 def frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array, contiguous and not writable; a copy only where it lies apart."""
+    """Return the array as contiguous and read-only; a copy only where it is strided."""
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view
@@ -40,7 +42,7 @@ def frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 @compiled
 def count_exponents(bits, lowest, counts):
-    """Add to ``counts`` how many patterns have each exponent; ``lowest``: its lowest bit."""
+    """Count the patterns with each exponent into ``counts``. ``lowest``: lowest bit of the exponent."""
     last = counts.size - 1
     for i in range(bits.size):
         counts[np.int64(bits[i] >> lowest) & last] += 1
@@ -48,59 +50,61 @@ def count_exponents(bits, lowest, counts):
 
 @compiled
 def gaps_between(bits, lowest, class_at, classes, positions, gaps):
-    """Count, for each of ``positions`` (increasing), the members of its class since the one before it of that class."""
+    """Write to ``gaps`` the gap before each of ``positions`` (increasing): the number of elements of the same class
+    since the previous position of this class. ``class_at``: class of each exponent; ``classes``: number of classes."""
     last = class_at.size - 1
     since = np.zeros(classes, np.int64)
     start = np.int64(0)
-    for found in range(positions.size):
-        for i in range(start, positions[found]):
+    for n in range(positions.size):
+        for i in range(start, positions[n]):
             since[class_at[np.int64(bits[i] >> lowest) & last]] += 1
-        start = positions[found] + 1
-        kind = class_at[np.int64(bits[positions[found]] >> lowest) & last]
-        gaps[found] = since[kind]
+        start = positions[n] + 1
+        kind = class_at[np.int64(bits[positions[n]] >> lowest) & last]
+        gaps[n] = since[kind]
         since[kind] = 0
 
 
 @compiled
 def places_of(bits, lowest, class_at, starts, gaps, positions, sources):
-    """The inverse: ``positions`` (increasing) of the changes whose ``gaps`` class after class begin at ``starts``, and
-    of each its index there (``sources``). The gaps of a class, and a member for each, must add up to its size at most;
-    then all of ``positions`` is filled, and nothing beyond."""
+    """Restore positions from gaps: the inverse of ``gaps_between``. ``gaps``: gaps of all changes, sorted by class;
+    ``starts``: index of the first gap of each class, then the number of all gaps. Writes ``positions`` (increasing),
+    and to ``sources`` the index in ``gaps`` of each change. The sum of a class's gaps and changes must not exceed the
+    size of the class; then all of ``positions`` is written, and no element behind its end."""
     last = class_at.size - 1
-    following = starts[:-1].copy()
-    left = np.full(following.size, _NEVER)
+    following = starts[:-1].copy()  # index of the next gap of each class
+    remaining = np.full(following.size, _NEVER)  # elements of each class before its next change
     for kind in range(following.size):
         if following[kind] < starts[kind + 1]:
-            left[kind] = gaps[following[kind]]
-    found = 0
+            remaining[kind] = gaps[following[kind]]
+    n = 0
     for i in range(bits.size):
         kind = class_at[np.int64(bits[i] >> lowest) & last]
-        left[kind] -= 1
-        if left[kind] < 0:
-            at = following[kind]
-            positions[found] = i
-            sources[found] = at
-            found += 1
-            following[kind] = at + 1
-            left[kind] = np.int64(gaps[at + 1]) if at + 1 < starts[kind + 1] else _NEVER
+        remaining[kind] -= 1
+        if remaining[kind] < 0:
+            source = following[kind]
+            positions[n] = i
+            sources[n] = source
+            n += 1
+            following[kind] = source + 1
+            remaining[kind] = np.int64(gaps[source + 1]) if source + 1 < starts[kind + 1] else _NEVER
 
 
 @compiled
-def _finalise(x):
-    x = (x ^ (x >> np.uint64(30))) * FIRST
-    x = (x ^ (x >> np.uint64(27))) * SECOND
-    return x ^ (x >> np.uint64(31))
+def _finalise(word):
+    word = (word ^ (word >> np.uint64(30))) * FIRST
+    word = (word ^ (word >> np.uint64(27))) * SECOND
+    return word ^ (word >> np.uint64(31))
 
 
 @compiled
 def _term(key, index, pattern):
-    """Hash a place and its value by two rounds of the splitmix64 finaliser: one over the place, one over both."""
+    """Hash a position and its value by two rounds of the splitmix64 finaliser: one over the position, one over both."""
     return _finalise(_finalise(index * GOLDEN + key) ^ ((np.uint64(pattern) + np.uint64(1)) * VALUE))
 
 
 @compiled
 def hash_from(key, offset, bits):
-    """Hash terms of the elements from flat index ``offset`` (uint64) on, summed."""
+    """Sum the hash terms of the elements from flat index ``offset`` (uint64) on."""
     total = np.uint64(0)
     for i in range(bits.size):
         total += _term(key, offset + np.uint64(i), bits[i])
@@ -109,7 +113,7 @@ def hash_from(key, offset, bits):
 
 @compiled
 def hash_at(key, positions, bits):
-    """Hash terms of the elements at ``positions``, summed."""
+    """Sum the hash terms of the elements at ``positions``."""
     total = np.uint64(0)
     for i in range(bits.size):
         total += _term(key, np.uint64(positions[i]), bits[i])

@@ -1,9 +1,10 @@
-"""The entropy stage: streams of small unsigned integers as bytes, by whichever of three codes is shortest.
+"""Entropy coding of streams of small unsigned integers (gaps and steps of ``codec.py``), by the shortest of three
+codes.
 
-The first byte says which. 0 to 31: Rice with that parameter, as two bit planes (quotients in unary, then the low bits
-of all symbols). 32 and on: as many bits a symbol, less 32. 255: pcodec (github.com/pcodec/pcodec), which bins the
-symbols and codes the bins by tANS: within 1 to 3 % of the entropy on long streams, where the others, which have next to
-no bytes of their own, are for short ones."""
+The first byte of a stream is its code. 0 to 31: Rice with this parameter, as two bit planes (quotients in unary, then
+the low bits of all symbols). 32 and above: fixed width, with the code minus 32 bits a symbol. 255: pcodec
+(github.com/pcodec/pcodec), which bins the symbols and codes the bins by tANS. Pcodec comes within 1 to 3 % of the
+entropy on long streams; the two other codes, which have no tables, are for short streams."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from streamrl.weights.codec.bits import BitArray, BitType
 
 _PCODEC = 255
 _FIXED = 32
-_RICE_LIMIT = 4096  # symbols; beyond, the tables of pcodec are nothing and its code is the better one
+_RICE_LIMIT = 4096  # symbols; in longer streams the tables of pcodec weigh little and its code is the shorter one
 _FIXED_LIMIT = 1 << 16  # bits
-_ONE_PAGE = 1 << 30
+_ONE_PAGE = 1 << 30  # symbols: more than any stream has
 _PCODEC_CONFIG = ChunkConfig(
-    compression_level=6,  # 64 bins: what 8 does in a tenth more time, for 0.3 % of the size
+    compression_level=6,  # 64 bins; level 8 takes a tenth more time for 0.3 % less bytes
     mode_spec=ModeSpec.classic(),
     delta_spec=DeltaSpec.no_op(),
     paging_spec=PagingSpec.equal_pages_up_to(_ONE_PAGE),
@@ -32,23 +33,24 @@ _PCODEC_HEADER = FileCompressor().write_header()
 
 
 def encode_symbols(symbols: BitArray) -> bytes:
-    """Encode a stream (uint16 or uint32 [n]). Nothing is written for an empty one."""
+    """Encode a stream (uint16 or uint32 [n]). An empty stream takes no bytes."""
     if not symbols.size:
         return b""
     width = int(symbols.max()).bit_length()
     if not width and symbols.size <= _FIXED_LIMIT:
         return bytes((_FIXED,))
     compressor = FileCompressor().chunk_compressor(symbols, _PCODEC_CONFIG)
-    best = b"".join((bytes((_PCODEC,)), compressor.write_meta(), compressor.write_page(0)))
+    shortest = b"".join((bytes((_PCODEC,)), compressor.write_meta(), compressor.write_page(0)))
     if symbols.size <= _RICE_LIMIT:
-        best = _encode_rice(symbols, len(best)) or best
-    if symbols.size * max(1, width) <= min(_FIXED_LIMIT, 8 * len(best) - 16):
+        shortest = _encode_rice(symbols, len(shortest)) or shortest
+    if symbols.size * max(1, width) <= min(_FIXED_LIMIT, 8 * len(shortest) - 16):
         return bytes((_FIXED + width,)) + _pack(symbols, width)
-    return best
+    return shortest
 
 
 def decode_symbols(encoded: memoryview, dtype: BitType, count: int, tensor: str) -> BitArray:
-    """Decode ``count`` symbols. Raises ``WeightError`` when ``encoded`` is anything but such a stream."""
+    """Decode ``count`` symbols of ``dtype``. ``tensor``: name in errors. Raises ``WeightError`` for bytes that
+    ``encode_symbols`` does not write."""
     if not count and not len(encoded):
         return np.zeros(0, dtype=dtype)
     if not count or not len(encoded):
@@ -66,7 +68,7 @@ def decode_symbols(encoded: memoryview, dtype: BitType, count: int, tensor: str)
 
 
 def _pack(symbols: BitArray, width: int) -> bytes:
-    """The low ``width`` bits of each symbol."""
+    """Concatenate the low ``width`` bits of all symbols."""
     as_bytes = symbols.view(np.uint8).reshape(symbols.size, -1)
     return np.packbits(np.unpackbits(as_bytes, axis=1, count=width, bitorder="little"), bitorder="little").tobytes()
 
@@ -83,11 +85,13 @@ def _unpack(body: memoryview, width: int, count: int, tensor: str) -> npt.NDArra
 
 
 def _encode_rice(symbols: BitArray, limit: int) -> bytes:
-    """Rice with a good parameter; nothing when that is no shorter than ``limit`` bytes."""
-    likely = max(0, (7 * int(symbols.sum(dtype=np.int64)) // (10 * symbols.size)).bit_length() - 1)
-    lengths = {k: int((symbols >> k).sum(dtype=np.int64)) + (k + 1) * symbols.size for k in (likely, likely + 1)}
-    parameter = min(lengths, key=lengths.__getitem__)
-    if lengths[parameter] // 8 + 2 >= limit:
+    """Encode by Rice, code byte included. Returns no bytes where the stream would not be shorter than ``limit``
+    bytes."""
+    # The best parameter is about log2(0.7 * mean): try the integers around that.
+    estimate = max(0, (7 * int(symbols.sum(dtype=np.int64)) // (10 * symbols.size)).bit_length() - 1)
+    bits = {k: int((symbols >> k).sum(dtype=np.int64)) + (k + 1) * symbols.size for k in (estimate, estimate + 1)}
+    parameter = min(bits, key=bits.__getitem__)
+    if bits[parameter] // 8 + 2 >= limit:
         return b""
     ends = np.cumsum((symbols >> parameter).astype(np.int64) + 1)
     unary = np.zeros(int(ends[-1]), dtype=np.uint8)
@@ -115,13 +119,13 @@ def _decode_pcodec(body: memoryview, dtype: BitType, count: int, tensor: str) ->
     symbols = np.empty(count, dtype=dtype)
     try:
         file, _ = FileDecompressor.new(_PCODEC_HEADER)
-        chunk, read = file.chunk_decompressor(bytes(body), f"u{8 * dtype.itemsize}")
-        page = bytes(body[read:])
-        progress, page_read = chunk.read_page_into(page, count, symbols)
+        chunk, header_bytes = file.chunk_decompressor(bytes(body), f"u{8 * dtype.itemsize}")
+        page = bytes(body[header_bytes:])
+        progress, page_bytes = chunk.read_page_into(page, count, symbols)
     except (RuntimeError, TypeError) as error:
         raise _broken(tensor, str(error)) from error
-    if progress.n_processed != count or not progress.finished or page_read != len(page):
-        raise _broken(tensor, f"{progress.n_processed} of {count} symbols from {page_read} of {len(page)} bytes")
+    if progress.n_processed != count or not progress.finished or page_bytes != len(page):
+        raise _broken(tensor, f"{progress.n_processed} of {count} symbols from {page_bytes} of {len(page)} bytes")
     return symbols
 
 

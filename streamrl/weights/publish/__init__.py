@@ -1,1 +1,1 @@
-"""The trainer's side of a push: versions, chunks, and the server that engines fetch from."""
+"""Publishing from a trainer rank: versions, chunks, and the server from which engines fetch them."""

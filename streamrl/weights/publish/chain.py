@@ -1,5 +1,5 @@
-"""The encoded versions that a publisher still serves: links, each a delta on the version published before it, and
-complete versions."""
+"""The encoded versions that a publisher still serves: *links*, each a delta on the version published before it, and
+*anchors*, which are complete. ``publisher.py`` keeps one chain in each trainer rank's process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Iterator
 
 from streamrl.weights.publish.server import ServedPart
 
-MAXIMUM_LINKS = 256  # however little they changed
-UNACKNOWLEDGED_LINKS = 4  # newest ones that stay however many bytes they take: engines may be fetching them
+MAXIMUM_LINKS = 256  # limit also where the links take fewer bytes than the budget
+UNACKNOWLEDGED_LINKS = 4  # newest links, kept also above the budget: engines may be fetching them
 
 
 class Chain:
-    """``budget_bytes``: what links may take that every engine has; the oldest go first. An engine that missed versions,
-    or has loaded the checkpoint on which the first link is made, takes the links that it lacks."""
+    """Links and anchors, dropped when engines need them no longer. An engine that missed versions, or has only loaded
+    the checkpoint on which the first link is made, fetches the links that it lacks.
+
+    ``budget_bytes``: largest size of the links that every engine has; the oldest links are dropped first."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -25,12 +27,12 @@ class Chain:
         self.newest_digest = ""
 
     def __iter__(self) -> Iterator[ServedPart]:
-        """All that is served."""
+        """Iterate over all served parts."""
         yield from self._links
         yield from self._anchors
 
     def add(self, link: ServedPart) -> None:
-        """A new version, on the one before it."""
+        """Add a new version, a delta on the newest one."""
         self.newest_digest = link.manifest_digest
         self._links.append(link)
         self._bytes += link.size
@@ -39,13 +41,14 @@ class Chain:
         self._drop_acknowledged()
 
     def add_anchor(self, anchor: ServedPart) -> None:
-        """A complete version. The next one is made on it where it is the first."""
+        """Add a complete version. Where it is the first version, the first link is a delta on it. Besides the new
+        anchor only the newest other one is kept."""
         self.newest_digest = self.newest_digest or anchor.manifest_digest
-        others = [other for other in self._anchors if other.manifest_digest != anchor.manifest_digest]
-        self._anchors = [*others[-1:], anchor]
+        earlier = [old for old in self._anchors if old.manifest_digest != anchor.manifest_digest]
+        self._anchors = [*earlier[-1:], anchor]
 
     def acknowledge(self, policy_version: int) -> None:
-        """Every engine holds this version: complete older ones need not be served."""
+        """Note that every engine holds this version, and drop older anchors."""
         self._acknowledged = max(self._acknowledged, policy_version)
         self._anchors = [anchor for anchor in self._anchors if anchor.policy_version >= self._acknowledged]
         self._drop_acknowledged()

@@ -1,8 +1,10 @@
-"""The trainer's side of a push: what changed in this rank's shards, encoded and served.
+"""Encodes and serves the changes of one trainer rank's shards, version by version.
 
-Each version is a delta on the one published before it, whose bits are the *baseline*. An engine that missed versions
-takes the links of the chain that it lacks, and commits them as one. The first link is made on the checkpoint that the
-engines load, where that is known; else the first version is complete."""
+A trainer rank's process makes one ``WeightPublisher`` (``torch_tensors.start_publisher``), and publishes after each
+optimizer step; an outside training loop makes its own. Each version is a delta on the version published before it,
+whose bits are the *baseline*. An engine that missed versions fetches the links of the chain that it lacks, and commits
+them as one. The first link is made on the checkpoint that the engines load, where the publisher has its path; otherwise
+the first version is complete."""
 
 from __future__ import annotations
 
@@ -40,14 +42,15 @@ from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 from streamrl.weights.requests import CHUNK_BYTES
 from streamrl.weights.store.stored_parts import StoredParts
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 _ELEMENTS_WORTH_THREADS = 1 << 22
 _CHAIN_SHARE = 4  # a quarter of the baseline's bytes: some 70 versions that change 1 % each
 
 
 class _Base(msgspec.Struct, frozen=True):
-    """The base of a version: its number (None: nothing), its part of the state hash, its manifest's digest, and
-    ``Manifest.shards``."""
+    """The base of a version. ``policy_version``: number of the version (None: no base). ``part_hash``: the rank's part
+    of its state hash. ``digest``: digest of its manifest. ``shards``: value of ``Manifest.shards`` for a delta on
+    it."""
 
     policy_version: int | None = None
     part_hash: int = 0
@@ -58,16 +61,17 @@ class _Base(msgspec.Struct, frozen=True):
 class WeightPublisher:
     """Publishes one rank's shards. Synchronous; all methods are called from one thread.
 
-    ``endpoint``: where to bind (``ipc://path``, ``tcp://host:port``, ``tcp://host:*``), or a place in an object store
-    of this rank only (``s3://bucket/prefix``): ``publish`` returns then when the version is there.
+    ``endpoint``: address to bind (``ipc://path``, ``tcp://host:port``, ``tcp://host:*``), or a prefix in an object
+    store for this rank alone (``s3://bucket/prefix``); then ``publish`` returns when the version is in the store.
 
-    ``threads``: how many encode a large model at once, none of them holding the interpreter for long; by default half
-    of the cores, at most 8. ``checkpoint``: the file or directory that the engines load: the first version is a delta
-    on it. ``chain_bytes``: what encoded versions may take that every engine has, for engines that miss some (None: a
-    quarter of the weights' bytes). ``source``: reads what ``publish`` is given, where that is not in host memory.
+    ``threads``: number of threads that encode a large model, without the GIL for most of the time; by default half of
+    the cores, at most 8. ``checkpoint``: file or directory that the engines load; the first version is a delta on it.
+    ``chain_bytes``: size limit of the encoded versions that are kept after every engine has them, for engines that
+    restart (None: a quarter of the weights' bytes). ``source``: reader of the tensors given to ``publish``, where
+    they are not numpy arrays.
 
-    Memory: the bits of the last published version, 2 bytes an element (bfloat16); the encoded bytes of the chain. An
-    anchor is a whole copy, until a newer version is acknowledged."""
+    Memory: the bits of the last published version, 2 bytes an element (bfloat16), and the encoded bytes of the chain.
+    An anchor takes the size of all weights until a newer version is acknowledged."""
 
     def __init__(
         self,
@@ -103,7 +107,7 @@ class WeightPublisher:
 
     @property
     def endpoint(self) -> str:
-        """Endpoint from which engines pull (known after ``start``)."""
+        """Endpoint from which engines fetch; complete after ``start``, which chooses the port of ``tcp://host:*``."""
         return self._server.endpoint
 
     def start(self) -> None:
@@ -114,51 +118,53 @@ class WeightPublisher:
         self._server.close()
 
     def publish(self, policy_version: int, bits: Mapping[str, Any]) -> Published:
-        """Publish a version, newer than all before: a delta on the last one; the first on the checkpoint, or complete.
+        """Publish a version, newer than all before, as a delta on the last one. The first version is a delta on the
+        checkpoint, or complete.
 
-        ``bits``: by tensor name, flat integer views (numpy uint16 for bfloat16/float16, uint32 for float32) of
-        this rank's shard, or what the publisher's ``source`` reads. They are not kept: what is needed is copied.
-        Raises ``WeightError`` for a version that is not newer, a missing tensor, a wrong size or type."""
+        ``bits``: flat integer views of this rank's shards (numpy uint16 for bfloat16/float16, uint32 for float32) by
+        tensor name, or tensors that the publisher's ``source`` reads. They are not used after the call. Raises
+        ``WeightError`` for a version that is not newer, a missing tensor, a wrong size or type."""
         self._server.check()
         if self._version is not None and policy_version <= self._version:
             raise WeightError(f"version {policy_version} cannot be published: {self._version} was published already")
         if bits.keys() != self._shards.keys():
             wrong = sorted(bits.keys() ^ self._shards.keys())[:5]
             raise WeightError(f"published tensors differ from the shards of rank {self._rank}: {', '.join(wrong)}")
-        checked = {name: self._source.checked(bits[name], shard) for name, shard in self._shards.items()}
+        tensors = {name: self._source.checked(bits[name], shard) for name, shard in self._shards.items()}
         if self._version is None:
             self._take_checkpoint()
         if self._version is None:
-            return self._publish_first(policy_version, checked)
+            return self._publish_first(policy_version, tensors)
 
         def encode(unit: int) -> tuple[EncodedPatch | None, int]:
             spec = self._units[unit]
             baseline = self._baseline[unit]
-            delta = self._source.changes(unit, self._parts_of(unit, checked), baseline, spec.dtype)
+            delta = self._source.changes(unit, self._slices_of(unit, tensors), baseline, spec.dtype)
             return delta, _hash_change(spec, delta, baseline)
 
-        with self._mapped(encode) as units:
-            made = list(units)
-        shards = tuple(self._shards.values()) if self._version == CHECKPOINT_VERSION else ()
-        base = _Base(self._version, self._part_hash, self._chain.newest_digest, shards)
-        patches = {unit: delta.patch for unit, (delta, _) in enumerate(made) if delta is not None}
+        with self._mapped(encode) as results:
+            deltas = list(results)
+        base = _Base(self._version, self._part_hash, self._chain.newest_digest)
+        if self._version == CHECKPOINT_VERSION:
+            base = msgspec.structs.replace(base, shards=tuple(self._shards.values()))
+        patches = {unit: delta.patch for unit, (delta, _) in enumerate(deltas) if delta is not None}
         self._version = policy_version
-        self._part_hash = (base.part_hash + sum(change for _, change in made)) % HASH_MODULUS
+        self._part_hash = (base.part_hash + sum(hash_change for _, hash_change in deltas)) % HASH_MODULUS
         for unit, patch in patches.items():
             self._baseline[unit][patch.positions] = patch.values
         self._source.advance(patches)
-        part = self._part(base, (None if delta is None else delta.encoded for delta, _ in made))
+        part = self._part(base, (None if delta is None else delta.encoded for delta, _ in deltas))
         self._chain.add(part)
-        return self._served(part, base.policy_version, sum(patch.values.size for patch in patches.values()))
+        return self._serve(part, base.policy_version, sum(patch.values.size for patch in patches.values()))
 
     def publish_anchor(self, policy_version: int) -> Published:
         self._server.check()
         if policy_version != self._version:
             raise WeightError(f"version {policy_version} cannot be anchored: the newest is {self._version}")
-        with self._mapped(lambda unit: encode_complete(self._baseline[unit])) as units:
-            part = self._part(_Base(), units)
+        with self._mapped(lambda unit: encode_complete(self._baseline[unit])) as patches:
+            part = self._part(_Base(), patches)
         self._chain.add_anchor(part)
-        return self._served(part, None, sum(shard.count for shard in self._shards.values()))
+        return self._serve(part, None, sum(shard.count for shard in self._shards.values()))
 
     def acknowledge(self, policy_version: int) -> None:
         if self._version is None or policy_version > self._version:
@@ -167,50 +173,55 @@ class WeightPublisher:
         self._server.serve(self._chain)
 
     def _take_checkpoint(self) -> None:
-        """Take the checkpoint that the engines load as the baseline, where it is known and is what is published."""
+        """Make the checkpoint that the engines load the baseline, where its path is known and it has the published
+        tensors."""
         if self._checkpoint is None:
             return
         try:
             part_hash = self._checkpoint.part_hash(self._shards.values())
-        except WeightError:  # other tensors than are published, or none: the first version is complete
+        except WeightError:  # the files have other tensors, or are missing: the first version is complete
             return
         self._baseline = [unit.join(self._checkpoint.bits_of).copy() for unit in self._units]
         self._version = CHECKPOINT_VERSION
         self._part_hash = part_hash
 
-    def _publish_first(self, policy_version: int, given: Mapping[str, Any]) -> Published:
+    def _publish_first(self, policy_version: int, tensors: Mapping[str, Any]) -> Published:
         """Publish the first version, which has no base."""
 
-        def take(unit: int) -> tuple[BitArray, int]:
+        def read(unit: int) -> tuple[BitArray, int]:
             spec = self._units[unit]
-            bits = self._source.complete(self._parts_of(unit, given), spec.dtype).copy()
+            bits = self._source.complete(self._slices_of(unit, tensors), spec.dtype).copy()
             return bits, _hash_of(spec, WeightPatch(None, bits))
 
-        with self._mapped(take) as units:
-            taken = list(units)
-        self._baseline = [bits for bits, _ in taken]
+        with self._mapped(read) as results:
+            units = list(results)
+        self._baseline = [bits for bits, _ in units]
         self._version = policy_version
-        self._part_hash = sum(part for _, part in taken) % HASH_MODULUS
+        self._part_hash = sum(unit_hash for _, unit_hash in units) % HASH_MODULUS
         return self.publish_anchor(policy_version)
 
-    def _parts_of(self, unit: int, given: Mapping[str, Any]) -> list[Any]:
-        """A unit's part of what was given for each of its shards."""
-        pairs = [(spec, self._shards[spec.name]) for spec in self._units[unit].shards]
-        starts = [spec.offset - whole.offset + spec.skipped - whole.skipped for spec, whole in pairs]
-        return [given[s.name][start : start + s.count] for (s, _), start in zip(pairs, starts, strict=True)]
+    def _slices_of(self, unit: int, tensors: Mapping[str, Any]) -> list[Any]:
+        """Slice from ``tensors``, which hold a rank's shards, the elements of each shard of a unit."""
+        slices = []
+        for spec in self._units[unit].shards:
+            shard = self._shards[spec.name]
+            start = spec.offset - shard.offset + spec.skipped - shard.skipped
+            slices.append(tensors[spec.name][start : start + spec.count])
+        return slices
 
     @contextmanager
-    def _mapped(self, encode: Callable[[int], _Made]) -> Iterator[Iterator[_Made]]:
-        """``encode`` of every work unit, in order; in threads where there is enough to share."""
+    def _mapped(self, function: Callable[[int], _Result]) -> Iterator[Iterator[_Result]]:
+        """Call ``function`` with the number of every work unit, and yield the results in order. A large model is shared
+        among threads."""
         units = range(len(self._units))
         if self._threads == 1 or sum(unit.count for unit in self._units) < _ELEMENTS_WORTH_THREADS:
-            yield map(encode, units)
+            yield map(function, units)
             return
         with ThreadPoolExecutor(self._threads, thread_name_prefix="weight encoding") as pool:
-            yield pool.map(encode, units)
+            yield pool.map(function, units)
 
     def _part(self, base: _Base, encoded: Iterable[bytes | None]) -> ServedPart:
-        """The newest version. ``encoded``: the patch of each unit; None where nothing changed."""
+        """Make the part of the newest version. ``encoded``: patch of each unit; None where nothing changed."""
         assert self._version is not None
         entries: list[UnitEntry] = []
 
@@ -220,7 +231,7 @@ class WeightPublisher:
                     entries.append(UnitEntry(unit, len(patch)))
                     yield patch
 
-        chunks = list(_cut(payload()))
+        chunks = list(_chunks_of(payload()))
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             run_id=self._run_id,
@@ -234,10 +245,11 @@ class WeightPublisher:
             chunks=tuple(ChunkEntry(digest_of(chunk), len(chunk)) for chunk in chunks),
             shards=base.shards,
         )
-        signed = encode_manifest(manifest)
-        return ServedPart(self._version, digest_of(signed), signed, chunks)
+        encoded_manifest = encode_manifest(manifest)
+        return ServedPart(self._version, digest_of(encoded_manifest), encoded_manifest, chunks)
 
-    def _served(self, part: ServedPart, base_version: int | None, changed: int) -> Published:
+    def _serve(self, part: ServedPart, base_version: int | None, changed: int) -> Published:
+        """Serve all parts of the chain, and return the description of ``part`` for the announcement."""
         self._server.serve(self._chain)
         source = WeightSource(
             rank=self._rank,
@@ -250,30 +262,32 @@ class WeightPublisher:
         return Published(source, base_version, self._part_hash)
 
 
-def _hash_change(unit: WorkUnit, delta: EncodedPatch | None, old: BitArray) -> int:
+def _hash_change(unit: WorkUnit, delta: EncodedPatch | None, baseline: BitArray) -> int:
+    """Return the change of the state hash by a delta on ``baseline``."""
     if delta is None:
         return 0
     assert delta.patch.positions is not None
-    return _hash_of(unit, delta.patch) - _hash_of(unit, WeightPatch(delta.patch.positions, old[delta.patch.positions]))
+    old = WeightPatch(delta.patch.positions, baseline[delta.patch.positions])
+    return _hash_of(unit, delta.patch) - _hash_of(unit, old)
 
 
 def _hash_of(unit: WorkUnit, patch: WeightPatch) -> int:
-    """Share of these elements in the state hash."""
+    """Return the sum that the elements of a patch add to the state hash."""
     total = 0
-    for shard, part in zip(unit.shards, unit.cut(patch), strict=True):
-        total += shard.share_of_hash(part.values, part.positions)
+    for shard, shard_patch in zip(unit.shards, unit.split(patch), strict=True):
+        total += shard.share_of_hash(shard_patch.values, shard_patch.positions)
     return total
 
 
-def _cut(patches: Iterable[bytes]) -> Iterator[memoryview]:
-    """The payload in chunks; it never exists as one piece."""
+def _chunks_of(patches: Iterable[bytes]) -> Iterator[memoryview]:
+    """Split the payload into chunks. The payload is never in memory as one array."""
     chunk = bytearray()
     for patch in patches:
         start = 0
         while start < len(patch):
-            part = patch[start : start + CHUNK_BYTES - len(chunk)]
-            chunk += part
-            start += len(part)
+            addition = patch[start : start + CHUNK_BYTES - len(chunk)]
+            chunk += addition
+            start += len(addition)
             if len(chunk) == CHUNK_BYTES:
                 yield memoryview(chunk).toreadonly()
                 chunk = bytearray()

@@ -1,8 +1,9 @@
-"""The thread that serves encoded parts: a ROUTER socket that answers what receivers pull.
+"""A thread of a trainer rank's process that serves encoded parts: a ROUTER socket that answers the requests of
+receivers.
 
-Pull makes a transfer resumable, idempotent and self-paced: a receiver has as many requests open as it
-has credits, and asks again for what got lost. The thread owns its ZeroMQ context, so that the trainer may
-run any event loop, or none."""
+``publisher.py`` starts it. Receivers ask for pieces, so that a transfer is resumable, idempotent and self-paced: a
+receiver has as many requests open as it has credits, and repeats a request that was lost. The thread owns its ZeroMQ
+context, so that the trainer may run any event loop, or none."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from streamrl.weights.requests import (
 
 
 class ServedPart(msgspec.Struct, frozen=True, eq=False):
-    """One encoded part, ready to be pulled. Immutable: frames are sent without a copy."""
+    """One rank's part of one version, encoded. Immutable: frames are sent without a copy."""
 
     policy_version: int
     manifest_digest: str
@@ -40,7 +41,7 @@ class ServedPart(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def size(self) -> int:
-        """Bytes of all of it."""
+        """Size of the manifest and all chunks."""
         return len(self.manifest) + sum(len(chunk) for chunk in self.chunks)
 
 
@@ -58,9 +59,9 @@ class PublisherServer:
         self._failure: BaseException | None = None
 
     def start(self) -> None:
-        """Bind and serve. Returns when the endpoint is bound; raises ``WeightError`` when it cannot be."""
-        # With the first frame that is not copied pyzmq makes a context of its own: three threads, seven descriptors.
-        # Made now, nobody sees the process grow when it first serves a large part, hours later.
+        """Start the thread. Returns when the endpoint is bound; raises ``WeightError`` when it cannot be bound."""
+        # With the first frame that is not copied pyzmq makes a context with three threads and seven descriptors. It is
+        # made here, so that the process does not grow hours later, when it first serves a large part.
         zmq.Frame(b"", copy=False)
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._context = GuardedContext(io_threads=1)
@@ -79,7 +80,7 @@ class PublisherServer:
             raise WeightError(f"weights cannot be served at {self.endpoint}: {self._failure}") from self._failure
 
     def serve(self, parts: Iterable[ServedPart]) -> None:
-        """Replace what is served. A frame already handed to ZeroMQ is still delivered."""
+        """Replace the served parts. A frame that ZeroMQ has already is still delivered."""
         self._parts = {part.manifest_digest: part for part in parts}
 
     def close(self) -> None:
@@ -115,7 +116,7 @@ class PublisherServer:
             remove_ipc_path(self.endpoint, identity)
 
     def _answer_until_stopped(self, router: zmq.Socket[bytes], gate: KeyGate | None) -> None:
-        """Requests of all peers in turn, as ZeroMQ hands them over: each is answered before the next one is taken."""
+        """Answer requests in the order in which ZeroMQ delivers them, which alternates between peers."""
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(self._stop_fd, zmq.POLLIN)
@@ -132,13 +133,16 @@ class PublisherServer:
         try:
             router.send_multipart([peer, encoder.encode(reply), payload], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            # A peer that left, or one that asked for more than its queue holds: it asks again if it lives.
+            # The peer has left, or its queue is full: a peer that is alive repeats its request.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
 
     def _answer(self, frames: Sequence[bytes]) -> tuple[Reply, bytes | memoryview]:
+        frame = b""  # no request, and refused below
+        if len(frames) == 1:
+            frame = frames[0]
         try:
-            request = decode_request(frames[0] if len(frames) == 1 else b"")
+            request = decode_request(frame)
         except WeightError as error:
             return NotServed("", str(error)), b""
         digest = request.manifest_digest

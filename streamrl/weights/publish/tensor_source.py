@@ -1,4 +1,5 @@
-"""Sources of a publisher's tensors: bits in host memory, or values in memory that only others can read."""
+"""Sources of the tensors that a ``WeightPublisher`` encodes, called by the publisher in the trainer rank's process. The
+source here reads numpy arrays; ``torch_tensors`` has sources for torch's tensors in host memory and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,22 +14,24 @@ from streamrl.weights.manifest import ShardSpec
 
 
 class HostTensors:
-    """Reads what was given for the shards of a rank, here numpy's bits. ``parts``: what was given for each shard of a
-    unit, cut to it by slices. Called from several threads, each with another unit."""
+    """Reads the bit patterns of a rank's shards from numpy arrays. Several threads call it, each with another unit.
 
-    def checked(self, given: Any, shard: ShardSpec) -> Any:
-        """Return ``given`` in a form that can be cut into ``parts``. Raises ``WeightError`` where its size or type is
-        not the shard's."""
-        return as_bits(given, shard.dtype, shard.count, shard.name)
+    ``slices``: consecutive elements of checked tensors, one slice for each shard of the work unit."""
 
-    def complete(self, parts: Sequence[Any], dtype: str) -> BitArray:
-        """All elements of a unit, in host memory."""
-        return cast("BitArray", parts[0] if len(parts) == 1 else np.concatenate(parts))
+    def checked(self, tensor: Any, shard: ShardSpec) -> Any:
+        """Return the elements of ``tensor`` in a flat form that can be sliced. Raises ``WeightError`` where its size or
+        type is not that of ``shard``."""
+        return as_bits(tensor, shard.dtype, shard.count, shard.name)
 
-    def changes(self, unit: int, parts: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
-        """Encode how unit number ``unit`` differs from its baseline, as ``codec.encode_patch``; None where it does
-        not."""
-        return encode_patch(self.complete(parts, dtype), baseline, dtype)
+    def complete(self, slices: Sequence[Any], dtype: str) -> BitArray:
+        """Return all elements of a unit, in host memory."""
+        return cast("BitArray", slices[0] if len(slices) == 1 else np.concatenate(slices))
+
+    def changes(self, unit: int, slices: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
+        """Encode the differences of unit number ``unit`` from its baseline, as ``codec.encode_patch`` does. Returns
+        None where nothing differs."""
+        return encode_patch(self.complete(slices, dtype), baseline, dtype)
 
     def advance(self, patches: Mapping[int, WeightPatch]) -> None:
-        """The baselines of these units have changed: a source with baselines of its own writes them there."""
+        """Apply ``patches`` to the source's own copies of the baselines, by number of the unit. This source has
+        none."""

@@ -1,8 +1,8 @@
-"""A trainer rank's torch tensors, published (``start_publisher``). Changes of weights on a GPU are found there: only
-changes come to the host, to be encoded.
+"""Publishing from a trainer rank's torch tensors. The trainer gets ``start_publisher`` from ``launch/roles.py``.
 
-The same changes as ``weights.codec`` finds, element for element, with torch only: a comparison, a running count of each
-exponent, and gathers at the places that changed. On a CPU the compiled loops are many times faster."""
+Weights on a GPU are compared there, and only the changes are copied to the host, to be encoded. ``encode_on_device``
+yields the same changes as ``weights.codec`` with torch alone: a comparison, a running count of each exponent class, and
+gathers at the changed positions. On a CPU the compiled loops of ``weights.codec`` are many times faster."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from streamrl.weights.publish.tensor_source import HostTensors
 
 
 def start_publisher(options: TrainerOptions, shards: Sequence[LocalShard], device: torch.device) -> WeightPublisher:
-    """Serve a rank's shards to engines as deltas. Raises ``WeightError`` when the endpoint cannot be bound. Changes are
-    found where the weights lie: on a GPU by torch, with a baseline of 2 bytes an element there."""
+    """Make and start the publisher of a rank's shards. Weights on a GPU are compared there with a second baseline, of 2
+    bytes an element. Raises ``WeightError`` when the endpoint cannot be bound."""
     publisher = WeightPublisher(
         options.weights_endpoint,
         run_id=options.run_id,
@@ -41,27 +41,27 @@ def start_publisher(options: TrainerOptions, shards: Sequence[LocalShard], devic
 
 
 def shard_specs(shards: Sequence[LocalShard]) -> list[ShardSpec]:
-    """Specs of the shards that a rank publishes."""
+    """Return the specs of the shards that a rank publishes."""
     return [ShardSpec(s.name, "bfloat16", s.shape, s.offset, s.stop - s.start, s.run, s.stride) for s in shards]
 
 
 class TorchOnHost(HostTensors):
-    """Reads float32 values of published bfloat16 bits in host memory."""
+    """Reads float32 tensors in host memory, whose values are published as bfloat16."""
 
-    def checked(self, given: Any, shard: ShardSpec) -> Any:
-        return super().checked(bit_array(given), shard)
+    def checked(self, tensor: Any, shard: ShardSpec) -> Any:
+        return super().checked(bit_array(tensor), shard)
 
 
 class DeviceTensors(HostTensors):
-    """Reads float32 values of published bfloat16 bits on their device. The baseline that they are compared with lies
-    there too, 2 bytes an element, beside the publisher's own in host memory."""
+    """Reads float32 tensors on a device, whose values are published as bfloat16. The device has a baseline to compare
+    them with, 2 bytes an element, besides the publisher's baseline in host memory."""
 
     def __init__(self) -> None:
         self._baseline: dict[int, Tensor] = {}
 
-    def checked(self, given: Any, shard: ShardSpec) -> Tensor:
-        """The bits of ``given``, flat float32: int16, and a view of it."""
-        values: Tensor = given
+    def checked(self, tensor: Any, shard: ShardSpec) -> Tensor:
+        """Return the bfloat16 bits of ``tensor`` (float32, flat) as an int16 view."""
+        values: Tensor = tensor
         if shard.dtype != "bfloat16" or values.dtype != torch.float32 or values.numel() != shard.count:
             raise WeightError(
                 f"tensor {shard.name!r} ({shard.dtype}) was given as {values.numel()} elements of {values.dtype} on "
@@ -69,12 +69,12 @@ class DeviceTensors(HostTensors):
             )
         return upper_halves(values)
 
-    def complete(self, parts: Sequence[Any], dtype: str) -> BitArray:
-        return _to_host(_together(parts), bit_type(dtype, "on the device"))
+    def complete(self, slices: Sequence[Any], dtype: str) -> BitArray:
+        return _to_host(_concatenated(slices), bit_type(dtype, "on the device"))
 
-    def changes(self, unit: int, parts: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
-        """Encode on the device (``encode_on_device``). The first time, the baseline comes from the host."""
-        new = _together(parts)
+    def changes(self, unit: int, slices: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
+        """Encode on the device (``encode_on_device``). The first call for a unit copies its baseline from the host."""
+        new = _concatenated(slices)
         base = self._baseline.get(unit)
         if base is None:
             base = self._baseline[unit] = _from_host(baseline, new.device).clone()
@@ -82,53 +82,51 @@ class DeviceTensors(HostTensors):
 
     @torch.no_grad()
     def advance(self, patches: Mapping[int, WeightPatch]) -> None:
-        """Write the patches into the baseline, in time proportional to what changed."""
+        """Write the patches to the baseline on the device, in time proportional to the number of changes."""
         for unit, patch in patches.items():
             baseline = self._baseline.get(unit)
             if baseline is not None and patch.positions is not None:
-                places = torch.from_numpy(patch.positions).to(baseline.device)
-                baseline[places] = _from_host(patch.values, baseline.device)
+                positions = torch.from_numpy(patch.positions).to(baseline.device)
+                baseline[positions] = _from_host(patch.values, baseline.device)
 
 
 @torch.no_grad()
 def encode_on_device(new: Tensor, base: Tensor, dtype: str) -> EncodedPatch | None:
-    """Encode a patch to the same bytes as ``codec.encode_patch``. ``new``, ``base``: bits as int16 or int32 [n] on one
-    device, of the published dtype ``dtype``, which is what ``tensor.view(torch.int16)`` gives. None when nothing
-    differs."""
+    """Encode a patch to the same bytes as ``codec.encode_patch``. ``new``, ``base``: bits of the published ``dtype`` as
+    int16 or int32 [n] on one device (``tensor.view(torch.int16)``). Returns None when nothing differs."""
     bits = bit_type(dtype, "on the device")
     positions = torch.nonzero(base != new).flatten()
     if not positions.numel():
         return None
     lowest, exponents = exponent_field(dtype)
-    kinds = (base >> lowest) & (exponents - 1)
-    classes = ExponentClasses.of(torch.bincount(kinds, minlength=exponents).cpu().numpy())
+    kinds = (base >> lowest) & (exponents - 1)  # exponents; the classes of the elements replace them below
+    classes = ExponentClasses.from_counts(torch.bincount(kinds, minlength=exponents).cpu().numpy())
     kinds = torch.from_numpy(classes.class_at.astype(np.int16)).to(base.device)[kinds.to(torch.int32)]
     old = base[positions]
-    values = new[positions]
-    changed = kinds[positions]
+    new_values = new[positions]
+    changed_kinds = kinds[positions]
     gaps = torch.empty_like(positions)
-    for kind in torch.unique(changed).tolist():
-        chosen = changed == kind
-        ranks = (kinds == kind).cumsum(0, dtype=torch.int32)[positions[chosen]].to(torch.int64)
-        gaps[chosen] = torch.diff(ranks, prepend=ranks.new_zeros(1)) - 1
-    values_there = _to_host(values, bits)
-    steps = step_symbols(_to_host(old, bits), values_there)
-    gaps_there = gaps.to(torch.int32).cpu().numpy().view(np.uint32)
-    streams = by_class(changed.cpu().numpy().view(np.uint16), gaps_there, steps)
-    changes = Changes(positions.cpu().numpy(), values_there, streams)
+    for kind in torch.unique(changed_kinds).tolist():
+        in_class = changed_kinds == kind
+        ranks = (kinds == kind).cumsum(0, dtype=torch.int32)[positions[in_class]].to(torch.int64)
+        gaps[in_class] = torch.diff(ranks, prepend=ranks.new_zeros(1)) - 1
+    values_on_host = _to_host(new_values, bits)
+    steps = step_symbols(_to_host(old, bits), values_on_host)
+    gaps_on_host = gaps.to(torch.int32).cpu().numpy().view(np.uint32)
+    streams = by_class(changed_kinds.cpu().numpy().view(np.uint16), gaps_on_host, steps)
+    changes = Changes(positions.cpu().numpy(), values_on_host, streams)
     return encode_changes(changes, new.numel(), lambda: _to_host(new, bits))
 
 
-def _together(parts: Sequence[Any]) -> Tensor:
-    """One after the other."""
-    joined: Tensor = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    return joined
+def _concatenated(slices: Sequence[Any]) -> Tensor:
+    tensor: Tensor = slices[0] if len(slices) == 1 else torch.cat(list(slices))
+    return tensor
 
 
 def _from_host(bits: BitArray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.itemsize}")).to(device)
 
 
-def _to_host(bits: Tensor, wanted: BitType) -> BitArray:
-    array: BitArray = bits.cpu().numpy().view(wanted)
+def _to_host(bits: Tensor, dtype: BitType) -> BitArray:
+    array: BitArray = bits.cpu().numpy().view(dtype)
     return array

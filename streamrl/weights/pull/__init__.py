@@ -1,1 +1,1 @@
-"""The engine's side before vLLM: fetching versions, the replica of the published bits on each host."""
+"""Receiving versions, in vLLM's worker processes: fetching, decoding, and the replica of the published bits."""

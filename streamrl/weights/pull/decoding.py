@@ -1,4 +1,5 @@
-"""Patches become bits: in threads, each as soon as it is there, and those of several versions as one."""
+"""Decodes patches to bits in threads, each patch as soon as it has arrived. The patches of several versions of one work
+unit are decoded to a single patch. ``fetch.py`` makes one ``Decoding`` for each fetch, in a vLLM worker's process."""
 
 from __future__ import annotations
 
@@ -19,35 +20,36 @@ _EncodedPatch = tuple[WorkUnit, memoryview]
 
 
 class Decoding:
-    """Decodes patches in threads (numpy, numba and pcodec let go of the interpreter), while others still arrive."""
+    """Decodes patches in threads while others still arrive (numpy, numba and pcodec release the GIL). ``base``: replica
+    on which the version is a delta; None for an anchor."""
 
     def __init__(self, base: CheckpointReplica | None) -> None:
-        # Counted here: vLLM may have bound the thread that imported this module to one core.
+        # Cores are counted here, not at import: vLLM may have bound the importing thread to one core.
         self.pool = ThreadPoolExecutor(max(1, min(8, usable_cores() // 2)), thread_name_prefix="weight decoding")
         self._base = base
-        self._begun: dict[str, list[Future[list[ShardPatch]]]] = {}
+        self._futures: dict[str, list[Future[list[ShardPatch]]]] = {}
 
     def offer(self, chain: ReceivedChain) -> None:
-        """Begin to decode what is there now. Raises what a patch that is done raised."""
+        """Start to decode the patches that have arrived. Raises the error of a patch that has failed."""
         if len(chain.parts) > 1:
-            return  # several patches of a unit: when all are there
+            return  # a unit may have several patches: ``finish`` decodes them when all have arrived
         part = chain.oldest
-        begun = self._begun.setdefault(chain.source.manifest_digest, [])
-        whole = part.whole_patches()
-        if whole > len(begun):
+        futures = self._futures.setdefault(chain.source.manifest_digest, [])
+        arrived = part.arrived_patches()
+        if arrived > len(futures):
             for index, patch in enumerate(part.patch_bytes()):
-                if len(begun) <= index < whole:
-                    begun.append(self.pool.submit(self.decode, [patch]))
-        for future in begun:
+                if len(futures) <= index < arrived:
+                    futures.append(self.pool.submit(self.decode, [patch]))
+        for future in futures:
             if future.done():
                 future.result()
 
     def finish(self, chains: Sequence[ReceivedChain]) -> list[ShardPatch]:
-        """All patches, in the order of the manifests; what several versions make of a unit is one."""
+        """Return all patches, in the order of the manifests. The patches of several versions of a unit are one."""
         futures = []
         for chain in chains:
             if len(chain.parts) == 1:
-                futures += self._begun[chain.source.manifest_digest]
+                futures += self._futures[chain.source.manifest_digest]
                 continue
             units: dict[tuple[ShardSpec, ...], list[_EncodedPatch]] = {}
             for part in reversed(chain.parts):
@@ -57,34 +59,36 @@ class Decoding:
         return [patch for future in futures for patch in future.result()]
 
     def cancel(self) -> None:
-        """Cancel all work that has not begun."""
+        """Cancel all work that has not started."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     def decode(self, encoded: Sequence[_EncodedPatch]) -> list[ShardPatch]:
-        """Decode patches of one unit, each of a later version than the one before, into one patch for each of its
-        shards; for a delta, for those that change."""
+        """Decode the patches of one unit, in the order of their versions, to one patch for each shard of the unit. For
+        a delta, shards without changes are left out."""
         unit = encoded[0][0]
         bits = None if self._base is None else unit.join(self._base_of)
-        patch = _decoded(*encoded[0], bits) if len(encoded) == 1 else _decoded_in_turn(encoded, bits)
-        patches = [ShardPatch(shard, part) for shard, part in zip(unit.shards, unit.cut(patch), strict=True)]
+        patch = _decoded(*encoded[0], bits) if len(encoded) == 1 else _decoded_in_order(encoded, bits)
+        shard_patches = zip(unit.shards, unit.split(patch), strict=True)
+        patches = [ShardPatch(shard, shard_patch) for shard, shard_patch in shard_patches]
         return [decoded for decoded in patches if self._base is None or decoded.patch.values.size]
 
     def _base_of(self, shard: ShardSpec) -> BitArray:
-        """The bits of the shard that a delta is made on."""
+        """Return the bits of the shard in the base."""
         assert self._base is not None
-        known = self._base.tensors.get(shard.name)
-        if known is None or (known.dtype, known.shape) != (shard.dtype, shard.shape):
-            raise WeightError(f"{shard.name!r} is published as {shard.dtype} {shard.shape}; this engine holds {known}")
+        spec = self._base.tensors.get(shard.name)
+        if spec is None or (spec.dtype, spec.shape) != (shard.dtype, shard.shape):
+            raise WeightError(f"{shard.name!r} is published as {shard.dtype} {shard.shape}; this engine holds {spec}")
         return shard.of(self._base.bits(shard.name))
 
 
-def _decoded_in_turn(encoded: Sequence[_EncodedPatch], base: BitArray | None) -> WeightPatch:
-    """Decode each patch against what the ones before made; the last value of an element wins."""
+def _decoded_in_order(encoded: Sequence[_EncodedPatch], base: BitArray | None) -> WeightPatch:
+    """Decode each patch on the result of the patches before it, and return one patch with the last values."""
     bits = None if base is None else base.copy()
     positions: list[PositionArray | None] = []
-    for one in encoded:
-        patch = _decoded(*one, bits)
-        bits = patch.values.copy() if bits is None else bits
+    for unit, encoded_patch in encoded:
+        patch = _decoded(unit, encoded_patch, bits)
+        if bits is None:
+            bits = patch.values.copy()
         bits[slice(None) if patch.positions is None else patch.positions] = patch.values
         positions.append(patch.positions)
     assert bits is not None
@@ -96,7 +100,7 @@ def _decoded_in_turn(encoded: Sequence[_EncodedPatch], base: BitArray | None) ->
 
 
 def _decoded(unit: WorkUnit, encoded: memoryview, base: BitArray | None) -> WeightPatch:
-    """One patch, whose positions lie in its unit."""
+    """Decode one patch, and check that its positions are in its unit. Raises ``WeightError``."""
     patch = decode_patch(encoded, unit.dtype, unit.count, unit.name, base)
     if patch.positions is not None and not _rise_within(patch.positions, unit.count):
         raise WeightError(f"the patch of {unit.name!r} has positions that do not rise within {unit.count} elements")
@@ -104,7 +108,8 @@ def _decoded(unit: WorkUnit, encoded: memoryview, base: BitArray | None) -> Weig
 
 
 def _rise_within(positions: PositionArray, count: int) -> bool:
-    """Return whether positions rise and lie below ``count``. A wrong codec must not write elsewhere, or twice."""
+    """Return whether positions rise and are below ``count``: a faulty codec must not write beside the unit, or
+    twice."""
     return not positions.size or bool(
         positions[0] >= 0 and positions[-1] < count and (positions[1:] > positions[:-1]).all()
     )

@@ -1,10 +1,11 @@
-"""The receiver's side of a push: pull one announced version from every rank, check it, decode it while it arrives.
+"""Fetches one announced version from every trainer rank, checks it, and decodes it while it arrives.
 
-Runs in a thread of the engine's worker process, which has no event loop: plain blocking ZeroMQ with polls
-and deadlines. Nothing here touches a model, or changes the base that a delta is decoded against.
+``vllm/weight_transaction.py`` calls ``fetch_version`` in a thread of vLLM's worker process, which has no event loop:
+plain blocking ZeroMQ with polls and deadlines. The model and the base of the delta are not changed.
 
-Each version is a delta on the one published before it, and its manifest names that one's. A receiver that holds an
-earlier version, or nothing but the checkpoint, fetches what lies between, and gets it as one patch a shard."""
+Each version is a delta on the version published before it, and its manifest has the digest of that version's manifest.
+A receiver that holds an earlier version, or only the checkpoint, fetches all versions in between, and gets one patch
+for each shard."""
 
 from __future__ import annotations
 
@@ -30,32 +31,32 @@ from streamrl.weights.pull.store_pull import StorePull
 from streamrl.weights.requests import MANIFEST_LIMIT, encoder, pull_socket
 
 CREDIT_BYTES = 32 << 20
-"""Bytes asked for and not received yet, over all sources of one receiver."""
+"""Largest number of requested bytes that have not arrived, over all sources of one receiver."""
 
 RETRY_SECONDS = 5.0
-"""A source of which nothing came for so long is asked again, then after twice as long, and so on: a backstop, since
-a lost connection is noticed when the next one stands, and a live one loses nothing."""
+"""Time without a reply after which open requests to a source are repeated; doubled each time. A safeguard: a new
+connection after a lost one repeats them at once, and a live connection loses nothing."""
 
 _POLL_MILLISECONDS = 100
-_REPLIES_AT_ONCE = 8  # then what they freed is asked for, so that the source always has something to send
+_REPLIES_AT_ONCE = 8  # then new requests are sent, so that the source always has something to send
 
 
 class KeptParts:
-    """Verified parts of transfers that were cut off: another fetch continues with them."""
+    """Verified pieces of interrupted transfers, by part, with which the next fetch continues."""
 
     def __init__(self) -> None:
         self._parts: dict[str, ReceivedPart] = {}
 
     def chains(self, announcement: WeightAnnouncement) -> list[ReceivedChain]:
-        """One for each source."""
+        """Return one chain for each source of the announcement."""
         return [ReceivedChain(source, announcement, self._parts) for source in announcement.sources]
 
     def keep_only(self, chains: Sequence[ReceivedChain]) -> None:
-        """Forget the parts of other versions."""
+        """Drop all parts that are in none of ``chains``."""
         self._parts = {part.digest: part for chain in chains for part in chain.parts}
 
     def forget(self) -> None:
-        """Free the memory."""
+        """Drop all parts."""
         self._parts = {}
 
 
@@ -70,39 +71,40 @@ def fetch_version(
     credit_bytes: int = CREDIT_BYTES,
     stop: threading.Event | None = None,
 ) -> FetchedVersion:
-    """Pull an announced version from all its sources at once; decode each patch as soon as it is there.
+    """Fetch an announced version from all its sources concurrently, and decode each patch as soon as it has arrived.
 
-    ``held``: what the receiver holds; the versions between that and the announced one are fetched too. Where the
-    sources do not serve them all any more, the version is refused before its bytes are asked for. ``checkpoint``: what
-    the receiver loaded, for when it holds no version. ``kept``: what earlier attempts received. ``progress_seconds``:
-    how long nothing new may arrive from a source that is still needed. ``credit_bytes``: what may be under way, over
-    all sources (a chunk of each at least). ``stop``: give up when it is set.
-    Raises ``WeightError``: nothing arrives, a digest or a version differs (expected and actual are named),
-    a patch does not decode, or the hashes of the parts do not add up to the announced one."""
+    ``held``: the receiver's replica. The versions between its version and the announced one are fetched too; where the
+    sources do not serve all of these any more, the version is refused before its chunks are requested.
+    ``checkpoint``: the checkpoint that the receiver loaded, as base where it holds no version. ``kept``: parts of
+    earlier attempts. ``progress_seconds``: longest time without anything new from a source that is still needed.
+    ``credit_bytes``: limit of the requested bytes under way, over all sources (one chunk of each at least). ``stop``:
+    event that ends the fetch.
+    Raises ``WeightError``: nothing arrives, a digest or a version differs (expected and actual are named), a patch does
+    not decode, or the hashes of the parts do not add up to the announced one."""
     version = announcement.policy_version
     if not announcement.sources:
         raise WeightError(f"version {version} was announced without a source")
     if len({source.manifest_digest for source in announcement.sources}) != len(announcement.sources):
         raise WeightError(f"version {version} was announced with the same manifest from two sources")
-    kept = kept or KeptParts()
-    chains = kept.chains(announcement)
+    parts = kept or KeptParts()
+    chains = parts.chains(announcement)
     stop = stop or threading.Event()
     with _pulls_of(chains, progress_seconds, retry_seconds) as pulls, ExitStack() as stack:
 
-        def ask_for_manifests() -> None:
-            _receive(pulls, stop, 0, until=lambda chain: bool(chain.refusal or chain.oldest.manifest))
+        def receive_manifests() -> None:
+            _receive(pulls, stop, 0, until=_has_oldest_manifest)
 
-        ask_for_manifests()
+        receive_manifests()
         _check_manifests(announcement, [chain.oldest.manifest for chain in chains if chain.oldest.manifest])
-        base = _find_base(announcement, chains, ask_for_manifests, held, checkpoint)
-        kept.keep_only(chains)
+        base = _find_base(announcement, chains, receive_manifests, held, checkpoint)
+        parts.keep_only(chains)
         for chain in chains:
             chain.fetch()
         decoding = Decoding(base)
         stack.enter_context(decoding.pool)
         try:
             credit = credit_bytes // len(chains)
-            _receive(pulls, stop, credit, until=lambda chain: chain.complete, arrived=decoding.offer)
+            _receive(pulls, stop, credit, until=_is_complete, arrived=decoding.offer)
             patches = decoding.finish(chains)
         finally:
             decoding.cancel()
@@ -114,12 +116,21 @@ def fetch_version(
         patches=patches,
         payload_bytes=sum(manifest.payload_bytes for manifest in manifests),
         run_id=manifests[0].run_id,
-        checkpoint=None if base is None or base is held else base.whole(),
+        checkpoint=None if base is None or base is held else base.complete_version(),
     )
 
 
+def _has_oldest_manifest(chain: ReceivedChain) -> bool:
+    """Return whether the manifest of the oldest part has arrived, or the source refused it."""
+    return bool(chain.refusal or chain.oldest.manifest)
+
+
+def _is_complete(chain: ReceivedChain) -> bool:
+    return chain.complete
+
+
 def _check_manifests(announced: WeightAnnouncement, manifests: Sequence[Manifest]) -> None:
-    """Raise ``WeightError`` unless the parts of the version belong together."""
+    """Raise ``WeightError`` unless the parts add up to the announced state hash and are of one run."""
     version = announced.policy_version
     part_hash = sum(manifest.part_hash for manifest in manifests) % HASH_MODULUS
     if part_hash != announced.state_hash:
@@ -135,39 +146,44 @@ def _check_manifests(announced: WeightAnnouncement, manifests: Sequence[Manifest
 def _find_base(
     announced: WeightAnnouncement,
     chains: Sequence[ReceivedChain],
-    ask_for_manifests: Callable[[], None],
-    held: CheckpointReplica | None,
+    receive_manifests: Callable[[], None],
+    replica: CheckpointReplica | None,
     checkpoint: CheckpointBase | None,
 ) -> CheckpointReplica | None:
-    """Return the replica that the version is decoded against, with every chain going back to it; None where it is
-    complete. Raises ``WeightError`` where the versions between that and what the receiver holds are not served."""
-    holds = None if held is None else held.policy_version
+    """Extend every chain back to a version that the receiver holds, and return the replica of this version, on which
+    the announced version is decoded; None where the oldest part of the chains is complete. Raises ``WeightError`` where
+    the sources do not serve all versions in between."""
+    held_version = None if replica is None else replica.policy_version
     while True:
         refusals = [chain.refusal for chain in chains if chain.refusal]
         if refusals:
-            raise _no_path(announced, held, refusals[0])
+            raise _no_path(announced, replica, refusals[0])
         manifests = [chain.oldest.manifest for chain in chains if chain.oldest.manifest is not None]
         bases = {manifest.base_version for manifest in manifests}
         if len(bases) > 1:
-            raise _no_path(announced, held, f"trainer ranks serve it on different versions: {sorted(bases, key=str)}")
+            reason = f"trainer ranks serve it on different versions: {sorted(bases, key=str)}"
+            raise _no_path(announced, replica, reason)
         (base_version,) = bases
         base_hash = sum(manifest.base_part_hash for manifest in manifests) % HASH_MODULUS
         if base_version is None:
             return None
-        if holds is None and base_version == CHECKPOINT_VERSION:
-            return _checkpoint_of(announced, [s for m in manifests for s in m.shards], base_hash, checkpoint)
-        if held is not None and holds is not None and base_version <= holds:
-            if (base_version, base_hash) == (holds, held.state_hash):
-                return held
-            raise _no_path(announced, held, f"it is made on version {base_version} with state hash {base_hash:#018x}")
+        if held_version is None and base_version == CHECKPOINT_VERSION:
+            shards = [shard for manifest in manifests for shard in manifest.shards]
+            return _checkpoint_of(announced, shards, base_hash, checkpoint)
+        if replica is not None and held_version is not None and base_version <= held_version:
+            if (base_version, base_hash) == (held_version, replica.state_hash):
+                return replica
+            reason = f"it is made on version {base_version} with state hash {base_hash:#018x}"
+            raise _no_path(announced, replica, reason)
         for chain in chains:
             chain.extend()
-        ask_for_manifests()
+        receive_manifests()
 
 
 def _checkpoint_of(
     announced: WeightAnnouncement, shards: Sequence[ShardSpec], base_hash: int, checkpoint: CheckpointBase | None
 ) -> CheckpointReplica:
+    """Return the replica of the checkpoint. Raises ``WeightError`` unless it has the state hash ``base_hash``."""
     if checkpoint is None:
         raise _no_path(announced, None, "it is made on a checkpoint, and none is known to be loaded")
     try:
@@ -180,13 +196,13 @@ def _checkpoint_of(
     return base
 
 
-def _no_path(announced: WeightAnnouncement, held: CheckpointReplica | None, reason: str) -> WeightError:
-    holds = "no published version yet"
-    if held is not None and held.policy_version is not None:
-        holds = f"version {held.policy_version} with state hash {held.state_hash:#018x}"
+def _no_path(announced: WeightAnnouncement, replica: CheckpointReplica | None, reason: str) -> WeightError:
+    held_version = "no published version yet"
+    if replica is not None and replica.policy_version is not None:
+        held_version = f"version {replica.policy_version} with state hash {replica.state_hash:#018x}"
     return WeightError(
-        f"version {announced.policy_version} is a delta on version {announced.base_version}; this engine holds {holds}"
-        f", and no chain of deltas leads from there ({reason}): publish an anchor"
+        f"version {announced.policy_version} is a delta on version {announced.base_version}; this engine holds "
+        f"{held_version}, and no chain of deltas leads from there ({reason}): publish an anchor"
     )
 
 
@@ -199,14 +215,17 @@ def _receive(
     credit_bytes: int,
     *,
     until: Callable[[ReceivedChain], bool],
-    arrived: Callable[[ReceivedChain], None] = lambda _: None,
+    arrived: Callable[[ReceivedChain], None] | None = None,
 ) -> None:
-    """Ask and take until every chain has what it needs."""
+    """Send requests and take replies until every chain satisfies ``until``. ``arrived``: called with each chain first,
+    and after each reply that brought something new. Raises ``WeightError`` when ``stop`` is set, and as ``_Pull``
+    does."""
     poller = zmq.Poller()
     for pull in pulls:
         pull.begin()
         pull.register(poller)
-        arrived(pull.chain)
+        if arrived is not None:
+            arrived(pull.chain)
     while waiting := [pull for pull in pulls if not until(pull.chain)]:
         if stop.is_set():
             raise WeightError("fetching weights was stopped: the engine shuts down or a newer version was announced")
@@ -214,7 +233,8 @@ def _receive(
             pull.ask(credit_bytes)
         poller.poll(_POLL_MILLISECONDS)
         for pull in pulls:
-            if pull.receive():
+            news = pull.receive()
+            if news and arrived is not None:
                 arrived(pull.chain)
             if not until(pull.chain):
                 pull.watch()
@@ -224,6 +244,7 @@ def _receive(
 def _pulls_of(
     chains: Sequence[ReceivedChain], progress_seconds: float, retry_seconds: float
 ) -> Iterator[Sequence[_Pull | StorePull]]:
+    """Open the source of each chain, a publisher or an object store, and close all sources afterwards."""
     context = GuardedContext(io_threads=1)
     pulls: list[_Pull | StorePull] = []
     try:
@@ -240,7 +261,7 @@ def _pulls_of(
 
 
 class _Pull:
-    """The socket of one source, and how long ago something came from there."""
+    """The socket of one source, and the time of its last reply. Has the methods of ``StorePull``."""
 
     def __init__(
         self, context: GuardedContext, chain: ReceivedChain, progress_seconds: float, retry_seconds: float
@@ -260,7 +281,8 @@ class _Pull:
             raise WeightError(f"trainer rank {source.rank} is announced at an impossible address: {error}") from error
 
     def begin(self) -> None:
-        """Count from now: before, nothing was asked for. A checkpoint may have been read meanwhile, for minutes."""
+        """Measure the time without progress from now on. Since the last request a checkpoint may have been read, for
+        minutes."""
         self._progressed_at = self._asked_at = time.monotonic()
 
     def close(self) -> None:
@@ -271,15 +293,16 @@ class _Pull:
         poller.register(self.monitor.fd, zmq.POLLIN)
 
     def ask(self, credit_bytes: int) -> None:
+        """Send the requests that the credit allows."""
         for request in self.chain.requests(credit_bytes):
             try:
                 self.socket.send(encoder.encode(request), zmq.NOBLOCK)
             except zmq.Again:
-                # The queue of a connection that does not stand is full: all of it is asked for again when it does.
+                # There is no connection, and its queue is full: all requests are repeated when there is one.
                 return
 
     def receive(self) -> bool:
-        """Take what is there. Returns whether it brought something new."""
+        """Take the replies that have arrived. Returns whether one of them brought something new."""
         news = False
         for _ in range(_REPLIES_AT_ONCE):
             try:
@@ -288,17 +311,17 @@ class _Pull:
                 break
             news = self.chain.take([frame.buffer for frame in frames]) or news
         self.monitor.read()
-        again = self.monitor.take_handshakes()
-        if again and self._connections:
+        new_connections = self.monitor.take_handshakes()
+        if new_connections and self._connections:
             self.chain.lost()
-        self._connections += again
+        self._connections += new_connections
         if news:
             self._progressed_at = self._asked_at = time.monotonic()
             self._patience = self._retry_seconds
         return news
 
     def watch(self) -> None:
-        """Ask again when nothing came for a while; give up when nothing came for long."""
+        """Repeat open requests after some time without a reply. Raises ``WeightError`` after ``progress_seconds``."""
         now = time.monotonic()
         source = self.chain.source
         if now - self._progressed_at > self._progress_seconds:

@@ -1,5 +1,7 @@
-"""The checkpoint that trainer and engines begin with: its bit patterns, mapped rather than read and without torch, and
-as the base of a delta, so that what both have is not sent."""
+"""The checkpoint that trainer and engines start from, as bit patterns that are mapped into memory, without torch.
+
+Trainer ranks encode the first version as a delta on it, and vLLM's workers decode that delta on their own files, so
+that weights which both sides have are not sent."""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class CheckpointTensor(msgspec.Struct, frozen=True, eq=False):
-    """One tensor of a checkpoint. ``bits``: uint16 or uint32 [elements], flat, read only; pages come when touched."""
+    """One tensor of a checkpoint. ``bits``: uint16 or uint32 [elements], flat, read-only; pages are read at first
+    use."""
 
     name: str
     dtype: str
@@ -31,20 +34,20 @@ class CheckpointTensor(msgspec.Struct, frozen=True, eq=False):
 
 
 def map_checkpoint(path: Path) -> dict[str, CheckpointTensor]:
-    """The floating-point tensors, by name, of one safetensors file or of the model in a directory.
+    """Map the floating-point tensors of one safetensors file, or of the model in a directory, by name.
 
     Integer tensors (tables, counters) are left out: they are not published. Raises ``WeightError`` naming the path and
-    the remedy: nothing there, no safetensors, a broken file, a name in two files, quantised weights."""
+    the remedy: missing path, no safetensors, a broken file, a name in two files, quantised weights."""
     if not path.exists():
         raise WeightError(f"{path} does not exist: give a directory with *.safetensors, or one such file")
     try:
         stored = stored_tensors(path) if path.is_dir() else read_safetensors_header(path)
     except ModelDirectoryError as error:
         raise WeightError(f"{path if path.is_dir() else path.parent} {error}") from error
-    plain = {name: one for name, one in stored.items() if not one.dtype.startswith(("I", "U", "BOOL"))}
-    if not sum(math.prod(one.shape) for one in plain.values()):
+    plain = {name: tensor for name, tensor in stored.items() if not tensor.dtype.startswith(("I", "U", "BOOL"))}
+    if not sum(math.prod(tensor.shape) for tensor in plain.values()):
         raise WeightError(f"{path} holds no floating-point element: give a directory with a model's weights")
-    return {name: _map_tensor(name, one) for name, one in plain.items()}
+    return {name: _map_tensor(name, tensor) for name, tensor in plain.items()}
 
 
 def _map_tensor(name: str, stored: StoredTensor) -> CheckpointTensor:
@@ -58,15 +61,15 @@ def _map_tensor(name: str, stored: StoredTensor) -> CheckpointTensor:
     return CheckpointTensor(name, dtype, stored.shape, bits)
 
 
-def _map_bits(file: Path, offset: int, count: int, wanted: np.dtype[np.uint16] | np.dtype[np.uint32]) -> BitArray:
+def _map_bits(file: Path, offset: int, count: int, dtype: np.dtype[np.uint16] | np.dtype[np.uint32]) -> BitArray:
     if not count:
-        return np.empty(0, dtype=wanted)
-    return np.memmap(file, dtype=wanted, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
+        return np.empty(0, dtype=dtype)
+    return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
 
 
 class CheckpointBase:
-    """The published tensors of a checkpoint on disk. Files are mapped when first needed, and read page by page. Every
-    method raises ``WeightError`` where the checkpoint is not what is published: other names, shapes, dtypes."""
+    """The published tensors of a checkpoint on disk. Files are mapped at first use, and read page by page. Every method
+    raises ``WeightError`` where the checkpoint does not have the published names, shapes and dtypes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,26 +77,27 @@ class CheckpointBase:
         self._mapped: dict[str, CheckpointTensor] | None = None
 
     def bits_of(self, shard: ShardSpec) -> BitArray:
-        """Flat and read only."""
-        held = self._tensors().get(shard.name)
-        if held is None or (held.dtype, held.shape) != (shard.dtype, shard.shape):
-            found = "nothing" if held is None else f"{held.dtype} {held.shape}"
-            raise WeightError(f"{self._path} holds {found} as {shard.name!r}; published is {shard.dtype} {shard.shape}")
-        return shard.of(held.bits)
+        """Return the bits of a shard, flat and read-only."""
+        tensor = self._tensors().get(shard.name)
+        if tensor is None or (tensor.dtype, tensor.shape) != (shard.dtype, shard.shape):
+            content = "nothing" if tensor is None else f"{tensor.dtype} {tensor.shape}"
+            published = f"{shard.dtype} {shard.shape}"
+            raise WeightError(f"{self._path} holds {content} as {shard.name!r}; published is {published}")
+        return shard.of(tensor.bits)
 
     def part_hash(self, shards: Iterable[ShardSpec]) -> int:
-        """The state hash that ``shards`` have in the files. Reads them."""
+        """Compute the part of the state hash of ``shards`` from the files."""
         return sum(shard.share_of_hash(self.bits_of(shard)) for shard in shards) % HASH_MODULUS
 
     def of(self, shards: Sequence[ShardSpec]) -> CheckpointReplica:
-        """Replica of an engine that has loaded the checkpoint: the whole tensors that ``shards`` (of all ranks) are
-        parts of, read only, and their state hash."""
-        whole = {s.name: ShardSpec(s.name, s.dtype, s.shape, 0, math.prod(s.shape)) for s in shards}
-        specs = {name: TensorSpec(name, shard.dtype, shard.shape) for name, shard in whole.items()}
-        patches = {name: StagedPatch(None, self.bits_of(shard)) for name, shard in whole.items()}
-        loaded = CheckpointReplica()
-        loaded.show(StagedVersion(CHECKPOINT_VERSION, None, self.part_hash(whole.values()), specs, patches, 0))
-        return loaded
+        """Return the replica of an engine that has loaded the checkpoint, with its state hash: the full, read-only
+        tensors that contain ``shards``, which are the shards of all ranks."""
+        full_shards = {s.name: ShardSpec(s.name, s.dtype, s.shape, 0, math.prod(s.shape)) for s in shards}
+        specs = {name: TensorSpec(name, shard.dtype, shard.shape) for name, shard in full_shards.items()}
+        patches = {name: StagedPatch(None, self.bits_of(shard)) for name, shard in full_shards.items()}
+        replica = CheckpointReplica()
+        replica.show(StagedVersion(CHECKPOINT_VERSION, None, self.part_hash(full_shards.values()), specs, patches, 0))
+        return replica
 
     def _tensors(self) -> Mapping[str, CheckpointTensor]:
         with self._lock:

@@ -1,6 +1,8 @@
-"""Receiver's state of one rank's part of one link: what to request, what to keep, what can be decoded. Pure: no socket,
-no clock, no thread. Frames may come in any order and any number of times; each ends as a verified chunk, as another
-request, or as a ``WeightError``. Verified chunks stay, so that a transfer continues where it stopped."""
+"""State of a receiver for one trainer rank's parts: the open requests, the verified chunks, and the patches that have
+arrived. Pure: no socket, no clock, no thread. ``fetch.py`` drives it in a vLLM worker's process.
+
+Frames may come in any order and any number of times. Each leads to a verified chunk, to another request, or to a
+``WeightError``. Verified chunks stay, so that an interrupted transfer can continue."""
 
 from __future__ import annotations
 
@@ -15,22 +17,24 @@ from streamrl.weights.manifest import Manifest, WorkUnit, decode_manifest, diges
 from streamrl.weights.requests import CHUNK_BYTES, MANIFEST, GetPiece, NotServed, Reply, decode_reply
 
 PIECE_ATTEMPTS = 3
-"""How often a manifest or a chunk may come with a wrong digest."""
+"""Number of times that a manifest or a chunk may come with a wrong digest."""
 
 WRONG_REPLIES = 16
-"""How many replies of one source may be rubbish before it is given up. After each, what is under way is asked again,
-since nobody knows what it was the answer to."""
+"""Number of replies of one source that cannot be decoded or matched before the fetch fails. After each of them all open
+requests are repeated, since nobody knows to which request it belonged."""
 
 PATCH_OVERHEAD = 4096
-"""Bytes that a patch may be larger than the dense form of its shard, besides a thousandth of it: more is a lie."""
+"""Bytes by which a patch may be larger than the dense form of its unit, besides a thousandth of that form. A publisher
+makes no patch that is larger than the dense form."""
 
 MOST_BYTES_AN_ELEMENT = 4
 MOST_PARTS = 1024
-"""Of a chain: complete weights are shorter."""
+"""Limits of a chain, in bytes for each element and in parts: complete weights take fewer bytes than a longer chain."""
 
 
 class ReceivedPart:
-    """One rank's part of one version, as a delta or complete, as far as it came. ``digest``: of its manifest."""
+    """One rank's part of one version, a delta or complete, with the pieces that have arrived. ``digest``: digest of its
+    manifest. ``endpoint``: source of the part, for errors."""
 
     def __init__(self, digest: str, endpoint: str) -> None:
         self.digest = digest
@@ -40,8 +44,8 @@ class ReceivedPart:
         self._payload = bytearray()
         self._starts = [0]
         self._ends: list[int] = []
-        self._missing: OrderedDict[int, None] = OrderedDict.fromkeys([MANIFEST])  # what was asked for, too
-        self._asked: set[int] = set()
+        self._missing: OrderedDict[int, None] = OrderedDict.fromkeys([MANIFEST])  # with the requested pieces
+        self._requested: set[int] = set()
         self._failures: Counter[int] = Counter()
 
     @property
@@ -50,41 +54,45 @@ class ReceivedPart:
         return not self._missing
 
     @property
-    def asked_bytes(self) -> int:
-        """Bytes of the chunks that were asked for and have not come."""
-        return sum(map(self._size, self._asked))
+    def requested_bytes(self) -> int:
+        """Size of the chunks that were requested and have not arrived."""
+        return sum(map(self._size, self._requested))
 
     def lost(self) -> None:
         """Mark all open requests as lost, to be sent again. A reply that comes nevertheless is a duplicate."""
-        self._asked.clear()
+        self._requested.clear()
 
-    def begin_again(self) -> None:
-        """Another transfer: what was verified stays, all else is asked for again."""
+    def restart(self) -> None:
+        """Prepare another transfer: verified pieces stay, all others are requested again."""
         self._failures.clear()
         self.lost()
 
-    def requests(self, free_bytes: int, *, one_at_least: bool) -> Iterator[GetPiece]:
-        """Yield requests for the manifest, then for chunks of at most ``free_bytes`` together."""
+    def requests(self, free_bytes: int, *, at_least_one: bool) -> Iterator[GetPiece]:
+        """Yield requests for the manifest, then for chunks with at most ``free_bytes`` together. ``at_least_one``:
+        whether the first chunk may be larger."""
         for piece in self._missing:
-            if piece in self._asked:
+            if piece in self._requested:
                 continue
             free_bytes -= self._size(piece)
-            if free_bytes < 0 and not one_at_least:
+            if free_bytes < 0 and not at_least_one:
                 return
-            one_at_least = False
-            self._asked.add(piece)
+            at_least_one = False
+            self._requested.add(piece)
             yield GetPiece(self.digest, piece)
 
-    def whole_patches(self) -> int:
-        """Count the patches, in the order of the manifest, that have arrived from their first to their last byte."""
-        leading = next(iter(self._missing), len(self._starts) - 1)
-        return 0 if self.manifest is None else bisect_right(self._ends, self._starts[leading])
+    def arrived_patches(self) -> int:
+        """Count the patches before the first missing byte, in the order of the manifest."""
+        if self.manifest is None:
+            return 0
+        first_missing = next(iter(self._missing), len(self._starts) - 1)
+        return bisect_right(self._ends, self._starts[first_missing])
 
     def patch_bytes(self) -> Iterator[tuple[WorkUnit, memoryview]]:
-        """Every patch of the manifest: what it is of, and its place in the payload, whether it is here or not."""
+        """Yield every patch of the manifest: its unit, and its bytes in the payload, which may not have arrived."""
+        if self.manifest is None:
+            return
         view = memoryview(self._payload).toreadonly()
-        entries = () if self.manifest is None else self.manifest.units
-        for entry, end in zip(entries, self._ends, strict=True):
+        for entry, end in zip(self.manifest.units, self._ends, strict=True):
             yield entry.unit, view[end - entry.payload_bytes : end]
 
     def describe(self) -> str:
@@ -95,10 +103,10 @@ class ReceivedPart:
         return f"{missing}; {self.problem}" if self.problem else missing
 
     def take(self, piece: int, frame: memoryview, refuse: Callable[[Manifest], None]) -> bool:
-        """Returns whether it was missing, and is what was announced. ``refuse``: raises for a manifest that does not
-        fit."""
+        """Take a piece that has arrived. Returns whether it was missing and has the right digest. ``refuse``: called
+        with the manifest; raises ``WeightError`` for a manifest that does not fit."""
         if piece not in self._missing:
-            return False  # a duplicate, or one that nobody asked for
+            return False  # a duplicate, or a piece that was not requested
         name = "the manifest"
         digest = self.digest
         size = len(frame)
@@ -108,7 +116,7 @@ class ReceivedPart:
             size = self._size(piece)
         actual = digest_of(frame)
         if actual != digest or len(frame) != size:
-            self._asked.discard(piece)
+            self._requested.discard(piece)
             self._failed(piece, name, f"{actual} ({len(frame)} bytes)", f"{digest} ({size} bytes)")
             return False
         if self.manifest is None:
@@ -117,7 +125,7 @@ class ReceivedPart:
             self._payload = self._payload or bytearray(self._starts[-1])
             self._payload[self._starts[piece] : self._starts[piece + 1]] = frame
         del self._missing[piece]
-        self._asked.discard(piece)
+        self._requested.discard(piece)
         return True
 
     def _open(self, encoded: memoryview, refuse: Callable[[Manifest], None]) -> None:
@@ -130,40 +138,44 @@ class ReceivedPart:
         self.manifest = manifest
 
     def _size(self, piece: int) -> int:
-        """Bytes of credit that a piece takes; a manifest takes none."""
+        """Bytes of credit that a piece takes; a manifest takes no credit."""
         return 0 if self.manifest is None else self.manifest.chunks[piece].payload_bytes
 
-    def _failed(self, piece: int, name: str, came: str, wanted: str) -> None:
+    def _failed(self, piece: int, name: str, actual: str, expected: str) -> None:
+        """Count a piece with a wrong digest. Raises ``WeightError`` after ``PIECE_ATTEMPTS``."""
         self._failures[piece] += 1
         times = self._failures[piece]
-        self.problem = f"{name} came {times} times with digest {came}"
+        self.problem = f"{name} came {times} times with digest {actual}"
         if times >= PIECE_ATTEMPTS:
             raise WeightError(
-                f"{name} from {self._endpoint} came {times} times with digest {came}; announced was {wanted}"
+                f"{name} from {self._endpoint} came {times} times with digest {actual}; announced was {expected}"
             )
 
 
 class ReceivedChain:
-    """Receiver's state of one rank's announced version: the announced part, and those of earlier versions that it is
-    made on, as far back as the receiver asked. ``parts``: the announced one first. ``kept``: parts of earlier
-    transfers, by digest; parts that are begun here are put there."""
+    """One rank's announced part, and the rank's parts of earlier versions on which it is made, as far back as the
+    receiver has asked. ``parts``: all of them, the newest first. ``refusal``: reason of the source why it does not
+    serve an earlier version; empty without one. ``parts_by_digest``: parts of earlier transfers, to continue with; new
+    parts are added."""
 
-    def __init__(self, source: WeightSource, announced: WeightAnnouncement, kept: dict[str, ReceivedPart]) -> None:
+    def __init__(
+        self, source: WeightSource, announced: WeightAnnouncement, parts_by_digest: dict[str, ReceivedPart]
+    ) -> None:
         self.source = source
         self.parts: list[ReceivedPart] = []
         self.refusal = ""
         self._announced = announced
-        self._kept = kept
+        self._parts_by_digest = parts_by_digest
         self._fetching = False
         self._wrong_replies = 0
         self._problem = ""
         self._add(source.manifest_digest)
-        if (manifest := self.oldest.manifest) is not None:
-            self._refuse(manifest)
+        if self.oldest.manifest is not None:
+            self._refuse(self.oldest.manifest)
 
     @property
     def oldest(self) -> ReceivedPart:
-        """The part that goes back furthest."""
+        """The part of the earliest version."""
         return self.parts[-1]
 
     @property
@@ -172,7 +184,8 @@ class ReceivedChain:
         return all(part.complete for part in self.parts)
 
     def extend(self) -> None:
-        """Ask for the version that the oldest part is made on, too. ``refusal``: why it is not to be had."""
+        """Add the part of the version on which the oldest part is made, or set ``refusal`` where it is not served or
+        the chain would be too long."""
         manifests = [part.manifest for part in self.parts if part.manifest is not None]
         size = sum(manifest.payload_bytes for manifest in manifests)
         if not manifests[-1].base_digest:
@@ -185,7 +198,7 @@ class ReceivedChain:
             self._add(manifests[-1].base_digest)
 
     def fetch(self) -> None:
-        """Begin to request chunks."""
+        """Start to request chunks."""
         self._fetching = True
 
     def lost(self) -> None:
@@ -194,16 +207,16 @@ class ReceivedChain:
             part.lost()
 
     def requests(self, credit_bytes: int) -> Iterator[GetPiece]:
-        """Yield the next requests, so that no more than ``credit_bytes`` (but one chunk at least) are under way."""
+        """Yield the next requests. At most ``credit_bytes`` are under way then, or one chunk."""
         for part in reversed(self.parts):
-            wanted = self._fetching if part.manifest is not None else not self.refusal
-            if wanted:
-                asked = sum(part.asked_bytes for part in self.parts)
-                yield from part.requests(credit_bytes - asked, one_at_least=not asked)
+            is_needed = self._fetching if part.manifest is not None else not self.refusal
+            if is_needed:
+                under_way = sum(part.requested_bytes for part in self.parts)
+                yield from part.requests(credit_bytes - under_way, at_least_one=not under_way)
 
     def take(self, frames: Sequence[bytes | memoryview]) -> bool:
-        """One reply. Returns whether it brought something new. Raises ``WeightError`` when the source does not serve
-        the part, or keeps sending what does not verify."""
+        """Take a reply. Returns whether it brought something new. Raises ``WeightError`` when the source does not serve
+        the part, or repeatedly sends wrong pieces or replies."""
         reply = self._reply_of(frames)
         if reply is None:
             return False
@@ -225,13 +238,14 @@ class ReceivedChain:
         return f"{described}; {self._problem}" if self._problem else described
 
     def _add(self, digest: str) -> None:
-        part = self._kept.get(digest) or ReceivedPart(digest, self.source.endpoint)
-        part.begin_again()
-        self._kept[digest] = part
+        part = self._parts_by_digest.get(digest) or ReceivedPart(digest, self.source.endpoint)
+        part.restart()
+        self._parts_by_digest[digest] = part
         self.parts.append(part)
 
     def _reply_of(self, frames: Sequence[bytes | memoryview]) -> Reply | None:
-        """The header, None when it is rubbish or about something else."""
+        """Decode the header of a reply. Returns None where it cannot be decoded or is for no part of the chain; raises
+        ``WeightError`` after ``WRONG_REPLIES`` of these."""
         problem = ""
         try:
             reply = decode_reply(frames[0]) if len(frames) == 2 else None
@@ -252,7 +266,8 @@ class ReceivedChain:
         return None
 
     def _refuse(self, manifest: Manifest) -> None:
-        """Raise ``WeightError`` for the manifest of a part that is not what was announced, or what leads there."""
+        """Raise ``WeightError`` unless the manifest of the oldest part fits: that of the announced part to the
+        announcement, that of an earlier part to the part that is made on it."""
         if len(self.parts) == 1:
             actual = (manifest.rank, manifest.policy_version, manifest.base_version, manifest.payload_bytes)
             announced = (
@@ -269,19 +284,20 @@ class ReceivedChain:
         else:
             newer = self.parts[-2].manifest
             assert newer is not None
-            found = (manifest.run_id, manifest.rank, manifest.policy_version, manifest.part_hash)
-            wanted = (newer.run_id, newer.rank, newer.base_version, newer.base_part_hash)
-            if found != wanted:
+            base = (manifest.run_id, manifest.rank, manifest.policy_version, manifest.part_hash)
+            expected_base = (newer.run_id, newer.rank, newer.base_version, newer.base_part_hash)
+            if base != expected_base:
                 raise WeightError(
                     f"manifest {self.oldest.digest} from {self.source.endpoint} is of (run, rank, version, part of the "
-                    f"state hash) {found}; version {newer.policy_version} is made on {wanted}"
+                    f"state hash) {base}; version {newer.policy_version} is made on {expected_base}"
                 )
         if manifest.base_version is not None and manifest.base_version >= manifest.policy_version:
             raise WeightError(f"version {manifest.policy_version} cannot be made on version {manifest.base_version}")
         self._refuse_impossible(manifest)
 
     def _refuse_impossible(self, manifest: Manifest) -> None:
-        """Refuse, before anything is allocated, a manifest whose patches decode to more than was announced."""
+        """Raise ``WeightError`` for a manifest with impossible sizes, or whose patches decode to more elements than
+        were announced, before memory is allocated for them."""
         digest = self.oldest.digest
         if any(not 0 < chunk.payload_bytes <= CHUNK_BYTES for chunk in manifest.chunks):
             raise WeightError(f"manifest {digest} has a chunk that is empty or over {CHUNK_BYTES} bytes")

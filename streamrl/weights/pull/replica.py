@@ -1,6 +1,8 @@
-"""Weights of an engine as checkpoint bits: the base of every delta, and what a failed commit is undone from. Pure
-numpy. A staged version is complete and checked before anything live changes; applying it is then only a matter of
-copying absolute values."""
+"""The replica: the weights of an engine as checkpoint bits, the base of deltas and the source to undo a failed commit.
+
+``vllm/weight_transaction.py`` keeps one in each vLLM worker's process, or shares one between the workers of a machine
+(``shared_replica.py``). Pure numpy. A staged version is complete and checked before live weights change, so that a
+commit only copies absolute values."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """A whole checkpoint tensor: name, published dtype, full shape."""
+    """A checkpoint tensor: name, published dtype, full shape."""
 
     name: str
     dtype: str
@@ -34,15 +36,17 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class StagedPatch(msgspec.Struct, frozen=True, eq=False):
-    """New bits of one tensor. ``positions``: int64 [n] flat in the full tensor, strictly increasing, or None for all
-    elements; ``new_bits``: uint16 or uint32 [n]."""
+    """New bits of one tensor. ``positions``: int64 [n], flat in the full tensor, strictly increasing, or None for all
+    elements. ``new_bits``: uint16 or uint32 [n]."""
 
     positions: PositionArray | None
     new_bits: BitArray
 
 
 class StagedVersion(msgspec.Struct, frozen=True, eq=False):
-    """A version that fits on what the replica holds, with the state hash that it was checked to have."""
+    """A version that was checked to fit on the version of the replica. ``base_version``: version that it changes; None
+    for an anchor. ``state_hash``: hash of all weights, computed from the bits. ``tensors``: all published tensors.
+    ``patches``: changes by tensor. ``payload_bytes``: fetched bytes. ``run_id``: run that published it."""
 
     policy_version: int
     base_version: int | None
@@ -54,21 +58,21 @@ class StagedVersion(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_anchor(self) -> bool:
-        """Return whether it is complete in itself."""
+        """Return whether the version is complete, not a delta."""
         return self.base_version is None
 
 
 class ShardPatch(msgspec.Struct, frozen=True, eq=False):
-    """The decoded patch of one shard. Positions are relative to the shard."""
+    """The decoded patch of one shard, with positions relative to the shard."""
 
     shard: ShardSpec
     patch: WeightPatch
 
 
 class FetchedVersion(msgspec.Struct, frozen=True, eq=False):
-    """An announced version, checked against every digest, decoded. ``base_version``, ``base_hash``: of what it changes,
-    which is what the receiver held; None and 0 for an anchor. ``run_id``: of who published it. ``checkpoint``: the
-    base, where that is the checkpoint (``base_version`` is ``CHECKPOINT_VERSION``): what the receiver holds before."""
+    """An announced version, decoded, with all digests checked. ``base_version``, ``base_hash``: version and state hash
+    of its base, which the receiver held; None and 0 for an anchor. ``run_id``: run that published it. ``checkpoint``:
+    the checkpoint as a complete version, where it is the base (``base_version`` is ``CHECKPOINT_VERSION``)."""
 
     announcement: WeightAnnouncement
     base_version: int | None
@@ -80,10 +84,10 @@ class FetchedVersion(msgspec.Struct, frozen=True, eq=False):
 
 
 class CheckpointReplica:
-    """The bits of every checkpoint tensor at the committed version. Empty until the first anchor.
+    """The bits of every checkpoint tensor at the committed version. Empty until the first version.
 
-    ``advance`` only remembers what changed, because requests wait for it; the bits follow in ``catch_up``, which
-    everybody who reads them calls first."""
+    ``advance`` only keeps the patches, because requests of a paused engine wait for it. ``catch_up`` writes them to the
+    bits; every method that reads bits calls it first."""
 
     def __init__(self) -> None:
         self.run_id = ""
@@ -101,7 +105,8 @@ class CheckpointReplica:
 
     @contextmanager
     def staging(self, announced: WeightAnnouncement, stop: threading.Event) -> Iterator[None]:
-        """Hold the replica while ``announced`` is fetched and its changes are looked up. ``stop`` ends a wait."""
+        """Hold the replica while ``announced`` is fetched and staged. ``stop``: event that ends a wait for other
+        workers."""
         self.catch_up()
         yield
 
@@ -112,8 +117,9 @@ class CheckpointReplica:
         *,
         on_checkpoint: bool,
     ) -> StagedVersion:
-        """``stage`` what ``fetch`` gets for a receiver that holds the given replica. ``on_checkpoint``: the live
-        weights are what a checkpoint's files hold, as far as is known, and a delta on that will do."""
+        """Fetch the announced version and stage it. ``fetch``: called with the replica that the receiver holds.
+        ``on_checkpoint``: whether a delta on the checkpoint can be applied, because the worker has loaded it and
+        committed nothing yet."""
         fetched = fetch(self)
         if fetched.checkpoint is not None:
             self.advance(fetched.checkpoint)
@@ -122,22 +128,23 @@ class CheckpointReplica:
     def close(self) -> None:
         """Do nothing: no memory is shared."""
 
-    def show(self, whole: StagedVersion) -> None:
-        """Hold a complete version whose arrays are kept elsewhere: they are not copied."""
-        self.tensors = dict(whole.tensors)
+    def show(self, complete: StagedVersion) -> None:
+        """Hold a complete version by its arrays, without a copy."""
+        self.tensors = dict(complete.tensors)
         self._behind = {}
-        self._bits = {name: patch.new_bits for name, patch in whole.patches.items()}
-        self.policy_version = whole.policy_version
-        self.state_hash = whole.state_hash
-        self.run_id = whole.run_id
+        self._bits = {name: patch.new_bits for name, patch in complete.patches.items()}
+        self.policy_version = complete.policy_version
+        self.state_hash = complete.state_hash
+        self.run_id = complete.run_id
 
     def bits(self, name: str) -> BitArray:
-        """All elements of a tensor, flat. Read only by convention."""
+        """Return all elements of a tensor, flat. Callers do not write to them."""
         self.catch_up()
         return self._bits[name]
 
     def catch_up(self) -> None:
-        """Write what the last committed version changed. Values are absolute: after a failure it is done again."""
+        """Write the changes of the last committed version to the bits. Values are absolute, so that the next call can
+        repeat one that failed halfway."""
         if not self._behind:
             return
         with self._catching_up:
@@ -148,14 +155,14 @@ class CheckpointReplica:
                     self._bits[name][patch.positions] = patch.new_bits
             self._behind = {}
 
-    def whole(self) -> StagedVersion:
-        """Return the held version as a complete one."""
+    def complete_version(self) -> StagedVersion:
+        """Return the held version as an anchor."""
         assert self.policy_version is not None
         patches = {name: StagedPatch(None, self.bits(name)) for name in self.tensors}
         return StagedVersion(self.policy_version, None, self.state_hash, self.tensors, patches, 0, self.run_id)
 
     def clear(self) -> None:
-        """Hold nothing: the next version must be an anchor."""
+        """Drop the version: the next one must be an anchor, or a delta on the checkpoint."""
         self.policy_version = None
         self.state_hash = 0
         self.run_id = ""
@@ -164,10 +171,11 @@ class CheckpointReplica:
         self._behind = {}
 
     def stage(self, fetched: FetchedVersion) -> StagedVersion:
-        """Check that a fetched version fits here and has the hash it was announced with. Changes nothing.
+        """Check that a fetched version fits on the held one and has the announced state hash. The replica stays as it
+        is.
 
-        Raises ``WeightError``: other base version or base hash, unknown tensor, shards that leave a gap or
-        overlap, or a state hash that differs (expected and actual are named)."""
+        Raises ``WeightError``: other base version or base hash, unknown tensor, shards that leave a gap or overlap, or
+        a state hash that differs (expected and actual are named)."""
         self.catch_up()
         announced = fetched.announcement
         version = announced.policy_version
@@ -185,9 +193,9 @@ class CheckpointReplica:
             )
         tensors = _tensor_table(fetched.patches)
         for name, spec in tensors.items():
-            known = self.tensors.get(name)
-            if known != spec and not (known is None and anchor):
-                raise WeightError(f"version {version} publishes {spec}; this engine holds {known}")
+            held_spec = self.tensors.get(name)
+            if held_spec != spec and not (held_spec is None and anchor):
+                raise WeightError(f"version {version} publishes {spec}; this engine holds {held_spec}")
         if anchor and self.tensors and tensors.keys() != self.tensors.keys():
             wrong = sorted(tensors.keys() ^ self.tensors.keys())[:5]
             raise WeightError(f"anchor {version} has other tensors than this engine holds: {', '.join(wrong)}")
@@ -208,7 +216,7 @@ class CheckpointReplica:
         return StagedVersion(version, fetched.base_version, state_hash, table, patches, size, fetched.run_id)
 
     def advance(self, staged: StagedVersion) -> None:
-        """Take over a committed version. Idempotent."""
+        """Hold a committed version. Idempotent."""
         self.catch_up()
         self._behind = staged.patches
         self.tensors = dict(staged.tensors)
@@ -228,6 +236,7 @@ class CheckpointReplica:
 
 
 def _tensor_table(patches: Sequence[ShardPatch]) -> dict[str, TensorSpec]:
+    """Return the tensors of all shards, by name. Raises ``WeightError`` where ranks differ about one."""
     tensors: dict[str, TensorSpec] = {}
     for part in patches:
         spec = TensorSpec(part.shard.name, part.shard.dtype, part.shard.shape)
@@ -237,57 +246,58 @@ def _tensor_table(patches: Sequence[ShardPatch]) -> dict[str, TensorSpec]:
 
 
 def _join_complete(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
-    """Join the shards of an anchor; they must cover the tensor exactly once."""
+    """Join the shards of an anchor. Raises ``WeightError`` unless they cover the tensor exactly once."""
     joined = np.empty(spec.elements, dtype=bit_type(spec.dtype, spec.name))
     missing = np.ones(spec.elements if any(part.shard.run for part in parts) else 0, dtype=np.bool_)
-    reached = 0
+    end = 0
     for part in parts:
         if part.patch.positions is not None:
             raise WeightError(f"the anchor of {spec.name!r} lists changes instead of all elements")
-        if missing.size:  # columns of several ranks lie between each other
+        if missing.size:  # the columns of different ranks alternate in the flat tensor
             places = part.shard.places()
             if not missing[places].all():
                 raise WeightError(f"two ranks publish elements of {spec.name!r} from element {part.shard.offset} on")
             joined[places] = part.patch.values
             missing[places] = False
         else:
-            _check_follows(spec, part.shard, reached)
-            joined[reached : reached + part.shard.count] = part.patch.values
-        reached += part.shard.count
-    if reached != spec.elements:
-        raise WeightError(
-            f"the anchor of {spec.name!r} ends at element {reached} of {spec.elements}: a rank is missing"
-        )
+            _check_follows(spec, part.shard, end)
+            joined[end : end + part.shard.count] = part.patch.values
+        end += part.shard.count
+    if end != spec.elements:
+        raise WeightError(f"the anchor of {spec.name!r} ends at element {end} of {spec.elements}: a rank is missing")
     return StagedPatch(None, joined)
 
 
 def _join_changes(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
+    """Join the changes of all shards of a tensor. Raises ``WeightError`` where shards overlap."""
     if any(part.shard.run for part in parts):
         return _join_columns(spec, parts)
-    reached = 0
+    end = 0
     positions: list[PositionArray] = []
     for part in parts:
-        if part.shard.offset < reached:
+        if part.shard.offset < end:
             raise WeightError(f"two ranks publish element {part.shard.offset} of {spec.name!r}")
-        reached = part.shard.offset + part.shard.count
+        end = part.shard.offset + part.shard.count
         local = part.patch.positions
         positions.append((np.arange(part.shard.count) if local is None else local) + part.shard.offset)
     return StagedPatch(np.concatenate(positions), np.concatenate([part.patch.values for part in parts]))
 
 
 def _join_columns(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
-    """Join shards whose elements lie between each other's, in the order of the full tensor."""
+    """Join the changes of columns, which alternate in the flat tensor, in the order of the tensor."""
     positions = np.concatenate([part.shard.places(part.patch.positions) for part in parts])
     order = np.argsort(positions, kind="stable")
     positions = positions[order]
-    if (twice := positions[1:][positions[1:] == positions[:-1]]).size:
-        raise WeightError(f"two ranks publish element {twice[0]} of {spec.name!r}")
+    duplicates = positions[1:][positions[1:] == positions[:-1]]
+    if duplicates.size:
+        raise WeightError(f"two ranks publish element {duplicates[0]} of {spec.name!r}")
     return StagedPatch(positions, np.concatenate([part.patch.values for part in parts])[order])
 
 
-def _check_follows(spec: TensorSpec, shard: ShardSpec, reached: int) -> None:
-    if shard.offset != reached:
+def _check_follows(spec: TensorSpec, shard: ShardSpec, end: int) -> None:
+    """Raise ``WeightError`` unless the shard starts at ``end``, the end of the shards before it."""
+    if shard.offset != end:
         raise WeightError(
-            f"the anchor of {spec.name!r} has a shard at element {shard.offset}; the one before ends at {reached}: "
+            f"the anchor of {spec.name!r} has a shard at element {shard.offset}; the one before ends at {end}: "
             "a rank is missing or two overlap"
         )

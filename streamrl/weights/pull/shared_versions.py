@@ -1,9 +1,10 @@
-"""Versions of the weights that workers of one machine share, in memory without a name, and a directory with two small
-files: a lock, which the kernel gives back when its owner dies, and the state, which says what the memory holds.
+"""Versions of the weights in memory that the vLLM workers of one machine share (``shared_replica.py``), and a directory
+with two small files: a lock, which the kernel releases when its owner dies, and the state, which describes the content
+of the memory.
 
-A memory file descriptor leaves nothing behind once the last process that has it open ends, however that ended. The
-state says which processes share it (``MemorySegment``); others open it through ``/proc`` of one of those, as long as
-one lives and is of the same user."""
+The memory has no name (``memfd_create``), and is freed when the last process that has it open ends. The state lists
+these processes (``MemorySegment``); another process of the same user opens the memory through ``/proc`` of one that
+lives."""
 
 from __future__ import annotations
 
@@ -29,14 +30,15 @@ _ALIGNMENT = 64
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
-    """A process that has the memory open, and under which number."""
+    """A process that has the memory open, and its file descriptor."""
 
     pid: int
     descriptor: int
 
 
 class MemorySegment(msgspec.Struct, frozen=True):
-    """Shared memory and who has it open. ``inode`` tells it from another file under a number that was used again."""
+    """Shared memory and the processes that have it open. ``inode``: identity of the memory, since a process may use the
+    number of a closed descriptor for another file."""
 
     inode: int
     size: int
@@ -44,7 +46,8 @@ class MemorySegment(msgspec.Struct, frozen=True):
 
 
 class SharedMemory:
-    """A mapped segment of this process. Arrays on it stay valid after ``close``, which only gives its number back."""
+    """A segment that this process has mapped. Arrays on it stay valid after ``close``, which closes the descriptor
+    only."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -55,7 +58,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
-        """Raises ``OSError`` where there is no such memory."""
+        """Make a segment of ``size`` bytes. Raises ``OSError`` where the system has no memory for it."""
         descriptor = os.memfd_create("streamrl-weights")
         try:
             os.ftruncate(descriptor, max(size, 1))
@@ -66,7 +69,7 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, segment: MemorySegment) -> SharedMemory | None:
-        """Open what others share; None when none of them is left, or lets us."""
+        """Open a segment of other processes. Returns None when none of them lives, or the system refuses access."""
         for holder in segment.holders:
             try:
                 descriptor = os.open(f"/proc/{holder.pid}/fd/{holder.descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -78,34 +81,35 @@ class SharedMemory:
             os.close(descriptor)
         return None
 
-    def held_with(self, others: Iterable[Holder] = ()) -> MemorySegment:
-        """Return the segment that this process and the living ones of ``others`` share."""
-        own = Holder(os.getpid(), self.descriptor)
-        living = (holder for holder in others if holder.pid != own.pid and os.path.exists(f"/proc/{holder.pid}"))
-        return MemorySegment(self.inode, self.size, (own, *living))
+    def held_with(self, holders: Iterable[Holder] = ()) -> MemorySegment:
+        """Return the segment as shared by this process and the living ones of ``holders``."""
+        holder_here = Holder(os.getpid(), self.descriptor)
+        living = [h for h in holders if h.pid != holder_here.pid and os.path.exists(f"/proc/{h.pid}")]
+        return MemorySegment(self.inode, self.size, (holder_here, *living))
 
     def bits(self, dtype: BitType, offset: int, count: int) -> BitArray:
-        """``count`` bit patterns at byte ``offset``."""
+        """Return ``count`` bit patterns at byte ``offset``."""
         return cast("BitArray", np.frombuffer(self._map, dtype=dtype, count=count, offset=offset))
 
     def positions(self, offset: int, count: int) -> PositionArray:
-        """``count`` positions at byte ``offset``."""
+        """Return ``count`` positions at byte ``offset``."""
         return np.frombuffer(self._map, dtype=np.int64, count=count, offset=offset)
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent."""
+        """Close the descriptor. Idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def _aligned(offset: int) -> int:
-    """The next offset at which an array may begin."""
+    """Return the next offset at which an array may start."""
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-class _Piece(msgspec.Struct, frozen=True):
-    """One tensor of a shared version: ``positions_at`` None: all elements. Offsets are in bytes."""
+class _SharedPatch(msgspec.Struct, frozen=True):
+    """The patch of one tensor in a segment. ``positions_at``, ``bits_at``: offsets of its arrays in bytes; without
+    positions (None) the patch has all elements."""
 
     tensor: str
     count: int
@@ -114,7 +118,8 @@ class _Piece(msgspec.Struct, frozen=True):
 
 
 class SharedVersion(msgspec.Struct, frozen=True):
-    """Content of a segment of memory: a version complete, or its difference from another one."""
+    """A version in a segment of memory: complete, or a delta on the version ``base_version``. ``base_hash``: state hash
+    of the base. ``pieces``: patches of the tensors. ``payload_bytes``: bytes that were fetched for it."""
 
     run_id: str
     policy_version: int
@@ -123,7 +128,7 @@ class SharedVersion(msgspec.Struct, frozen=True):
     state_hash: int
     payload_bytes: int
     tensors: tuple[TensorSpec, ...]
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[_SharedPatch, ...]
     memory: MemorySegment
 
     @property
@@ -133,8 +138,8 @@ class SharedVersion(msgspec.Struct, frozen=True):
 
 
 class SharedState(msgspec.Struct, frozen=True):
-    """``bits``: the replica. ``staged``: the version that was fetched last. ``writing``: ``staged`` is being written
-    into ``bits``, or was when the writer died."""
+    """Content of the state file. ``bits``: complete version, the shared replica. ``staged``: version that was fetched
+    last. ``writing``: whether a worker writes ``staged`` to ``bits``, or died while it did."""
 
     bits: SharedVersion | None = None
     staged: SharedVersion | None = None
@@ -142,8 +147,9 @@ class SharedState(msgspec.Struct, frozen=True):
 
 
 class SharedVersions:
-    """``state`` is what is shared, while the lock is held. ``changed`` is called with a new one, once this process has
-    mapped what it names. Raises ``OSError`` where memory cannot be shared."""
+    """The lock, the state file, and the memory that this process has mapped. ``state``: content of the state file,
+    valid while the lock is held. ``changed``: called with each new state, when this process has mapped its memory.
+    Raises ``OSError`` where memory cannot be shared."""
 
     def __init__(self, directory: Path, changed: Callable[[SharedState], None]) -> None:
         SharedMemory.create(1).close()
@@ -152,7 +158,7 @@ class SharedVersions:
         self._changed = changed
         self._directory = directory
         self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._one_thread = threading.Lock()  # the file's lock is of the process
+        self._one_thread = threading.Lock()  # the lock of the file excludes other processes only
         self._locked_by: int | None = None
         self._memories: dict[int, SharedMemory] = {}
 
@@ -162,12 +168,13 @@ class SharedVersions:
         return self._locked_by == threading.get_ident()
 
     def close(self) -> None:
-        """Give back what is shared; the last one removes the directory. Idempotent."""
+        """Release the shared memory. The last process removes the directory. Idempotent."""
         if self._lock < 0:
             return
         with suppress(WeightError), self.locked(threading.Event(), _LOCK_POLL_S):
-            holders = [h for v in (self.state.bits, self.state.staged) if v is not None for h in v.memory.holders]
-            if not any(h.pid != os.getpid() and os.path.exists(f"/proc/{h.pid}") for h in holders):
+            segments = [version.memory for version in (self.state.bits, self.state.staged) if version is not None]
+            pids = {holder.pid for segment in segments for holder in segment.holders}
+            if not any(pid != os.getpid() and os.path.exists(f"/proc/{pid}") for pid in pids):
                 shutil.rmtree(self._directory, ignore_errors=True)
         for memory in self._memories.values():
             memory.close()
@@ -176,15 +183,16 @@ class SharedVersions:
         self._lock = -1
 
     def share(self, version: StagedVersion, base_hash: int) -> SharedVersion:
-        """A copy of ``version`` in memory of its own."""
-        pieces = []
+        """Copy ``version`` to a new segment. ``base_hash``: state hash of its base. Raises ``WeightError`` where there
+        is no memory for it."""
+        patches = []
         size = 0
         for name, patch in version.patches.items():
             positions_at = None
             if patch.positions is not None:
                 positions_at = size
                 size = _aligned(size + patch.positions.nbytes)
-            pieces.append(_Piece(name, patch.new_bits.size, positions_at, size))
+            patches.append(_SharedPatch(name, patch.new_bits.size, positions_at, size))
             size = _aligned(size + patch.new_bits.nbytes)
         try:
             memory = SharedMemory.create(size)
@@ -199,7 +207,7 @@ class SharedVersions:
             version.state_hash,
             version.payload_bytes,
             tuple(version.tensors.values()),
-            tuple(pieces),
+            tuple(patches),
             memory.held_with(),
         )
         for name, copy in self.view(shared).patches.items():
@@ -210,14 +218,14 @@ class SharedVersions:
         return shared
 
     def view(self, shared: SharedVersion) -> StagedVersion:
-        """A shared version, as arrays on the shared memory."""
+        """Return a shared version with arrays on the shared memory."""
         memory = self._memories[shared.memory.inode]
         tensors = {spec.name: spec for spec in shared.tensors}
         patches = {}
-        for piece in shared.pieces:
-            kind = bit_type(tensors[piece.tensor].dtype, piece.tensor)
-            positions = None if piece.positions_at is None else memory.positions(piece.positions_at, piece.count)
-            patches[piece.tensor] = StagedPatch(positions, memory.bits(kind, piece.bits_at, piece.count))
+        for patch in shared.pieces:
+            dtype = bit_type(tensors[patch.tensor].dtype, patch.tensor)
+            positions = None if patch.positions_at is None else memory.positions(patch.positions_at, patch.count)
+            patches[patch.tensor] = StagedPatch(positions, memory.bits(dtype, patch.bits_at, patch.count))
         return StagedVersion(
             shared.policy_version,
             shared.base_version,
@@ -230,13 +238,14 @@ class SharedVersions:
 
     @contextmanager
     def locked(self, stop: threading.Event, longest_s: float | None) -> Iterator[None]:
-        """Hold the lock of the machine. Raises ``WeightError`` once ``stop`` is set or ``longest_s`` have passed."""
-        waited = 0.0
+        """Hold the lock of the machine, with the state read. Raises ``WeightError`` once ``stop`` is set or
+        ``longest_s`` have passed."""
+        waited_s = 0.0
         while not self._take_lock():
             if stop.wait(_LOCK_POLL_S):
                 raise WeightError("waiting for another worker's fetch was stopped")
-            waited += _LOCK_POLL_S
-            if longest_s is not None and waited > longest_s:
+            waited_s += _LOCK_POLL_S
+            if longest_s is not None and waited_s > longest_s:
                 raise WeightError(f"another worker of this machine kept the replica for {longest_s:g} s")
         try:
             self._locked_by = threading.get_ident()
@@ -258,7 +267,8 @@ class SharedVersions:
         return True
 
     def _read_state(self) -> None:
-        """Read and map what is shared now. Versions that no living process holds are gone."""
+        """Read the state file and map its memory. Versions that no living process has open are removed from the
+        state."""
         try:
             state = decode_state((self._directory / "state").read_bytes(), str(self._directory))
         except FileNotFoundError:
@@ -268,14 +278,15 @@ class SharedVersions:
         bits = self._attached(state.bits)
         staged = self._attached(state.staged)
         if state.writing and staged is None:
-            bits = None  # half of a version was written, and nobody has the rest
-        found = SharedState(bits, staged, state.writing and bits is not None)
-        if found != state:
-            self.keep(found)
+            bits = None  # the staged version was half written, and is lost
+        attached = SharedState(bits, staged, state.writing and bits is not None)
+        if attached != state:
+            self.keep(attached)
         else:
-            self._show(found)
+            self._show(attached)
 
     def _attached(self, version: SharedVersion | None) -> SharedVersion | None:
+        """Map the memory of a version, and add this process to its holders. Returns None where the memory is gone."""
         if version is None:
             return None
         memory = self._memories.get(version.memory.inode)
@@ -284,19 +295,19 @@ class SharedVersions:
             if memory is None:
                 return None
             self._memories[memory.inode] = memory
-        if any(h.pid == os.getpid() for h in version.memory.holders):
+        if any(holder.pid == os.getpid() for holder in version.memory.holders):
             return version
         return msgspec.structs.replace(version, memory=memory.held_with(version.memory.holders))
 
     def keep(self, state: SharedState) -> None:
-        """Write the state at once or not at all."""
-        new = self._directory / "state.new"
-        new.write_bytes(msgspec.msgpack.encode(state))
-        new.replace(self._directory / "state")
+        """Write the state file, atomically."""
+        new_file = self._directory / "state.new"
+        new_file.write_bytes(msgspec.msgpack.encode(state))
+        new_file.replace(self._directory / "state")
         self._show(state)
 
     def _show(self, state: SharedState) -> None:
-        """Bring what this process has mapped in line with the state."""
+        """Use ``state`` in this process, and close memory that is not in it."""
         self.state = state
         in_use = {version.memory.inode for version in (state.bits, state.staged) if version is not None}
         for inode in self._memories.keys() - in_use:
@@ -305,7 +316,7 @@ class SharedVersions:
 
 
 def decode_state(content: bytes, directory: str) -> SharedState:
-    """Decode the state that a worker wrote for the others. Raises ``WeightError`` for anything else."""
+    """Decode the state file that a worker wrote for the others. Raises ``WeightError`` for other bytes."""
     try:
         return _decoder.decode(content)
     except UNDECODABLE as error:

@@ -1,5 +1,6 @@
-"""One source of a fetch that lies in an object store: threads get the pieces that its chain asks for. A piece that
-cannot be had for a moment is asked for again until the fetch ends, or nothing has come for too long."""
+"""A source of a fetch in an object store: threads read the pieces that a chain requests. ``fetch.py`` makes one for
+each source in a store, in a vLLM worker's process. A failed read is repeated until the fetch ends, or nothing has
+arrived for too long."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ import zmq
 from streamrl.base.errors import StoreError, WeightError
 from streamrl.comm.object_store import ObjectStore
 from streamrl.weights.pull.received_part import ReceivedChain
-from streamrl.weights.requests import GetPiece, NotServed, Piece, encoder
+from streamrl.weights.requests import GetPiece, NotServed, Piece, Reply, encoder
 from streamrl.weights.store.stored_parts import CONNECTIONS, key_of
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
-_REQUEST_S = 20.0  # a fetch that is given up waits for what is under way
+_REQUEST_S = 20.0  # time limit of one read; a fetch that ends waits for open reads
 
 
 class StorePull:
-    """As the socket of a source (``pull.fetch``)."""
+    """The threads that read one source, and the time of its last piece. Has the methods of ``fetch._Pull``."""
 
     def __init__(self, chain: ReceivedChain, progress_seconds: float) -> None:
         self.chain = chain
@@ -40,18 +41,19 @@ class StorePull:
         self.begin()
 
     def begin(self) -> None:
-        """Count from now: before, nothing was asked for."""
+        """Measure the time without progress from now on."""
         self._progressed_at = time.monotonic()
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self._ready, zmq.POLLIN)
 
     def ask(self, credit_bytes: int) -> None:
+        """Start to read the pieces that the credit allows."""
         for request in self.chain.requests(credit_bytes):
             self._pool.submit(self._get, request)
 
     def receive(self) -> bool:
-        """Take what is there. Returns whether it brought something new."""
+        """Take the pieces that have arrived. Returns whether one of them was new."""
         news = False
         try:
             os.eventfd_read(self._ready)
@@ -67,7 +69,7 @@ class StorePull:
         return news
 
     def watch(self) -> None:
-        """Give up when nothing came for long."""
+        """Raise ``WeightError`` after ``progress_seconds`` without anything new."""
         if time.monotonic() - self._progressed_at > self._progress_seconds:
             raise WeightError(
                 f"nothing arrived from {self._store.url} for {self._progress_seconds:g} s: {self.chain.describe()}. "
@@ -75,12 +77,13 @@ class StorePull:
             )
 
     def close(self) -> None:
-        """Drop what is asked for; requests that are under way end by their own limit."""
+        """Drop reads that have not started, and wait for the others, which have a time limit."""
         self._closed.set()
         self._pool.shutdown(cancel_futures=True)
         os.close(self._ready)
 
     def _get(self, request: GetPiece) -> None:
+        """Read one piece, and put it into the queue as the two frames of a reply."""
         digest = request.manifest_digest
         pause_s = _FIRST_PAUSE_S
         while not self._closed.is_set():
@@ -91,8 +94,9 @@ class StorePull:
                 self._closed.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            answer = Piece(digest, request.piece)
-            absent = NotServed(digest, "this manifest is not served (any more): ask for a newer version")
-            self._replies.put([encoder.encode(absent if content is None else answer), content or b""])
+            reply: Reply = Piece(digest, request.piece)
+            if content is None:
+                reply = NotServed(digest, "this manifest is not served (any more): ask for a newer version")
+            self._replies.put([encoder.encode(reply), content or b""])
             os.eventfd_write(self._ready, 1)
             return

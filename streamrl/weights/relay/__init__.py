@@ -1,1 +1,2 @@
-"""Weights over many hosts: relays, so that a version leaves the trainer at most twice (``push.relay_tree``)."""
+"""Weights over many hosts: relays in the engines' processes, so that a version leaves the trainer at most twice
+(``engines/push/relay_tree.py``)."""

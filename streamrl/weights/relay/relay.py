@@ -1,7 +1,8 @@
-"""The relay of one engine: a thread that fetches pieces for the engine's own workers, from other relays or the trainer,
-and serves what it has to the relays of other engines.
+"""The relay of one engine: a thread that fetches pieces from other relays or the trainer, for the workers of its
+engine, and serves its pieces to the relays of other engines.
 
-Workers fetch as if it were the trainer: they verify all that they get. A relay that cannot go on is left out."""
+``launch/roles.py`` makes one in the engine's process where a cluster has several hosts of engines. Workers fetch from
+it as from the trainer and verify all that they get. When a relay fails, its workers fetch from the trainer."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -33,8 +35,9 @@ log = logging.getLogger(__name__)
 
 
 class Relay:
-    """``endpoint``: where other engines reach it; ``local``: where the workers of its own engine do (``ipc://``).
-    A context manager; ``through`` is called for each announcement, by the engine's host."""
+    """The sockets and the thread of a relay, as a context manager. ``endpoint``: address for the relays of other
+    engines. ``local``: address for the workers of this engine (``ipc://``). The engine's process calls ``through`` for
+    each announcement."""
 
     def __init__(self, endpoint: str, local: str) -> None:
         self.endpoint = endpoint
@@ -52,9 +55,9 @@ class Relay:
         self._thread = threading.Thread(target=self._run, name="weight relay", daemon=True)
 
     def __enter__(self) -> Relay:
-        """Bind and serve. Raises ``StreamRLError`` where the engine's own workers could not reach it. Where other
-        engines could not, a warning says so, and they find the pieces elsewhere."""
-        zmq.Frame(b"", copy=False)  # as PublisherServer.start
+        """Bind both addresses and start the thread. Raises ``StreamRLError`` where ``local`` cannot be bound. Where
+        ``endpoint`` cannot be bound, logs a warning: other engines then fetch from their next source."""
+        zmq.Frame(b"", copy=False)  # see PublisherServer.start
         self._poller.register(self._stop_fd, zmq.POLLIN)
         self._listen(self._local, is_local=True)
         self._identity = ipc_path_identity(self._local)
@@ -73,8 +76,8 @@ class Relay:
         remove_ipc_path(self._local, self._identity)
 
     def through(self, announced: WeightAnnouncement) -> WeightAnnouncement:
-        """The announcement to the engine's workers: it leads to this relay, or past it where it has failed, and to an
-        object store, which everybody reaches."""
+        """Return the announcement for the engine's workers, with this relay as source. The sources stay where the relay
+        has failed, and where they are in an object store, which every worker reaches."""
         if self._failed or any(in_store(source.endpoint) for source in announced.sources):
             return msgspec.structs.replace(announced, peers=())
         self._announced.append(announced)
@@ -149,12 +152,8 @@ class Relay:
     def _take_replies(self, source: PieceSource, dealer: zmq.Socket[bytes]) -> None:
         with suppress(zmq.Again):
             for _ in range(_FRAMES_AT_ONCE):
-                header, *payload = dealer.recv_multipart(zmq.NOBLOCK)
-                try:
-                    reply = _reply_decoder.decode(header) if len(payload) == 1 else None
-                except UNDECODABLE:
-                    reply = None
-                self.state.replied(source, reply, payload[0] if payload else b"", time.monotonic())
+                frames = dealer.recv_multipart(zmq.NOBLOCK)
+                self.state.replied(source, _decoded_reply(frames), frames[-1], time.monotonic())
 
     def _ask(self, source: PieceSource, ask: AskPiece) -> None:
         if source not in self._dealers:
@@ -170,5 +169,15 @@ class Relay:
             frames = [asker.identity, encoder.encode(reply), payload]
             self._routers[asker.is_local].send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # as PublisherServer
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # see PublisherServer._send
                 raise
+
+
+def _decoded_reply(frames: Sequence[bytes]) -> RelayReply | None:
+    """Decode the header of a reply. Returns None for frames that are no reply."""
+    if len(frames) != 2:
+        return None
+    try:
+        return _reply_decoder.decode(frames[0])
+    except UNDECODABLE:
+        return None

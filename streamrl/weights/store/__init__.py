@@ -1,1 +1,1 @@
-"""Weights through an object store, for engines of another site: what a publisher puts there, and how it is fetched."""
+"""Weights through an object store, for engines at another site: the objects that a publisher writes there."""

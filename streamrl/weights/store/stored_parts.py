@@ -1,10 +1,13 @@
-"""Encoded parts of one rank in an object store: a folder for each, named by the digest of its manifest, which is
-written last. So a part is whole or not there for every reader, and who writes the same part again changes nothing."""
+"""Encoded parts of one trainer rank in an object store. ``publish.publisher`` writes them in the rank's process;
+``pull.store_pull`` reads them in vLLM's worker processes.
+
+Each part has a folder with the digest of its manifest as name. The manifest is written last, so that readers see a part
+complete or not at all. Writing the same part again changes nothing."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
@@ -14,13 +17,13 @@ from streamrl.comm.object_store import ObjectStore
 from streamrl.weights.requests import MANIFEST
 
 CONNECTIONS = 8
-"""Objects that are written, or read, at once."""
+"""Number of objects that are written, or read, concurrently."""
 _STARTS = "start"
-"""Folder with an object for each process of this rank that has started to write here."""
+"""Folder with one object for each process that has started as the writer of this rank."""
 
 
 class Part(Protocol):
-    """The fields of a ``ServedPart`` that are stored."""
+    """The fields of ``publish.server.ServedPart`` that are stored."""
 
     @property
     def manifest_digest(self) -> str: ...
@@ -33,14 +36,16 @@ class Part(Protocol):
 
 
 def key_of(digest: str, piece: int) -> str:
-    """Key of a piece of the part whose manifest has this digest."""
-    return f"{digest}/{'manifest' if piece == MANIFEST else f'{piece:06d}'}"
+    """Return the key of a piece of the part whose manifest has this digest."""
+    name = "manifest" if piece == MANIFEST else f"{piece:06d}"
+    return f"{digest}/{name}"
 
 
 class StoredParts:
-    """In place of a ``PublisherServer``: its ``serve`` returns when everything is in the store, and tries again for as
-    long as a store may be away. Its methods raise ``StoreError``; ``EpochLost`` where a later process of this rank has
-    started. What is stored when it is closed stays, for engines and for that process, which goes on with it."""
+    """Stores parts, with the methods of ``PublisherServer``. ``serve`` returns when all parts are in the store; while
+    the store cannot be reached it tries again, up to the time limit of ``ObjectStore``. The methods raise
+    ``StoreError``, and ``EpochLost`` where a later process of this rank has started. Objects stay in the store after
+    ``close``, for engines and for a later process of this rank."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -48,38 +53,42 @@ class StoredParts:
         self._keys: dict[str, set[str]] = {}
 
     def start(self) -> None:
-        """Find what an earlier process of this rank left, and take its place."""
+        """List the objects of earlier processes of this rank, and replace the last of these as the writer."""
         self._store = ObjectStore(self.endpoint)
         for key in self._store.list_keys():
             self._keys.setdefault(key.partition("/")[0], set()).add(key)
-        self._number = int(max(self._keys.pop(_STARTS, ()), default="/0").rpartition("/")[2]) + 1
+        last_start = max(self._keys.pop(_STARTS, ()), default="/0")
+        self._number = int(last_start.rpartition("/")[2]) + 1
         if not self._store.create(f"{_STARTS}/{self._number:06d}", secrets.token_bytes(16)):
             raise EpochLost(f"{self.endpoint}: another process has begun to write there at the same time")
 
     def check(self) -> None:
-        """Do nothing: what failed was raised."""
+        """Do nothing: failures were raised by ``serve``."""
 
     def serve(self, parts: Iterable[Part]) -> None:
-        """Replace what is stored: first new parts are written, then others are removed."""
+        """Replace the stored parts: write new parts, then remove the others."""
         assert self._store is not None, "it was started"
         if self._store.get(f"{_STARTS}/{self._number + 1:06d}") is not None:
             raise EpochLost(f"{self.endpoint}: a later start of this rank writes there, and this one nothing any more")
-        wanted = {part.manifest_digest: part for part in parts}
-        for digest, part in wanted.items():
+        parts_by_digest = {part.manifest_digest: part for part in parts}
+        for digest, part in parts_by_digest.items():
             if key_of(digest, MANIFEST) not in self._keys.setdefault(digest, set()):
                 self._keys[digest].update(self._write(self._store, part))
-        for digest in self._keys.keys() - wanted.keys():
+        for digest in self._keys.keys() - parts_by_digest.keys():
             self._store.remove(sorted(self._keys[digest], reverse=True))  # the manifest first
             del self._keys[digest]
 
     def close(self) -> None:
-        """Keep what is stored."""
+        """Do nothing: the objects stay."""
 
-    def _write(self, store: ObjectStore, part: Part) -> Iterator[str]:
-        pieces = [(key_of(part.manifest_digest, piece), chunk) for piece, chunk in enumerate(part.chunks)]
+    def _write(self, store: ObjectStore, part: Part) -> list[str]:
+        """Write all objects of a part, and return their keys."""
+        keys = [key_of(part.manifest_digest, piece) for piece in range(len(part.chunks))]
         with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="weight storing") as pool:
-            for written in [pool.submit(partial(store.create, key, chunk)) for key, chunk in pieces]:
-                written.result()
-        manifest = key_of(part.manifest_digest, MANIFEST)
-        store.create(manifest, part.manifest)
-        yield from (key for key, _ in [*pieces, (manifest, b"")])
+            pairs = zip(keys, part.chunks, strict=True)
+            writes = [pool.submit(partial(store.create, key, chunk)) for key, chunk in pairs]
+            for write in writes:
+                write.result()
+        manifest_key = key_of(part.manifest_digest, MANIFEST)
+        store.create(manifest_key, part.manifest)
+        return [*keys, manifest_key]

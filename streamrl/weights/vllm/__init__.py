@@ -1,2 +1,2 @@
-"""Applying a version inside of a vLLM worker: load plan, live weights, transaction. Imports vLLM and torch; so does no
-other folder of ``weights``, but ``publish.torch_tensors``."""
+"""Applying versions in vLLM's worker processes: load plan, live weights, transaction. Elsewhere in ``weights`` only
+``publish.torch_tensors`` imports torch, and no file imports vLLM."""

@@ -1,11 +1,13 @@
-"""An adapter that a vLLM worker computes beside the base weights, written by the transaction of a push.
+"""The LoRA adapter of a vLLM worker, whose weights a push updates (``lora.sync = "adapter"``).
 
-vLLM wraps linear layers and has stacked buffers for A and B in each. Here they have one slot, which every request uses
-for good: a commit writes the next version into it, in place, as it writes merged weights. So a request that is being
-sampled goes on under the new version as it does there, and none can name an older one, since none is left. What is live
-is read back and hashed from these buffers.
+``weight_receiver.py`` calls these functions in vLLM's worker processes, ``engines/vllm/load_plan_probe.py`` in the dry
+run. vLLM wraps linear layers and gives each wrapper stacked buffers for A and B. Here the buffers have one slot, which
+all requests use: a commit writes the next version to it, in place, as it does with merged weights. So requests in
+flight continue under the new version, and no request can name an older one. The state hash is read back from these
+buffers.
 
-vLLM's own mapping is recorded, not written again: it is asked to place tensors that have no values."""
+The places of published tensors are recorded from vLLM's own loader of adapters, which runs on tensors without
+values."""
 
 from __future__ import annotations
 
@@ -24,27 +26,28 @@ SLOT = 0
 
 
 def adapter_request() -> Any:
-    """vLLM's name for the adapter in the slot: what every request carries."""
+    """Return vLLM's name for the adapter in the slot, which every request carries."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("policy", ADAPTER_ID, "/none")  # a path that is not read: the adapter is there
+    return LoRARequest("policy", ADAPTER_ID, "/none")  # vLLM does not read the path of an adapter that is loaded
 
 
 def open_adapter(worker: Any) -> None:
-    """Put an adapter of zeros into the slot of a worker, for good. Before the first request."""
-    manager = worker.model_runner.lora_manager
-    manager.add_dummy_lora(adapter_request(), manager.lora_config.max_lora_rank)
-    placed = worker.model_runner.get_model().lora_manager
-    placed.activate_adapter(ADAPTER_ID)
-    placed.remove_all_adapters = bool  # vLLM calls it after each commit, for adapters on other base weights
-    if placed.device.type == "cpu":
-        placed.used_buffers = set()
-        for wrapper in placed.punica_wrapper_mapping.values():
-            wrapper.add_lora_linear = partial(_add_linear, placed.used_buffers)
+    """Put an adapter of zeros into the slot of a worker. To be called before the first request."""
+    worker_manager = worker.model_runner.lora_manager
+    worker_manager.add_dummy_lora(adapter_request(), worker_manager.lora_config.max_lora_rank)
+    manager = worker.model_runner.get_model().lora_manager
+    manager.activate_adapter(ADAPTER_ID)
+    manager.remove_all_adapters = bool  # does nothing: vLLM would drop the adapter after each commit
+    if manager.device.type == "cpu":
+        manager.used_buffers = set()
+        for wrapper in manager.punica_wrapper_mapping.values():
+            wrapper.add_lora_linear = partial(_add_linear, manager.used_buffers)
 
 
 def add_adapters(model: torch.nn.Module, vllm_config: Any) -> None:
-    """Wrap the layers of a model as its worker does. Raises ``WeightError`` where vLLM cannot."""
+    """Wrap the layers of a model as vLLM's worker does. Raises ``WeightError`` where vLLM has no adapters for the
+    model."""
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     try:
@@ -54,7 +57,7 @@ def add_adapters(model: torch.nn.Module, vllm_config: Any) -> None:
 
 
 def _add_linear(
-    used: set[int],
+    used_buffers: set[int],
     y: torch.Tensor,
     x: torch.Tensor,
     a_stacked: tuple[torch.Tensor, ...],
@@ -63,20 +66,20 @@ def _add_linear(
     widths: tuple[int, ...],
     **_: Any,
 ) -> None:
-    """``y += B (A x)`` for each slice of a layer that has an adapter, the one there is. vLLM's own on a CPU copies A
-    and B for every token. ``used``: storages that something is published for."""
+    """Compute ``y += B (A x)`` for each slice of a layer that has an adapter. vLLM's own function on a CPU copies A and
+    B for every token. ``used_buffers``: ``data_ptr()`` of the buffers with published tensors."""
     rows = x.reshape(-1, x.shape[-1])
-    begin = 0
+    start = 0
     for a, b, width in zip(a_stacked, b_stacked, widths, strict=True):
-        if b.data_ptr() in used:
-            part = y.view(-1, y.shape[-1])[:, begin : begin + width]
-            part += (rows @ a[SLOT, 0].T) @ b[SLOT, 0].T * scale
-        begin += width
+        if b.data_ptr() in used_buffers:
+            y_slice = y.view(-1, y.shape[-1])[:, start : start + width]
+            y_slice += (rows @ a[SLOT, 0].T) @ b[SLOT, 0].T * scale
+        start += width
 
 
 def record_adapter_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) -> LoadPlan:
-    """The places of the published ``tensors`` of an adapter in the stacked buffers of this worker. Raises
-    ``WeightError`` naming a module on which vLLM computes none."""
+    """Record where the published ``tensors`` of an adapter are in the stacked buffers of this worker. Raises
+    ``WeightError`` naming a module for which vLLM computes no adapter."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -101,21 +104,23 @@ def record_adapter_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec
         for index, buffer in enumerate(stacked)
     }
 
-    def place() -> None:
+    def set_adapter() -> None:
         for name, module in manager.modules.items():
-            if weights := manager._get_lora_layer_weights(adapter, name):
-                module.reset_lora = bool  # what it writes is nothing published
+            weights = manager._get_lora_layer_weights(adapter, name)
+            if weights:
+                module.reset_lora = bool  # does nothing: the zeros that it writes are no published tensor
                 module.set_lora(SLOT, weights.lora_a, weights.lora_b)
                 del module.reset_lora
 
     routes: dict[str, list[Route]] = {name: [] for name in tensors}
-    for name, route in record_copies(sources, buffers, place):
+    for name, route in record_copies(sources, buffers, set_adapter):
         check_exact(tensors[name], route.parameter, buffers[route.parameter])
         routes[name].append(route)
-    if lost := [name for name, found in routes.items() if not found]:
-        module = lost[0].removeprefix("base_model.model.").rpartition(".lora_")[0]
+    unplaced = [name for name, tensor_routes in routes.items() if not tensor_routes]
+    if unplaced:
+        module = unplaced[0].removeprefix("base_model.model.").rpartition(".lora_")[0]
         remedy = 'leave it out of lora.targets, or set lora.sync = "merged"'
         raise WeightError(f"vLLM computes no adapter on {module!r}: {remedy}")
-    used = {route.parameter for found in routes.values() for route in found}
-    getattr(manager, "used_buffers", set()).update(buffers[name].data_ptr() for name in used)
-    return LoadPlan(dict(tensors), routes, {name: flat_storage(buffers[name]) for name in used})
+    names = {route.parameter for tensor_routes in routes.values() for route in tensor_routes}
+    getattr(manager, "used_buffers", set()).update(buffers[name].data_ptr() for name in names)
+    return LoadPlan(dict(tensors), routes, {name: flat_storage(buffers[name]) for name in names})

@@ -1,18 +1,20 @@
-"""Linear layers of a CPU engine that vLLM packed: packing them again after a commit wrote to their weights."""
+"""Packs linear layers of a CPU engine again, after a commit has written to their weights. ``weight_receiver.py`` calls
+it in vLLM's worker processes at the end of a commit."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default), "packed": see keep_linear_weights; "stock": as vLLM does
+LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"
+"""Environment variable: "plain" (default) or "packed", see ``keep_linear_weights``; "stock", as vLLM does."""
 
 
 def repack_linear_layers(model: Any, changed: set[int]) -> int:
     """Pack the linear layers of ``model`` again whose weight storage is in ``changed``.
 
-    ``changed``: ``data_ptr()`` of storages that a commit wrote to. Returns how many layers were packed (a tied
-    head counts by itself: it shares the storage and keeps a packed copy of its own)."""
+    ``changed``: ``data_ptr()`` of storages that a commit wrote to. Returns the number of layers that were packed. A
+    tied head counts as one: it shares the storage, but has another packed copy."""
     from vllm.model_executor.layers import utils
 
     if os.environ.get(LINEAR_VARIABLE, "plain") == "plain":

@@ -1,10 +1,11 @@
-"""Writes checkpoint bits into live runtime parameters, and reads them back.
+"""Writes checkpoint bits to live runtime parameters, and reads them back. ``weight_receiver.py`` makes one
+``LiveWeights`` in each vLLM worker's process; ``weight_transaction.py`` calls it.
 
-Everything is done on integer views. A runtime parameter holds either the published type, or float32 holding published
-bfloat16: the upper half of its bits, with the lower half zero.
+All work is on integer views. A runtime parameter has either the published dtype, or it is float32 and holds published
+bfloat16: in the upper half of its bits, with zeros in the lower half.
 
-``prepare`` does all work that is possible before the engine pauses: where every element goes, what is there now, what
-it adds to the state hash. ``apply`` then only compares, writes and reads back."""
+``prepare`` does all work that is possible before the engine pauses: it computes the place of every element, its old and
+new bits, and the change of the state hash. ``apply`` then only compares, writes and reads back."""
 
 from __future__ import annotations
 
@@ -33,15 +34,16 @@ from streamrl.weights.vllm.live_weights_layers import (
 from streamrl.weights.vllm.live_weights_scatter import scatter_checked
 from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, Route
 
-_SMALL_STORAGE = 2**32  # elements; below it they are counted in 4 bytes, which is what the scatter reads most
+_SMALL_STORAGE = 2**32  # elements; indices into smaller storages take 4 bytes: most of what the scatter reads
 
 
 class RouteWrite(msgspec.Struct, frozen=True, eq=False):
-    """Write through one route: its whole rectangle, or the elements listed.
+    """A write through one route: all elements of its rectangle, or listed ones.
 
-    ``positions``: int64 [n] flat in the checkpoint tensor, ``elements``: uint32 or int64 [n] in the runtime storage,
-    both None for the whole rectangle, in its order. ``old_bits`` is None when nothing is known of what is there.
-    ``hash_change``: what it adds to this worker's part of the state hash, 0 where another route counts the elements."""
+    ``positions``: int64 [n], flat in the checkpoint tensor. ``elements``: uint32 or int64 [n], flat in the runtime
+    storage. Both are None for all elements, in the order of the rectangle. ``old_bits``: bits of the replica; None
+    where all elements are written, without a comparison. ``hash_change``: change of this worker's part of the state
+    hash; 0 where another route counts the elements."""
 
     route: Route
     tensor: TensorSpec
@@ -53,11 +55,12 @@ class RouteWrite(msgspec.Struct, frozen=True, eq=False):
 
 
 class LiveWeights:
-    """The runtime parameters of one worker, seen through its load plan.
+    """The runtime parameters of one worker, and the load plan that leads to them.
 
-    ``counted``: the routes whose elements this worker counts, so that the parts of all workers add up.
-    ``state_hash`` is this worker's part. It is the sum over bits that were found, each one, in the live parameters, or
-    that a layer was rebuilt from. ``layers``: those of the plan that are rebuilt; None: as ``LiveLayers`` has it."""
+    ``counted``: routes, by tensor and index, whose elements this worker counts in its part of the state hash
+    (``count_routes``). ``layers``: rebuilt layers of the plan; None: layers that are rebuilt without other workers.
+    ``state_hash``: part of the state hash that this worker counts, summed over bits that were read back from live
+    parameters, and bits from which layers were rebuilt."""
 
     def __init__(
         self, plan: LoadPlan, counted: frozenset[tuple[str, int]], *, layers: LiveLayers | None = None
@@ -75,46 +78,47 @@ class LiveWeights:
         self._compile()
 
     def prepare(self, staged: StagedVersion, replica: CheckpointReplica) -> list[RouteWrite | LayerWrite]:
-        """Locate every staged element. Reads the replica; touches nothing live."""
-        writes: list[RouteWrite | LayerWrite] = [
-            write
-            for name, patch in staged.patches.items()
-            for index, route in self._routes(name)
-            if (write := self._write_of(staged.tensors[name], patch, index, route, replica)) is not None
-        ]
+        """Compute the writes of a staged version. Reads the replica, and neither reads nor writes live weights."""
+        writes: list[RouteWrite | LayerWrite] = []
+        for name, patch in staged.patches.items():
+            for index, route in self._routes(name):
+                write = self._write_of(staged.tensors[name], patch, index, route, replica)
+                if write is not None:
+                    writes.append(write)
         return writes + self._layers.prepare(staged, replica)
 
     def apply(self, writes: Sequence[RouteWrite | LayerWrite], *, anchor: bool) -> int:
-        """Write, read back, rebuild layers, and return this worker's new part of the state hash.
+        """Write, read back, rebuild layers, and return this worker's new part of the state hash. ``anchor``: whether
+        the writes are a complete version: then layers are rebuilt without a check of their tensors.
 
-        Raises ``WeightError`` naming the parameter when a live element is not what the replica says it was, or
-        not what was just written: the caller must then undo."""
-        direct, layers = _apart(writes)
-        failed = ""
+        Raises ``WeightError`` naming the parameter when a live element has other bits than the replica before the
+        write, or than the new ones after it. The caller must then call ``undo``."""
+        route_writes, layer_writes = _split(writes)
+        failure = ""
         try:
-            for write in direct:
+            for write in route_writes:
                 self._write_and_check(write)
-        except WeightError as error:  # raised once other workers know: they wait for this one
-            failed = str(error)
-        self._layers.apply(layers, failed=failed, anchor=anchor)
+        except WeightError as error:  # raised in ``LiveLayers.apply``, after other workers, which wait, have got it
+            failure = str(error)
+        self._layers.apply(layer_writes, failure=failure, anchor=anchor)
         return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % HASH_MODULUS
 
     def undo(self, writes: Sequence[RouteWrite | LayerWrite], replica: CheckpointReplica) -> None:
-        """Write what was there back to every element that ``writes`` may have touched, and rebuild layers from what
-        ``replica`` holds. Raises ``WeightError`` where that cannot be done."""
-        direct, layers = _apart(writes)
-        for write in direct:
+        """Restore every element that ``writes`` may have changed, and rebuild layers, from ``replica``. Raises
+        ``WeightError`` where this is impossible."""
+        route_writes, layer_writes = _split(writes)
+        for write in route_writes:
             if write.old_bits is not None:
                 self._write(write, write.old_bits)
                 continue
             bits = replica.bits(write.tensor.name)
             source = write.route.checkpoint
             self._write(write, inside(source, bits))
-        self._layers.undo(layers, replica)
+        self._layers.undo(layer_writes, replica)
 
     def audit(self, replica: CheckpointReplica) -> int:
-        """Compare every live element with the replica, and hash anew: this worker's part of the state hash. Raises
-        ``WeightError`` naming the first parameter and element that differ."""
+        """Compare every live element with the replica, and return this worker's part of the state hash, computed from
+        all elements. Raises ``WeightError`` naming the first parameter and element that differ."""
         total = self._layers.audit(replica)
         for name, spec in replica.tensors.items():
             for index, route in self._routes(name):
@@ -126,43 +130,48 @@ class LiveWeights:
         return total % HASH_MODULUS
 
     def storages_of(self, writes: Sequence[RouteWrite | LayerWrite]) -> set[int]:
-        """``data_ptr()`` of the storages that ``writes`` touch, without those of rebuilt layers."""
-        direct, _ = _apart(writes)
-        return {self._storages[write.route.parameter].untyped_storage().data_ptr() for write in direct}
+        """Return ``data_ptr()`` of the storages that ``writes`` change, without those of rebuilt layers."""
+        route_writes, _ = _split(writes)
+        return {self._storages[write.route.parameter].untyped_storage().data_ptr() for write in route_writes}
 
     def _routes(self, tensor: str) -> list[tuple[int, Route]]:
-        """The routes of a tensor that lead to live memory, and not into a layer that is rebuilt."""
+        """Return the routes of a tensor to live memory, with their indices, without routes to rebuilt layers."""
         routes = enumerate(self.plan.routes[tensor])
         return [(index, route) for index, route in routes if route.parameter not in self.plan.layers]
 
     def _write_of(
         self, spec: TensorSpec, patch: StagedPatch, index: int, route: Route, replica: CheckpointReplica
     ) -> RouteWrite | None:
-        """Return the write of a patch through one route; None when none of its elements lie there."""
+        """Return the write of a patch through one route; None when the patch has no elements on this route."""
         counted = (spec.name, index) in self._counted
         if patch.positions is None:
             bits = inside(route.checkpoint, patch.new_bits)
             change = hash_rectangle(spec.name, route.checkpoint, bits) if counted else 0
             return RouteWrite(route, spec, None, None, bits, None, change)
-        chosen, elements = route.locate(patch.positions)
-        if not chosen.size:
+        indices, elements = route.locate(patch.positions)
+        if not indices.size:
             return None
-        positions = patch.positions[chosen]
-        new = patch.new_bits[chosen]
+        positions = patch.positions[indices]
+        new = patch.new_bits[indices]
         old = replica.bits(spec.name)[positions]
-        change = hash_elements(spec.name, positions, new) - hash_elements(spec.name, positions, old) if counted else 0
+        change = 0
+        if counted:
+            change = hash_elements(spec.name, positions, new) - hash_elements(spec.name, positions, old)
         if self._storages[route.parameter].numel() < _SMALL_STORAGE:
             elements = elements.astype(np.uint32)
         return RouteWrite(route, spec, positions, elements, new, old, change)
 
     def _write_and_check(self, write: RouteWrite) -> None:
+        """Compare the live elements with the old bits, write, and compare them with the new bits. Raises
+        ``WeightError``."""
         live = self._in_host_memory.get(write.route.parameter)
         if live is not None and write.elements is not None and write.old_bits is not None:
             before, after = scatter_checked(live, write.elements, write.old_bits, write.new_bits)
             if before or after:
+                moment = "before" if before else "after"
                 raise WeightError(
                     f"runtime parameter {write.route.parameter!r}: {before or after} of {write.elements.size} elements "
-                    f"differ {'before' if before else 'after'} the commit: something else than a commit wrote to it"
+                    f"differ {moment} the commit: something else than a commit wrote to it"
                 )
             return
         if write.old_bits is not None:
@@ -189,15 +198,15 @@ class LiveWeights:
         return _from_runtime(live.cpu().numpy(), write)
 
     def _compile(self) -> None:
-        """Compile the scatter for the types at hand: now, and not while the engine is paused."""
-        nothing = np.zeros(0, dtype=np.uint32)
+        """Compile the scatter for the dtypes of this model, so that numba does not do it while the engine is paused."""
+        no_elements = np.zeros(0, dtype=np.uint32)
         for live in {live.dtype: live for live in self._in_host_memory.values()}.values():
             for bits in (np.zeros(0, dtype=np.uint16), np.zeros(0, dtype=live.dtype)):
-                for elements in (nothing, nothing.astype(np.int64)):
+                for elements in (no_elements, no_elements.astype(np.int64)):
                     scatter_checked(live, elements, bits, bits)
 
 
-def _apart(writes: Sequence[RouteWrite | LayerWrite]) -> tuple[list[RouteWrite], list[LayerWrite]]:
+def _split(writes: Sequence[RouteWrite | LayerWrite]) -> tuple[list[RouteWrite], list[LayerWrite]]:
     return [w for w in writes if isinstance(w, RouteWrite)], [w for w in writes if isinstance(w, LayerWrite)]
 
 
@@ -208,31 +217,33 @@ def _indices(elements: npt.NDArray[Any], storage: torch.Tensor) -> torch.Tensor:
 def count_routes(
     plans: Sequence[Mapping[str, Sequence[Rectangle]]], worker: int, tensors: Mapping[str, TensorSpec]
 ) -> frozenset[tuple[str, int]]:
-    """Choose the routes that ``worker`` counts: each checkpoint element is counted once over all workers. ``plans``:
-    for every worker, by tensor, the checkpoint rectangles of its routes. Equal rectangles (replicated parameters) are
-    counted by the first. Raises ``WeightError`` when a tensor is not covered exactly once."""
-    taken: set[tuple[str, Rectangle]] = set()
+    """Choose the routes that ``worker`` counts, by tensor and index, so that each checkpoint element is counted once
+    over all workers. ``plans``: checkpoint rectangles of the routes of every worker, by tensor. The first of several
+    equal rectangles (replicated parameters) is counted. Raises ``WeightError`` when a tensor is not covered exactly
+    once."""
+    rectangles_seen: set[tuple[str, Rectangle]] = set()
     elements = dict.fromkeys(tensors, 0)
-    mine: set[tuple[str, int]] = set()
+    counted: set[tuple[str, int]] = set()
     for index, plan in enumerate(plans):
         for name, rectangles in plan.items():
             for number, rectangle in enumerate(rectangles):
-                if (name, rectangle) in taken:
+                if (name, rectangle) in rectangles_seen:
                     continue
-                taken.add((name, rectangle))
+                rectangles_seen.add((name, rectangle))
                 elements[name] += rectangle.elements
                 if index == worker:
-                    mine.add((name, number))
-    for name, found in elements.items():
-        if found != tensors[name].elements:
+                    counted.add((name, number))
+    for name, mapped in elements.items():
+        if mapped != tensors[name].elements:
             raise WeightError(
-                f"{found} of {tensors[name].elements} elements of published tensor {name!r} map to runtime parameters "
+                f"{mapped} of {tensors[name].elements} elements of published tensor {name!r} map to runtime parameters "
                 "of this engine: publish exactly what the model loads (for tied weights, one name)"
             )
-    return frozenset(mine)
+    return frozenset(counted)
 
 
 def _from_runtime(live: npt.NDArray[np.generic], write: RouteWrite) -> BitArray:
+    """Return live elements as published bits. Raises ``WeightError`` for float32 values that are no bfloat16 ones."""
     if live.dtype.itemsize == write.new_bits.dtype.itemsize:
         return cast("BitArray", live.view(write.new_bits.dtype))
     unsigned = live.view(np.uint32)
@@ -245,14 +256,14 @@ def _from_runtime(live: npt.NDArray[np.generic], write: RouteWrite) -> BitArray:
 
 
 def _check_equal(write: RouteWrite, live: BitArray, moment: str, expected: BitArray | None = None) -> None:
-    """``expected`` None: the new bits."""
-    wanted = write.new_bits if expected is None else expected
-    wrong = np.flatnonzero(live != wanted)
+    """Raise ``WeightError`` unless ``live`` equals ``expected`` (None: the new bits)."""
+    expected_bits = write.new_bits if expected is None else expected
+    wrong = np.flatnonzero(live != expected_bits)
     if wrong.size:
         first = int(wrong[0])
         positions = write.route.checkpoint.positions() if write.positions is None else write.positions
         raise WeightError(
             f"runtime parameter {write.route.parameter!r}: {wrong.size} of {live.size} elements differ {moment}; "
             f"element {int(positions[first])} of {write.tensor.name!r} is {int(live[first]):#x}, expected "
-            f"{int(wanted[first]):#x}"
+            f"{int(expected_bits[first]):#x}"
         )

@@ -1,10 +1,11 @@
-"""The part of a commit that goes through layers which must be rebuilt: see ``load_plan_reload``.
+"""The part of ``LiveWeights`` for layers that are rebuilt (``rebuilt_layers.py``), in vLLM's worker processes.
 
-The inputs of a layer are made ready while the engine samples: its loading-time parameters, at the new version, in host
-memory. The commit rebuilds from them. No element of a packed tensor can be compared with a checkpoint's, so the state
-hash counts the bits that the layers were loaded from, and is right as long as a layer is what comes of those. That is
-compared once, when the first delta is made on the files of the checkpoint that vLLM loaded; from then on each layer's
-served tensors must be those of its last rebuild, in every commit that touches it and in audits."""
+While the engine samples, ``prepare`` makes the loading-time parameters of a layer at the new version, in host memory;
+the commit rebuilds the layer from them. Elements of a packed tensor cannot be compared with those of a checkpoint. So
+the state hash counts the bits from which a layer was rebuilt, and is right as long as the layer is the result of this
+rebuild. A rebuild is compared with the loaded layer once, when the first delta is made on the checkpoint that vLLM
+loaded. After that, every commit that changes a layer, and every audit, checks that its tensors are those of its last
+rebuild."""
 
 from __future__ import annotations
 
@@ -23,87 +24,90 @@ from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, Route
-from streamrl.weights.vllm.load_plan_reload import ReloadedLayer
+from streamrl.weights.vllm.rebuilt_layers import RebuiltLayer
 
 UPPER_HALF = 16
-"""Bits: a float32 that holds a bfloat16 has it there, and zeros below."""
+"""Position of a bfloat16 in the bits of a float32 that holds it; the bits below are zeros."""
 
 
 class LayerWrite(msgspec.Struct, frozen=True, eq=False):
-    """A layer that a version touches, and all that it is loaded from at that version, by attribute, in host memory.
-    ``hash_change``: what the version adds to this worker's part of the state hash by way of the layer."""
+    """A layer that a version changes. ``loaded``: loading-time parameters of the layer at this version, by attribute,
+    in host memory. ``hash_change``: change of this worker's part of the state hash by the tensors of the layer."""
 
-    layer: ReloadedLayer
+    layer: RebuiltLayer
     loaded: Mapping[str, torch.Tensor]
     hash_change: int
 
 
 class LiveLayers:
-    """The layers of a load plan that are rebuilt.
+    """The rebuilt layers of a load plan.
 
-    ``counted``: see ``LiveWeights``. ``as_when_loading``: around every rebuild; what vLLM sets up for its loaders.
-    ``agreed``: of several workers that rebuild together (a method of quantisation may ask all of them for the largest
-    element), tells the others that this one is ready or why it is not, and raises ``WeightError`` when one is not."""
+    ``counted``: see ``LiveWeights``. ``loading_context``: makes a context manager around every rebuild, with the
+    settings that vLLM has while it loads. ``agree``: collective call of several workers before they rebuild layers
+    together (a quantisation method may need the largest element over all workers); it sends the failure of this worker
+    (empty: none) to the others, and raises ``WeightError`` when a worker failed. None for a single worker."""
 
     def __init__(
         self,
         plan: LoadPlan,
         counted: frozenset[tuple[str, int]],
         *,
-        as_when_loading: Callable[[], AbstractContextManager[None]] = nullcontext,
-        agreed: Callable[[str], None] | None = None,
+        loading_context: Callable[[], AbstractContextManager[None]] = nullcontext,
+        agree: Callable[[str], None] | None = None,
     ) -> None:
         self._plan = plan
         self._counted = counted
-        self._as_when_loading = as_when_loading
-        self._agreed = agreed
+        self._loading_context = loading_context
+        self._agree = agree
         self._layers = {layer.name: layer for layer in plan.layers.values()}
         self._tensors: dict[str, set[str]] = {name: set() for name in self._layers}
         for tensor, routes in plan.routes.items():
             for route in routes:
                 owner = route.parameter.rpartition(".")[0]
-                if owner in self._tensors:  # biases, too: a kernel may hold a copy
+                if owner in self._tensors:  # also by a bias: a kernel may hold a copy of it
                     self._tensors[owner].add(tensor)
 
     def prepare(self, staged: StagedVersion, replica: CheckpointReplica) -> list[LayerWrite]:
-        """The layers that ``staged`` touches, on any worker: all rebuild the same ones, in one order."""
+        """Compute the writes of the layers that ``staged`` changes on any worker: all workers rebuild the same layers,
+        in the same order."""
         return [
             self._write_of(layer, staged.patches, replica)
             for name, layer in self._layers.items()
             if any(_changes(staged.patches.get(tensor)) for tensor in self._tensors[name])
         ]
 
-    def apply(self, writes: Sequence[LayerWrite], *, failed: str, anchor: bool) -> None:
-        """Rebuild the layers. ``failed``: why this worker has failed before, if it has: then none is rebuilt anywhere.
-        ``anchor``: what they serve with now is not looked at. Raises ``WeightError`` naming the layer, or with what
-        failed."""
-        if self._agreed is not None and self._layers:
-            self._agreed(failed)
-        elif failed:
-            raise WeightError(failed)
-        with self._as_when_loading():
+    def apply(self, writes: Sequence[LayerWrite], *, failure: str, anchor: bool) -> None:
+        """Rebuild the layers. ``failure``: error of this worker in the same commit (empty: none); with one, no worker
+        rebuilds a layer. ``anchor``: whether the layers need not be those of their last rebuild. Raises ``WeightError``
+        naming the layer, or with the failure."""
+        if self._agree is not None and self._layers:
+            self._agree(failure)
+        elif failure:
+            raise WeightError(failure)
+        with self._loading_context():
             for write in writes:
                 if not anchor:
                     write.layer.check_untouched("before the commit")
                 write.layer.rebuild(write.loaded)
 
     def undo(self, writes: Sequence[LayerWrite], replica: CheckpointReplica) -> None:
-        """Rebuild the layers from what ``replica`` holds. Raises ``WeightError`` where that takes other workers."""
-        if writes and self._agreed is not None:
+        """Rebuild the layers from ``replica``. Raises ``WeightError`` where several workers would have to rebuild
+        together."""
+        if writes and self._agree is not None:
             raise WeightError(f"layer {writes[0].layer.name!r} is rebuilt by all workers together, not by one")
-        with self._as_when_loading():
+        with self._loading_context():
             for write in writes:
                 write.layer.rebuild(self._write_of(write.layer, {}, replica).loaded)
 
     def audit(self, replica: CheckpointReplica) -> int:
-        """Return this worker's part of the state hash by way of the layers. Each must be as its last rebuild left it;
-        one that was never rebuilt must be what a rebuild gives (only then are layers rebuilt, which must not be while
-        the engine samples). Raises ``WeightError`` naming the layer."""
+        """Check the layers, and return the part of the state hash that this worker counts for them. A layer must have
+        the tensors of its last rebuild. A layer that was never rebuilt is compared with a rebuild, which must not
+        happen while the engine samples. Raises ``WeightError`` naming the layer."""
         total = 0
         for layer in self._layers.values():
             layer.check_untouched("in an audit")
-            if not layer.known:
-                with self._as_when_loading():
+            if not layer.is_verified:
+                with self._loading_context():
                     layer.compare(self._write_of(layer, {}, replica).loaded)
         for tensor, index, route in self._routes(self._plan.routes):
             if (tensor, index) in self._counted:
@@ -111,7 +115,7 @@ class LiveLayers:
         return total % HASH_MODULUS
 
     def _routes(self, tensors: Iterable[str]) -> list[tuple[str, int, Route]]:
-        """The routes of ``tensors`` that lead into a layer."""
+        """Return the routes of ``tensors`` to rebuilt layers, each with its tensor and index."""
         return [
             (tensor, index, route)
             for tensor in tensors
@@ -120,11 +124,12 @@ class LiveLayers:
         ]
 
     def _write_of(
-        self, layer: ReloadedLayer, patches: Mapping[str, StagedPatch], replica: CheckpointReplica
+        self, layer: RebuiltLayer, patches: Mapping[str, StagedPatch], replica: CheckpointReplica
     ) -> LayerWrite:
+        """Make the loading-time parameters of a layer from the replica's bits with ``patches``."""
         loaded = {
-            attribute: torch.zeros(noted.shape, dtype=noted.dtype, device="cpu")
-            for attribute, noted in layer.loading.items()
+            attribute: torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu")
+            for attribute, parameter in layer.loading_parameters.items()
         }
         change = 0
         for tensor in sorted(self._tensors[layer.name]):
@@ -148,7 +153,7 @@ def _changes(patch: StagedPatch | None) -> bool:
 
 
 def _patched(tensor: str, patch: StagedPatch | None, replica: CheckpointReplica) -> BitArray:
-    """All bits of ``tensor`` at the version of ``patch``."""
+    """Return all bits of ``tensor`` at the version of ``patch``."""
     if patch is None:
         return replica.bits(tensor)
     if patch.positions is None:
@@ -159,36 +164,40 @@ def _patched(tensor: str, patch: StagedPatch | None, replica: CheckpointReplica)
 
 
 def _hash_change(tensor: str, route: Route, patch: StagedPatch | None, replica: CheckpointReplica) -> int:
+    """Return the change of the state hash by the elements of ``patch`` on one route. A complete patch counts with all
+    its elements."""
     if patch is None:
         return 0
     if patch.positions is None:
         return hash_rectangle(tensor, route.checkpoint, inside(route.checkpoint, patch.new_bits))
-    chosen, _ = route.locate(patch.positions)
-    positions = patch.positions[chosen]
-    new = patch.new_bits[chosen]
+    indices, _ = route.locate(patch.positions)
+    positions = patch.positions[indices]
+    new = patch.new_bits[indices]
     return hash_elements(tensor, positions, new) - hash_elements(tensor, positions, replica.bits(tensor)[positions])
 
 
 def _check_arrived(
-    spec: TensorSpec, layer: ReloadedLayer, route: Route, patch: StagedPatch | None, storage: torch.Tensor
+    spec: TensorSpec, layer: RebuiltLayer, route: Route, patch: StagedPatch | None, storage: torch.Tensor
 ) -> None:
-    """Check that changed elements are where the route locates them, one element at a time."""
+    """Check that ``storage`` has each changed element at the place that ``route.locate`` computes for it. Raises
+    ``WeightError``."""
     if patch is None or patch.positions is None:
         return
-    chosen, elements = route.locate(patch.positions)
-    wanted = to_runtime(patch.new_bits[chosen], storage.element_size())
-    found: npt.NDArray[Any] = storage.numpy()[elements]
-    if not np.array_equal(found, wanted):
+    indices, elements = route.locate(patch.positions)
+    expected = to_runtime(patch.new_bits[indices], storage.element_size())
+    stored: npt.NDArray[Any] = storage.numpy()[elements]
+    if not np.array_equal(stored, expected):
         raise WeightError(f"layer {layer.name!r}: changed elements of {spec.name!r} did not arrive where they belong")
 
 
 def integers(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of a contiguous tensor, flat, as integers of their width."""
+    """Return all elements of a contiguous tensor, flat, as integers of the same width."""
     return tensor.view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
 def inside(rectangle: Rectangle, bits: BitArray) -> BitArray:
-    """The elements of ``bits`` inside the rectangle, flat: a view where they are contiguous, else a copy."""
+    """Return the elements of ``bits`` inside the rectangle, flat: a view where they are contiguous, otherwise a
+    copy."""
     if rectangle.strides == (1,):
         return bits[rectangle.offset : rectangle.offset + rectangle.elements]
     strides = tuple(stride * bits.itemsize for stride in rectangle.strides)
@@ -197,14 +206,15 @@ def inside(rectangle: Rectangle, bits: BitArray) -> BitArray:
 
 
 def hash_rectangle(name: str, rectangle: Rectangle, bits: BitArray) -> int:
-    """Return what ``bits`` [n], at the places of ``rectangle`` in tensor ``name``, add to the state hash."""
+    """Return the sum that ``bits`` [n] at the positions of ``rectangle`` in tensor ``name`` add to the state hash."""
     if rectangle.strides == (1,):
         return hash_range(name, rectangle.offset, bits)
     return hash_elements(name, rectangle.positions(), bits)
 
 
 def to_runtime(bits: BitArray, element_size: int) -> npt.NDArray[np.int16] | npt.NDArray[np.int32]:
-    """Published bits as integers of ``element_size`` bytes: the published type, or float32 that holds bfloat16."""
+    """Return published bits as integers of ``element_size`` bytes: the published dtype, or float32 that holds
+    bfloat16."""
     if bits.dtype.itemsize == element_size:
         flat = np.ascontiguousarray(bits)
         return flat.view(np.int16) if element_size == 2 else flat.view(np.int32)

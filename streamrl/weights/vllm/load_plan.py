@@ -1,10 +1,14 @@
-"""Map of every element of a checkpoint tensor to the runtime parameters of a loaded model.
+"""The load plan: where every element of a published tensor is in the runtime parameters of a loaded model.
 
-The model's own ``load_weights`` is run once over meta tensors under a dispatch mode that records the source view and
-the destination view of each copy and suppresses the write. Each pair is an affine map from flat checkpoint positions to
-runtime elements: fused projections, tensor-parallel shards, experts and tied embeddings need no code of their own.
-Where the engine packed, rearranged or quantised a layer after loading it, the map leads to what that was loaded as, and
-the layer is rebuilt from there (``load_plan_reload``). Any other tensor is refused by name."""
+``weight_receiver.py`` records it in each vLLM worker's process, when the first version is staged; the dry run records
+one to see whether the model can be updated (``engines/vllm/load_plan_probe.py``). The model's own ``load_weights`` runs
+once over meta tensors, under a dispatch mode that records the source view and the destination view of each copy and
+suppresses the write. Each pair is an affine map from flat checkpoint positions to runtime elements, a *route*: fused
+projections, tensor-parallel shards, experts and tied embeddings need no further code.
+
+Where vLLM packed, rearranged or quantised a layer after loading it, the routes lead to the loading-time parameters of
+the layer, from which it is rebuilt (``rebuilt_layers.py``). A tensor that vLLM changed or made otherwise is refused by
+name."""
 
 from __future__ import annotations
 
@@ -22,10 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import PositionArray
 from streamrl.weights.pull.replica import TensorSpec
-from streamrl.weights.vllm.load_plan_reload import ReloadedLayer, refuse_unreachable, reloaded_layers
+from streamrl.weights.vllm.post_load_changes import refuse_unreachable
+from streamrl.weights.vllm.rebuilt_layers import RebuiltLayer, rebuilt_layers
 
 _TORCH_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_EXACT = {  # (published, runtime): how the runtime type holds every published bit pattern
+_EXACT = {  # (published, runtime) dtypes: the runtime dtype holds every published bit pattern
     ("bfloat16", torch.bfloat16),
     ("float16", torch.float16),
     ("float32", torch.float32),
@@ -33,7 +38,7 @@ _EXACT = {  # (published, runtime): how the runtime type holds every published b
 }
 
 
-_MOVES = {  # what a loader may do to a published tensor before it copies it: elements change places, not values
+_MOVES = {  # operations of loaders on a published tensor before the copy: elements change places, not values
     torch.ops.aten.clone.default,
     torch.ops.aten.cat.default,
     torch.ops.aten._to_copy.default,
@@ -43,7 +48,8 @@ _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.at
 
 
 class Rectangle(msgspec.Struct, frozen=True):
-    """A strided view: element ``(i0, i1, ..)`` is at ``offset + i0*strides[0] + i1*strides[1] + ..``."""
+    """A strided view: element ``(i0, i1, ..)`` is at ``offset + i0*strides[0] + i1*strides[1] + ..``. ``sizes``: number
+    of elements along each dimension."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -55,67 +61,68 @@ class Rectangle(msgspec.Struct, frozen=True):
         return int(np.prod(self.sizes, dtype=np.int64))
 
     def positions(self) -> PositionArray:
-        """Flat positions of the elements, int64 [n], in the order of the dimensions."""
-        found = np.full((), self.offset, dtype=np.int64)
+        """Return the flat positions of the elements, int64 [n], in row-major order."""
+        positions = np.full((), self.offset, dtype=np.int64)
         for size, stride in zip(self.sizes, self.strides, strict=True):
-            found = found[..., None] + np.arange(size, dtype=np.int64) * stride
-        return found.reshape(-1)
+            positions = positions[..., None] + np.arange(size, dtype=np.int64) * stride
+        return positions.reshape(-1)
 
 
 class Route(msgspec.Struct, frozen=True):
-    """One recorded copy: a rectangle of a checkpoint tensor and the equal-sized one of a runtime storage. ``parameter``
-    names the runtime parameter; ``runtime`` counts elements from the start of its storage."""
+    """One recorded copy. ``parameter``: name of the runtime parameter. ``checkpoint``: rectangle of a checkpoint
+    tensor. ``runtime``: rectangle of the same size in the storage of the parameter."""
 
     parameter: str
     checkpoint: Rectangle
     runtime: Rectangle
 
     def locate(self, positions: PositionArray) -> tuple[npt.NDArray[np.int64], PositionArray]:
-        """Find which of ``positions`` (flat in the checkpoint tensor) this route holds, and their runtime elements.
-        Returns indices into ``positions`` and the runtime elements they map to, both int64 [m]."""
+        """Find the runtime elements of ``positions`` (flat in the checkpoint tensor). Returns the indices of the
+        positions that are in the route's rectangle, and their elements in the runtime storage, both int64 [m]."""
         source = self.checkpoint
         order = sorted(range(len(source.sizes)), key=lambda d: source.strides[d], reverse=True)
-        rest = positions - source.offset
-        inside = rest >= 0
+        remainder = positions - source.offset
+        inside = remainder >= 0
         target = np.full(positions.shape, self.runtime.offset, dtype=np.int64)
         for dimension in order:
-            digit = rest // source.strides[dimension]
-            rest = rest - digit * source.strides[dimension]
+            digit = remainder // source.strides[dimension]
+            remainder = remainder - digit * source.strides[dimension]
             inside &= digit < source.sizes[dimension]
             target += digit * self.runtime.strides[dimension]
-        inside &= rest == 0
-        chosen = np.flatnonzero(inside)
-        return chosen, target[chosen]
+        inside &= remainder == 0
+        indices = np.flatnonzero(inside)
+        return indices, target[indices]
 
 
 class LoadPlan(msgspec.Struct, frozen=True, eq=False):
-    """All routes of a model on this worker, by checkpoint tensor, and the runtime parameters they fill."""
+    """All routes of a model on this worker. ``tensors``: published tensors by name. ``routes``: routes by checkpoint
+    tensor."""
 
     tensors: Mapping[str, TensorSpec]
     routes: Mapping[str, Sequence[Route]]
     storages: Mapping[str, torch.Tensor]
-    """By runtime parameter: its whole storage as a flat tensor of its dtype."""
-    layers: Mapping[str, ReloadedLayer] = {}
-    """By parameter that is there only while its layer is loaded: the layer. It has no storage of its own."""
+    """The complete storage of each runtime parameter, as a flat tensor of the parameter's dtype."""
+    layers: Mapping[str, RebuiltLayer] = {}
+    """The rebuilt layer of each loading-time parameter. Such a parameter has no entry in ``storages``."""
 
 
 def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) -> LoadPlan:
-    """Run ``model.load_weights`` over the published ``tensors`` without writing, and keep where each copy went.
+    """Run ``model.load_weights`` over the published ``tensors`` without writing, and record the target of each copy.
 
-    Raises ``WeightError`` naming the tensor or parameter: a loader that does more than copy, a runtime dtype
-    that cannot hold the published bits, a parameter that no published tensor covers or two write to (emptied
-    parameters among them), one that was rearranged after loading in a way that is not known."""
-    layers = reloaded_layers(model)
+    Raises ``WeightError`` naming the tensor or parameter: a loader that does more than copy, a runtime dtype that
+    cannot hold the published bits, a parameter that no published tensor covers (an emptied one, too) or that two write
+    to, a parameter that vLLM rearranged after loading in a layer that cannot be rebuilt."""
+    layers = rebuilt_layers(model)
     refuse_unreachable(model, layers.keys())
     sources = without_values(tensors)
-    with ExitStack() as loading:
+    with ExitStack() as stack:
         for layer in layers.values():
-            loading.enter_context(layer.as_loaded(layer.loading))
+            stack.enter_context(layer.with_parameters(layer.loading_parameters))
         parameters = _runtime_parameters(model)
         recorder = _CopyRecorder(sources, parameters)
-        loading.enter_context(torch.no_grad())
-        loading.callback(register_module_parameter_registration_hook(recorder.keep).remove)
-        loading.enter_context(recorder)
+        stack.enter_context(torch.no_grad())
+        stack.callback(register_module_parameter_registration_hook(recorder.reuse_memory).remove)
+        stack.enter_context(recorder)
         run_loader(model, sources)
         _check_same_memory(model, parameters)
     routes: dict[str, list[Route]] = {name: [] for name in tensors}
@@ -126,12 +133,12 @@ def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) 
     _check_covered(parameters, routes, recorder.filled)
     storages = {name: flat_storage(parameter) for name, parameter in parameters.items() if not parameter.is_meta}
     owners = {name: name.rpartition(".")[0] for name, parameter in parameters.items() if parameter.is_meta}
-    rebuilt = {name: layers[owner] for name, owner in owners.items() if owner in layers}
-    return LoadPlan(tensors=dict(tensors), routes=routes, storages=storages, layers=rebuilt)
+    layers_by_parameter = {name: layers[owner] for name, owner in owners.items() if owner in layers}
+    return LoadPlan(tensors=dict(tensors), routes=routes, storages=storages, layers=layers_by_parameter)
 
 
 def without_values(tensors: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    """The published ``tensors`` on the meta device."""
+    """Return tensors like the published ones on the meta device, by name."""
     return {n: torch.empty(t.shape, dtype=_TORCH_TYPES[t.dtype], device="meta") for n, t in tensors.items()}
 
 
@@ -143,17 +150,17 @@ def run_loader(model: torch.nn.Module, sources: Mapping[str, torch.Tensor]) -> N
         raise
     except Exception as error:
         name = type(model).__qualname__
-        what = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         raise WeightError(
-            f"load_weights of {name} needs more than names and shapes, so it has no plan: {what}"
+            f"load_weights of {name} needs more than names and shapes, so it has no plan: {reason}"
         ) from error
 
 
 def record_copies(
     sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], load: Callable[[], object]
 ) -> list[tuple[str, Route]]:
-    """Run ``load``, which copies tensors without values to ``targets``, without writing: where each copy went, by the
-    name of its source. Raises ``WeightError``."""
+    """Run ``load``, which copies ``sources`` (meta tensors) to ``targets``, without writing. Returns the route of each
+    copy, with the name of its source. Raises ``WeightError`` where ``load`` does more than copy."""
     recorder = _CopyRecorder(sources, targets)
     with torch.no_grad(), recorder:
         load()
@@ -161,7 +168,8 @@ def record_copies(
 
 
 class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records copies from published tensors into runtime parameters, and constant fills of parameters."""
+    """Records copies of published tensors to runtime parameters (``routes``) and constant fills of parameters
+    (``filled``). Other writes to a parameter raise ``WeightError``."""
 
     def __init__(self, sources: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -172,13 +180,14 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moved: dict[int, _MovedTensor] = {}
         self._empty: dict[int, torch.Tensor] = {}
 
-    def keep(self, module: torch.nn.Module, name: str, made: torch.nn.Parameter) -> Any:
-        """A parameter the loader re-creates without writing to it gets the memory of the one that it replaces:
-        vLLM's transformers backend makes the bias of an output head each time that it loads one."""
+    def reuse_memory(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> Any:
+        """Return the parameter to register as ``name``. A parameter that the loader makes again, without values yet,
+        gets the memory of the one that it replaces: vLLM's transformers backend makes the bias of an output head each
+        time that it loads one."""
         old = module._parameters.get(name)
-        empty = self._empty.get(made.untyped_storage()._cdata) is not None
-        if not empty or old is None or (old.shape, old.dtype) != (made.shape, made.dtype):
-            return made
+        empty = self._empty.get(parameter.untyped_storage()._cdata) is not None
+        if not empty or old is None or (old.shape, old.dtype) != (parameter.shape, parameter.dtype):
+            return parameter
         return torch.nn.Parameter(old.detach(), requires_grad=False)
 
     def __torch_dispatch__(
@@ -226,7 +235,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.routes.append((name, _fit(name, parameter, self._positions(value), _rectangle(written).positions())))
 
     def _forget(self, written: torch.Tensor) -> None:
-        """Forget the source of a tensor that a loader changes: it is no published value any more."""
+        """Forget the source of a tensor that the loader changes: its values are no published ones any more."""
         storage = written.untyped_storage()._cdata
         self._empty.pop(storage, None)
         self._sources.pop(storage, None)
@@ -234,28 +243,28 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._moved[storage] = msgspec.structs.replace(self._moved[storage], tensor=None)
 
     def _origin(self, value: torch.Tensor) -> str | None:
-        """The published tensor that all of ``value`` is from."""
+        """Return the name of the published tensor that all elements of ``value`` are from; None without one."""
         storage = value.untyped_storage()._cdata
         moved = self._moved.get(storage)
         return self._sources.get(storage) if moved is None else moved.tensor
 
     def _positions(self, value: torch.Tensor) -> PositionArray:
-        """Positions of the elements of ``value``, in the order of its dimensions, in their published tensor: int64
+        """Return the positions of the elements of ``value``, in row-major order, in their published tensor: int64
         [n]."""
-        places = _rectangle(value).positions()
+        positions = _rectangle(value).positions()
         moved = self._moved.get(value.untyped_storage()._cdata)
-        return places if moved is None else moved.positions[places]
+        return positions if moved is None else moved.positions[positions]
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
-        """Do with positions what the loader does with elements, so that a copy from ``result`` can be mapped."""
-        parts = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-        origins = {self._origin(part) for part in parts}
+        """Move positions as the loader's ``func`` moves elements, so that a copy from ``result`` can be mapped."""
+        inputs = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+        origins = {self._origin(tensor) for tensor in inputs}
         name = origins.pop()
-        if name is None or origins or result.dtype != parts[0].dtype:
+        if name is None or origins or result.dtype != inputs[0].dtype:
             return
-        if any(isinstance(other, torch.Tensor) and other.is_meta for other in args[1:]):
-            return  # an index that nobody knows
-        moved = [torch.from_numpy(self._positions(part)).view(part.shape) for part in parts]
+        if any(isinstance(argument, torch.Tensor) and argument.is_meta for argument in args[1:]):
+            return  # an index without values
+        moved = [torch.from_numpy(self._positions(tensor)).view(tensor.shape) for tensor in inputs]
         if func in (torch.ops.aten.cat.default, torch.ops.aten.index_select.default):
             indices = func(moved if func is torch.ops.aten.cat.default else moved[0], *args[1:], **kwargs)
         else:
@@ -266,35 +275,37 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call of ``func`` writes to."""
+    """Return the tensors that a call of ``func`` writes to."""
     if not func._schema.is_mutable:
         return []
-    given = (
+    values = (
         args[index] if index < len(args) else kwargs.get(argument.name)
         for index, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    return [value for value in given if isinstance(value, torch.Tensor)]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 class _MovedTensor(msgspec.Struct, frozen=True, eq=False):
-    """A copy that the loader made of (parts of) one published tensor: where each element of its storage is from.
-    ``tensor``: None once its values were changed. ``kept``: the copy, so that no other takes its place in memory."""
+    """A copy that the loader made of one published tensor, or of parts of it. ``tensor``: name of the published tensor;
+    None after the values of the copy were changed. ``positions``: positions in the published tensor of the elements of
+    the copy's storage. ``copy``: the copy, referenced so that no other tensor gets its memory."""
 
     tensor: str | None
     positions: PositionArray
-    kept: torch.Tensor
+    copy: torch.Tensor
 
 
 def _fit(tensor: str, parameter: str, source: PositionArray, runtime: PositionArray) -> Route:
-    """The route that takes ``source`` (flat in the checkpoint tensor) to ``runtime``, int64 [n] both."""
+    """Return the route that maps ``source`` (flat in the checkpoint tensor) to ``runtime``, both int64 [n]. Raises
+    ``WeightError`` where there is none."""
     fitted = fit_rectangles(source, runtime)
     if fitted is not None:
-        sizes, *strides = fitted
-        first, second = (Rectangle(int(walk[0]), sizes, s) for walk, s in zip((source, runtime), strides, strict=True))
-        route = Route(parameter, first, second)
-        chosen, found = route.locate(source)
-        if chosen.size == source.size and np.array_equal(found, runtime):
+        sizes, source_strides, runtime_strides = fitted
+        checkpoint_rectangle = Rectangle(int(source[0]), sizes, source_strides)
+        route = Route(parameter, checkpoint_rectangle, Rectangle(int(runtime[0]), sizes, runtime_strides))
+        indices, elements = route.locate(source)
+        if indices.size == source.size and np.array_equal(elements, runtime):
             return route
     raise WeightError(
         f"{tensor!r} lies in runtime parameter {parameter!r} in a way that is no rectangle: it cannot be mapped"
@@ -304,23 +315,25 @@ def _fit(tensor: str, parameter: str, source: PositionArray, runtime: PositionAr
 def fit_rectangles(
     first: PositionArray, second: PositionArray
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Sizes, and strides in ``first`` and in ``second``, of one lattice that both int64 [n] walk in step. Both begin at
-    their first element. None when there is no such lattice with strides of at least 0."""
+    """Fit rectangles of the same sizes whose elements, in row-major order, are at ``first`` and at ``second`` (int64
+    [n]). Returns the sizes, and the strides of both; None when there are no such rectangles with strides of at least
+    0."""
     dimensions: list[tuple[int, int, int]] = []
     while first.size > 1:
-        steps = np.diff(first)
-        others = np.diff(second)
-        broken = np.flatnonzero((steps != steps[0]) | (others != others[0]))
-        run = int(broken[0]) + 1 if broken.size else first.size
-        if first.size % run or steps[0] < 0 or others[0] < 0:
+        first_steps = np.diff(first)
+        second_steps = np.diff(second)
+        # The innermost dimension ends where a step differs from the first step.
+        breaks = np.flatnonzero((first_steps != first_steps[0]) | (second_steps != second_steps[0]))
+        run = int(breaks[0]) + 1 if breaks.size else first.size
+        if first.size % run or first_steps[0] < 0 or second_steps[0] < 0:
             return None
-        for walk, step in ((first, steps[0]), (second, others[0])):
+        for positions, step in ((first, first_steps[0]), (second, second_steps[0])):
             if not np.array_equal(
-                walk.reshape(-1, run) - walk[::run, None],
-                np.broadcast_to(np.arange(run) * step, (walk.size // run, run)),
+                positions.reshape(-1, run) - positions[::run, None],
+                np.broadcast_to(np.arange(run) * step, (positions.size // run, run)),
             ):
                 return None
-        dimensions.insert(0, (run, int(steps[0]), int(others[0])))
+        dimensions.insert(0, (run, int(first_steps[0]), int(second_steps[0])))
         first = first[::run]
         second = second[::run]
     dimensions = dimensions or [(1, 1, 1)]
@@ -332,7 +345,7 @@ def _rectangle(view: torch.Tensor) -> Rectangle:
 
 
 def _merge(source: Rectangle, target: Rectangle) -> tuple[Rectangle, Rectangle]:
-    """Join neighbouring dimensions that are contiguous in both, and drop those of size 1."""
+    """Join neighbouring dimensions that are contiguous in both rectangles, and drop dimensions of size 1."""
     merged: list[tuple[int, int, int]] = []
     for size, first, second in zip(source.sizes, source.strides, target.strides, strict=True):
         if size == 1:
@@ -350,7 +363,7 @@ def _merge(source: Rectangle, target: Rectangle) -> tuple[Rectangle, Rectangle]:
 
 
 def _runtime_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Parameters by name, a shared storage once."""
+    """Return the parameters by name; of parameters that share a storage, the first one."""
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         first_names.setdefault(parameter.untyped_storage()._cdata, name)
@@ -358,7 +371,7 @@ def _runtime_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]
 
 
 def _check_same_memory(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """The loader was to copy into the parameters, and not to put others in their place."""
+    """Raise ``WeightError`` where the loader has replaced a parameter instead of copying to it."""
     storages = {parameter.untyped_storage()._cdata for parameter in parameters.values()}
     for name, parameter in model.named_parameters():
         if parameter.untyped_storage()._cdata not in storages:
@@ -369,13 +382,13 @@ def _check_same_memory(model: torch.nn.Module, parameters: Mapping[str, torch.nn
 
 
 def flat_storage(parameter: torch.Tensor) -> torch.Tensor:
-    """All that the storage of a tensor holds, as a flat view of it."""
+    """Return all elements of the storage of a tensor, as a flat view."""
     flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     return flat.set_(parameter.untyped_storage(), 0, (_stored(parameter),), (1,))
 
 
 def _stored(parameter: torch.Tensor) -> int:
-    """Elements that its storage holds."""
+    """Return the number of elements in the storage of a tensor."""
     return parameter.untyped_storage().nbytes() // parameter.element_size()
 
 
@@ -393,11 +406,12 @@ def _check_covered(
     routes: Mapping[str, Sequence[Route]],
     filled: Sequence[tuple[str, Rectangle]],
 ) -> None:
-    """Every element of every parameter is written by one published tensor, or by a constant fill."""
-    written_by: dict[str, list[Rectangle]] = {name: [] for name in parameters}
-    for ways in routes.values():
-        for route in ways:
-            written_by[route.parameter].append(route.runtime)
+    """Raise ``WeightError`` unless every element of every parameter is written by one published tensor, or by a
+    constant fill."""
+    copies: dict[str, list[Rectangle]] = {name: [] for name in parameters}
+    for tensor_routes in routes.values():
+        for route in tensor_routes:
+            copies[route.parameter].append(route.runtime)
     fills: dict[str, list[Rectangle]] = {name: [] for name in parameters}
     for name, rectangle in filled:
         fills[name].append(rectangle)
@@ -408,20 +422,21 @@ def _check_covered(
                 "streamrl's vLLM plugin (VLLM_PLUGINS=streamrl, STREAMRL_ENGINE=1)"
             )
         written = torch.zeros(_stored(parameter), dtype=torch.bool)
-        for part in written_by[name]:
-            written.as_strided(part.sizes, part.strides, part.offset).fill_(True)
-        routed = sum(part.elements for part in written_by[name])
-        if routed != int(written.count_nonzero()):
+        for rectangle in copies[name]:
+            written.as_strided(rectangle.sizes, rectangle.strides, rectangle.offset).fill_(True)
+        copied_elements = sum(rectangle.elements for rectangle in copies[name])
+        if copied_elements != int(written.count_nonzero()):
             raise WeightError(
                 f"published tensors write some elements of runtime parameter {name!r} more than once: publish one name "
                 "for tied weights"
             )
-        for part in fills[name]:
-            written.as_strided(part.sizes, part.strides, part.offset).fill_(True)
-        own = written.as_strided(tuple(parameter.shape), tuple(parameter.stride()), int(parameter.storage_offset()))
-        missing = own.numel() - int(own.count_nonzero())
+        for rectangle in fills[name]:
+            written.as_strided(rectangle.sizes, rectangle.strides, rectangle.offset).fill_(True)
+        shape = tuple(parameter.shape)
+        covered = written.as_strided(shape, tuple(parameter.stride()), int(parameter.storage_offset()))
+        missing = covered.numel() - int(covered.count_nonzero())
         if missing:
             raise WeightError(
-                f"no published tensor covers {missing} of {own.numel()} elements of runtime parameter {name!r} "
-                f"(shape {tuple(parameter.shape)})"
+                f"no published tensor covers {missing} of {covered.numel()} elements of runtime parameter {name!r} "
+                f"(shape {shape})"
             )

@@ -1,5 +1,7 @@
-"""The weights of a simulated engine: fetched, checked, written and hashed as those of a real one, and used for nothing.
-The same transaction, replica and fetch as in vLLM's worker (``weight_receiver``), with arrays in place of a model."""
+"""The weights of a simulated engine: fetched, checked, written and hashed as in a real engine, but not used to sample.
+
+``launch/roles.py`` makes one in the process of a simulated engine. Transaction, replica and fetch are those of vLLM's
+worker (``weight_receiver.py``), with arrays in place of a model."""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ _LONGEST_WAIT_S = 0.05
 
 
 class SimulatedWeights:
-    """Weights of one simulated engine. It has loaded the checkpoint in ``model_path``, as a real one does. ``replica``:
-    shared with the other engines of this machine, or its own."""
+    """Weights of one simulated engine, which starts with the checkpoint in ``model_path`` as a real one does.
+    ``replica``: replica of this engine, or one that it shares with the other engines of this machine."""
 
     def __init__(self, model_path: Path, replica: CheckpointReplica) -> None:
         self._checkpoint = CheckpointBase(model_path)
@@ -35,8 +37,8 @@ class SimulatedWeights:
         self._transaction = WeightTransaction(lambda _live, _writes: None, checkpoint=model_path, replica=replica)
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
-        """Fetch, check and decode in a thread. Raises ``WeightError``; nothing live has changed then."""
-        began = time.monotonic()
+        """Fetch, check and decode a version in a thread. Raises ``WeightError``; live weights are unchanged then."""
+        started = time.monotonic()
         wait_s = _FIRST_WAIT_S
         self._transaction.begin_stage(announcement)
         while not self._transaction.stage_report().fetched:
@@ -45,29 +47,31 @@ class SimulatedWeights:
         _raise_failure(self._transaction.stage_report())
         report = self._transaction.finish_stage(self._load)
         _raise_failure(report)
-        return OrderDone(order_id=0, seconds=time.monotonic() - began, payload_bytes=report.payload_bytes)
+        return OrderDone(order_id=0, seconds=time.monotonic() - started, payload_bytes=report.payload_bytes)
 
     def commit(self, policy_version: int) -> OrderDone:
-        """Write the staged version, and say what state hash the live arrays have. Raises ``WeightError``;
-        what was live before is live again then."""
-        began = time.monotonic()
+        """Write the staged version, and return the state hash of the live arrays. Raises ``WeightError``; the version
+        before is live again then."""
+        started = time.monotonic()
         self._transaction.apply(policy_version)
-        applied = self._transaction.live_report()
-        if applied.state_hash != applied.expected_hash:
+        report = self._transaction.live_report()
+        if report.state_hash != report.expected_hash:
             self._transaction.roll_back()
             raise WeightError(
-                f"version {policy_version}: the live weights have state hash {applied.state_hash:#018x}; announced was "
-                f"{applied.expected_hash:#018x}"
+                f"version {policy_version}: the live weights have state hash {report.state_hash:#018x}; announced was "
+                f"{report.expected_hash:#018x}"
             )
         self._transaction.finish()
-        return OrderDone(order_id=0, seconds=time.monotonic() - began, state_hash=applied.state_hash)
+        return OrderDone(order_id=0, seconds=time.monotonic() - started, state_hash=report.state_hash)
 
     def checksums(self) -> dict[str, str]:
-        """SHA-256 of every live tensor; none before the first version."""
-        return {} if self._live is None else self._live.checksums()
+        """Return the SHA-256 of every live tensor, by name; empty before the first version."""
+        if self._live is None:
+            return {}
+        return self._live.checksums()
 
     def close(self) -> None:
-        """Stop fetching, and give back what is shared. Idempotent."""
+        """Stop fetching, and release the shared memory. Idempotent."""
         self._transaction.close()
         self._transaction.replica.close()
 
@@ -77,19 +81,19 @@ class SimulatedWeights:
 
 
 class _LiveBits:
-    """Arrays in place of a model's parameters: a ``LiveModel``."""
+    """Arrays in place of a model's parameters, with the methods of ``LiveModel``."""
 
     def __init__(self, tensors: Mapping[str, TensorSpec], checkpoint: CheckpointBase) -> None:
         self.state_hash = 0
         self._bits = {name: _loaded(spec, checkpoint) for name, spec in tensors.items()}
 
     def prepare(self, staged: StagedVersion, _: CheckpointReplica) -> list[_Write]:
-        """List the staged patches: their places need no preparation."""
+        """Return the staged patches, which need no preparation."""
         return list(staged.patches.items())
 
     def apply(self, writes: Sequence[_Write], *, anchor: bool) -> int:
-        """Write, and return the state hash by what was found there and what is there now: an element that was something
-        else than the version before says, or that does not keep what is written, makes it another one."""
+        """Write, and return the new state hash, computed from the live bits before and after the write. It differs from
+        the announced one where an element had other bits than the version before, or has others than were written."""
         total = 0 if anchor else self.state_hash
         for name, patch in writes:
             live = self._bits[name]
@@ -103,12 +107,12 @@ class _LiveBits:
         return total % HASH_MODULUS
 
     def undo(self, writes: Sequence[_Write], replica: CheckpointReplica) -> None:
-        """Copy the bits back from the replica, which still holds the version before."""
+        """Copy the bits from the replica, which still holds the version before."""
         for name, _ in writes:
             self._bits[name][:] = replica.bits(name)
 
     def audit(self, replica: CheckpointReplica) -> int:
-        """Every element, against the replica. Returns the state hash."""
+        """Compare every element with the replica, and return the state hash. Raises ``WeightError``."""
         for name in replica.tensors:
             wrong = int(np.count_nonzero(self._bits[name] != replica.bits(name)))
             if wrong:
@@ -119,12 +123,12 @@ class _LiveBits:
         return sum(hash_range(name, 0, self._bits[name]) for name in replica.tensors) % HASH_MODULUS
 
     def checksums(self) -> dict[str, str]:
-        """SHA-256 by tensor."""
+        """Return the SHA-256 of every tensor, by name."""
         return {name: hashlib.sha256(bits.tobytes()).hexdigest() for name, bits in self._bits.items()}
 
 
 def _loaded(spec: TensorSpec, checkpoint: CheckpointBase) -> BitArray:
-    """The checkpoint's own bits, where it has the tensor as it is published; zeros elsewhere."""
+    """Return the bits of the checkpoint, or zeros where it does not have the tensor in its published form."""
     try:
         return checkpoint.bits_of(ShardSpec(spec.name, spec.dtype, spec.shape, 0, spec.elements)).copy()
     except WeightError:

@@ -1,8 +1,10 @@
-"""The ``streamrl`` weight transfer backend: runs in every worker process of an engine.
+"""vLLM's ``streamrl`` weight transfer backend, in every worker process of an engine.
 
-A version is *staged* in a thread while the engine samples (fetch, check, decode, locate), and *committed* between two
-steps of a paused engine. Worker methods never raise for a version that does not fit: they report, so that the reason
-reaches the owner in one piece. Methods that vLLM calls do raise: its update session must end."""
+vLLM makes a ``StreamrlWeightTransfer`` when it starts with ``WEIGHT_BACKEND``; ``engine_push.py`` calls the functions
+``streamrl_*`` below by name, from the engine's process. A version is *staged* in a thread while the engine samples
+(fetch, check, decode, locate), and *committed* between two steps of a paused engine. The functions do not raise for a
+version that does not fit, but return the reason, so that all of it reaches the owner of the engine. Methods that vLLM
+calls do raise, so that its update session ends."""
 
 from __future__ import annotations
 
@@ -32,11 +34,11 @@ from streamrl.weights.vllm.weight_transaction import LiveModel, WeightTransactio
 
 _PLAIN_FORMATS = ("auto", "hf", "safetensors")
 RUN_VARIABLE = "STREAMRL_RUN_MARKER"
-"""The environment variable that all processes of a run on this machine have in common."""
+"""Environment variable that has the same value in all processes of a run on this machine."""
 
 
-Gathered = dict[str, list[Rectangle]] | str
-"""What workers of one engine tell each other: where their routes begin in the checkpoint, or what went wrong."""
+WorkerMessage = dict[str, list[Rectangle]] | str
+"""Message between the workers of one engine: the checkpoint rectangles of a worker's routes by tensor, or an error."""
 
 
 @dataclass
@@ -46,7 +48,7 @@ class NoInit(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is untyped
 
 @dataclass
 class CommitStaged(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Apply the staged version, which must be this one."""
+    """Message that makes a worker apply the staged version, which must be ``policy_version``."""
 
     policy_version: int
 
@@ -66,28 +68,29 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
         _add_worker_methods()
 
     def record_live(self, tensors: Mapping[str, TensorSpec]) -> LiveWeights:
-        """Locate ``tensors`` in the loaded model; a collective of all workers. Raises ``WeightError``."""
+        """Record the load plan of ``tensors`` in the loaded model. A collective call of all workers. Raises
+        ``WeightError``."""
         plan: LoadPlan | None = None
-        own: Gathered
+        message: WorkerMessage
         try:
-            served = self.vllm_config.lora_config is not None
-            plan = (record_adapter_plan if served else record_load_plan)(self.model, tensors)
-            own = {name: [route.checkpoint for route in routes] for name, routes in plan.routes.items()}
-        except WeightError as error:  # told to the other workers first: they wait for this one
-            own = str(error)
+            record = record_load_plan if self.vllm_config.lora_config is None else record_adapter_plan
+            plan = record(self.model, tensors)
+            message = {name: [route.checkpoint for route in routes] for name, routes in plan.routes.items()}
+        except WeightError as error:  # raised below, after the other workers, which wait, have got it
+            message = str(error)
         plans: list[dict[str, list[Rectangle]]] = []
-        for other in _gather_from_workers(own):
-            if isinstance(other, str):
-                raise WeightError(other)
-            plans.append(other)
+        for worker_message in _gather_from_workers(message):
+            if isinstance(worker_message, str):
+                raise WeightError(worker_message)
+            plans.append(worker_message)
         assert plan is not None
         counted = count_routes(plans, _worker_index(), tensors)
-        agreed = _agree if len(plans) > 1 else None
-        layers = LiveLayers(plan, counted, as_when_loading=self._as_when_loading, agreed=agreed)
+        agree = _agree if len(plans) > 1 else None
+        layers = LiveLayers(plan, counted, loading_context=self._loading_context, agree=agree)
         return LiveWeights(plan, counted, layers=layers)
 
     @contextmanager
-    def _as_when_loading(self) -> Iterator[None]:
+    def _loading_context(self) -> Iterator[None]:
         """Set the context that ``BaseModelLoader.load_model`` has around ``process_weights_after_loading``."""
         from vllm.config import set_current_vllm_config
         from vllm.utils.torch_utils import set_default_torch_dtype
@@ -99,21 +102,22 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
     # ---- commit: between two steps of a paused engine ----------------------------------------------
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Do nothing: sources come with each announcement."""
+        """Do nothing: each announcement has its sources."""
 
     def start_weight_update(self) -> None:
         """Do nothing: the version is staged already."""
 
     def receive_weights(self, update_info: CommitStaged) -> None:
-        """Apply the staged version to the live parameters and verify it there; undone when it does not hold."""
+        """Apply the staged version to the live parameters and verify it. Raises ``WeightError``; the version before is
+        live again then, unless it could not be restored."""
         self.transaction.apply(update_info.policy_version)
 
     def finish_weight_update(self) -> None:
-        """The applied version becomes what this worker holds: the replica advances."""
+        """Make the applied version the one that this worker holds, and advance the replica."""
         self.transaction.finish()
 
     def shutdown(self) -> None:
-        """Stop the thread, and give back what is shared with other workers."""
+        """Stop the thread, and release the memory that is shared with other workers."""
         self.transaction.close()
         self.transaction.replica.close()
 
@@ -123,19 +127,19 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
 
 
 def loaded_checkpoint(vllm_config: Any) -> Path | None:
-    """The directory that vLLM loaded the weights from as they are; None where it did something else."""
+    """Return the directory with the weights that vLLM has loaded; None where they are not the values of its files."""
     model = vllm_config.model_config
     load = vllm_config.load_config
     directory = Path(str(model.model))
-    # Quantised while it is loaded, a layer still comes of the files' values; quantised files hold other tensors.
+    # A layer that vLLM quantises while it loads comes from the values of the files; quantised files have other tensors.
     quantised = getattr(model.hf_config, "quantization_config", None) is not None
     plain = str(load.load_format) in _PLAIN_FORMATS and not quantised
     return directory if plain and directory.is_dir() else None
 
 
 def replica_of(vllm_config: Any) -> CheckpointReplica:
-    """One that is shared: by the workers of this engine, and by the engines of a run that load the same model. Where
-    no other worker shares it, or memory cannot be shared, one of this worker's own."""
+    """Return the replica that the workers of this engine share, also with the engines of the same run that load the
+    same model. Where no other worker shares it, or memory cannot be shared, returns a replica for this worker alone."""
     run = os.environ.get(RUN_VARIABLE, "")
     workers = vllm_config.parallel_config.world_size
     if not run and workers == 1:
@@ -148,60 +152,62 @@ def _worker_index() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def _gather_from_workers(own: Gathered) -> list[Gathered]:
-    """Gather the bytes of every worker of this engine, by rank. Tensors travel, never objects: torch would pickle
-    those."""
+def _gather_from_workers(message: WorkerMessage) -> list[WorkerMessage]:
+    """Gather the messages of all workers of this engine, by rank. They are sent as tensors of bytes: torch would pickle
+    objects."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return [own]
+        return [message]
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group().cpu_group
-    mine = msgspec.msgpack.encode(own)
+    encoded = msgspec.msgpack.encode(message)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(lengths, torch.tensor([len(mine)]), group=group)
+    torch.distributed.all_gather(lengths, torch.tensor([len(encoded)]), group=group)
     longest = max(int(length) for length in lengths)
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-    torch.distributed.all_gather(
-        gathered, torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8), group=group
-    )
-    found = zip(gathered, lengths, strict=True)
-    return [msgspec.msgpack.decode(part.numpy()[: int(length)].tobytes(), type=Gathered) for part, length in found]
+    padded = bytearray(encoded.ljust(longest, b"\0"))
+    torch.distributed.all_gather(gathered, torch.frombuffer(padded, dtype=torch.uint8), group=group)
+    messages: list[WorkerMessage] = []
+    for content, length in zip(gathered, lengths, strict=True):
+        messages.append(msgspec.msgpack.decode(content.numpy()[: int(length)].tobytes(), type=WorkerMessage))
+    return messages
 
 
-def _agree(failed: str) -> None:
-    """Tell the other workers what failed here, if anything did. Raises ``WeightError`` where one of them failed."""
-    for worker, reason in enumerate(_gather_from_workers(failed)):
+def _agree(failure: str) -> None:
+    """Exchange failures with the other workers; ``failure`` is empty without one. Raises ``WeightError`` where a worker
+    failed."""
+    for worker, reason in enumerate(_gather_from_workers(failure)):
         if reason:
-            raise WeightError(failed or f"worker {worker}: {reason}")
+            raise WeightError(failure or f"worker {worker}: {reason}")
 
 
 # ---- methods of the worker, called by name through AsyncLLM.collective_rpc ------------------------------
 
 
 def streamrl_begin_stage(worker: Any, announcement: str) -> None:
-    """Start fetching in a thread. A version that is being fetched is given up for the new one. ``announcement``: in
-    base64, since arguments may travel over HTTP."""
+    """Start to fetch a version in a thread, in place of a version that is being fetched. ``announcement``: msgpack in
+    base64, since arguments may be sent over HTTP."""
     decoded = decode_announcement(base64.b64decode(announcement, validate=True))
     worker.weight_transfer_engine.transaction.begin_stage(decoded)
 
 
 def streamrl_stage_report(worker: Any) -> dict[str, Any]:
-    """``StageReport`` of this worker, as plain values."""
+    """Return the ``StageReport`` of this worker, as plain values."""
     return msgspec.structs.asdict(worker.weight_transfer_engine.transaction.stage_report())
 
 
 def streamrl_finish_stage(worker: Any) -> dict[str, Any]:
-    """``StageReport`` after taking over what was fetched, as plain values; with the first version, where it goes in the
-    model is recorded."""
+    """Take over the fetched version from the thread, with the first version record the load plan, and return the
+    ``StageReport``, as plain values."""
     engine = worker.weight_transfer_engine
     return msgspec.structs.asdict(engine.transaction.finish_stage(engine.record_live))
 
 
 def streamrl_apply(worker: Any, policy_version: str) -> dict[str, Any]:
-    """Open vLLM's update session and apply the staged version: one call, because requests wait for it.
+    """Start vLLM's update session and apply the staged version, in one call because requests wait for it.
 
-    ``LiveReport`` of this worker, as plain values; its ``error`` says why nothing was applied. ``policy_version`` is
-    text, as all arguments that may travel over HTTP."""
+    Returns the ``LiveReport`` of this worker, as plain values; its ``error`` is the reason why nothing was applied.
+    ``policy_version``: a number as text, since arguments may be sent over HTTP."""
     failure = ""
     try:
         worker.start_weight_update()
@@ -213,16 +219,16 @@ def streamrl_apply(worker: Any, policy_version: str) -> dict[str, Any]:
 
 
 def streamrl_roll_back(worker: Any) -> None:
-    """Undo a commit that failed on another worker, and leave vLLM's update session."""
+    """Undo a commit that failed on a worker of the engine, and end vLLM's update session."""
     worker.weight_transfer_engine.transaction.roll_back()
     worker._weight_update_active = False
 
 
 def streamrl_forget_live(worker: Any) -> None:
-    """The engine is about to sleep without its weights: vLLM drops parameters of which the replica knows nothing."""
+    """Forget the live weights before vLLM drops the parameters of an engine that is put to sleep."""
     if worker.weight_transfer_engine is not None:
-        why = "its weights were dropped when it was put to sleep"
-        worker.weight_transfer_engine.transaction.forget_live(why)
+        reason = "its weights were dropped when it was put to sleep"
+        worker.weight_transfer_engine.transaction.forget_live(reason)
 
 
 def streamrl_open_adapter(worker: Any) -> None:
@@ -231,7 +237,8 @@ def streamrl_open_adapter(worker: Any) -> None:
 
 
 def _add_worker_methods() -> None:
-    """vLLM's own update calls return nothing; these let the owner learn versions, hashes and reasons."""
+    """Add the functions above to vLLM's workers. vLLM's own update calls return nothing; these return versions, hashes
+    and errors to the owner of the engine."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     for method in (

@@ -1,9 +1,11 @@
-"""The transaction of one push in one worker: stage while it samples, then apply, verify, commit or undo.
+"""The transaction of one push in one vLLM worker: stage while the engine samples, then apply, verify, and commit or
+undo.
 
-No vllm, no torch: what is live is behind ``LiveModel``. A worker holds its replica's version bit for bit, or it is
-*tainted*: then it stages anchors only, and a committed anchor makes it whole again without a restart. One that missed
-versions gets a single delta over them; one that was restarted gets a single delta on the checkpoint that it loaded,
-after every live element was compared with that checkpoint's files."""
+``weight_receiver.py`` has one in each vLLM worker's process, ``simulated_engine.py`` one in the process of a simulated
+engine. No vllm, no torch: live weights are behind ``LiveModel``. A worker holds the version of its replica bit for bit,
+or it is *tainted*: then it stages anchors only, and is no longer tainted after it has committed one. A worker that
+missed versions gets a single delta over them. A worker that has restarted gets a single delta on the checkpoint that it
+loaded, after every live element was compared with the files of this checkpoint."""
 
 from __future__ import annotations
 
@@ -25,11 +27,12 @@ from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedVersion, TensorSpec
 
 AUDIT_INTERVAL = 50
-"""After so many commits every live element is compared with the replica, while the next version arrives."""
+"""Number of commits after which every live element is compared with the replica, while the next version arrives."""
 
 
 class LiveModel(Protocol):
-    """The part of ``live_weights.LiveWeights`` that a transaction needs. ``state_hash``: of what this worker counts."""
+    """The methods of ``live_weights.LiveWeights`` that a transaction calls. ``state_hash``: part of the state hash that
+    this worker counts."""
 
     state_hash: int
 
@@ -43,7 +46,8 @@ class LiveModel(Protocol):
 
 
 class StageReport(msgspec.Struct, frozen=True):
-    """Progress of staging on one worker. ``error`` is empty when nothing is wrong."""
+    """Progress of staging on one worker. ``fetched``: whether the thread has ended, with success or with ``error``
+    (empty: no error). ``payload_bytes``: fetched bytes."""
 
     fetched: bool
     error: str = ""
@@ -51,9 +55,10 @@ class StageReport(msgspec.Struct, frozen=True):
 
 
 class LiveReport(msgspec.Struct, frozen=True):
-    """State of one worker's live weights: version (None before the first commit) and its part of the state hash.
-    Between ``apply`` and ``finish`` that is the applied version. ``expected_hash`` is what the parts of all workers
-    must add up to. ``error`` is why the last commit failed."""
+    """State of one worker's live weights: those of the applied version between ``apply`` and ``finish``.
+    ``policy_version``: version (None before the first commit). ``state_hash``: part of the state hash that this worker
+    counts. ``expected_hash``: state hash to which the parts of all workers must add up. ``error``: reason why the last
+    commit failed, or why the worker is tainted (empty: neither)."""
 
     policy_version: int | None
     state_hash: int
@@ -64,9 +69,11 @@ class LiveReport(msgspec.Struct, frozen=True):
 class WeightTransaction:
     """Replica, staged version and live weights of one worker. Methods are called from one thread, the worker's.
 
-    ``repack``: brings what the engine derives from its parameters (packed kernels) in line with written ones.
-    ``checkpoint``: the directory that the live weights were loaded from, where that is known. ``replica``: one that is
-    shared with other workers (``SharedReplica``); None: one of its own."""
+    ``repack``: function that updates what the engine derives from parameters (packed kernels) after writes.
+    ``audit_interval``: number of commits between audits (0: no audits). ``checkpoint``: directory from which the live
+    weights were loaded, where it is known. ``replica``: replica that is shared with other workers (``SharedReplica``);
+    None: a new one for this worker alone. ``tainted``: reason why the live weights are not those of the replica; empty
+    where they are."""
 
     def __init__(
         self,
@@ -83,7 +90,7 @@ class WeightTransaction:
         self._checkpoint = None if checkpoint is None else CheckpointBase(checkpoint)
         self._audit_interval = audit_interval
         self._commits_since_audit = 0
-        self._kept = KeptParts()
+        self._parts = KeptParts()
         self._staging: Future[_Staged] | None = None
         self._stop = threading.Event()
         self._staged: _Staged | None = None
@@ -93,8 +100,8 @@ class WeightTransaction:
     # ---- staging: while the engine samples ---------------------------------------------------------
 
     def begin_stage(self, announcement: WeightAnnouncement) -> None:
-        """Start fetching in a thread. A version that is being fetched is given up; its verified parts are kept. The new
-        thread, and not the engine, waits for the thread before it, which may be reading a checkpoint."""
+        """Start to fetch a version in a thread. A fetch that is under way is stopped; its verified pieces are kept. The
+        new thread, not the caller, waits for the stopped thread, which may be reading a checkpoint."""
         if self._applied is not None:
             self.roll_back()
         self._staged = None
@@ -103,38 +110,42 @@ class WeightTransaction:
         self._stop = threading.Event()
         work = partial(self._stage, announcement, self.live, self._stop, self._staging)
         self._staging = Future()
-        # A daemon, not a pool's: a process that ends does not wait for a source that is silent.
+        # A daemon thread, not one of a pool: a process that ends does not wait for a silent source.
         threading.Thread(target=_settle, args=(self._staging, work), name="weight staging", daemon=True).start()
 
-    def forget_live(self, why: str) -> None:
-        """The live weights are lost, ``why`` says how: nothing but an anchor makes this worker whole again."""
+    def forget_live(self, reason: str) -> None:
+        """Note that the live weights are lost for ``reason``: the worker is tainted until it commits an anchor."""
         self.close()
         self._forget_staged()
-        self.tainted = why
+        self.tainted = reason
 
     def _stage(
         self,
         announcement: WeightAnnouncement,
         live: LiveModel | None,
         stop: threading.Event,
-        given_up: Future[_Staged] | None,
+        stopped: Future[_Staged] | None,
     ) -> _Staged:
+        """Fetch, check and decode a version, in the thread. ``stopped``: the thread before, to wait for."""
         _reset_cpu_affinity()
-        if given_up is not None:
-            wait([given_up])
+        if stopped is not None:
+            wait([stopped])
         with self.replica.staging(announcement, stop):
             if self._holds(announcement):
-                return _Staged(_replay(self.replica), [])
+                return _Staged(_empty_delta(self.replica), [])
             self._refuse_for_tainted(announcement)
             self._audit_when_due(live)
             checkpoint = self._reset_before_first_commit()
 
-            def fetch(held: CheckpointReplica) -> FetchedVersion:
-                return fetch_version(announcement, held=held, checkpoint=checkpoint, kept=self._kept, stop=stop)
+            def fetch(replica: CheckpointReplica) -> FetchedVersion:
+                return fetch_version(announcement, held=replica, checkpoint=checkpoint, kept=self._parts, stop=stop)
 
             staged = self.replica.stage_announced(announcement, fetch, on_checkpoint=checkpoint is not None)
-            self._kept.forget()
-            return _Staged(staged, [] if live is None else live.prepare(staged, self.replica))
+            self._parts.forget()
+            writes: list[Any] = []
+            if live is not None:
+                writes = live.prepare(staged, self.replica)
+            return _Staged(staged, writes)
 
     def stage_report(self) -> StageReport:
         """Report the progress of the staging thread."""
@@ -147,8 +158,9 @@ class WeightTransaction:
         return StageReport(fetched=True, payload_bytes=self._staging.result().version.payload_bytes)
 
     def finish_stage(self, record_live: Callable[[Mapping[str, TensorSpec]], LiveModel]) -> StageReport:
-        """Take over what the thread fetched. ``record_live`` finds out, with the first anchor, where tensors go; it is
-        called on every worker, also on one that fetched nothing: the others wait for its answer."""
+        """Take over the version that the thread has fetched. ``record_live``: records the load plan of the published
+        tensors; called once, with the first version, on every worker, also on one that failed to fetch it: it is a
+        collective call."""
         if self._staging is None:
             return self._without_thread()
         wait([self._staging])
@@ -156,9 +168,12 @@ class WeightTransaction:
         self._error = ""
         staged = None if report.error else self._staging.result()
         self._staging = None
+        tensors: Mapping[str, TensorSpec] = {}
+        if staged is not None:
+            tensors = staged.version.tensors
         try:
             if self.live is None:
-                self.live = record_live(staged.version.tensors if staged else {})
+                self.live = record_live(tensors)
                 if staged is not None:
                     staged = msgspec.structs.replace(staged, writes=self.live.prepare(staged.version, self.replica))
             if staged is not None and staged.version.base_version == CHECKPOINT_VERSION:
@@ -170,7 +185,7 @@ class WeightTransaction:
         return report
 
     def _without_thread(self) -> StageReport:
-        """The report to a caller who asks for a version that another call has taken over already."""
+        """Return the report where an earlier call has taken over the staged version, or none was staged."""
         if self._staged is None:
             return StageReport(fetched=True, error=self._error or "nothing is being staged")
         return StageReport(fetched=True, payload_bytes=self._staged.version.payload_bytes)
@@ -183,10 +198,12 @@ class WeightTransaction:
             self._staging = None
 
     def _holds(self, announced: WeightAnnouncement) -> bool:
-        held = (self.replica.policy_version, self.replica.state_hash)
-        return not self.tainted and held == (announced.policy_version, announced.state_hash)
+        """Return whether the live weights are the announced version already."""
+        replica_identity = (self.replica.policy_version, self.replica.state_hash)
+        return not self.tainted and replica_identity == (announced.policy_version, announced.state_hash)
 
     def _refuse_for_tainted(self, announced: WeightAnnouncement) -> None:
+        """Raise ``WeightError`` for a delta where this worker is tainted."""
         if self.tainted and announced.base_version is not None:
             raise WeightError(
                 f"version {announced.policy_version} is a delta, and the live weights of this engine are not what it "
@@ -194,16 +211,16 @@ class WeightTransaction:
             )
 
     def _reset_before_first_commit(self) -> CheckpointBase | None:
-        """Forget what was staged before the first commit, and return the checkpoint on which a first delta may be
-        made."""
+        """Return the checkpoint, as base of a first delta, and clear the replica, which an earlier staging may have
+        advanced to the checkpoint. After the first commit, do nothing and return None."""
         if self.replica.policy_version not in (None, CHECKPOINT_VERSION):
             return None
         self.replica.clear()
         return None if self.tainted else self._checkpoint
 
     def _verify_checkpoint(self, live: LiveModel) -> None:
-        """Check before the first commit that the live weights are those of the files on which the first delta is
-        made."""
+        """Check before the first commit that the live weights are those of the checkpoint on which the first delta is
+        made. Raises ``WeightError``."""
         try:
             live.state_hash = live.audit(self.replica)
         except WeightError as error:
@@ -214,7 +231,8 @@ class WeightTransaction:
             ) from error
 
     def _audit_when_due(self, live: LiveModel | None) -> None:
-        """Audit in the thread, while the engine samples: live weights only change in a commit, which waits for it."""
+        """Audit the live weights after every ``audit_interval`` commits, in the thread, while the engine samples. They
+        change in a commit only, which waits for the thread. Raises ``WeightError``; the worker is tainted then."""
         if (
             live is None
             or not self.replica.at_hand
@@ -224,9 +242,9 @@ class WeightTransaction:
         ):
             return
         try:
-            found = live.audit(self.replica)
-            if found != live.state_hash:
-                raise WeightError(f"an audit finds state hash {found:#018x} live; expected {live.state_hash:#018x}")
+            live_hash = live.audit(self.replica)
+            if live_hash != live.state_hash:
+                raise WeightError(f"an audit finds state hash {live_hash:#018x} live; expected {live.state_hash:#018x}")
         except WeightError as error:
             self.tainted = str(error)
             raise
@@ -235,7 +253,8 @@ class WeightTransaction:
     # ---- commit: between two steps of a paused engine ----------------------------------------------
 
     def apply(self, policy_version: int) -> None:
-        """Write the staged version to the live parameters and verify it there; undone when it does not hold."""
+        """Write the staged version to the live parameters and verify it. Raises an error after a failure, which was
+        then undone where possible."""
         try:
             self._apply(policy_version)
         except Exception as error:
@@ -244,23 +263,24 @@ class WeightTransaction:
             raise
 
     def finish(self) -> None:
-        """The applied version becomes what this worker holds: the replica advances."""
+        """Make the applied version the one that this worker holds, and advance the replica."""
         if self._applied is None or self.live is None or self._staged is None:
             raise WeightError("finish_weight_update without an applied version: commit a staged version first")
-        version, part = self._applied
-        self.replica.advance(version)  # its bits follow while the next version is staged: now requests wait
-        self.live.state_hash = part
+        version, part_hash = self._applied
+        self.replica.advance(version)  # writes no bits, since requests wait; they follow with the next staging
+        self.live.state_hash = part_hash
         self.tainted = ""
         self._commits_since_audit += 1
         self._forget_staged()
 
     def roll_back(self) -> None:
-        """Undo an applied or half-applied version from the replica. Where that fails the worker is tainted."""
+        """Restore the weights before an applied or half-applied version from the replica. The worker stays tainted
+        where this fails."""
         staged = self._staged
         live = self.live
         self._forget_staged()
         if live is None or staged is None or not staged.writes or not self.tainted:
-            return  # nothing was written
+            return  # live weights were not written
         if self.replica.policy_version is None:
             self._error += "; the live weights are undefined until an anchor is committed"
             return
@@ -277,19 +297,21 @@ class WeightTransaction:
         """Report the version that this worker holds."""
         error = self._error or self.tainted
         if self._applied is not None:
-            version, part = self._applied
-            return LiveReport(version.policy_version, part, version.state_hash, self._error)
-        held = self.replica.policy_version
-        if self.live is None or held in (None, CHECKPOINT_VERSION):
+            applied, part_hash = self._applied
+            return LiveReport(applied.policy_version, part_hash, applied.state_hash, self._error)
+        version = self.replica.policy_version
+        if self.live is None or version in (None, CHECKPOINT_VERSION):
             return LiveReport(None, 0, 0, error)
-        return LiveReport(held, self.live.state_hash, self.replica.state_hash, error)
+        return LiveReport(version, self.live.state_hash, self.replica.state_hash, error)
 
     def _apply(self, policy_version: int) -> None:
         staged = self._staged
         live = self.live
         if staged is None or live is None or staged.version.policy_version != policy_version:
-            held = None if staged is None else staged.version.policy_version
-            raise WeightError(f"version {policy_version} cannot be committed: staged is {held}; stage it first")
+            staged_version = None if staged is None else staged.version.policy_version
+            raise WeightError(
+                f"version {policy_version} cannot be committed: staged is {staged_version}; stage it first"
+            )
         version = staged.version
         if version.base_version not in (None, self.replica.policy_version):
             raise WeightError(
@@ -300,9 +322,9 @@ class WeightTransaction:
             raise WeightError(f"version {policy_version} is a delta, and this engine needs an anchor: {self.tainted}")
         self._staged = msgspec.structs.replace(staged, was_tainted=bool(self.tainted))
         self.tainted = self.tainted or f"version {policy_version} is half applied"
-        part = live.apply(staged.writes, anchor=version.is_anchor)
+        part_hash = live.apply(staged.writes, anchor=version.is_anchor)
         self._repack(live, staged.writes)
-        self._applied = (version, part)
+        self._applied = (version, part_hash)
 
     def _forget_staged(self) -> None:
         self._staged = None
@@ -310,6 +332,7 @@ class WeightTransaction:
 
 
 def _settle(staging: Future[_Staged], work: Callable[[], _Staged]) -> None:
+    """Call ``work`` and put its result or its exception into ``staging``; the target of the thread."""
     try:
         staging.set_result(work())
     except BaseException as raised:  # noqa: BLE001 - the waiting thread raises it
@@ -317,15 +340,16 @@ def _settle(staging: Future[_Staged], work: Callable[[], _Staged]) -> None:
 
 
 class _Staged(msgspec.Struct, frozen=True, eq=False):
-    """A version that fits, and what it writes. ``was_tainted``: the live weights were not the replica's before it."""
+    """A staged version. ``writes``: result of ``LiveModel.prepare``. ``was_tainted``: whether the worker was tainted
+    before the version was applied."""
 
     version: StagedVersion
     writes: list[Any]
     was_tainted: bool = False
 
 
-def _replay(replica: CheckpointReplica) -> StagedVersion:
-    """The version that is held, as a delta on itself that changes nothing."""
+def _empty_delta(replica: CheckpointReplica) -> StagedVersion:
+    """Return the held version as a delta on itself, without changes."""
     version = replica.policy_version
     assert version is not None
     return StagedVersion(version, version, replica.state_hash, replica.tensors, {}, 0, replica.run_id)
@@ -336,6 +360,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _reset_cpu_affinity() -> None:
-    """vLLM binds a CPU worker to cores, and a thread inherits that: run where the parent process may run."""
+    """Let this thread use all cores of the parent process. It would inherit the cores to which vLLM binds a CPU
+    worker."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))

@@ -1,4 +1,4 @@
-"""Streams, and processes that a person starts, over hosts of a laboratory; without Ray."""
+"""Streams over hosts of a laboratory; without Ray."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,62 +99,3 @@ def test_a_cut_of_one_direction_breaks_both_ends_and_a_bad_line_neither(lab: Lab
         end(host.processes())
         host.heal()
     assert [process.wait(LATE_S) for process in ends[bad.name]] == [-signal.SIGKILL] * 2
-
-
-@pytest.mark.long
-@pytest.mark.torch
-def test_a_rank_started_by_hand_that_is_lost_with_its_host_is_named_and_started_again_elsewhere_goes_on(
-    lab: Lab, keys: Path, tmp_path: Path
-) -> None:
-    """Controller, engine and rank on a host each."""
-    pytest.importorskip("torch")
-    head, engines, ranks, _ = lab.hosts
-    recipe, output = tmp_path / "recipe.toml", tmp_path / "output"
-    recipe.write_text(
-        f"""run = {{name = "t", steps = 100_000, directory = "{tmp_path}/runs"}}
-model.path = "{EXAMPLE / "model"}"
-prompts.train = "{EXAMPLE / "train.jsonl"}"
-rewards = [{{function = "{EXAMPLE / "reward.py"}:sorted_trace"}}]
-rollout = {{prompts_per_batch = 4, group_size = 2}}
-sampling.max_tokens = 16
-training = {{learning_rate = 1e-4, advanced = {{threads = 1}}}}
-engines = {{kind = "simulated", max_model_len = 256}}
-[transport]
-kind = "tcp"
-host = "{head.address}"
-keys = "{keys}"
-engines = "external"
-training = "external"
-advanced.training_hosts = ["{ranks.address}"]"""
-    )
-
-    begun: list[subprocess.Popen[bytes]] = []
-
-    def begin(host: Host, *words: object) -> None:
-        line = (sys.executable, "-m", "streamrl", *words)
-        with output.open("ab") as file:
-            begun.append(host.popen(line, {"PYTHONPATH": os.getcwd()}, stdout=file, stderr=subprocess.STDOUT))
-
-    begin(head, "train", recipe)
-    for host, role in ((engines, "engine"), (ranks, "trainer")):
-        begin(host, "serve", role, recipe)
-    latest = tmp_path / "runs" / "latest"
-
-    def steps_of(count: int) -> bool:
-        return (latest / "metrics.jsonl").exists() and (latest / "metrics.jsonl").read_text().count('"step"') >= count
-
-    assert wait_until(lambda: steps_of(2), 180), output.read_text()
-    began = time.monotonic()
-    ranks.kill()  # nothing closes its connections
-    assert wait_until(lambda: "the run waits for engine-0, trainer-0" in output.read_text(), 12 + LATE_S)
-    assert "WARNING controller ended" in output.read_text() and "trainer-0" in output.read_text()
-    assert wait_until(lambda: not engines.processes(), LATE_S), time.monotonic() - began
-    ranks.boot()
-    before = (latest / "metrics.jsonl").read_text().count('"step"')
-    for host, role in ((engines, "engine"), (ranks, "trainer")):
-        begin(host, "serve", role, latest)
-    assert wait_until(lambda: steps_of(before + 2), 180), output.read_text()
-    end(head.processes("-m streamrl train"), signal.SIGTERM)
-    codes = [process.wait(120) for process in begun]
-    assert (codes[0], codes[3:]) == (0, [0, 0]), output.read_text()
-    assert not any(host.processes() for host in lab.hosts)
