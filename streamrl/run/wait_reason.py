@@ -158,7 +158,7 @@ class RunWaits:
         total = sum(seconds_by_reason.values())
         if not total:
             return {}
-        return {f"{WAIT_METRICS}{reason}": seconds / total for reason, seconds in seconds_by_reason.items()}
+        return {f"util/wait_reason/{reason}": seconds / total for reason, seconds in seconds_by_reason.items()}
 
     def _count(self, now_s: float) -> None:
         self._seconds[self._reason] = self._seconds.get(self._reason, 0.0) + now_s - self._updated_s

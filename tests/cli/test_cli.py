@@ -270,6 +270,7 @@ def test_an_adapter_on_a_base_that_is_not_bfloat16(project: Path) -> None:
 def test_dry_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = project / "recipe.toml"
     arguments = ["--set", "transport.kind=tcp", "--set", "transport.port=45700"]
+    arguments += ["--set", "engines.kind=simulated"]
     assert main(["train", str(recipe), "--dry-run", *arguments]) == 0
     text = capsys.readouterr().out
     assert 'path = "' + str(project / "model") + '"' in text

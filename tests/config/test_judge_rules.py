@@ -30,7 +30,7 @@ def test_the_judge_is_one_more_process_with_restarts_of_its_own(tmp_path: Path) 
     assert recipe.judge.model == str(tmp_path / "j")
     topology = plan_topology(recipe, Path("/s"))
     (judge,) = [process for process in topology.processes if process.role is Role.JUDGE]
-    assert (judge.name, judge.restarts, judge.local) == (JUDGE, 5, True)
+    assert (judge.name, judge.restarts) == (JUDGE, 5)
     assert judge_socket(topology) == Path("/s/judge-0.http")  # never a port, whatever the transport
     without = plan_topology(load(tmp_path, '[[rewards]]\nfunction = "a:b"\n'), Path("/s"))
     assert judge_socket(without) is None and not any(process.role is Role.JUDGE for process in without.processes)

@@ -19,8 +19,8 @@ GIB = 1 << 30
 SMALL = Demand(engine=2 * GIB, rank=8 * GIB)
 
 
-def gpus(count: int, *, hosts: int = 1) -> list[Gpu]:
-    return [Gpu(str(number), 80 * GIB, host) for host in range(hosts) for number in range(count)]
+def gpus(count: int) -> list[Gpu]:
+    return [Gpu(str(number), 80 * GIB) for number in range(count)]
 
 
 def recipe(count: int = 1, ranks: int = 1, *, device: str = "auto", judge: str = "", **engines: Any) -> Recipe:

@@ -53,7 +53,7 @@ def test_a_run_that_was_killed_and_then_ended(run: SimulatedRun, capsys: pytest.
     assert "reward_failed" in text and "VIOLATION" not in text
     with mock.patch.object(RolloutBuffer, "_dropped"):
         assert "VIOLATION   accounting: " in shown(capsys, directory), "a replay by control with a bug"
-    bundle = write_crash_bundle(run.directory, "engine-0 was killed by SIGKILL\n  last words", environment={})
+    bundle = write_crash_bundle(run.directory, "engine-0 was killed by SIGKILL\n  last words", variables={})
     assert "status      failed: engine-0 was killed by SIGKILL\n" in shown(capsys, directory)
     of_bundle = shown(capsys, str(bundle))
     assert of_bundle.startswith(f"crash of {run.directory.name} at ") and "    last words" in of_bundle

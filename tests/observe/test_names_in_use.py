@@ -23,7 +23,9 @@ def written_names() -> dict[str, str]:
     """Metric names in string literals and f-strings (a filled-in part stands as ``x``), and where."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.is_relative_to(PACKAGE / "observe") and not path.is_relative_to(PACKAGE / "observe" / "report"):
+        in_room = path.relative_to(PACKAGE).parts
+        # Other files of ``observe`` read metrics that are written elsewhere.
+        if in_room[0] == "observe" and in_room[1] not in ("report", "user_calls.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):

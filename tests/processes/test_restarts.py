@@ -274,7 +274,7 @@ async def test_an_engine_may_be_stopped_and_started_while_the_run_goes_on(trial:
     async with surviving(one) as supervisor, watched(supervisor):
         with pytest.raises(StreamRLError, match="engine-0 was not stopped"):
             supervisor.start_engine("engine-0")
-        with pytest.raises(StreamRLError, match="trainer-0 is no engine of this host; it has engine-0"):
+        with pytest.raises(StreamRLError, match="trainer-0 is no engine of this run; it has engine-0"):
             await supervisor.stop_engine("trainer-0")
         await supervisor.stop_engine("engine-0")
         assert not any(map(lives, [one.pid("engine-0"), *one.grandchildren()])), "with what it had started"
