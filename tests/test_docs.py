@@ -41,6 +41,18 @@ def test_links_of_a_page_lead_to_files_and_headings_and_load_nothing(name: str) 
     assert not LOADED.findall(outside_of_code), "a page of the site loads something, or is HTML"
 
 
+def test_files_and_names_of_contributing_exist() -> None:
+    """``folder/file.py:name`` in a row on additions: a rename must not leave it behind. Patterns with NAME are left."""
+    wrong = []
+    for file, name in re.findall(r"`([\w/.-]+/[\w.]+\.\w+)(?::([\w.]+))?`", (ROOT / "CONTRIBUTING.md").read_text()):
+        if "NAME" in file:
+            continue
+        path = ROOT / file if (ROOT / file).exists() else ROOT / "streamrl" / file
+        if not path.exists() or not re.search(rf"\b{name.rpartition('.')[2]}\b", path.read_text()):
+            wrong.append(f"{file}:{name}")
+    assert wrong == []
+
+
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
 def test_pictures_load_nothing_and_run_nothing(picture: Path) -> None:
     text = picture.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")

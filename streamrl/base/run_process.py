@@ -1,7 +1,8 @@
 """Set-up of a process of a run, before anything heavy is imported (standard library only): death with the parent, names
-of shared memory, usable cores, a writable home. The entry points of all processes use it (``launch.__main__``,
-``cli.main``, vLLM's plug-in). Shared memory is named after the run, so that it can be found when every process that
-would have removed it was killed."""
+of shared memory, usable cores, a writable home. Every process that streamrl starts calls it first: processes of a run
+(``launch.__main__``), commands, throw-away processes, fork servers, trackers, agents, vLLM's plug-in. The supervisor
+and its launchers use its constants. Shared memory is named after the run, so that it can be found when every process
+that would have removed it was killed."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from pathlib import Path
 
 PARENT_PID = "STREAMRL_PARENT_PID"
 RUN_MARKER = "STREAMRL_RUN_MARKER"
+"""Variable with a text that only processes of one run have: by it processes and memory that are left are found."""
 RUN_EPOCH = "STREAMRL_EPOCH"
-"""Variable with the number of the run's start that the process belongs to, on a cluster; 0 or not set: not compared."""
+"""Variable with the number of times that a run on a cluster was started. Streams refuse a peer with another number; 0
+or not set: no check."""
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
 CUDA_ORDER = "CUDA_DEVICE_ORDER"
@@ -69,14 +72,14 @@ def signal_name(number: int) -> str:
 
 
 def memory_prefix(marker: str, session: int) -> str:
-    """Prefix of the names of shared memory that the processes of a session make. ``marker``: marker of the run;
-    ``session``: id of the session (``os.getsid``)."""
+    """Prefix of the names of shared memory that the processes of one POSIX session make; each child of the supervisor
+    has a session. ``marker``: marker of the run; ``session``: id of the session (``os.getsid``)."""
     return f"{marker}-{session}-"
 
 
 def name_shared_memory() -> str:
-    """Name the shared memory and semaphores that ``multiprocessing`` makes in this process after the run and its
-    session. Returns the prefix of the names. In a process of no run it changes nothing and returns an empty text."""
+    """Have ``multiprocessing`` name its shared memory and semaphores in this process with the marker of the run and the
+    id of the session. Returns the prefix of the names; in a process of no run nothing changes, and it is empty."""
     marker = os.environ.get(RUN_MARKER)
     if not marker:
         return ""
@@ -102,8 +105,9 @@ def usable_cores() -> int:
 def ensure_home() -> None:
     """Give this process and its children a writable home. Containers run programs under user ids without one.
 
-    Sets HOME to a private temporary directory where the user's home is not writable, or XDG_CACHE_HOME where only the
-    caches are not; and LOGNAME where the user id has no name. Where no such directory can be made, nothing is set."""
+    Sets HOME to a private temporary directory where neither the user's home nor the folder of caches is writable, or
+    XDG_CACHE_HOME where only the folder of caches is not; and LOGNAME where the user id has no name. Where no such
+    directory can be made, nothing is set."""
     user = os.geteuid()
     try:
         pwd.getpwuid(user)

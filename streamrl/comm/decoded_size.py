@@ -1,11 +1,12 @@
 """Estimate of the memory of a decoded MessagePack document before it is decoded, from the heads of its values alone.
 
 Readers of bytes from other processes and of large files call it first: ``wire``, the weight manifest, prompt rows. One
-byte can become seventy: an empty list is one byte on a wire, but 64 bytes in memory and a place in the list around it.
+byte can become about eighty: an empty list is one byte on a wire, but 64 bytes in memory and a place in the list around
+it.
 
-Only documents of some size are examined. A run of values of one kind takes one step, and so does a long text or array,
-so that usual messages are examined quickly. (A text with one character far from ASCII takes four bytes for each of its
-characters; the estimate ignores such texts.)"""
+Only documents of some size are examined. Adjacent values of one kind are counted together, and a long text or array is
+skipped at once, so that usual messages are examined quickly. (A text with one character far from ASCII takes four bytes
+for each of its characters; the estimate ignores such texts.)"""
 
 from __future__ import annotations
 
@@ -14,19 +15,20 @@ import re
 Buffer = bytes | bytearray | memoryview
 
 SPARE_BYTES = 48 << 20
-"""Memory that any document may take, however few bytes it has."""
+"""Memory that any document may take, however few bytes it has: callers add it to their limit."""
 
 UNSUSPECTED_BYTES = 1 << 19
 """Documents of fewer bytes take less than ``SPARE_BYTES`` in any case, and are not examined."""
 
-# Bytes of memory. A place is a pointer in a list, with the spare places of a list that grows.
+# Bytes of memory. A place is a pointer in a list, with the places that a growing list allocates in advance.
 _PLACE = 18
 _LIST = 64
 _MAP = 240
 _ENTRY = 64
 _NUMBER = 32
 _TEXT = 49
-# Runs of values of a fixed length: pattern of a value, its bytes, its memory. Lists are counted without their items.
+# Adjacent values of a fixed length: pattern of a value, its bytes, its memory. Lists are counted without their items.
+# The first pattern has small integers, nil and booleans: shared objects, of which only the pointer takes memory.
 _RUNS: list[tuple[bytes, int, int]] = [
     (rb"[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]", 1, _PLACE),
     (rb"[\x90-\x9f]", 1, _PLACE + _LIST),
@@ -45,7 +47,7 @@ _SIZED = {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 
 _TEXTS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _COUNTED = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-_ARRAY = 400  # an ``array.array`` without its elements; the number also stands for the time to make one
+_ARRAY = 400  # an ``array.array`` without its elements: more than its 80 bytes, since making one is slow
 
 
 def takes_more(document: Buffer, limit: int) -> bool:

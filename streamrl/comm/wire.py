@@ -1,7 +1,7 @@
 """Encoding of items to frames and decoding of frames to items.
 
-Both ends of a ``zmq_stream`` use it, in every process; ``OneFrameCodec`` encodes files of our own (journal,
-checkpoints). A message is a list of frames::
+Both ends of a ``zmq_stream`` use it, in every process, and the control socket (``launch.control_protocol``);
+``OneFrameCodec`` encodes files of our own (journal, checkpoints). A message is a list of frames::
 
     [header] [body] [raw 0] [raw 1] ...
 
@@ -35,7 +35,8 @@ T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
 WIRE_VERSION = 1
-"""Version of everything on a stream: header, handshake, records. Raise it when an old peer would misread a new one."""
+"""Version of everything on a stream: header, handshake, message structs. Raise it when an old peer would misread a new
+one."""
 
 MAGIC = b"SRLW"
 RAW_FRAME_BYTES = 64 * 1024
@@ -55,7 +56,7 @@ _RAW_INDEX = struct.Struct("<I")
 class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one message, checked before it is decoded.
 
-    ``body_growth``: bytes of memory that one byte of the body may become, beyond ``decoded_size.SPARE_BYTES`` (0: no
+    ``body_growth``: number of times its size that a decoded body may take, plus ``decoded_size.SPARE_BYTES`` (0: no
     limit, for bytes that this process wrote itself). A body of empty lists grows about seventyfold; raw frames do not
     grow."""
 
@@ -125,7 +126,8 @@ def _is_plain_class(member: Any) -> bool:
 
 
 def _record_types(item_type: Any) -> tuple[type, ...] | None:
-    """Classes that an item may have; None where the type does not consist of plain classes."""
+    """Classes that an item may have. None where the type does not consist of plain classes: then the class of an item
+    is not checked."""
     members = _union_members(item_type)
     if all(_is_plain_class(member) for member in members):
         return cast("tuple[type, ...]", members)
@@ -195,7 +197,8 @@ class WireCodec(Generic[T]):
         if value.typecode not in ARRAY_ITEM_SIZES:
             raise TypeError(f"arrays of type {value.typecode!r} do not travel, only {''.join(ARRAY_ITEM_SIZES)}")
         code = value.typecode.encode()
-        # Header and body are the other two frames. At the limit of frames an array stays in the body.
+        # Header and body are the other two frames. An array stays in the body where a frame of its own would be one too
+        # many for the limit.
         if value.itemsize * len(value) < self._raw_frame_bytes or len(self._outgoing) + 2 >= self.limits.frames:
             return msgspec.msgpack.Ext(INLINE_ARRAY, code + value.tobytes())
         self._outgoing.append(memoryview(value).cast("B"))

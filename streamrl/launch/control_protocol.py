@@ -1,10 +1,12 @@
-"""Messages on the control socket of a run (``control_socket``): one request and one answer a connection. Pure.
+"""Messages on the control socket of a run: one request and one answer a connection. Pure. ``control_socket`` serves
+them in the process that started the run; commands such as ``streamrl set``, ``pause``, ``reward attach`` and ``top``
+ask.
 
-A request is an operation and, where the operation changes the run, the run's key. To add an operation, add its message
-to ``ControlOperation``, its answer to ``ControlAnswer``, and, where it only reads, to ``READ_ONLY``: all other
-operations need the key. A message in either direction is a length of four bytes (big-endian) and so many bytes of
-msgpack, over a unix socket in a directory that only this user may enter. Longer messages than allowed are not
-decoded."""
+A request is an operation and, where the operation changes the run, the secret of the run's key file. To add an
+operation, add its message to ``ControlOperation``, its answer to ``ControlAnswer``, and, where it only reads, to
+``READ_ONLY``: all other operations need the key. A message in either direction is a length of four bytes (big-endian)
+and so many bytes of msgpack, over a unix socket in a directory that only this user may enter. Longer messages than
+allowed are not decoded."""
 
 from __future__ import annotations
 
@@ -38,13 +40,13 @@ from streamrl.rewards.reward_messages import (
 )
 
 LARGEST_REQUEST = 64 << 10
-"""Bytes. A body of empty lists grows about seventyfold when it is decoded, to four MiB."""
+"""Bytes. A body of empty lists takes about seventy times its size when it is decoded: 4 MiB at most."""
 
 LARGEST_ANSWER = 1 << 20
 
 
 class DrainRun(Message, frozen=True):
-    """Finish the open step, save, and end, as after one SIGTERM."""
+    """Finish the step in progress, save a checkpoint, and end, as after one SIGTERM."""
 
 
 class Draining(Message, frozen=True):
@@ -52,7 +54,8 @@ class Draining(Message, frozen=True):
 
 
 ParentMessage = RunEvent | SupervisorOrder | RewardReply | SteeringReply
-"""Messages of the controller to its parent on the ``steps`` stream."""
+"""Messages of the controller to the process that started the run, on the ``steps`` stream; not on the control
+socket."""
 
 ControlOperation = ListRewards | AttachReward | ReplaceReward | DetachReward | DrainRun | SteeringRequest
 READ_ONLY = (ListRewards, ReadStatus)
@@ -86,7 +89,8 @@ def is_allowed(request: ControlRequest, key: str) -> bool:
 
 
 def described(operation: ControlOperation) -> str:
-    """Name the operation and its rewards for the log, without their options, which may be secrets."""
+    """Name the operation, its rewards and changed settings for the log, without options of rewards, which may be
+    secrets."""
     names: tuple[str, ...] = ()
     match operation:
         case AttachReward():

@@ -130,7 +130,7 @@ async def _train(
     recipe = context.recipe
     topology = context.topology
     run_directory = context.run_directory
-    # The record: the state of control, new or from an earlier life of the run, and its journal.
+    # The record: the state of control, new or from before the run was resumed, and its journal.
     version = processes.rank.policy_version
     trainer = processes.trainer
     held_out = await read_held_out(recipe, processes.tokenizer, in_flight=processes.ready.max_num_seqs)

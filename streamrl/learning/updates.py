@@ -50,7 +50,9 @@ from streamrl.recipe.sections import OptimizerKind
 class Updates:
     """State and work of the optimizer steps of one rank. Its constructor is a collective, and raises ``StreamRLError``.
 
-    ``by_layer``: whether parameters are gathered layer by layer, so that every forward is a collective."""
+    ``by_layer``: whether FSDP2 gathers the parameters of a layer when the layer runs, so that every forward is a
+    collective, and all ranks must run equally many rows;
+    ``row_tokens``: tokens of a packed row."""
 
     def __init__(self, options: TrainerOptions, device: torch.device) -> None:
         self.policy, self.reference, self.critic, self.by_layer = load_models(options, device)
@@ -62,7 +64,7 @@ class Updates:
         self.optimizer = MasterOptimizer(options, self.weights.masters, self.weights.decayed_places)
         self.policy_version = 0
         self.skipped_steps = 0
-        # Moments of the batches before the open one: with it they are the cohort.
+        # Moments of the ``cohort_batches`` - 1 batches before the open one: REINFORCE++ whitens over all of them.
         self.cohort: deque[Moments] = deque(maxlen=max(1, options.objective.cohort_batches) - 1)
         if options.resume_from:
             self._load(Path(options.resume_from))
@@ -76,7 +78,7 @@ class Updates:
         if self.by_layer:
             return
         # While a batch is open ranks run different numbers of rows, so no row may be a collective: parameters are
-        # gathered here, once, and gradients are reduced by the one synced backward of the close.
+        # gathered here, once, and gradients are reduced by one backward with gradient sync in ``_step``.
         set_sharded(self.policy, False)
         set_gradient_sync(self.policy, False)
         drop_unreduced_gradients(self.policy)
@@ -101,7 +103,7 @@ class Updates:
         sums = batch.sums
         prepared = self._prepare(batch.take_waiting(), proximal=number_of_steps > 1)
         sums.seconds += time.perf_counter() - started
-        # Every token of the batch has the same weight in each of the updates.
+        # Every token of the batch has the same weight in each of the updates. Tokens are counted when a group arrives.
         loss_tokens = sums.loss_tokens / updates
         samples = sums.samples / updates
         shares = [prepared]
@@ -124,8 +126,8 @@ class Updates:
             sums.seconds += trained - started
             optimizing += time.perf_counter() - trained
         self.policy_version = close.policy_version
-        names = metrics_of_steps[0]
-        means = {name: sum(metrics[name] for metrics in metrics_of_steps) / number_of_steps for name in names}
+        first_step = metrics_of_steps[0]
+        means = {name: sum(metrics[name] for metrics in metrics_of_steps) / number_of_steps for name in first_step}
         totals = {"time/optim_s": optimizing, "optim/skipped_steps_total": float(self.skipped_steps)}
         return means | lengths | totals | expert_metrics(self.policy, sums.tokens.unreplayed_tokens, self._options)
 
@@ -153,7 +155,8 @@ class Updates:
         return [item for item in prepared if worth_training(item, options)]
 
     def _sum(self, values: list[float]) -> list[float]:
-        """Sums of ``values`` over the ranks; ranks that have the same rows count once. Collective."""
+        """Sums of ``values`` over the ranks; tensor and context parallel ranks, which have the same rows, count once.
+        Collective."""
         return process_group.all_reduce(values, self._device, copies=self._options.ranks_per_group)
 
     def _accumulate(self, samples: Sequence[PreparedSample], batch: OpenBatch) -> None:
@@ -179,7 +182,8 @@ class Updates:
     ) -> dict[str, float]:
         """Reduce the gradients of all ranks, divide, clip, step. Returns metrics. Collective.
 
-        ``loss_tokens``, ``samples`` and ``computed``: counts of this rank."""
+        ``loss_tokens``, ``samples``: counts of this rank by which the loss is normalised;
+        ``computed``: tokens of this rank that had a forward and a backward in this step."""
         options = self._options
         if options.ranks > 1 and not self.by_layer:
             # One synced backward of an empty row reduces the gradients that every rank added up.
@@ -191,7 +195,7 @@ class Updates:
             options.objective.loss_normalization, samples=samples, trained_tokens=tokens, max_tokens=options.max_tokens
         )
         gradient_L = self.weights.collect_gradient()
-        # FSDP2 averages over the ranks that have different rows.
+        # FSDP2 averages over the ranks that have different rows: this factor makes a sum of the mean.
         mean_of_ranks = dist.get_world_size() // options.tensor_parallel_size
         norm = global_norm(gradient_L, self.weights.counted_places) * mean_of_ranks / denominator
         value_norm = self.critic.reduce() / denominator if self.critic else 0.0
@@ -206,6 +210,7 @@ class Updates:
         if computed > 0:
             clip = min(1.0, options.max_grad_norm / (norm + 1e-6)) / denominator
             gradient_L.mul_(mean_of_ranks * clip)
+            # Several batches that are closed at once take as many steps along their mean gradient.
             for _ in range(close.batches):
                 self.optimizer.step(gradient_L, rate)
             if self.critic is not None:

@@ -1,5 +1,5 @@
-"""The first prompt of a run as the model will see it. The dry run prints it in the process of the command, and compares
-its ids with those of transformers in the process of ``probe``."""
+"""The first prompt of a run as the model will see it. The dry run and ``streamrl try`` print it in the process of the
+command; the dry run compares its ids with those of transformers in the process of ``probe``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
         f"completion  ends with {', '.join(ends)}",
     ]
     ends_completion = ids[-1] in tokenizer.eos_token_ids
-    if tokenizer.end_notice:
+    if tokenizer.end_notice:  # the files of the model name different end tokens
         lines.append(f"{'':<12}{tokenizer.end_notice}")
     if ends_completion:
         lines.append(f"{'':<12}the prompt itself ends with {last}, which ends a completion")
@@ -36,11 +36,12 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
 
 def difference_from_transformers(model_path: str, row: Mapping[str, Any], ours: Sequence[int]) -> str:
     """The first difference between ``ours``, the ids of a row, and the ids of transformers, which this function
-    imports. Empty where they are equal, or the row has only ids."""
+    imports. A part of a sentence whose subject is transformers; empty where the ids are equal, or where the row gives
+    ids in place of text."""
     from transformers import AutoTokenizer
 
-    written = row.get("prompt") if row.get("messages") is None else row["messages"]
-    chat = as_chat(written)
+    prompt_of_row = row.get("prompt") if row.get("messages") is None else row["messages"]
+    chat = as_chat(prompt_of_row)  # None for a text
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         if chat is not None:
@@ -49,7 +50,7 @@ def difference_from_transformers(model_path: str, row: Mapping[str, Any], ours: 
             how = {"continue_final_message": unfinished, "add_generation_prompt": not unfinished, "return_dict": False}
             ids = tokenizer.apply_chat_template(chat, tools=row.get("tools"), **how, **template_arguments)
         else:
-            ids = list(tokenizer(written)["input_ids"]) if isinstance(written, str) else ours
+            ids = list(tokenizer(prompt_of_row)["input_ids"]) if isinstance(prompt_of_row, str) else ours
     except Exception as error:  # noqa: BLE001 - of the tokenizer's own class, which may raise anything
         return f"it cannot tokenise the prompt ({type(error).__name__}: {one_line(str(error)):.200})"
     pairs = zip(ids, ours, strict=False)

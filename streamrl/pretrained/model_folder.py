@@ -1,6 +1,6 @@
-"""Check that a model folder runs no code of its author, in the dry run and in each process that loads a model. Read
-without torch. Safetensors files have numbers only; a pickle runs code when it is loaded, and a module of the folder
-runs when its configuration names it. streamrl loads neither, but transformers and vLLM might."""
+"""Check that a model folder runs no code of its author, in the dry run and in each process that loads a model. The
+check needs no torch. Safetensors files have numbers only; a pickle runs code when it is loaded, and a module of the
+folder runs when its configuration names it. streamrl loads neither, but transformers and vLLM might."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ MOST_FILES = 10_000
 
 
 def unsafe_content(directory: Path) -> str:
-    """Return the first refused file in ``directory``, with the reason and the remedy; empty: no file is refused, or the
-    folder does not exist."""
+    """Return a predicate about the first refused file in ``directory``, with the remedy, which the caller puts behind
+    the name of the folder; empty: no file is refused, or the folder does not exist."""
     for path in _files(directory, own_folder(directory)):
         if isinstance(path, str):
             return path
         if path.suffix.lower() in CODE:
             return f"holds code ({path.name}), which this program never runs: copy the folder without it"
-        # The Hugging Face cache may have all files of a commit; a model there is loaded from its safetensors alone.
+        # A folder of the Hugging Face cache may have all files of a commit, pickles too; its model is loaded from the
+        # safetensors alone.
         if path.suffix.lower() in PICKLES and own_folder(directory) == directory.resolve():
             return (
                 f"holds a pickle ({path.name}), which runs code when it is loaded: copy the folder without it, or save "

@@ -1,9 +1,11 @@
 """Engines freed late in a round, and sets of engines, in virtual time. ``engines.elastic`` decides on both as in a real
 run; the cluster model has the costs. ``simulation`` calls the two classes for each launch and each end.
 
-The trainer has the devices of freed engines until the next round: it then works at ``streaming_speed`` plus their share
-of the difference to full speed. A request that moves is submitted elsewhere ``migration_s`` later and prefilled again.
-A change to another set happens between rounds and takes ``switch_s``."""
+The trainer has the cores or GPUs of freed engines, which have nothing to sample, until the next round: its speed is
+then
+``streaming_speed`` + (1 - ``streaming_speed``) x the share of engines that are freed. A request that moves is submitted
+elsewhere ``migration_s`` later and prefilled again. A change to another set happens between rounds and takes
+``switch_s``."""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ UNLIMITED = 1 << 40
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of the engines that a recipe allows. ``release``: time at which engines are freed; ``sets``: all sets of
-    engines, the engines of the cluster first (empty: only these)."""
+    engines, the set of the cluster first (empty: no change of the set)."""
 
     release: ReleaseKind = ReleaseKind.NEVER
     sets: tuple[PreparedSet, ...] = ()

@@ -202,7 +202,7 @@ class RewardStage:
         """Count one more member of a group, sampled or lost, and make an order of its trajectories. Functions of groups
         get one order when all members have arrived: the group waits for members that are paused."""
         attachment = self._versions.of(group_id)
-        self._waiting.launched(group_id, group_size)
+        self._waiting.member_arrived(group_id, group_size)
         arrivals = self._arrivals.get(group_id, 0) + 1
         self._arrivals[group_id] = arrivals
         is_complete = arrivals >= group_size

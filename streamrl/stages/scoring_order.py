@@ -1,4 +1,5 @@
-"""Order of scoring: the work that closes a round soonest is first. Pure; ``reward`` calls it in the controller.
+"""Sequence of scoring: the work that closes a round soonest is first. Pure; ``stages.reward`` calls it in the
+controller.
 
 A round closes when groups are complete, so a group that lacks one member goes before a group that lacks five. Among
 equal groups the first to arrive goes first. Held-out work, for which no round waits, goes last."""
@@ -15,7 +16,10 @@ from streamrl.base.types import Trajectory
 
 
 class WaitingOrder(msgspec.Struct, frozen=True):
-    """Trajectories of one group to be scored together. ``arrived_at``: time of their arrival, on the loop's clock."""
+    """Trajectories of one group to be scored together.
+
+    ``reward_version``: number of the set of reward functions that scores them;
+    ``arrived_at``: time of their arrival on the loop's clock, for the caller's latencies."""
 
     order_id: int
     trajectories: tuple[Trajectory, ...]
@@ -31,7 +35,8 @@ class _Rank(NamedTuple):
 
 
 class ScoringOrder:
-    """Orders that wait for a worker. Members of a group are missing until they have ended, even while they wait."""
+    """Work that waits for a worker. A member of a group counts as missing until it is scored, failed or lost; a member
+    that waits here still counts."""
 
     def __init__(self) -> None:
         self._missing: dict[int, int] = {}
@@ -43,8 +48,8 @@ class ScoringOrder:
     def __len__(self) -> int:
         return self._count
 
-    def launched(self, group_id: int, group_size: int) -> None:
-        """Note that a member of a group exists; only the first call for a group counts."""
+    def member_arrived(self, group_id: int, group_size: int) -> None:
+        """Note the size of a group when a member of it arrives; only the first call for a group counts."""
         self._missing.setdefault(group_id, group_size)
 
     def member_ended(self, group_id: int) -> bool:

@@ -21,19 +21,21 @@ if TYPE_CHECKING:  # importing it would import torch
     from streamrl.learning.trainer import TorchTrainer
 
 READ_AHEAD = 4096
-"""Orders that are read while torch computes; then the sender waits for credit. One batch has far fewer groups."""
+"""Orders that are read while torch computes; then the controller's ``send`` waits. One batch has far fewer groups."""
 CLOSE_TIMEOUT_S = 60.0
 
 
 async def run_training(
-    trainer: TorchTrainer, batches: ReceiveStream[messages.TrainingOrder], reports: SendStream[messages.TrainingEvent]
+    trainer: TorchTrainer,
+    order_stream: ReceiveStream[messages.TrainingOrder],
+    reports: SendStream[messages.TrainingEvent],
 ) -> None:
     """Serve the controller until its orders end. Returns after the trainer is closed; the caller owns the streams.
     Raises errors of the trainer (``StreamRLError``) and of the streams."""
     thread = DedicatedThread("trainer")  # OpenMP and CUDA keep state for each thread
     try:
         await reports.send(await thread.call(trainer.start))
-        await _converse(trainer, thread, batches, reports)
+        await _converse(trainer, thread, order_stream, reports)
     finally:
         # Shielded from cancellation: torch cannot be interrupted while it computes.
         with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
@@ -44,13 +46,13 @@ async def run_training(
 async def _converse(
     trainer: TorchTrainer,
     thread: DedicatedThread,
-    batches: ReceiveStream[messages.TrainingOrder],
+    order_stream: ReceiveStream[messages.TrainingOrder],
     reports: SendStream[messages.TrainingEvent],
 ) -> None:
     try:
         buffer, orders = anyio.create_memory_object_stream[messages.TrainingOrder](READ_AHEAD)
         async with orders, anyio.create_task_group() as tasks:
-            tasks.start_soon(_read, batches, buffer)
+            tasks.start_soon(_read, order_stream, buffer)
             # The reports may break while the orders do not: without a watch, this rank would wait for ever.
             tasks.start_soon(reports.watch)
             await _serve(trainer, thread, orders, reports)
@@ -61,10 +63,10 @@ async def _converse(
 
 
 async def _read(
-    batches: ReceiveStream[messages.TrainingOrder], buffer: MemoryObjectSendStream[messages.TrainingOrder]
+    order_stream: ReceiveStream[messages.TrainingOrder], buffer: MemoryObjectSendStream[messages.TrainingOrder]
 ) -> None:
     async with buffer:
-        async for order in batches:
+        async for order in order_stream:
             await buffer.send(order)
 
 
@@ -92,15 +94,15 @@ def _carry_out(trainer: TorchTrainer, order: messages.TrainingOrder) -> messages
     match order:
         case messages.TrainGroup(group=group):
             trainer.train_group(group)
-        case messages.TrainTogether():
+        case messages.TrainTogether():  # all ranks at once, where each row is a collective
             trainer.train_pending()
         case messages.CloseBatch():
             return trainer.close_batch(order)
-        case messages.WeightsAcknowledged(policy_version=version):
+        case messages.WeightsAcknowledged(policy_version=version):  # live on every engine
             trainer.acknowledge(version)
         case messages.PublishAnchor(policy_version=version):
             return trainer.publish_anchor(version)
-        case messages.EnginesFreed(count=count):
+        case messages.EnginesFreed(count=count):  # idle engines of this host, whose cores torch may use
             trainer.engines_freed(count)
         case messages.SaveCheckpoint():
             return trainer.save_checkpoint(order)

@@ -17,8 +17,8 @@ def order_of(number: int, group: int, *, evaluation: bool = False) -> WaitingOrd
 def test_what_closes_a_round_soonest_is_scored_first() -> None:
     waiting = ScoringOrder()
     for group in (0, 1, 2):
-        waiting.launched(group, 4)
-    waiting.launched(9, 1)
+        waiting.member_arrived(group, 4)
+    waiting.member_arrived(9, 1)
     waiting.add(order_of(9, 9, evaluation=True))  # held out: lacks one member only, and no round waits for it
     for number, group in enumerate([0, 0, 1, 2, 2]):
         waiting.add(order_of(number, group))
@@ -38,7 +38,7 @@ def test_scoring_order_loses_and_repeats_nothing(events: list[tuple[int, str]]) 
     waiting, added, popped = ScoringOrder(), [], []
     for number, (group, what) in enumerate(events):
         if what == "add":
-            waiting.launched(group, 4)
+            waiting.member_arrived(group, 4)
             waiting.add(order_of(number, group))
             added.append(number)
         elif what == "end":
@@ -55,7 +55,7 @@ def test_nothing_is_left_of_orders_that_overtook_each_other() -> None:
     waiting = ScoringOrder()
     for group in range(0, 400, 2):
         for number, of in enumerate((group, group + 1)):
-            waiting.launched(of, 4)
+            waiting.member_arrived(of, 4)
             waiting.add(order_of(number, of, evaluation=bool(number)))
             waiting.member_ended(of)  # it waits at another place now
         assert [waiting.pop().order_id for _ in range(2)] == [0, 1]

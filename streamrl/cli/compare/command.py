@@ -38,8 +38,8 @@ PAGE = "comparison.html"
 
 
 class Compare(Command, frozen=True, kw_only=True):
-    """Run a recipe under several systems, in turns and for as many trained samples each, and write one report: a step
-    of each beside the others, waits, time, lengths, accuracy."""
+    """Run a recipe under several systems, alternately and for as many trained samples each, and write one report: a
+    step of each beside the others, waits, time, lengths, accuracy."""
 
     recipe: RecipePath
     overrides: Overrides = ()

@@ -103,7 +103,7 @@ def comparison_page(comparison: Comparison) -> bytes:
     step_seconds = [run.steps[place]["time/step_s"] for run, place in zip(page_runs, places, strict=True)]
     answer = {
         "about": f"{comparison.recipe}: {comparison.samples:,} trained samples of each system after {WARM_UP_STEPS} "
-        f"steps of warm-up; repeats of each, in turns: {comparison.repeats}; {comparison.machine}.",
+        f"steps of warm-up; repeats of each, alternately: {comparison.repeats}; {comparison.machine}.",
         "heads": [{"name": head, "meaning": meanings.get(head, "")} for head in heads],
         "rows": [
             {"cells": row, "values": [[]] * (len(row) - len(FIGURES)) + system_values}

@@ -1,8 +1,8 @@
 """Keys of a recipe that may change during a run, each with its field of ``ControlSettings``, and for all other keys the
 reason why they may not.
 
-Commands and the controller (``launch.steering``) check changes by these tables, ``changes.py`` applies them, and a
-controller that resumes a run takes over the changed values. Every key in ``LIVE`` is journalled, applied and resumed in
+The controller checks changes by these tables (``launch.steering``), ``changes.py`` applies them in control, and the
+controller of a resumed run takes over the changed values. Every key in ``LIVE`` is journalled, applied and resumed in
 the same way."""
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def why_not(key: str) -> str:
 
 
 def with_values(settings: ControlSettings, values: Mapping[str, Any]) -> ControlSettings:
-    """Return ``settings`` with ``values``, which are by key of the recipe; the number of steps is ignored, since
-    ``RunState`` has it. Raises ``msgspec.ValidationError`` for a value of a wrong type."""
+    """``settings`` with ``values``, new values by recipe key. ``run.steps`` is skipped: ``RunState`` has it. Raises
+    ``msgspec.ValidationError`` for a value of a wrong type."""
     fields = msgspec.to_builtins(settings)
     for key, value in values.items():
         if key == STEPS:

@@ -1,8 +1,8 @@
 """A weight push as one transaction over all engines. It runs in the controller, which makes it in ``launch.sampling``.
 
 Each engine independently stages the version while it generates, pauses, applies the version, verifies the live weights,
-and resumes. An engine that refuses the delta (wrong base, wrong digest, a commit that failed half-way) takes an anchor,
-the complete version, before it serves again.
+and resumes. An engine that refuses the delta (made for another version, wrong digest, a commit that failed half-way)
+takes an anchor, the complete version, before it serves again.
 
 An engine fails when it refuses the anchor, too, when it dies, or when it is late. If ``on_failure`` lets the run
 continue, the failed engine is excluded from this push and later ones, and started again (``elastic.hosts``). A started
@@ -91,7 +91,9 @@ class WeightSync:
         run."""
         async with self._one_at_a_time:
             self._paused = False  # the push resumes each engine
-            self._live = None  # engines may hold ``announced`` from now on: none must get the version before
+            self._live = (
+                None  # engines may hold ``announced`` from now on: no started engine may get the version before it
+            )
             report = await self._push(announced)
             self._live = announced
             self._pushed.set()
@@ -164,8 +166,8 @@ class WeightSync:
         returns, it samples, unless all engines are paused.
 
         The engine gets the version of the last push, with all deltas that it lacks, or an anchor if it refuses this.
-        The trainer serves an anchor until the next version is on all other engines. When a push was faster than the
-        fetch, the next attempt blocks pushes.
+        The trainer serves an anchor until the next version is on all other engines. When a push ends before the engine
+        has fetched, the next attempt holds ``_one_at_a_time``, so that no push can begin.
 
         ``waits``: callback when the engine must wait for the next version, for which samples of the others may be
         needed
@@ -185,7 +187,7 @@ class WeightSync:
             except EngineError as error:
                 if self._live is live or not isinstance(error.__cause__, WeightError):
                     raise
-                alone = self._one_at_a_time
+                alone = self._one_at_a_time  # a push came between, and the refusal is about an old version
                 continue
             except VersionLeft:
                 waits()

@@ -48,7 +48,7 @@ class Gae(Advantages, frozen=True):
         import numpy as np
 
         assert values_N is not None
-        # The difference between the return at a token and after it is the reward of the token.
+        # The reward of a token is its return minus the next one's: a single value is paid at the last token.
         returns_N = np.broadcast_to(np.float32(value), penalties_N.shape)
         rewards_N = -penalties_N - np.diff(returns_N, append=np.float32(0))
         return generalized_advantages(rewards_N, values_N, discount=discount, gae_lambda=gae_lambda)

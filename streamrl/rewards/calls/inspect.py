@@ -1,5 +1,5 @@
 """Inspection of reward functions in a process that does nothing else:
-``python -m streamrl.rewards.calls.inspect ... REWARD...`` (JSON).
+``python -m streamrl.rewards.calls.inspect TIMEOUT_S PARENT_PID REWARD...``, with rewards as JSON.
 
 Commands that check a recipe and the controller (when it starts, and before rewards change) call
 ``inspect_in_subprocess``. The user's modules may import torch, call ``sys.exit`` or never return, so the calling
@@ -30,7 +30,7 @@ class RewardInspection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def inspect_in_subprocess(rewards: Sequence[Reward], timeout_s: float = 60.0) -> list[RewardInspection]:
-    """Inspect rewards in a throw-away process, in at most ``timeout_s`` seconds for all of them.
+    """Inspect rewards in a throw-away process, in about ``timeout_s`` seconds for all of them.
 
     Returns one inspection for each reward, in order. A module that hangs, exits or crashes the process is a problem of
     its reward and not an exception; the rewards after it are inspected in another process."""
@@ -39,7 +39,7 @@ def inspect_in_subprocess(rewards: Sequence[Reward], timeout_s: float = 60.0) ->
     while len(inspections) < len(rewards):
         more_inspections, failure, seconds = _inspect_some(rewards[len(inspections) :], budget)
         inspections += more_inspections
-        budget = max(1.0, budget - seconds)
+        budget = max(1.0, budget - seconds)  # each further process has at least a second
         if len(inspections) < len(rewards):
             spec = rewards[len(inspections)].function
             inspections.append(RewardInspection(problems=(f'reward "{spec}" {failure}',)))
@@ -50,13 +50,14 @@ def _inspect_some(rewards: Sequence[Reward], timeout_s: float) -> tuple[list[Rew
     """Inspections of the first rewards, the failure that ended the process at the next reward, and the seconds that the
     process ran."""
     arguments = [msgspec.json.encode(reward).decode() for reward in rewards]
-    # The process has the same variables as the call processes.
+    # The process has the same variables as the processes of a reward worker that call the functions.
     variables = passed_environment(rewards)
     ran = run_throwaway("streamrl.rewards.calls.inspect", arguments, timeout_s, environment=variables)
     if ran.late:
         failure = f"was not imported within {timeout_s:g} s: move slow work out of the module's top level"
     else:
         failure = f"ended the process that imported it ({ran.failure or 'exit code 0'}): import it by hand"
+    # User code could write further lines.
     return read_inspections(ran.written)[: len(rewards)], failure, ran.seconds
 
 

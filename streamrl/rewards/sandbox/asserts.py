@@ -1,10 +1,11 @@
-"""Simple tests, split into questions that the code answers in the sandbox and checks of its answers outside. Pure.
+"""Simple tests, split into questions that the code of a completion answers in the sandbox, and checks of its answers
+outside of it. No input or output.
 
-``reward`` calls it in the process of the reward. ``assert add(3, 4) == 7`` becomes the question ``add(3, 4)`` and the
-check that the answer equals 7: the code never sees the expected result. A test is simple when it consists of asserts,
-of assignments of names, and of a ``check(candidate)`` of both; when no answer is part of the arguments of another
-question; and when everything around the questions consists of literals, operators, ``_FUNCTIONS`` and ``math``. All
-other tests run in the code's process."""
+``reward`` calls it in a call process, or in the reward worker where the reward is trusted. ``assert add(3, 4) == 7``
+becomes the question ``add(3, 4)`` and the check that the answer equals 7: the code never sees the expected result. A
+test is simple when it consists of asserts, of assignments of names, and of a function ``check(candidate)`` that
+consists of both; when no answer is part of the arguments of another question; and when everything around the questions
+consists of literals, operators, ``_FUNCTIONS`` and ``math``. All other tests run in the code's process."""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ Restore = Callable[[Snapshot], Control]
 
 
 class TrainedBatch(msgspec.Struct, frozen=True):
-    """A batch with which the trainer made a step. It is trained again by ``groups``, in their order, and ``step``."""
+    """A batch with which the trainer made a step. To train it again, the orders ``groups`` are sent in their order,
+    then
+    ``step``."""
 
     groups: tuple[do.TrainGroupNow, ...]
     step: do.StepOptimizer
@@ -56,7 +58,8 @@ class TrainedBatch(msgspec.Struct, frozen=True):
 
 
 class RecoveredRun:
-    """A run as it was after the last event of its journal.
+    """A run as it was after the last event of its journal. *Base*: the snapshot of control with which the newest
+    segment of the journal begins.
 
     ``control``: control;
     ``trained``: batches with which the trainer made steps since the base;
@@ -84,7 +87,8 @@ class RecoveredRun:
 
     @property
     def version(self) -> int:
-        """Newest version that the trainer had made. In a deterministic run control may not have counted it yet."""
+        """Newest version that the trainer had made. A deterministic run takes answers in a fixed order, so control may
+        not have taken the answer of this step yet."""
         return self.trained[-1].policy_version if self.trained else self.state.trainer_version
 
     def replay(self, record: JournalRecord) -> None:
@@ -181,7 +185,8 @@ def replayed_run(records: Iterable[Buffer], restore: Restore, held_version: int)
 
 
 def what_was_restored(run: RecoveredRun) -> dict[str, int]:
-    """Return counts of the restored content, for the report of the run."""
+    """Return counts of the restored content, for the report of the run: ``unscored`` trajectories are complete and
+    without a reward, ``partial`` ones go on from their tokens, ``again`` ones have no tokens and are sampled again."""
     state = run.state
     groups = list(state.buffer.groups())
     contents = [run.store.trajectories.get(member) for group in groups for member in group.open_ids]
@@ -221,7 +226,7 @@ class Resumption(Observer):
             await self._retrain()
 
     async def on_began(self, anchor: WeightAnnouncement) -> None:
-        """Forget the trajectories that were trained again."""
+        """Forget the trajectories that were trained again. ``anchor``: the complete version that the trainer serves."""
         self.recovered.store.forget(self.recovered.trained_ids())
 
     async def _retrain(self) -> None:
@@ -245,7 +250,7 @@ class Resumption(Observer):
             for order in batch.groups:
                 group = recovered.store.training_group(order.group_id, order.batch_id, order.ids, order.temperature)
                 await trainer.train_group(group)
-            gather = await trainer.close_batch(close_of(batch.step))
+            gather = await trainer.close_batch(close_of(batch.step))  # the order is sent; ``gather`` awaits the reports
             self.reports = await gather()
             # No engine waits for this version: all of them get the newest one when the run goes on.
             await trainer.acknowledge(batch.policy_version)

@@ -1,6 +1,6 @@
 """Prompts from a user's iterator, on a thread with an event loop of its own in the process that draws them (the
-controller, or a command that samples). The thread is a daemon: an iterator that waits for ever, such as an empty queue,
-must not keep the process from ending."""
+controller, or a command that samples). ``UserRows`` also reads the first row in the process of ``first_row``. The
+thread is a daemon: an iterator that waits for ever, such as an empty queue, must not keep the process from ending."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 class UserRows:
     """Rows of ``module:name``: an iterable, an async iterable, or a (coroutine) function that returns one of them.
 
-    All methods run in one event loop. A failure of user code raises ``StreamRLError`` (``RecipeError`` where it cannot
-    be imported or returns no iterable). An object whose ``live`` is True, such as a queue, yields each row once.
+    All methods run in the same event loop. A failure of user code raises ``StreamRLError`` (``RecipeError`` where it
+    cannot be imported or returns no iterable). An object whose ``live`` is True, such as a queue, has only new rows
+    after a restart, so that no row of it is skipped.
     ``count``: number of rows so far."""
 
     def __init__(self, spec: str) -> None:
@@ -56,8 +57,8 @@ class UserRows:
         return True, row
 
     async def skip(self, count: int) -> None:
-        """Skip the first ``count`` rows, which an earlier life of the run drew, so that no row is trained twice. Rows
-        of a live object are not skipped, because all its rows are new. Raises the errors of ``next_row``."""
+        """Skip the first ``count`` rows, which were drawn before the run was resumed, so that no row is trained twice.
+        Rows of a live object are not skipped, because all its rows are new. Raises the errors of ``next_row``."""
         if count and self._rows is None:
             await self._open()
         if count and self._live:
@@ -106,7 +107,7 @@ class UserRows:
 
 
 class IteratorPrompts:
-    """``OpenPrompts`` of a user's iterator. ``start``: number of prompts that earlier lives of the run drew."""
+    """``OpenPrompts`` of a user's iterator. ``start``: number of prompts that were drawn before the run was resumed."""
 
     size = None
     """An iterator has no epochs."""
@@ -129,7 +130,7 @@ class IteratorPrompts:
         if self._closed:
             raise StreamRLError(f"prompts {self._spec} were drawn after they were closed")
         filling = asyncio.run_coroutine_threadsafe(self._fill(count), self._loop)
-        # Shielded, because cancellation in the middle of a user's generator would end it, and lose the rows so far.
+        # Shielded, because cancellation in the middle of a user's generator would close it, and lose rows of this call.
         await asyncio.shield(asyncio.wrap_future(filling))
         return [self._drawn.popleft() for _ in range(min(count, len(self._drawn)))]
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from streamrl.weights.publish.server import ServedPart
 
 MAXIMUM_LINKS = 256  # limit also where the links take fewer bytes than the budget
-UNACKNOWLEDGED_LINKS = 4  # newest links, kept also above the budget: engines may be fetching them
+UNACKNOWLEDGED_LINKS = 4  # newest links, kept also above the budget: engines may not have fetched them yet
 
 
 class Chain:
     """Links and anchors, dropped when engines need them no longer. An engine that missed versions, or has only loaded
     the checkpoint on which the first link is made, fetches the links that it lacks.
 
-    ``budget_bytes``: largest size of the links that every engine has; the oldest links are dropped first."""
+    ``budget_bytes``: largest size of all links together, beyond the newest four; the oldest links are dropped first."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -41,8 +41,8 @@ class Chain:
         self._drop_acknowledged()
 
     def add_anchor(self, anchor: ServedPart) -> None:
-        """Add a complete version. Where it is the first version, the first link is a delta on it. Besides the new
-        anchor only the newest other one is kept."""
+        """Add a complete version. An anchor that comes before any link is the version on which the first link is made.
+        Besides the new anchor only the newest other one is kept."""
         self.newest_digest = self.newest_digest or anchor.manifest_digest
         earlier = [old for old in self._anchors if old.manifest_digest != anchor.manifest_digest]
         self._anchors = [*earlier[-1:], anchor]
