@@ -212,7 +212,7 @@ def _devices(recipe: Recipe) -> Iterator[str]:
         yield from _shared_memory(recipe)
         return
     if recipe.on_one_host and recipe.training.device.startswith("cuda"):
-        yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or start the ranks elsewhere'
+        yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or use a cluster (--cluster)'
     vllm = recipe.engines.kind is EngineKind.VLLM and engine_package() is not None
     if vllm and recipe.on_one_host and installed_device() == "cuda":
         yield "engines: vllm is a CUDA build and sees no GPU: nvidia-smi and CUDA_VISIBLE_DEVICES must show one"

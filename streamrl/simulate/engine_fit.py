@@ -114,7 +114,7 @@ def _slowdown(ratio: Floats, training: Floats, weights: Floats) -> float:
     slope = float((weights * centred) @ (ratio - level)) / spread
     residuals = ratio - level - slope * centred
     error = float(np.sqrt((weights**2 * centred**2) @ residuals**2)) / spread
-    if slope <= _SURE * error:
+    if not slope > _SURE * error:  # also where one of them is not a number
         return 0.0
     return min(slope / max(level - slope * mean, 1e-9), _MOST_SLOWDOWN)
 

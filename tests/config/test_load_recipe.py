@@ -55,6 +55,14 @@ def test_minimal_recipe_takes_defaults_and_resolves_paths(tmp_path: Path) -> Non
     assert recipe.rollout == Rollout()
 
 
+def test_a_recipe_that_an_earlier_run_recorded_is_read(tmp_path: Path) -> None:
+    """Every run wrote who starts engines and ranks, when a person could; a recipe that names a person is refused."""
+    recorded = load_recipe(write(tmp_path, f'{GOOD}\n[transport]\nengines = "local"\ntraining = "local"\n'))
+    assert recorded == load_recipe(write(tmp_path, GOOD))
+    (problem,) = problems_of(write(tmp_path, f'{GOOD}\n[transport]\nengines = "external"\n'))
+    assert "transport.engines: unknown key" in problem
+
+
 def test_the_files_of_the_command_of_an_mcp_server_are_beside_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "my server.py").touch()
     text = f"{GOOD}\n[environment]\ntools = ['mcp:python -u \"my server.py\" rows.csv', 'tools.py:add']\n"

@@ -37,6 +37,16 @@ def recipe(tmp_path: Path) -> Recipe:
     return load_recipe(tmp_path / "recipe.toml")
 
 
+def test_settings_that_only_earlier_runs_recorded_are_no_change(recipe: Recipe, tmp_path: Path) -> None:
+    write_inputs(tmp_path, recipe)
+    file = tmp_path / INPUTS_FILE
+    inputs = msgspec.json.decode(file.read_bytes(), type=RunInputs)
+    earlier = inputs.recipe.replace("[transport]\n", '[transport]\nengines = "local"\ntraining = "local"\n')
+    assert earlier != inputs.recipe
+    file.write_bytes(msgspec.json.encode(structs.replace(inputs, recipe=earlier)))
+    assert changed_inputs(tmp_path, recipe) == []
+
+
 def test_every_change_is_named(recipe: Recipe, tmp_path: Path) -> None:
     write_inputs(tmp_path, recipe)
     assert refuse_changes(tmp_path, recipe, force=False) == []

@@ -87,13 +87,8 @@ class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
     def error(self, name: str) -> float:
         """Return the relative standard error of the mean ratio of set ``name``, from the scatter of its kind of round
         on all sets and from ``SCATTER``. An unused set has the error of a single round."""
-        squares = 0.0
-        rounds = 0
-        for ratios in self.ratios.values():
-            mean = fmean(ratios)
-            for ratio in ratios:
-                squares += (ratio / mean - 1) ** 2
-            rounds += len(ratios) - 1
+        squares = sum((ratio / fmean(ratios) - 1) ** 2 for ratios in self.ratios.values() for ratio in ratios)
+        rounds = sum(len(ratios) - 1 for ratios in self.ratios.values())
         variance = (squares + PRIOR_ROUNDS * SCATTER**2) / (rounds + PRIOR_ROUNDS)
         return math.sqrt(variance / max(len(self.ratios.get(name, ())), 1))
 

@@ -310,15 +310,15 @@ def _rounded(number: Any, digits: int = 0) -> Any:
     return round(number, digits) if digits else round(number)
 
 
-def _limited_dict(items: Any = ()) -> dict[Any, Any]:
+def _limited_dict(items: Any = (), /) -> dict[Any, Any]:
     return dict(limited(items))
 
 
-def _limited_set(items: Any = ()) -> set[Any]:
+def _limited_set(items: Any = (), /) -> set[Any]:
     return set(limited(list(items)))
 
 
-def _limited_frozenset(items: Any = ()) -> frozenset[Any]:
+def _limited_frozenset(items: Any = (), /) -> frozenset[Any]:
     return frozenset(limited(list(items)))
 
 
