@@ -4,7 +4,7 @@
 
 Kinds: ``cold`` (the demo with an empty cache of vLLM's), ``demo`` (with a filled one), ``smollm2`` (the example of that
 name, after ``make demo MODEL=smollm2`` has made its model) and ``simulated`` (the demo with simulated engines).
-Runs have one step and no evaluation. The checkouts, each with a ``.venv`` of its own, take turns. CPU seconds are those
+Runs have one step and no evaluation. The checkouts, each with a ``.venv`` of its own, alternate. CPU seconds are those
 of all processes of the run, until the first step is done."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def start(checkout: Path, kind: str, cache: Path) -> Start:
 
     Raises ``SystemExit`` with what the run printed where it makes no step."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = ["run.steps=1", f'run.directory="{folder}/runs"', 'evaluation.prompts=""']
+        settings = ["run.steps=1", f'run.directory="{folder}/runs"', 'evaluation.prompts=""', "evaluation.every=0"]
         if kind == "simulated":
             settings += SIMULATED
         recipe = checkout / "examples" / KINDS[kind] / "recipe.toml"
