@@ -31,7 +31,7 @@ from streamrl.processes.cluster.opened import placed_lines
 from streamrl.recipe.learning_rate import learning_rate_notice
 from streamrl.recipe.rules.load import read_recipe
 from streamrl.recipe.rules.transport_rules import insecure_notice
-from streamrl.recipe.sections import ClusterKind, EngineKind, Recipe
+from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import TOPOLOGY_FILE, Role, plan_topology, read_topology
 
 DRAIN_S = 600.0
@@ -153,7 +153,7 @@ class _Run:
         try:
             async with self._make() as pipeline:
                 self._pipeline = pipeline
-                if self._recipe.cluster.kind is not ClusterKind.LOCAL:
+                if not self._recipe.on_one_host:
                     for line in placed_lines(read_topology(pipeline.run_directory)):
                         self._report.line(line)
                 with also_log_to(pipeline.run_directory / "logs" / "supervisor.log"):

@@ -29,7 +29,7 @@ import zmq
 from msgspec import structs
 
 from streamrl.base.errors import StreamRLError
-from streamrl.recipe.sections import ClusterKind, Recipe, TransportSecurity
+from streamrl.recipe.sections import Recipe, TransportSecurity
 from streamrl.recipe.topology import Role
 
 KEYS_DIRECTORY = "STREAMRL_KEYS"
@@ -144,7 +144,7 @@ def transport_variables(recipe: Recipe, role: Role) -> dict[str, str]:
 def with_cluster_keys(recipe: Recipe, run_directory: Path) -> Recipe:
     """Return ``recipe``; on a cluster, where it names no keys, with those that the run makes in its directory."""
     transport = recipe.transport
-    if recipe.cluster.kind is ClusterKind.LOCAL or transport.keys or transport.security is TransportSecurity.NONE:
+    if recipe.on_one_host or transport.keys or transport.security is TransportSecurity.NONE:
         return recipe
     keys = structs.replace(transport, keys=str(run_directory / CLUSTER_KEYS))
     return structs.replace(recipe, transport=keys)

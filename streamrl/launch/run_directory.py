@@ -17,7 +17,7 @@ from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.processes.crash_bundle import package_versions
 from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.rules.hub_names import cached_name
-from streamrl.recipe.rules.load import dump_recipe
+from streamrl.recipe.rules.load import RETIRED, dump_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value
 from streamrl.run.prompts.prompt_spec import SourceKind, prompt_sources, read_spec
@@ -95,7 +95,7 @@ def changed_inputs(run_directory: Path, recipe: Recipe, overridden: Set[str] = f
     the user changes now."""
     then = _read_inputs(run_directory)
     now = run_inputs(recipe)
-    allowed = overridden & MAY_CHANGE | {"transport.engines", "transport.training"}  # runs of before recorded these
+    allowed = overridden & MAY_CHANGE | RETIRED
     return [
         *_differences(_settings(then, allowed), _settings(now, allowed), "not set"),
         *_differences(_file_sizes(then), _file_sizes(now), "not there"),

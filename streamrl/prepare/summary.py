@@ -338,12 +338,12 @@ def _checkpoint_text(recipe: Recipe) -> str:
         times.append("at the end")
     text = " and ".join(times) or "none"
     if recipe.checkpoint_every:
-        kept_files = [f"the last {checkpoint.keep}"]
+        kept_checkpoints = [f"the last {checkpoint.keep}"]
         if checkpoint.keep_best:
-            kept_files.append(f"the best {checkpoint.keep_best}")
+            kept_checkpoints.append(f"the best {checkpoint.keep_best}")
         if checkpoint.keep_every:
-            kept_files.append(f"every {checkpoint.keep_every}-th step")
-        text += f"; kept: {', '.join(kept_files)}"
+            kept_checkpoints.append(f"every {checkpoint.keep_every}-th step")
+        text += f"; kept: {', '.join(kept_checkpoints)}"
     if checkpoint.resume_from:
         text += f"; starts from {checkpoint.resume_from}"
     return text

@@ -95,7 +95,7 @@ def test_a_cut_of_one_direction_breaks_both_ends_and_a_bad_line_neither(lab: Lab
     before = received(bad)
     assert wait_until(lambda: received(bad) > before + 20, LATE_S)
     assert [process.poll() for process in ends[bad.name]] == [None, None]
-    # All at once: an end whose peer is killed before it would exit by itself.
+    # All at once: an end of a stream exits by itself when its peer is killed first.
     end([process for host in lab.hosts for process in host.processes()])
     for host in lab.hosts:
         host.heal()

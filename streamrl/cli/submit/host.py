@@ -367,11 +367,11 @@ def main(arguments: Sequence[str]) -> int:
         if private is not None:
             if not (line := _first_line()).startswith(b"{"):  # other hosts could not be reached
                 return 1
-            host_orders = json.loads(line)
+            connection_facts = json.loads(line)
             token = private / "token"
-            head = host_orders["head"]
+            head = connection_facts["head"]
             options.peer = options.peer or head
-            token.write_text(host_orders["token"])
+            token.write_text(connection_facts["token"])
         return Host(options, token, head).run()
     except HostFailed as failure:
         say(str(failure))

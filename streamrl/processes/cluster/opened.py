@@ -13,7 +13,7 @@ from streamrl.processes.cluster.cluster import SaveRecipe, cluster_launcher, hos
 from streamrl.processes.cluster.ray_hosts import ray_hosts
 from streamrl.processes.launcher import Launcher
 from streamrl.processes.local import ENTRY, LocalLauncher
-from streamrl.recipe.sections import ClusterKind, Recipe, TransportSecurity
+from streamrl.recipe.sections import Recipe, TransportSecurity
 from streamrl.recipe.topology import Topology
 
 
@@ -26,7 +26,7 @@ async def open_launcher(
     ``save``: writes the recipe of a run on a cluster that goes on with fewer ranks or on other hosts. Raises
     ``RecipeError`` where the cluster cannot be reached or is too small."""
     local = LocalLauncher((sys.executable, *ENTRY), run_directory, sockets)
-    if recipe.cluster.kind is ClusterKind.LOCAL:
+    if recipe.on_one_host:
         yield local
         return
     keys = run_directory / CLUSTER_KEYS
@@ -42,7 +42,7 @@ async def open_launcher(
 async def hosts_of(recipe: Recipe) -> list[str]:
     """One line for each host of the cluster of ``recipe``, with the processes that it would get; empty without a
     cluster. Raises ``RecipeError`` where the cluster cannot be reached or is too small."""
-    if recipe.cluster.kind is ClusterKind.LOCAL:
+    if recipe.on_one_host:
         return []
     async with ray_hosts(recipe.cluster, recipe.transport) as hosts:
         return placement_lines(recipe, await hosts.offers())

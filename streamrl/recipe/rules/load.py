@@ -27,8 +27,8 @@ from streamrl.recipe.store_urls import is_url
 from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, value_or_text
 
 _MARKED_PATHS = ("./", "../")
-_RETIRED = ("engines", "training")
-"""Settings of ``[transport]`` that every run before 2026-11-28 recorded as "local", which is what all runs are now."""
+RETIRED = frozenset({"transport.engines", "transport.training"})
+"""Settings that every run before 2026-11-28 recorded as "local", which is what all runs are now."""
 
 # Values in place of a required section that is wrong, so that the rules about the other sections are still checked.
 _PLACEHOLDERS: dict[str, Any] = {
@@ -65,7 +65,8 @@ def read_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         raise RecipeError(f"{path}: not valid TOML: {error}") from error
     transport = table.get("transport")
     if isinstance(transport, dict):
-        for name in _RETIRED:
+        for key in RETIRED:
+            name = key.removeprefix("transport.")
             if transport.get(name) == "local":
                 del transport[name]
     return _check(table, Origin(file=str(path), lines=key_lines(text)), overrides, path.parent)
