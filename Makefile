@@ -128,7 +128,7 @@ $(STAMP): requirements/$(DEVICE).lock pyproject.toml
 # The site needs the internet for its own packages once, so it is no part of make test.
 docs: build/docs-venv/.installed
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) lint/docs_site.py build/docs
-	build/docs-venv/bin/zensical build --clean -f zensical.toml
+	build/docs-venv/bin/zensical build --clean -f build/docs.toml
 	echo "docs: build/site/index.html"
 
 build/docs-venv/.installed: requirements/docs.txt

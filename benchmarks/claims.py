@@ -1,7 +1,8 @@
 """The table of measured claims, and the commands that measure a row again.
 
-``python benchmarks/claims.py`` writes ``docs/benchmarks.md`` from ``benchmarks/claims.json``. With names of claims it
-runs their commands first, and records what they printed with the date, the commit and the machine (``make claims``)."""
+``python benchmarks/claims.py`` writes ``docs/evidence/benchmarks.md`` from ``benchmarks/claims.json``. With names of
+claims it runs their commands first, and records what they printed with the date, the commit and the machine
+(``make claims``)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "benchmarks" / "claims.json"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "evidence" / "benchmarks.md"
 HEAD = """# Benchmarks
 
 Written by `make claims` from `benchmarks/claims.json`; a test compares the two. Each row says when, at which commit
@@ -56,7 +57,7 @@ def read_claims() -> list[Claim]:
 
 
 def page(claims: list[Claim]) -> str:
-    """Text of ``docs/benchmarks.md``: a table for each area."""
+    """Text of ``docs/evidence/benchmarks.md``: a table for each area."""
     parts = [HEAD]
     for area in dict.fromkeys(claim.area for claim in claims):
         parts.append(f"\n## {area}\n\n| what | figure | when, where | command |\n|---|---|---|---|")

@@ -1,6 +1,6 @@
 """One command for all campaigns.
 
-    python -m campaigns faults run | replay SEED | shrink SEED | planted [NAME ...]      # docs/fault_simulation.md
+    python -m campaigns faults run | replay SEED | shrink SEED | planted [NAME ...]      # docs/evidence/faults.md
     python -m campaigns fuzz [--target NAME] [--replay FILE]
     python -m campaigns messages | rewards | surroundings [WORD ...]     # cases with one of the words in their names
     python -m campaigns families [NAME ...]

@@ -1,5 +1,7 @@
-"""Print docs/coming_from.md with its tables as the table of foreign keys is now (a test compares): for a new row write
-"| `key` | |" below the heading of its system, then run ``python lint/coming_from_page.py > page`` and move it there."""
+"""Print docs/this_or_trl_verl_prime_rl.md with its tables as the table of foreign keys is now (a test compares).
+
+For a new row write "| `key` | |" below the heading of its system, then run ``python lint/coming_from_page.py > page``
+and move it there."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from streamrl.recipe.dialects.foreign_keys import Row, dialects
 from streamrl.recipe.fields import as_written
 from streamrl.recipe.sections import Recipe
 
-PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
+PAGE = Path(__file__).parents[1] / "docs" / "this_or_trl_verl_prime_rl.md"
 
 
 def cell(row: Row) -> str:

@@ -1,7 +1,8 @@
 """Mirror the pages of the repository, and the files that they link to, for the documentation site (``make docs``).
 
-``python lint/docs_site.py DIRECTORY`` writes DIRECTORY anew. Links stay as they are: they work in the repository and on
-the site. A folder that a page links to gets a page that lists its files."""
+``python lint/docs_site.py DIRECTORY`` writes DIRECTORY anew, and DIRECTORY.toml: ``zensical.toml`` with the navigation,
+which is made from the sections and links of ``docs/index.md``. Links stay as they are: they work in the repository and
+on the site. A folder that a page links to gets a page that lists its files."""
 
 from __future__ import annotations
 
@@ -13,8 +14,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/adr/*.md")
+PAGES = (
+    "README.md",
+    "SECURITY.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "docs/evidence/*.md",
+    "docs/adr/*.md",
+)
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)#]+\.md)\) \|", re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
@@ -44,6 +54,27 @@ def anchors_of(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
 
 
+def navigation() -> dict[str, dict[str, str]]:
+    """The sections of ``docs/index.md``: the title and path of each page that begins a row of its tables."""
+    sections = (ROOT / "docs" / "index.md").read_text().split("\n## ")[1:]
+    index = ROOT / "docs"
+    return {
+        section.partition("\n")[0]: {
+            title: str((index / target).resolve().relative_to(ROOT)) for title, target in _ROW.findall(section)
+        }
+        for section in sections
+    }
+
+
+def configuration() -> str:
+    """The settings of the site, with its navigation."""
+    lines = ['{ "Contents" = "docs/index.md" },']
+    for section, entries in navigation().items():
+        lines += [f'{{ "{section}" = [', *(f'{{ "{title}" = "{path}" }},' for title, path in entries.items()), "] },"]
+    nav = "nav = [\n" + "\n".join(lines) + "\n]\n"
+    return (ROOT / "zensical.toml").read_text().replace("\n[project.theme]", f"{nav}\n[project.theme]", 1)
+
+
 def mirror(directory: Path) -> None:
     """Write the pages, and what they link to, below ``directory``, in place of what is there."""
     shutil.rmtree(directory, ignore_errors=True)
@@ -68,3 +99,4 @@ def mirror(directory: Path) -> None:
 
 if __name__ == "__main__":
     mirror(Path(sys.argv[1]))
+    Path(f"{sys.argv[1]}.toml").write_text(configuration())

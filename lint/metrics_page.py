@@ -38,7 +38,7 @@ _PLACES = """## Where they go
 | stdout | one line a step: the bold metrics |
 | `metrics.jsonl` | one flat object a line: `kind` (`step`, `evaluation`), `time`, `step`, `policy_version`, metrics |
 | `trace.jsonl` | trajectories, steps and engine loads, for the simulator (`observe/report/trajectory_trace.py`) |
-| `older-NAME.jsonl` | the part of such a file before the present one: [how large](trackers.md) |
+| `older-NAME.jsonl` | the part before the present one ([how large](watch.md#how-large-the-files-of-a-run-become)) |
 | `samples.jsonl` | best, worst and a random completion of a batch, with logprobs and versions; `streamrl samples RUN` |
 | `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`run/evaluate/sample_files.py`) |
 | `stalls/*.txt` | who waits for whom, with stacks: when nothing moves, or the controller is sent `SIGUSR1` |

@@ -1,4 +1,4 @@
-"""Protocols between the parts of a run, which code outside of streamrl may implement. docs/extending.md shows each in
+"""Protocols between the parts of a run, which code outside of streamrl may implement. docs/python.md shows each in
 use. The controller calls all of them but ``Publisher``, which a trainer rank calls, and the ``Engine`` of an engine
 process.
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from lint.docs_site import ROOT, anchors_of, links_of, mirror, pages
+from lint.commands_page import page as commands_page
+from lint.docs_site import ROOT, anchors_of, configuration, links_of, mirror, pages
 from lint.metrics_page import find_metric
 from streamrl.cli.command import parse_command
 from streamrl.cli.main import COMMANDS
@@ -59,16 +60,21 @@ def test_pictures_load_nothing_and_run_nothing(picture: Path) -> None:
     assert not re.search(r"https?:|<script|<foreignObject|\bon\w+=|@import|href=", text)
 
 
-def test_every_page_is_in_the_navigation_once_and_in_the_index() -> None:
-    def of(entries: Any) -> Iterator[str]:
+def test_every_page_is_once_in_the_table_of_contents() -> None:
+    """The navigation of the site is made from it."""
+
+    def paths(entries: Any) -> Iterator[str]:
         for entry in entries:
             (value,) = entry.values()
-            yield from [value] if isinstance(value, str) else of(value)
+            yield from [value] if isinstance(value, str) else paths(value)
 
-    found = list(of(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]))
-    assert sorted(found) == sorted(name for name in NAMED if not name.startswith("docs/adr/"))
-    listed = {target for target, _ in links_of((ROOT / "docs" / "index.md").read_text())}
-    assert {name.removeprefix("docs/") for name in found if name.startswith("docs/")} - {"index.md"} <= listed
+    listed = list(paths(tomllib.loads(configuration())["project"]["nav"]))
+    assert sorted(listed) == sorted(name for name in NAMED if not name.startswith("docs/adr/"))
+
+
+def test_the_page_of_commands_is_made_from_the_commands() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert page == commands_page(), "run: python lint/commands_page.py > docs/commands.md"
 
 
 def test_the_mirror_has_all_that_pages_link_to(tmp_path: Path) -> None:
@@ -108,7 +114,7 @@ def keys() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["docs/symptoms.md", "docs/several_gpus.md", "docs/how_it_works.md"])
+@pytest.mark.parametrize("name", ["docs/failures.md", "docs/gpus_and_hosts.md", "docs/how_it_works.md"])
 def test_metrics_and_keys_of_the_guides_are_there(name: str) -> None:
     sections = {key.partition(".")[0] for key in keys()}
     wrong = []

@@ -1,1 +1,1 @@
-"""Whole runs on simulated time, network, disk and processes, with faults (docs/fault_simulation.md)."""
+"""Whole runs on simulated time, network, disk and processes, with faults (docs/evidence/faults.md)."""

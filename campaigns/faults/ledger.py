@@ -2,7 +2,7 @@
 
 Taps: what engines sampled and by which weights, what the user's function returned, what each trainer rank was given and
 closed, what was published and committed, and, for the accounting, the orders of control. A violation names its
-invariant (docs/fault_simulation.md)."""
+invariant (docs/evidence/faults.md)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stamp_of(state_hash: int) -> float:
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """``invariant``: a word (docs/fault_simulation.md); ``time_s``: when it was seen."""
+    """``invariant``: a word (docs/evidence/faults.md); ``time_s``: when it was seen."""
 
     invariant: str
     text: str

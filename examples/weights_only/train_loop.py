@@ -10,7 +10,7 @@ server answers all the while; after each push it is asked for greedy tokens, and
     VLLM_PLUGINS=streamrl STREAMRL_ENGINE=1 VLLM_SERVER_DEV_MODE=1 \\
         vllm serve MODEL --weight-transfer-config '{"backend": "streamrl"}'
 
-Between two hosts the publisher wants keys: see "Over a network" in docs/weights_outside.md.
+Between two hosts the publisher wants keys: see "Over a network" in docs/take_out.md.
 
 Any torch model will do whose parameters carry the names of a checkpoint that the server's vLLM loads."""
 

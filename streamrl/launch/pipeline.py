@@ -84,7 +84,7 @@ class Pipeline:
 
     ``sinks``: sinks that get every event of the run, in this process. ``observers``: classes of observers or their
     names, called in the controller's process, in addition to ``run.advanced.observers``. Both run in their own threads
-    (docs/extending.md). ``drain_s``: longest time for draining when the body is left early.
+    (docs/python.md). ``drain_s``: longest time for draining when the body is left early.
 
     Raises ``RecipeError`` on entering when the recipe is wrong, ``ProcessDied`` from the iteration when a process ends
     that should not have. Leaving early drains the run; leaving with an exception kills it."""

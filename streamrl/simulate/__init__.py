@@ -1,2 +1,3 @@
 """Simulation of runs in virtual time: the real control core with cost models of engines, rewards and training
-(docs/simulate.md). ``simulation`` is the entry, ``what_if`` searches recipes with it, ``calibrate`` fits its models."""
+(docs/evidence/simulation.md). ``simulation`` is the entry, ``what_if`` searches recipes with it, ``calibrate`` fits
+its models."""

@@ -5,7 +5,7 @@ processes fetch and apply the version. Weights are handled as integers only: a b
 bit pattern, a float32 element a uint32 one. No element is compared or copied as a floating-point number, so ``-0.0``
 and every NaN payload survive.
 
-The names below are public, and enough to feed any vLLM from any training loop (``docs/weights_outside.md``). None of
+The names below are public, and enough to feed any vLLM from any training loop (``docs/take_out.md``). None of
 them imports torch or vllm:
 
 =============  =====================================================================================================

@@ -82,7 +82,9 @@ def test_every_key_that_the_table_names_is_one_of_a_recipe() -> None:
 
 
 def test_the_page_is_of_now() -> None:
-    assert PAGE.read_text() == page(), "run: python lint/coming_from_page.py > page; mv page docs/coming_from.md"
+    assert PAGE.read_text() == page(), (
+        "run: python lint/coming_from_page.py > page; mv page docs/this_or_trl_verl_prime_rl.md"
+    )
 
 
 # ---- mistakes ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Code of a user in a real run on simulated engines: all of docs/extending.md, and what misbehaves."""
+"""Code of a user in a real run on simulated engines: all of docs/python.md, and what misbehaves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_the_page_is_a_run_and_what_misbehaves_neither_ends_nor_delays_it(
     monkeypatch.chdir(tmp_path)
     own, page = tmp_path / "own.py", tmp_path / "page.py"
     own.write_text(OWN)
-    page.write_text("\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.S)))
+    page.write_text("\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)))
     settings: dict[str, Any] = {
         "run.steps": 3,
         "run.advanced.observers": [f"{page}:Longest", f"{own}:Failing"],

@@ -38,7 +38,7 @@ FORBIDDEN_METHODS = {
     "subprocess.getstatusoutput": SHELL,
 }
 FORBIDDEN_ENDINGS = {"_pyobj": UNPICKLE, "_object_list": OBJECTS, "gather_object": OBJECTS, "broadcast_object": OBJECTS}
-# Where code that a model wrote is run on purpose: inside the sandbox (docs/rewards_code.md), in a process that has
+# Where code that a model wrote is run on purpose: inside the sandbox (docs/rewards.md), in a process that has
 # given up everything before. Nowhere else may text become code.
 RUNS_CODE = {"streamrl/rewards/sandbox/program.py", "streamrl/rewards/sandbox/asserts.py"}
 SOCKET_FACTORY = "streamrl/comm/socket_options.py"

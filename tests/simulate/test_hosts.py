@@ -58,7 +58,7 @@ def test_direct_copies_share_the_link_of_the_trainer(hosts: int) -> None:
 
 @pytest.mark.parametrize("hosts", [1, 2, 8, 32])
 def test_a_chain_takes_one_copy_and_a_piece_a_host(hosts: int) -> None:
-    """Of 39 pieces. As measured with the relays of a run: see docs/simulate.md."""
+    """Of 39 pieces. As measured with the relays of a run: see docs/evidence/simulation.md."""
     model = HostsModel(count=hosts, push_bytes=40e6, link=HUNDRED, trainer_link=HUNDRED)
     assert model.push_s(range(hosts)) == pytest.approx(HOP_S * (39 + hosts - 1) / 39)
 

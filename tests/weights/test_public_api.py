@@ -30,7 +30,7 @@ def test_everything_listed_is_there_and_everything_there_is_listed() -> None:
 
 def test_the_example_and_its_page_need_nothing_else() -> None:
     example = (ROOT / "examples/weights_only/train_loop.py").read_text()
-    page = (ROOT / "docs/weights_outside.md").read_text()
+    page = (ROOT / "docs/take_out.md").read_text()
     for source in (example, *re.findall(r"```python\n(from.*?)```", page, flags=re.DOTALL)):
         used = imported(source)
         assert used

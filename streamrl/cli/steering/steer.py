@@ -71,7 +71,7 @@ class EvaluateNow(SteeringCommand, frozen=True):
 
 class SetKeys(Command, frozen=True):
     """Change settings of a running run, together, from the next batch on. They outlast a kill and `streamrl resume`.
-    docs/steering.md lists the keys; of any other it is said why not."""
+    docs/watch.md lists the keys; of any other it is said why not."""
 
     run_directory: RunPath
     changes: Annotated[

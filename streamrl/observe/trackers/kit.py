@@ -1,4 +1,4 @@
-"""A check for the tests of a plug-in (docs/trackers.md), which every tracker must pass."""
+"""A check for the tests of a plug-in (docs/watch.md), which every tracker must pass."""
 
 from __future__ import annotations
 
