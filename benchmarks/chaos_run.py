@@ -284,7 +284,7 @@ def drawn_prompts(cell: Cell, epochs: int = 1) -> list[str]:
     import anyio
 
     from streamrl.pretrained.tokenizer import load_tokenizer
-    from streamrl.run.prompts.prompts import open_prompts
+    from streamrl.run.prompts.open_prompts import open_prompts
 
     async def draw() -> list[str]:
         tokenizer = load_tokenizer(EXAMPLE / "model")

@@ -26,8 +26,8 @@ from streamrl.base.types import DropReason, FinishReason
 from streamrl.buffers.rollout_buffer import Group, Member, PromptRef, RolloutBuffer
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
-from streamrl.control.model import GroupLengths
 from streamrl.control.policies.group_sizing import make_group_sizer
+from streamrl.control.run_state import GroupLengths
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind, StalePolicy, TailBatching
 from streamrl.simulate.cluster import PRESETS, ClusterEngines

@@ -32,13 +32,13 @@ from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.seeds import derive_seed
 from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.engines.resumption import with_unverified_tokens
-from streamrl.engines.vllm.continuation import NUMBERS_VARIABLE
 from streamrl.engines.vllm.cpu_kernels import KERNELS_VARIABLE
 from streamrl.engines.vllm.engine import VllmEngine
 from streamrl.engines.vllm.held_outputs import HELD_VARIABLE
 from streamrl.engines.vllm.options import engine_options
+from streamrl.engines.vllm.sampler_patches import NUMBERS_VARIABLE
 from streamrl.pretrained.tokenizer import load_tokenizer
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher
 

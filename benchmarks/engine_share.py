@@ -26,7 +26,7 @@ from training_run import DEMO_RECIPE, training_run
 from streamrl.engines.vllm.engine import engine_config
 from streamrl.engines.vllm.options import engine_options
 from streamrl.pretrained.tokenizer import end_tokens, load_tokenizer
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.weights import engine_environment
 
 SKIPPED = 2  # batches and steps at the start

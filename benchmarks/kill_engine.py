@@ -8,7 +8,7 @@ import msgspec
 import psutil
 from chaos_processes import log_name
 
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import EngineKind, Recipe
 
 DEMO = Path(__file__).parents[1] / "examples" / "sort" / "recipe.toml"

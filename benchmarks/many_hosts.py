@@ -18,7 +18,7 @@ import msgspec
 from simulated_papers import ROLLPACKER_14B, race
 
 from streamrl.simulate.cluster import ClusterEngines
-from streamrl.simulate.hosts import HostsModel
+from streamrl.simulate.host_model import HostsModel
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation
 

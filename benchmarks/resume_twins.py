@@ -40,8 +40,8 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
-from streamrl.recipe.rules.load import load_recipe
-from streamrl.run.journal.log import read_journal
+from streamrl.recipe.rules.load_recipe import load_recipe
+from streamrl.run.journal.journal_file import read_journal
 from streamrl.run.journal.records import JournalBase, JournalCodec, JournalEvent
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ import msgspec
 from training_run import DEMO_RECIPE, ROOT, toml_value, training_run
 
 from streamrl.cli.compare.run_figures import WARM_UP_STEPS, RunFigures, samples_of
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.simulate.recording import TRACE_FILE
 
 HEAVY_RECIPE = DEMO_RECIPE.parents[1] / "heavy" / "recipe.toml"

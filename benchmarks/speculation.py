@@ -21,7 +21,7 @@ from streamrl.base.messages import Generate
 from streamrl.engines.vllm.engine import VllmEngine
 from streamrl.engines.vllm.options import engine_options
 from streamrl.pretrained.tokenizer import load_tokenizer
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 
 NGRAM = 'engines.args.speculative_config={method = "ngram", num_speculative_tokens = 4, prompt_lookup_max = 4}'
 TOKENS, BINS, AT_ONCE = 20_000, 50, 128

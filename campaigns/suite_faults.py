@@ -83,13 +83,13 @@ FAULTS = {
         "engines/test_vllm_contract.py engines/test_engine_options.py engines",
     ),
     "forgotten child": Fault(
-        "processes/local.py",
+        "processes/local_launcher.py",
         "self.sessions.add(process.pid)\n",
         "self.sessions.add(process.pid) if plan.index == 0 else None\n",
         "processes/test_supervisor.py processes/test_restarts.py processes security",
     ),
     "child without marker": Fault(
-        "processes/local.py",
+        "processes/local_launcher.py",
         "            RUN_MARKER: self.marker,\n",
         "",
         "processes/test_supervisor.py processes/test_restarts.py processes security runs",
@@ -119,7 +119,7 @@ FAULTS = {
         "learning/test_trainer.py learning config",
     ),
     "lost lines are not counted": Fault(
-        "observe/follow/followed_lines.py",
+        "observe/run_files/followed_lines.py",
         "self.gaps += 1\n",
         "self.gaps += 0\n",
         "observe/test_followed_lines.py observe",
@@ -146,13 +146,13 @@ FAULTS = {
         "turns/test_endpoint.py turns",
     ),
     "no fsync": Fault(
-        "run/journal/log.py",
+        "run/journal/journal_file.py",
         "if self._fsync:\n            os.fdatasync",
         "if self._fsync and self._number < 0:\n            os.fdatasync",
         "journal/test_log.py journal/test_log_processes.py journal",
     ),
     "torn line": Fault(
-        "run/journal/log.py",
+        "run/journal/journal_file.py",
         "if path == self.content.segments[-1]:\n                    os.ftruncate",
         "if False:\n                    os.ftruncate",
         "journal/test_log.py journal/test_log_processes.py journal pipeline",

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from streamrl.recipe.dialects.foreign_keys import Row, dialects
-from streamrl.recipe.fields import as_written
+from streamrl.recipe.field_types import as_written
 from streamrl.recipe.sections import Recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "this_or_trl_verl_prime_rl.md"

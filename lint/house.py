@@ -226,7 +226,7 @@ class House:
     def keys_in_view(self) -> Count:
         """Keys of all sections of a recipe that ``explain`` shows."""
         sys.path.insert(0, str(self.root))
-        from streamrl.recipe.fields import paths_in_view
+        from streamrl.recipe.field_types import paths_in_view
         from streamrl.recipe.sections import Recipe
 
         return Count(len(list(paths_in_view(Recipe))), [])

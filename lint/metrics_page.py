@@ -1,13 +1,13 @@
 """The metric registry, and the page made from it: ``python lint/metrics_page.py > docs/metrics.md``.
 
-Names, units and meanings are in ``streamrl/observe/follow/metrics.txt`` and nowhere else."""
+Names, units and meanings are in ``streamrl/observe/run_files/metrics.txt`` and nowhere else."""
 
 from __future__ import annotations
 
 import sys
 
-from streamrl.observe.follow.metric_help import METRICS as METRICS
-from streamrl.observe.follow.metric_help import find_metric as find_metric
+from streamrl.observe.run_files.metric_help import METRICS as METRICS
+from streamrl.observe.run_files.metric_help import find_metric as find_metric
 from streamrl.observe.terminal.step_line import COLUMNS, FURTHER
 
 
@@ -26,7 +26,7 @@ def metrics_page() -> str:
 
 _HEAD = """# Metrics
 
-Made by `python lint/metrics_page.py` from `streamrl/observe/follow/metrics.txt`; a test compares the two.
+Made by `python lint/metrics_page.py` from `streamrl/observe/run_files/metrics.txt`; a test compares the two.
 The names are the same in `metrics.jsonl`, on the metrics socket and in `StepFinished.metrics`; `<name>` in one is
 filled in by the run. **Bold**: on the step line. A *step* makes one version of the weights: one step of the
 optimizer, or as many as batches where a long round trains several at once (`tail_batching.long_round_batches`)."""

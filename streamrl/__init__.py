@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from streamrl.cli.trial.recipe_trial import try_recipe
+    from streamrl.cli.try_rewards.recipe_trial import try_recipe
     from streamrl.contracts import Observer, RoundPolicy, Sink
     from streamrl.launch.pipeline import Pipeline
     from streamrl.observe.terminal.live_curve import live_curve
-    from streamrl.recipe.rules.load import load_recipe
+    from streamrl.recipe.rules.load_recipe import load_recipe
     from streamrl.recipe.sections import Recipe
 
 __all__ = ["Observer", "Pipeline", "Recipe", "RoundPolicy", "Sink", "live_curve", "load_recipe", "try_recipe"]
@@ -20,8 +20,8 @@ _PLACES = dict.fromkeys(("Observer", "RoundPolicy", "Sink"), "contracts") | {
     "Pipeline": "launch.pipeline",
     "Recipe": "recipe.sections",
     "live_curve": "observe.terminal.live_curve",
-    "load_recipe": "recipe.rules.load",
-    "try_recipe": "cli.trial.recipe_trial",
+    "load_recipe": "recipe.rules.load_recipe",
+    "try_recipe": "cli.try_rewards.recipe_trial",
 }
 
 

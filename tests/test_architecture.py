@@ -24,7 +24,7 @@ BASE = {"base", "recipe"}
 # What owns a vLLM, or runs inside of vLLM's own processes.
 WORKER_SIDE = ("streamrl/engines/plain_vllm/", "streamrl/engines/vllm/", "streamrl/weights/vllm/")
 # In a reward's own process, once the first completion comes.
-REWARD_MODEL = "streamrl/rewards/builtin/reward_model.py"
+REWARD_MODEL = "streamrl/rewards/builtin/classifier_scores.py"
 # For mypy alone: an objective is read where there is no torch, and given tensors where there is.
 TENSORS = "streamrl/recipe/objectives/method.py"
 CONFINED = {
@@ -50,7 +50,7 @@ CONFINED = {
     "huggingface_hub": (
         "streamrl/prepare/hub/fetch.py",
         "streamrl/prepare/hub/failures.py",
-        "streamrl/cli/models/",
+        "streamrl/cli/trained_models/",
         "streamrl/learning/state/",
     ),
     "obstore": ("streamrl/comm/object_store.py",),

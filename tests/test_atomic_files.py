@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.base.atomic_files import make_directory, stage_sidecar, write_durable
 from streamrl.launch.pipeline import _make_run_directory
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort" / "recipe.toml"
 

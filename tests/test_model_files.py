@@ -18,7 +18,7 @@ from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.tokenizer import end_tokens, load_tokenizer, tokenizer_digest
 from streamrl.pretrained.trainable_models import cut_problems, refuse_untrainable, split_problems
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors, weight_files
-from streamrl.run.prompts.prompts import check_prompts
+from streamrl.run.prompts.open_prompts import check_prompts
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -417,10 +417,14 @@ def test_text_is_tokenised_in_one_place() -> None:
                     found.add(path.relative_to(PACKAGE).as_posix())
                 if node.func.attr in {"apply_chat_template", "from_pretrained"} and "Tokenizer" in owner:
                     found.add(path.relative_to(PACKAGE).as_posix())
-    apart = {"cli/trial/trial_completions.py", "rewards/builtin/reward_model.py", "engines/simulated/text.py"}
+    apart = {
+        "cli/try_rewards/trial_completions.py",
+        "rewards/builtin/classifier_scores.py",
+        "engines/simulated/text.py",
+    }
     apart |= {"prepare/first_prompt.py"}  # to compare with transformers
     apart |= {"learning/small_model/packaged.py"}  # only saves one
     apart |= {"learning/small_model/chats.py"}  # demonstrations of a warm-up
     apart |= {"run/environments/chat.py", "run/environments/chat_tokens.py"}  # what environments say
-    apart |= {"pretrained/turns/seam.py", "pretrained/turns/template_facts.py"}
+    apart |= {"pretrained/turns/seam_tokens.py", "pretrained/turns/template_facts.py"}
     assert found == {"run/prompts/prompt_rows.py", "pretrained/tokenizer.py"} | apart

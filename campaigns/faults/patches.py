@@ -30,8 +30,8 @@ from streamrl.comm.stream_protocol import Hello
 from streamrl.control.actions import Decision
 from streamrl.control.machine import Control
 from streamrl.engines import engine_host
+from streamrl.engines.elastic.engine_sets import SetPlan, SetPlanner
 from streamrl.engines.elastic.freeing import Freeing, FreeingSettings
-from streamrl.engines.elastic.sets import SetPlan, SetPlanner
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulationOptions
 from streamrl.engines.step_cost import StepCost
@@ -49,15 +49,15 @@ from streamrl.prepare.preflight import preflight, with_checkpoint_rewards
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.processes import clean_up, supervisor
 from streamrl.processes.crash_bundle import write_crash_bundle
-from streamrl.processes.local import LocalLauncher
+from streamrl.processes.local_launcher import LocalLauncher
 from streamrl.processes.watchdog import Watchdog, ask_for_stacks
 from streamrl.recipe import topology as topology_module
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.rewards.calls.inspect import RewardInspection, inspect_in_subprocess
 from streamrl.rewards.calls.loading import load_reward
 from streamrl.rewards.calls.trusted import open_timer
-from streamrl.run.journal import log
-from streamrl.run.prompts import prompts as prompts_module
+from streamrl.run.journal import journal_file
+from streamrl.run.prompts import open_prompts as prompts_module
 from streamrl.stages import training
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ def patched_product(world: World) -> Iterator[None]:
         _files_and_user_code(world, put, put_for)
         _processes(world, put, put_for)
         _parts(world, put)
-        put(log, "os", SimulatedOs(world))
-        put(log, "to_thread", SimulatedThread(world))
+        put(journal_file, "os", SimulatedOs(world))
+        put(journal_file, "to_thread", SimulatedThread(world))
         put(training, "DedicatedThread", thread)
         _control(world, put)
         stack.enter_context(mock.patch.dict(RunReport.__init__.__kwdefaults__, {"clock": world.loop.time}))

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
 from streamrl.base.errors import StreamRLError
 from streamrl.launch.roles import role_main
-from streamrl.processes import child
-from streamrl.processes.child import ChildContext, Terminated
+from streamrl.processes import run_role
 from streamrl.processes.exit_files import write_reason
 from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of
 from streamrl.processes.launcher import ChildProcess
+from streamrl.processes.run_role import ChildContext, Terminated
 from streamrl.recipe.topology import ProcessPlan, Topology
 
 if TYPE_CHECKING:
@@ -87,10 +87,10 @@ class Machine:
 
         async def main() -> int:
             try:
-                await child._until_terminated(role_main(plan.role), context)
+                await run_role._until_terminated(role_main(plan.role), context)
             except Terminated:
                 return TERMINATED_CODE
-            except BaseException as error:  # noqa: BLE001 - as ``child.leave``
+            except BaseException as error:  # noqa: BLE001 - as ``run_role.leave``
                 if (code := exit_code_of(error)) != 0:
                     reason = reason_of(plan.role, error)
                     if not world.over:

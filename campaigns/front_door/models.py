@@ -18,7 +18,7 @@ from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.pretrained.trainable_models import refuse_untrainable, unknown_modules
 from streamrl.pretrained.weight_files import ModelDirectoryError
-from streamrl.run.prompts.prompts import check_prompts
+from streamrl.run.prompts.open_prompts import check_prompts
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -22,13 +22,13 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.cli.trial.trial_completions import PlainText
+from streamrl.cli.try_rewards.trial_completions import PlainText
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.user_code import load_user_object
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
 from streamrl.rewards.calls.reward_set import RewardSet
 from streamrl.rewards.signature import needed_columns
-from streamrl.run.prompts.prompts import missing_columns
+from streamrl.run.prompts.open_prompts import missing_columns
 
 TEXTS = ("4", "5", "44 and more", "4", "the answer is 4")
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2+2"}]

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from campaigns.front_door.folders import demo_model
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
-from streamrl.run.prompts.prompts import check_prompts, open_prompts
+from streamrl.run.prompts.open_prompts import check_prompts, open_prompts
 
 CHAT = [{"role": "system", "content": "12"}, {"role": "user", "content": "34:"}]
 CHAT_TEXT = "[system|12][user|34:]"

@@ -16,7 +16,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.stage_messages import SampledSoFar
 from streamrl.base.types import FinishReason, Segment, TrajectoryId
 from streamrl.control.events import BatchTrained, TrajectoryScored
-from streamrl.run.journal.log import _HEADER, _MAGIC, _frame, read_journal
+from streamrl.run.journal.journal_file import _HEADER, _MAGIC, _frame, read_journal
 from streamrl.run.journal.records import (
     JournalCodec,
     JournalEvent,

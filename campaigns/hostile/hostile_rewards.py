@@ -47,7 +47,7 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.cli.trial.trial_completions import PlainText
+from streamrl.cli.try_rewards.trial_completions import PlainText
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
 from streamrl.rewards.calls.reward_set import RewardSet

@@ -44,7 +44,7 @@ from streamrl.learning.options import trainer_options
 from streamrl.learning.state.file_publisher import FilePublisher
 from streamrl.learning.trainer import TorchTrainer
 from streamrl.recipe.rewards import Reward
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.calls.worker import run_reward_worker
 from streamrl.run.checkpoints import CheckpointKeeper

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 import msgspec
 
 from streamrl.cli.dialects.command_line import normalized_arguments, unknown_words
-from streamrl.cli.usage.examples import EXAMPLES
+from streamrl.cli.help_texts.examples import EXAMPLES
 
 CommandType = TypeVar("CommandType", bound="Command")
 
@@ -30,7 +30,7 @@ class Argument(msgspec.Struct, frozen=True):
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """A command with its arguments. A bool field is a switch, a tuple an option that may be repeated (of integers: one
     list with commas), a ``Literal`` a choice. The docstring is the description that ``--help`` prints, with the example
-    of ``cli/usage/examples.py``."""
+    of ``cli/help_texts/examples.py``."""
 
     follows_a_run: ClassVar[bool] = False
     """Whether the command goes on when its output can no longer be written."""

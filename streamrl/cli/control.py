@@ -14,7 +14,7 @@ from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.launch import control_socket
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, ControlRefused, DrainRun
 from streamrl.recipe.rewards import Reward
-from streamrl.recipe.rules.load import resolved_reward
+from streamrl.recipe.rules.load_recipe import resolved_reward
 from streamrl.recipe.toml_text import value_or_text
 from streamrl.rewards.reward_messages import (
     AttachReward,

@@ -18,16 +18,16 @@ from streamrl.prepare.first_prompt import first_prompt_lines
 from streamrl.prepare.gpu_demand import gpu_placement
 from streamrl.prepare.hub.resolution import HubRecipe, hub_looked_up
 from streamrl.prepare.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
-from streamrl.prepare.probe import problem_of_model
+from streamrl.prepare.recipe_probe import problem_of_model
 from streamrl.prepare.run_length import with_steps_of_epochs
 from streamrl.prepare.summary import arithmetic_lines, process_lines
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.processes.cluster.opened import hosts_of
-from streamrl.recipe.rules.load import dump_recipe
+from streamrl.processes.cluster.open_launcher import hosts_of
+from streamrl.recipe.rules.load_recipe import dump_recipe
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import plan_topology
+from streamrl.run.prompts.open_prompts import stored_rows
 from streamrl.run.prompts.prompt_spec import prompt_sources
-from streamrl.run.prompts.prompts import stored_rows
 
 PROBE_TIMEOUT_S = 300.0
 

@@ -16,17 +16,17 @@ from streamrl.base.types import Prompt
 from streamrl.cli.command import Argument, print_json, recipe_file
 from streamrl.cli.control import FunctionName, RewardOptions
 from streamrl.cli.run_for_report import run_for_report
-from streamrl.cli.trial.trial_completions import PlainText, groups_from_engine, groups_from_file
-from streamrl.cli.trial.trial_report import RewardReport, rich_report, summarize
-from streamrl.cli.trial.trial_scoring import say, score_groups
+from streamrl.cli.try_rewards.trial_completions import PlainText, groups_from_engine, groups_from_file
+from streamrl.cli.try_rewards.trial_report import RewardReport, rich_report, summarize
+from streamrl.cli.try_rewards.trial_scoring import say, score_groups
 from streamrl.prepare.hub.resolution import recipe_around, with_hub_folders, with_hub_prompts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
-from streamrl.recipe.rules.load import load_recipe, resolve_function
+from streamrl.recipe.rules.load_recipe import load_recipe, resolve_function
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
 from streamrl.rewards.signature import RewardSignature, needed_columns
-from streamrl.run.prompts.prompts import missing_columns, open_prompts
+from streamrl.run.prompts.open_prompts import missing_columns, open_prompts
 
 ModelPath = Annotated[Path | None, Argument("sample them from this model directory with vLLM", metavar="MODEL")]
 

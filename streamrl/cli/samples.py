@@ -15,7 +15,7 @@ from streamrl.base.line_file import read_lines
 from streamrl.base.printable import printable
 from streamrl.base.run_events import CompletionSampled
 from streamrl.cli.command import Argument, Command, RunPath
-from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.run_files.run_reader import RunFiles
 from streamrl.observe.terminal.step_line import sample_block
 
 

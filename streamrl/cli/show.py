@@ -17,9 +17,9 @@ from streamrl.cli.command import Argument, Command
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
 from streamrl.processes.crash_bundle import SUMMARY, CrashManifest, read_manifest, read_member
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.topology import JOURNAL_DIRECTORY
-from streamrl.run.journal.log import read_journal, writer_of
+from streamrl.run.journal.journal_file import read_journal, writer_of
 from streamrl.run.journal.log_errors import JournalFailed
 from streamrl.run.journal.summary import RunSummary, StepSummary, summarize
 

@@ -21,7 +21,7 @@ from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print
 from streamrl.cli.compare.candidates import compared_recipes
 from streamrl.observe.dashboard.chrome_trace import ChromeTrace
 from streamrl.observe.terminal.stdout import StdoutReporter
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate.calibrate import calibrate

@@ -21,15 +21,15 @@ from streamrl.base.run_events import RunFinished, RunStarted, StartProgress
 from streamrl.base.waits import start_phases
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, RunPath, recipe_file
 from streamrl.cli.dry_run import dry_run
-from streamrl.cli.models.runs import listed_run
+from streamrl.cli.trained_models.runs import listed_run
 from streamrl.launch.pipeline import Pipeline, recipe_of_run
 from streamrl.launch.run_directory import refuse_running
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.prepare.hub.resolution import with_hub_folders
 from streamrl.prepare.summary import SIMULATED_SENTENCE, streaming_notice
-from streamrl.processes.cluster.opened import placed_lines
+from streamrl.processes.cluster.open_launcher import placed_lines
 from streamrl.recipe.learning_rate import learning_rate_notice
-from streamrl.recipe.rules.load import read_recipe
+from streamrl.recipe.rules.load_recipe import read_recipe
 from streamrl.recipe.rules.transport_rules import insecure_notice
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import TOPOLOGY_FILE, Role, plan_topology, read_topology

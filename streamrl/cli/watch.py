@@ -16,7 +16,7 @@ from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
 from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.observe.telemetry import TelemetrySubscriber, to_run_event
 from streamrl.observe.terminal.stdout import StdoutReporter
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.topology import metrics_endpoint, read_topology
 
 PATIENCE_S = 5.0

@@ -15,7 +15,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.cli.command import Argument, Overrides, print_json, recipe_file
 from streamrl.cli.simulate import DEFAULT_CLUSTER, InVirtualTime, Row, hosts_sentence, results_table
 from streamrl.observe.terminal.stdout import StdoutReporter
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.cluster import ClusterModel, differences
 from streamrl.simulate.recording import TRACE_FILE

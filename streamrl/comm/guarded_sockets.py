@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.hosts import host_of, is_loopback, is_wildcard
+from streamrl.base.host_addresses import host_of, is_loopback, is_wildcard
 from streamrl.comm import zmq_sockets
 from streamrl.comm.key_gate import ZAP_ENDPOINT, KeyGate
 from streamrl.comm.socket_options import SMALL_FRAME, make_socket

@@ -12,8 +12,9 @@ all of them are let in, and the process that serves has the first. So a host may
 replaced by adding the new line, giving out the new secret, and removing the old line; the file is read at each
 connection.
 
-A process that starts in a run (``processes.child``) sets variables with the directory and its role, which vLLM's worker
-processes inherit; keys themselves are never in variables. ``streamrl keys`` and runs on a cluster make the pairs,
+A process that starts in a run (``processes.run_role``) sets variables with the directory and its role, which vLLM's
+worker processes inherit; keys themselves are never in variables. ``streamrl keys`` and runs on a cluster make the
+pairs,
 ``guarded_sockets`` reads them."""
 
 from __future__ import annotations

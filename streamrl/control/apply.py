@@ -22,8 +22,8 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
-from streamrl.control.model import Batch, GroupLengths, RunState
 from streamrl.control.round_policy import GroupObserved, Rules
+from streamrl.control.run_state import Batch, GroupLengths, RunState
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.rewards import FailurePolicy
 from streamrl.recipe.scheduling import Straggler

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from streamrl.base.types import DropReason
 from streamrl.buffers.rollout_buffer import Group
 from streamrl.buffers.slots import staleness
-from streamrl.control.model import RunState
 from streamrl.control.round_policy import Rules
+from streamrl.control.run_state import RunState
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
 
 Claims = Iterator[tuple[bool, str]]

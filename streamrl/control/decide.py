@@ -11,9 +11,9 @@ from streamrl.buffers.slots import last_version
 from streamrl.control import actions as do
 from streamrl.control.apply import Actions, drop_group, end_run, observe_deferred, order_checkpoint, order_evaluation
 from streamrl.control.launch import launch, view
-from streamrl.control.model import Batch, RunState, next_attempt, requeue_interrupted
-from streamrl.control.pending import train_order
 from streamrl.control.round_policy import Candidate, Remainder, Rules
+from streamrl.control.run_state import Batch, RunState, next_attempt, requeue_interrupted
+from streamrl.control.unanswered_orders import train_order
 from streamrl.recipe.scheduling import StalePolicy
 
 MAX_DROPPED_BATCHES = 20

@@ -13,9 +13,9 @@ from streamrl.buffers.rollout_buffer import Group, Member, PromptRef
 from streamrl.buffers.slots import last_version
 from streamrl.control import actions as do
 from streamrl.control.apply import Actions, batch_after
-from streamrl.control.model import Batch, RunState
-from streamrl.control.pending import launch_order
 from streamrl.control.round_policy import Launch, RoundView, Rules, Source
+from streamrl.control.run_state import Batch, RunState
+from streamrl.control.unanswered_orders import launch_order
 
 
 def view(state: RunState, rules: Rules) -> RoundView:

@@ -13,10 +13,10 @@ from streamrl.control.actions import ControlAction
 from streamrl.control.apply import apply
 from streamrl.control.decide import decide
 from streamrl.control.events import ControlEvent, RunContinued
-from streamrl.control.model import SNAPSHOT_SCHEMA, Batch, RunState, Snapshot, requeue_interrupted
-from streamrl.control.pending import unanswered_orders
 from streamrl.control.round_policy import GroupSizer, RoundPolicy, Rules
+from streamrl.control.run_state import SNAPSHOT_SCHEMA, Batch, RunState, Snapshot, requeue_interrupted
 from streamrl.control.settings import ControlSettings
+from streamrl.control.unanswered_orders import unanswered_orders
 
 Steer = Callable[[RunState, Rules, ControlEvent, list[ControlAction]], Rules]
 """Function that carries out orders of users, between an event and the decisions after it. Returns the rules that hold
@@ -76,7 +76,7 @@ class Control:
             decide(state, self.rules, out)
 
     def unanswered_orders(self) -> list[ControlAction]:
-        """Orders without an answer (``pending``), for a shell with nothing in flight."""
+        """Orders without an answer (``unanswered_orders``), for a shell with nothing in flight."""
         return unanswered_orders(self.state)
 
     def snapshot(self) -> Snapshot:

@@ -24,7 +24,7 @@ from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.buffers.slots import may_take
 from streamrl.control.actions import Decision
 from streamrl.control.events import Measurement
-from streamrl.control.model import GroupLengths
+from streamrl.control.run_state import GroupLengths
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import StalePolicy
 

@@ -1,7 +1,7 @@
 """Several engines behind one ``Sampler``: each request goes to the engine that the ``Router`` chooses.
 
-The pool lives in the controller. ``elastic.hosts`` makes it and attaches and loses engines; ``stages.episodes`` samples
-with it; ``elastic.elastic_engines`` drains and readmits engines.
+The pool lives in the controller. ``elastic.engine_processes`` makes it and attaches and loses engines;
+``stages.episodes`` samples with it; ``elastic.elastic_engines`` drains and readmits engines.
 
 An engine can be drained: it gets no new request, and other engines continue the requests that it served. A drained
 engine can be detached and replaced. A drained engine still gets every weight push, so that it may be readmitted at any

@@ -1,6 +1,7 @@
 """The controller's ``Engine`` for an engine process: it sends orders on one stream and receives events on another.
 
-``elastic.hosts`` makes one for each engine process and attaches it to the engine pool. The other end of the streams is
+``elastic.engine_processes`` makes one for each engine process and attaches it to the engine pool. The other end of the
+streams is
 ``engine_host``."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time of one decode step as a function of the running requests and their context.
 
-The simulated engine (an engine process), the choice of the set of engines (``elastic.sets``, controller) and
+The simulated engine (an engine process), the choice of the set of engines (``elastic.engine_sets``, controller) and
 ``streamrl simulate`` (the command's own process) share this model."""
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ def main() -> None:
     """Tie this process to its parent before anything heavy is imported, then do the work of its role."""
     die_with_parent()
     from streamrl.launch.roles import role_main
-    from streamrl.processes.child import leave, load_context, parse_arguments, run_role
+    from streamrl.processes.run_role import leave, load_context, parse_arguments, run_role
 
     plan, directory, sockets, resumes = parse_arguments()
 

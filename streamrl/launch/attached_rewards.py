@@ -10,7 +10,7 @@ from msgspec import structs
 from streamrl.base.errors import RecipeError, StreamBroken
 from streamrl.comm.stream import ReceiveStream
 from streamrl.recipe.rewards import Reward
-from streamrl.recipe.rules.load import check_recipe
+from streamrl.recipe.rules.load_recipe import check_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards import reward_messages
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, rewards_file

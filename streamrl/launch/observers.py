@@ -19,12 +19,12 @@ from streamrl.launch.processes import Emit, Processes
 from streamrl.launch.run_record import JournalledRun
 from streamrl.launch.sampling import capacity
 from streamrl.learning.canary import canary_bounds
-from streamrl.observe.follow.file_sizes import most_bytes
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.missing_samples import MissingSamples
 from streamrl.observe.report.run_report import FigureSources, RunReport
 from streamrl.observe.report.trace_events import TraceEvents
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace
+from streamrl.observe.run_files.file_sizes import most_bytes
 from streamrl.observe.top.live_figures import LiveFigures, Publish
 from streamrl.observe.user_calls import UserObserver, observer_figures
 from streamrl.processes.watchdog import Watchdog

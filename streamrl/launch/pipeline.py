@@ -49,15 +49,15 @@ from streamrl.prepare.hub.resolution import with_hub_folders
 from streamrl.prepare.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
 from streamrl.prepare.run_length import with_steps_of_epochs
 from streamrl.processes.clean_up import remove_half_written, remove_killed_life
-from streamrl.processes.cluster.opened import hosts_of, open_launcher
+from streamrl.processes.cluster.open_launcher import hosts_of, open_launcher
 from streamrl.processes.crash_bundle import write_crash_bundle
 from streamrl.processes.engine_orders import EngineOrders
 from streamrl.processes.exit_reason import failures
-from streamrl.processes.local import SOCKET_PREFIX
+from streamrl.processes.local_launcher import SOCKET_PREFIX
 from streamrl.processes.supervisor import Supervisor
 from streamrl.processes.watchdog import ask_for_stacks
 from streamrl.recipe.cells.cell_code import CELLS, name_of_code
-from streamrl.recipe.rules.load import dump_recipe, load_recipe, resolve_function
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe, resolve_function
 from streamrl.recipe.schedules.schedule import horizon_notices
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.recipe.topology import control_socket, plan_topology, rewards_endpoint

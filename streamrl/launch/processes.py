@@ -29,7 +29,7 @@ from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.stream import exchange_hello
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.engines.elastic.hosts import EngineHosts
+from streamrl.engines.elastic.engine_processes import EngineHosts
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.vllm.options import installed_device
 from streamrl.launch.attached_rewards import AttachedRewards

@@ -26,8 +26,8 @@ from streamrl.rewards.reward_messages import LoadRewardSet, RewardOrder, RewardR
 from streamrl.rewards.rewards_snapshot import fresh_rewards, read_rewards_file
 from streamrl.rewards.signature import needed_columns
 from streamrl.rewards.time_limits import LearntLimits
+from streamrl.run.prompts.open_prompts import check_prompts, missing_columns, open_prompts
 from streamrl.run.prompts.prompt_spec import SourceKind, prompt_sources, read_spec
-from streamrl.run.prompts.prompts import check_prompts, missing_columns, open_prompts
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, wait_ready
 
 FIRST_PROMPTS = 16

@@ -28,7 +28,7 @@ from streamrl.contracts import WatchedEngine
 from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.push.relay_tree import relay_endpoint
 from streamrl.engines.vllm.options import EngineOptions, engine_options
-from streamrl.processes.child import ChildContext, RoleMain
+from streamrl.processes.run_role import ChildContext, RoleMain
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.store_urls import place_of_run

@@ -49,13 +49,13 @@ from streamrl.launch.sampling import open_episodes, open_weight_sync, training_p
 from streamrl.launch.steering.steering import SteeringService
 from streamrl.launch.steering.steering_messages import SteeringReply
 from streamrl.launch.steering.steering_requests import steering_endpoint
-from streamrl.observe.follow.file_sizes import most_bytes
 from streamrl.observe.report.trace_events import TraceEvents
+from streamrl.observe.run_files.file_sizes import most_bytes
 from streamrl.observe.sinks import JsonlSink, Reporter
 from streamrl.observe.telemetry import TelemetryPublisher
 from streamrl.observe.top.live_figures import Publish
 from streamrl.observe.user_calls import UserObserver, close_all
-from streamrl.processes.child import ChildContext
+from streamrl.processes.run_role import ChildContext
 from streamrl.processes.watchdog import Watchdog
 from streamrl.recipe.rules.transport_rules import transport_metrics
 from streamrl.recipe.scheduling import RoundKind

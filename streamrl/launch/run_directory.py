@@ -17,7 +17,7 @@ from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.processes.crash_bundle import package_versions
 from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.rules.hub_names import cached_name
-from streamrl.recipe.rules.load import RETIRED, dump_recipe
+from streamrl.recipe.rules.load_recipe import RETIRED, dump_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value
 from streamrl.run.prompts.prompt_spec import SourceKind, prompt_sources, read_spec

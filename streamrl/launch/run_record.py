@@ -9,9 +9,9 @@ from pathlib import Path
 from streamrl.base.errors import RecipeError
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.control.machine import Control, fork
-from streamrl.control.model import Snapshot
 from streamrl.control.policies.deterministic import check_order
 from streamrl.control.policies.round_policies import make_control
+from streamrl.control.run_state import Snapshot
 from streamrl.control.settings import ControlSettings
 from streamrl.launch.run_directory import NOT_RESUMED
 from streamrl.learning.state.durable_files import newest_checkpoint, surviving
@@ -19,7 +19,7 @@ from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.recipe.topology import JOURNAL_DIRECTORY
 from streamrl.run.checkpoints import read_fork_point
 from streamrl.run.controller import RunRecord
-from streamrl.run.journal.log import JournalFile
+from streamrl.run.journal.journal_file import JournalFile
 from streamrl.run.journal.log_errors import JournalRefused, another_run
 from streamrl.run.journal.recover import RecoveredRun, recovered_run
 from streamrl.run.journal.run_journal import RunJournal

@@ -24,8 +24,8 @@ from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import read_topology
 from streamrl.run.evaluate.evaluation import HeldOut
 from streamrl.run.prompts.mixed_prompts import MixedPrompts
+from streamrl.run.prompts.open_prompts import OpenPrompts, open_prompts
 from streamrl.run.prompts.prompt_spec import prompt_sources
-from streamrl.run.prompts.prompts import OpenPrompts, open_prompts
 from streamrl.stages.episodes import Episodes, one_completion
 
 

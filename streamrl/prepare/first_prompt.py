@@ -1,5 +1,5 @@
 """The first prompt of a run as the model will see it. The dry run and ``streamrl try`` print it in the process of the
-command; the dry run compares its ids with those of transformers in the process of ``probe``."""
+command; the dry run compares its ids with those of transformers in the process of ``recipe_probe``."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import contextlib
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
-from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.engines.vllm.options import max_model_len, model_config
+from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.prepare.memory import device_bytes
 from streamrl.prepare.placement import Demand, Placement, place
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from streamrl.engines.vllm.gpus import Gpu
+from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import JUDGE, PreparedSet, Topology, prepared_sets
 

@@ -21,11 +21,11 @@ from streamrl.base.types import Prompt
 from streamrl.comm.object_store import access_problem
 from streamrl.comm.transport_keys import transport_variables
 from streamrl.comm.zmq_sockets import has_ipc_listener
-from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.engines.vllm.options import device_problems, installed_device, max_model_len, model_config
+from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.learning.routing_replay import why_not_replayed
 from streamrl.learning.state.durable_files import read_digests, refuse_faults, surviving
-from streamrl.observe.trackers.installed import tracker_problems
+from streamrl.observe.trackers.available_trackers import tracker_problems
 from streamrl.prepare.gpu_demand import facts_of, gpu_placement
 from streamrl.prepare.machine_check import (
     GIB,
@@ -38,7 +38,7 @@ from streamrl.prepare.machine_check import (
     shared_memory,
 )
 from streamrl.prepare.memory import estimate_memory, gib
-from streamrl.prepare.probe import look_at_environment, problems_of_object
+from streamrl.prepare.recipe_probe import look_at_environment, problems_of_object
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.pretrained.trainable_models import cut_problems, refuse_untrainable, split_problems, unknown_modules
@@ -52,9 +52,9 @@ from streamrl.rewards.calls.reward_set import combining_rewards
 from streamrl.rewards.judge.options import judge_problems
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, resumed_rewards
 from streamrl.rewards.signature import needed_columns
-from streamrl.run.copies.fetched import whole_copy
+from streamrl.run.copies.fetch_checkpoint import whole_copy
+from streamrl.run.prompts.open_prompts import check_prompts, missing_source
 from streamrl.run.prompts.prompt_spec import prompt_sources
-from streamrl.run.prompts.prompts import check_prompts, missing_source
 
 USER_CODE_TIMEOUT_S = 60.0
 SeePrompt = Callable[[Tokenizer, Prompt], None]

@@ -9,8 +9,8 @@ from msgspec import structs
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.problems import shown
 from streamrl.recipe.sections import Recipe
+from streamrl.run.prompts.open_prompts import stored_rows
 from streamrl.run.prompts.prompt_spec import prompt_sources
-from streamrl.run.prompts.prompts import stored_rows
 
 
 def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:

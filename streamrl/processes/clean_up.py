@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from streamrl.base.errors import StreamRLError
-from streamrl.processes.local import end_marked_processes
+from streamrl.processes.local_launcher import end_marked_processes
 from streamrl.recipe.topology import Role, read_topology
 
 # Writers of a run give half-written files and directories these names, and rename them at the end.

@@ -1,6 +1,6 @@
 """Reasons of the ends of processes, and the first cause among several deaths. Pure, but for reading the ends of logs.
 
-A process classifies its own error (``child``); the supervisor's process sorts and describes deaths."""
+A process classifies its own error (``run_role``); the supervisor's process sorts and describes deaths."""
 
 from __future__ import annotations
 

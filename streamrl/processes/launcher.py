@@ -1,5 +1,5 @@
-"""Interfaces between the supervisor and the launchers that start its processes: ``local`` and ``cluster``. All are in
-the process of the command."""
+"""Interfaces between the supervisor and the launchers that start its processes: ``local_launcher`` and ``cluster``. All
+are in the process of the command."""
 
 from __future__ import annotations
 

@@ -26,15 +26,15 @@ import msgspec
 from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import ProcessDied, StreamRLError
 from streamrl.base.run_process import ensure_home
-from streamrl.observe.follow.file_sizes import most_bytes
+from streamrl.observe.run_files.file_sizes import most_bytes
 from streamrl.processes.exit_files import reason_path
 from streamrl.processes.exit_monitor import CONSEQUENCE_S, ExitMonitor
 from streamrl.processes.exit_reason import Death, first_cause
-from streamrl.processes.followers import FINISH_S, Followers
 from streamrl.processes.launcher import POLL_S, ChildProcess, Launcher, NoHost, ended_within
-from streamrl.processes.local import ENTRY, LocalLauncher
+from streamrl.processes.local_launcher import ENTRY, LocalLauncher
 from streamrl.processes.log_files import LogFiles
 from streamrl.processes.restart_policy import RESUMED
+from streamrl.processes.tracker_processes import FINISH_S, Followers
 from streamrl.recipe.sections import Metrics
 from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Topology, planned_engine
 

@@ -1,6 +1,6 @@
 """Checks each field of a parsed recipe by its own type and range, so that all errors are reported at once.
-``rules.load`` calls it for every recipe, and the commands that translate recipes of other systems; ``rules`` checks
-the relations between fields."""
+``rules.load_recipe`` calls it for every recipe, and the commands that translate recipes of other systems; ``rules``
+checks the relations between fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from streamrl.recipe.fields import ADVANCED, Key, bare, keys_of, paths_to
+from streamrl.recipe.field_types import ADVANCED, Key, bare, keys_of, paths_to
 from streamrl.recipe.problems import Origin, did_you_mean, nearest, problem, shown
 from streamrl.recipe.sections import Recipe
 

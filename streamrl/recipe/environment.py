@@ -10,7 +10,7 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from streamrl.recipe.fields import Count, Natural, Positive, PositiveFloat, Section, advanced, doc
+from streamrl.recipe.field_types import Count, Natural, Positive, PositiveFloat, Section, advanced, doc
 
 ENVIRONMENT_REWARD = "environment"
 """Name of the built-in reward with the value that the environment returned; a recipe with an environment needs no

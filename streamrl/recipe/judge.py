@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from streamrl.recipe.fields import (
+from streamrl.recipe.field_types import (
     EngineDtype,
     Natural,
     NaturalFloat,

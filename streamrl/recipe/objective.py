@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from streamrl.recipe.fields import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced, doc
+from streamrl.recipe.field_types import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced, doc
 from streamrl.recipe.objectives.catalog import (
     ADVANTAGES,
     METHODS,

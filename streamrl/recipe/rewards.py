@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-from streamrl.recipe.fields import (
+from streamrl.recipe.field_types import (
     Count,
     Factor,
     Natural,

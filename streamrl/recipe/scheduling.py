@@ -9,7 +9,17 @@ from enum import StrEnum
 from typing import Annotated
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.fields import Factor, Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced, doc
+from streamrl.recipe.field_types import (
+    Factor,
+    Natural,
+    NaturalFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    advanced,
+    doc,
+)
 
 SMALLEST_SIZE = 4
 """Smallest size of a group that may straggle: of two completions the longer is less than twice the median."""

@@ -2,7 +2,7 @@
 values are properties, never fields.
 
 Unknown keys are refused. Relative paths are relative to the recipe file, those of run directories (``run.directory``,
-``checkpoint.resume_from``) to the current directory; ``rules.load`` makes them absolute."""
+``checkpoint.resume_from``) to the current directory; ``rules.load_recipe`` makes them absolute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from streamrl.recipe.environment import Environment
-from streamrl.recipe.fields import (
+from streamrl.recipe.field_types import (
     Count,
     EngineDtype,
     Natural,

@@ -1,5 +1,5 @@
 """TOML text: parsing with limits, line numbers of keys, and writing of values and of a recipe. Used wherever a recipe
-is read (``rules.load``) or shown."""
+is read (``rules.load_recipe``) or shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.recipe.fields import ADVANCED, keys_of
+from streamrl.recipe.field_types import ADVANCED, keys_of
 
 # No two adjacent parts of a pattern match the same characters, so the time is linear in the length of a line.
 _TABLE = re.compile(r"^\s*+(\[\[?)\s*+([^\]]++)\]\]?\s*+(?:#.*)?$")

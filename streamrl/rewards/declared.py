@@ -17,7 +17,7 @@ import msgspec
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.check_fields import expected
-from streamrl.recipe.fields import keys_of
+from streamrl.recipe.field_types import keys_of
 from streamrl.recipe.problems import did_you_mean, shown
 
 RewardCallable = Callable[..., Any]

@@ -19,7 +19,7 @@ from streamrl.base.errors import UNDECODABLE, StreamRLError, WireError
 from streamrl.base.types import Prompt, Record
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.wire import OneFrameCodec
-from streamrl.control.model import Snapshot, prompts_needed
+from streamrl.control.run_state import Snapshot, prompts_needed
 from streamrl.recipe.sections import HELD_OUT, Checkpoint
 from streamrl.run.trainer_ranks import TrainerRanks
 

@@ -34,8 +34,8 @@ from streamrl.contracts import EpisodeRunner, Evaluations, Journal, Observer, Pr
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.machine import Control
-from streamrl.control.model import RunState, prompts_needed
-from streamrl.control.pending import groups_in_batch
+from streamrl.control.run_state import RunState, prompts_needed
+from streamrl.control.unanswered_orders import groups_in_batch
 from streamrl.run.checkpoints import fork_point
 from streamrl.run.trainer_ranks import TrainerRanks, announcement, close_of
 

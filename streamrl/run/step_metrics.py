@@ -14,7 +14,7 @@ import msgspec
 
 from streamrl.base.types import FinishReason, ScoredTrajectory
 from streamrl.buffers.slots import staleness
-from streamrl.control.model import RunState
+from streamrl.control.run_state import RunState
 
 UNSEEN = 0.05
 """Largest share that lengths which were not observed to their end could add to ``length/unbiased_mean``. The metric is

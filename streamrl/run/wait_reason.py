@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from streamrl.control.model import RunState
+    from streamrl.control.run_state import RunState
 
 WAIT_METRICS = "util/wait_reason/"
 """Prefix of the metrics of ``RunWaits.take``; a ``WaitReason`` follows."""

@@ -19,7 +19,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.control.events import RoundsAdvised
 from streamrl.control.settings import control_settings
 from streamrl.observe.report.trajectory_trace import RecordedRun, read_trace
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.engine_changes import engine_plan

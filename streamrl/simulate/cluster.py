@@ -16,7 +16,7 @@ from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import parse_toml
 from streamrl.simulate.engines import EngineModel
-from streamrl.simulate.hosts import HostsModel
+from streamrl.simulate.host_model import HostsModel
 from streamrl.simulate.lengths import DomainLengths, LengthModel, LengthSource, ModelledLengths
 from streamrl.simulate.stages import EnvironmentModel, PushModel, RewardModel, TrainerModel
 

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from streamrl.base.messages import EngineLoad
 from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Decision
+from streamrl.engines.elastic.engine_sets import SetChooser, faster_steps
 from streamrl.engines.elastic.freeing import Freeing, OpenRequest, ServingEngine
-from streamrl.engines.elastic.sets import SetChooser, faster_steps
 from streamrl.engines.step_cost import StepCost
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.recipe.topology import PreparedSet, expected_kv_tokens, prepared_sets

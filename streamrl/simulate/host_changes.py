@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from streamrl.base.errors import StreamRLError
-from streamrl.simulate.hosts import HostsModel
+from streamrl.simulate.host_model import HostsModel
 from streamrl.simulate.rollout import SimulatedRollout
 from streamrl.simulate.stages import EventQueue
 

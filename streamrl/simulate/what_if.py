@@ -15,8 +15,8 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.recipe.fields import ADVANCED, keys_of
-from streamrl.recipe.rules.load import check_recipe
+from streamrl.recipe.field_types import ADVANCED, keys_of
+from streamrl.recipe.rules.load_recipe import check_recipe
 from streamrl.recipe.scheduling import (
     DeferredPrompts,
     InFlight,

@@ -1,7 +1,7 @@
 """The environment stage: environment workers, which are processes, run the episodes of trajectories.
 
 ``launch.processes`` makes the stage in the controller, for a run with an environment, and
-``cli.models.model_evaluation`` in the process of the evaluation command. ``episodes`` calls
+``cli.trained_models.model_evaluation`` in the process of the evaluation command. ``episodes`` calls
 ``EnvironmentStage.episode`` for each trajectory. The worker requests turns. The tokens of a trajectory leave the
 controller only as turns.
 

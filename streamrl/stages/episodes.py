@@ -1,8 +1,8 @@
 """Trajectories in flight: each is one coroutine from its launch to its outcome.
 
 ``launch.sampling`` makes ``Episodes`` in the controller, where control launches, pauses and cancels trajectories with
-it; ``cli.models.model_evaluation`` makes it in the process of the evaluation command. An episode samples a trajectory,
-then it is recorded and scored. A trajectory whose episode fails counts like one whose reward fails.
+it; ``cli.trained_models.model_evaluation`` makes it in the process of the evaluation command. An episode samples a
+trajectory, then it is recorded and scored. A trajectory whose episode fails counts like one whose reward fails.
 
 A request that the engine interrupts (a pause that aborts, a drained engine) continues from its tokens with another
 seed. A trajectory that control has paused waits, outside of the engine, until it is resumed. A trajectory ends as

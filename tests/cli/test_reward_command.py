@@ -11,8 +11,8 @@ import pytest
 
 from streamrl.base.types import token_array
 from streamrl.cli.main import main
-from streamrl.cli.trial.trial_completions import PlainText
-from streamrl.cli.trial.trial_report import histogram, signal_of, spread
+from streamrl.cli.try_rewards.trial_completions import PlainText
+from streamrl.cli.try_rewards.trial_report import histogram, signal_of, spread
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "sort" / "model"
 REWARD = """

@@ -12,7 +12,7 @@ from builders import small_recipe
 from streamrl.base.atomic_files import hold_lock
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
-from streamrl.recipe.rules.load import dump_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe
 from streamrl.recipe.scheduling import Rollout
 from streamrl.recipe.sections import Run
 

@@ -12,9 +12,9 @@ from builders import trajectory
 from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
 from streamrl.base.types import EnvironmentResult, ScoredTrajectory, Segment, TrajectoryId
 from streamrl.cli.main import main
-from streamrl.cli.trial.trial_completions import PlainText
+from streamrl.cli.try_rewards.trial_completions import PlainText
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
-from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.run_files.run_reader import RunFiles
 from streamrl.run.evaluate.sample_files import TrainingSamples, sample_line, write_evaluation
 
 

@@ -12,8 +12,8 @@ import pytest
 from builders import small_recipe
 
 from streamrl.cli.main import main
-from streamrl.cli.trial.recipe_report import RecipeTrial, advice_of, proposed_rate, report_page
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.cli.try_rewards.recipe_report import RecipeTrial, advice_of, proposed_rate, report_page
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Lora, Training
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "sort" / "model"

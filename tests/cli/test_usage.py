@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from streamrl.cli.command import parse_command
+from streamrl.cli.help_texts.completion import completion
+from streamrl.cli.help_texts.examples import EXAMPLES
 from streamrl.cli.main import COMMANDS, load_command, main
-from streamrl.cli.usage.completion import completion
-from streamrl.cli.usage.examples import EXAMPLES
 
 
 @pytest.mark.parametrize("name", COMMANDS)

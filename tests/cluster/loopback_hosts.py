@@ -16,8 +16,8 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.processes.cluster.agent_messages import AgentSetup, HostFacts
-from streamrl.processes.cluster.cluster import HostOffer
-from streamrl.processes.cluster.remote import AgentGone, AgentLink
+from streamrl.processes.cluster.cluster_launcher import HostOffer
+from streamrl.processes.cluster.remote_host import AgentGone, AgentLink
 
 STAND_IN = Path(__file__).parents[1] / "processes" / "stand_in.py"
 

@@ -22,7 +22,8 @@ from loopback_hosts import STAND_IN, LoopbackHosts
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_events import StartEngine, StopEngine
-from streamrl.processes.cluster import cluster, remote
+from streamrl.processes.cluster import cluster_launcher as launcher_module
+from streamrl.processes.cluster import remote_host
 from streamrl.processes.cluster.agent import Agent
 from streamrl.processes.cluster.agent_messages import (
     AgentOrder,
@@ -33,14 +34,14 @@ from streamrl.processes.cluster.agent_messages import (
     SignalProcess,
     StartProcess,
 )
-from streamrl.processes.cluster.cluster import ClusterLauncher, cluster_launcher
+from streamrl.processes.cluster.cluster_launcher import ClusterLauncher, cluster_launcher
 from streamrl.processes.cluster.placement import GpuNeed
 from streamrl.processes.cluster.this_host import free_ports
 from streamrl.processes.engine_orders import EngineOrders
 from streamrl.processes.exit_files import read_reason
-from streamrl.processes.local import LocalLauncher
+from streamrl.processes.local_launcher import LocalLauncher
 from streamrl.processes.supervisor import Supervisor
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import ProcessPlan, Role, plan_topology, read_topology
 
@@ -140,7 +141,7 @@ async def test_the_reason_of_an_end_comes_home_and_so_does_a_failure_to_start(ru
         with anyio.fail_after(300):
             while (state := (await agent.answer(asked(1))).processes[1]).exit_code is None:
                 await anyio.sleep(0.05)
-        reason = remote.read_exit_reason(state.reason)
+        reason = remote_host.read_exit_reason(state.reason)
         assert (state.exit_code, reason and reason.message) == (1, "ValueError: the loss is not finite")
         assert 0 <= state.reason_age_s < 60
         (run / "logs").rename(run / "no logs")
@@ -196,10 +197,10 @@ async def test_facts_of_a_host(run: Path) -> None:
         facts, other = agent.facts(), b.facts()
         assert facts.sees_run and not facts.problem and len(facts.ports) == 3
         assert not other.sees_run and "cluster.advanced.interface = 10.254.0.0/16" in other.problem
-        assert len(cluster.host_problems(other)) == 2
-        assert cluster.host_problems(facts) == []
+        assert len(launcher_module.host_problems(other)) == 2
+        assert launcher_module.host_problems(facts) == []
         older = msgspec.structs.replace(facts, packages=facts.packages | {"torch": "1.0"})
-        assert "h1 has torch 1.0, this host has" in cluster.host_problems(older)[0]
+        assert "h1 has torch 1.0, this host has" in launcher_module.host_problems(older)[0]
 
 
 def test_a_port_is_given_to_one_run_only() -> None:
@@ -423,11 +424,11 @@ async def test_a_host_that_does_not_see_the_run_or_its_gpus_is_refused_before_an
 async def test_a_file_system_that_hangs_costs_no_host(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     async with running(run, hosts, recipe(run)) as (supervisor, launcher), anyio.create_task_group() as tasks:
-        monkeypatch.setattr(supervisor._logs, "cut", lambda: time.sleep(LEASE_S + remote.MARGIN_S + 1.0))
+        monkeypatch.setattr(supervisor._logs, "cut", lambda: time.sleep(LEASE_S + remote_host.MARGIN_S + 1.0))
         supervisor._logs._due_s = began_s = time.monotonic()
         tasks.start_soon(supervisor.watch)
         with anyio.fail_after(60):
-            await until(lambda: time.monotonic() > began_s + LEASE_S + remote.MARGIN_S + 1.0)
+            await until(lambda: time.monotonic() > began_s + LEASE_S + remote_host.MARGIN_S + 1.0)
         await anyio.sleep(1.0)
         assert not launcher.hosts["h1"].lost
         supervisor.request_drain()

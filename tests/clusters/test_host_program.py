@@ -1,5 +1,5 @@
-"""The program of one host (``submit.host``) with a stand-in for Ray: what ends, and what is left, when Ray or another
-host fails."""
+"""The program of one host (``submit.cluster_host``) with a stand-in for Ray: what ends, and what is left, when Ray or
+another host fails."""
 
 from __future__ import annotations
 

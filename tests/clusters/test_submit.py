@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from streamrl.cli.main import main
-from streamrl.cli.submit.host import own_address
+from streamrl.cli.submit.cluster_host import own_address
 from streamrl.cli.submit.ray_start import ray_environment
 
 RECIPE = Path("examples/sort/recipe.toml").resolve()
@@ -59,7 +59,7 @@ def test_the_script_of_slurm_gives_every_word_as_it_was(folder: Path, capsys: py
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "h[0-1]"}
     done = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
-    assert words[:4] == [note, "-m", "streamrl.cli.submit.host", "--rank"], done
+    assert words[:4] == [note, "-m", "streamrl.cli.submit.cluster_host", "--rank"], done
     given = dict(zip(words[3::2], words[4::2], strict=False))
     job = f"{folder}/runs/.launch/17"
     assert (given["--head"], given["--peer"], given["--gpus"]) == ("addr-h0", "addr-h1", "4")

@@ -9,8 +9,8 @@ import pytest
 from streamrl.base.errors import RecipeError
 from streamrl.engines.vllm.options import engine_options
 from streamrl.recipe.dialects.foreign_keys import owned_arguments
-from streamrl.recipe.fields import paths_in_view
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.field_types import paths_in_view
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
 
 SMALL = {"model": {"path": "m"}, "prompts": {"train": "t.jsonl"}, "rewards": [{"function": "a:b"}]}

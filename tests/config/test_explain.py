@@ -9,7 +9,7 @@ from msgspec import inspect
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.dialects.foreign_keys import foreign_answer
-from streamrl.recipe.fields import bare, keys_of, paths_in_view, written_path
+from streamrl.recipe.field_types import bare, keys_of, paths_in_view, written_path
 from streamrl.recipe.rules.explain import explain, reference
 from streamrl.recipe.sections import Recipe
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from streamrl.base.run_process import usable_cores
 from streamrl.learning.threads import judge_threads, trainer_threads
 from streamrl.recipe.rewards import PATH_OPTIONS
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.topology import JUDGE, Role, judge_socket, plan_topology
 from streamrl.rewards.builtin.catalog import BUILTIN
 from streamrl.rewards.judge.options import judge_options, judge_problems

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.objective import Objective
 from streamrl.recipe.objectives.catalog import METHODS
-from streamrl.recipe.rules.load import check_recipe, dump_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import check_recipe, dump_recipe, load_recipe
 from streamrl.recipe.scheduling import InFlight, Rollout, RoundKind
 from streamrl.recipe.sections import Engines, Evaluation, Model, Prompts, Recipe, Reward, Sampling, Training
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from builders import small_recipe
 
-from streamrl.engines.vllm.gpus import Gpu
+from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.prepare.placement import Demand, Placement, place
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import RewardLimits

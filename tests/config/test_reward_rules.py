@@ -11,7 +11,7 @@ from msgspec import structs
 from streamrl.recipe.environment import Credit, Environment
 from streamrl.recipe.objective import Objective
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import Prompts, Recipe
 

@@ -9,7 +9,7 @@ import pytest
 from streamrl.base.errors import RecipeError
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.scheduling import RoundKind
 
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ import pytest
 from streamrl.base.errors import RecipeError
 from streamrl.prepare.run_length import with_steps_of_epochs
 from streamrl.prepare.summary import arithmetic_lines
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.schedules.schedule import SCHEDULES, horizon_notices, rate_factor
 from streamrl.recipe.sections import Training
 

@@ -11,7 +11,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
 from streamrl.recipe.objective import Proximal
 from streamrl.recipe.rules.explain import explain
-from streamrl.recipe.rules.load import dump_recipe, load_recipe, read_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe, read_recipe
 from streamrl.recipe.scheduling import DeferredPrompts, Rollout, RoundKind, SizingKind, System
 from streamrl.recipe.sections import ReleaseKind
 

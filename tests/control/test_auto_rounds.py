@@ -16,7 +16,7 @@ from streamrl.control.events import RoundsAdvised, RoundTimed
 from streamrl.control.policies.auto import SYNCHRONOUS, AutoRounds
 from streamrl.control.round_policy import RoundView
 from streamrl.control.settings import ControlSettings
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.scheduling import GroupSizing, RoundKind, SizingKind, StalePolicy, TailBatching
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate import adviser

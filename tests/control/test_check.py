@@ -17,7 +17,7 @@ from streamrl.buffers.slots import Slots
 from streamrl.control import actions as do
 from streamrl.control import apply, decide
 from streamrl.control.check import INVARIANTS, violations
-from streamrl.control.model import Batch, RunState
+from streamrl.control.run_state import Batch, RunState
 
 CHOSEN = control_settings(rounds=CONTINUOUS, max_staleness=1, steps=2)
 

@@ -19,7 +19,7 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.wire import WireCodec, WireLimits
 from streamrl.control.settings import control_settings
 from streamrl.learning.state.durable_files import files_below, flush_and_digest, newest_checkpoint, write_digests
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Checkpoint
 from streamrl.run.checkpoints import SCORES as SCORES_FILE
 from streamrl.run.checkpoints import CheckpointKeeper, read_scores, to_forget

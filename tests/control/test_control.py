@@ -32,7 +32,7 @@ from streamrl.control import events as on
 from streamrl.control.policies.deterministic import check_order
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings as settings_of
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.scheduling import LengthSorted, RoundKind, StalePolicy
 from streamrl.run.controller import event_of
 from streamrl.run.journal.records import JOURNAL_SCHEMA, JournalBase, JournalCodec

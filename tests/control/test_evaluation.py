@@ -27,10 +27,10 @@ from streamrl.base.types import (
     TrajectoryId,
     token_array,
 )
-from streamrl.cli.trial.trial_completions import PlainText
+from streamrl.cli.try_rewards.trial_completions import PlainText
 from streamrl.contracts import TakeOutcome
 from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Evaluation as EvaluationSettings
 from streamrl.recipe.sections import EvaluationSet
 from streamrl.run.evaluate.evaluation import (

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from oracle.control_world import World, control_settings
 from tiers import quick_only
 
-from streamrl.control.model import GroupLengths
 from streamrl.control.policies import sagc
 from streamrl.control.policies.group_sizing import GroupSizer, RandomSize, StragglerAwareSize, make_group_sizer
 from streamrl.control.round_policy import FixedSize, SizingDecision
+from streamrl.control.run_state import GroupLengths
 from streamrl.recipe.scheduling import GroupSizing, Keeps, RoundKind, SizingKind, Straggler, TailBatching
 
 BATCH = 128

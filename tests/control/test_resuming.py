@@ -15,9 +15,9 @@ from streamrl.base.types import TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.machine import Control, fork
-from streamrl.control.model import PromptPool
 from streamrl.control.policies.group_sizing import make_group_sizer
 from streamrl.control.policies.round_policies import make_control, make_round_policy
+from streamrl.control.run_state import PromptPool
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import DeferredPrompts, GroupSizing, LengthSorted, RoundKind, SizingKind, TailBatching
 

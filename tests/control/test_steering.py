@@ -23,7 +23,7 @@ from streamrl.control.steering.live_keys import LIVE, with_values
 from streamrl.launch.steering.changed_recipe import settings_change, written_key
 from streamrl.launch.steering.steering import SteeringService
 from streamrl.launch.steering.steering_messages import ChangeSettings, SteeringTaken, SteerRun
-from streamrl.recipe.rules.load import load_recipe, overridden_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe, overridden_recipe
 from streamrl.run.journal.run_journal import RunJournal
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"

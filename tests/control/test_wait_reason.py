@@ -18,8 +18,8 @@ from streamrl.base.run_events import StepFinished
 from streamrl.base.types import FinishReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.model import RunState
 from streamrl.control.policies.round_policies import make_control
+from streamrl.control.run_state import RunState
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.run.wait_reason import RunWaits, ShellView, WaitReason, wait_reason
 

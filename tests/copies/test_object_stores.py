@@ -22,7 +22,7 @@ from streamrl.recipe.store_urls import url_problem
 from streamrl.recipe.toml_text import toml_value
 from streamrl.run.copies.checkpoint_copies import CheckpointCopies
 from streamrl.run.copies.epochs import Epoch, take_epoch
-from streamrl.run.copies.fetched import fetch_checkpoint
+from streamrl.run.copies.fetch_checkpoint import fetch_checkpoint
 from streamrl.weights.pull.fetch import fetch_version
 from tests.weights.test_weight_publisher import changed, publisher_of, random_bits
 

@@ -17,8 +17,8 @@ from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.control.actions import Decision, LaunchGroup, StepOptimizer
 from streamrl.control.events import StopRequested
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
+from streamrl.engines.elastic.engine_sets import SetChooser
 from streamrl.engines.elastic.freeing import Freeing, FreeingSettings
-from streamrl.engines.elastic.sets import SetChooser
 from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions

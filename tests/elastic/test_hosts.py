@@ -15,7 +15,7 @@ from streamrl.base.types import token_array
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.engines.elastic.hosts import PATIENCE_SECONDS, EngineHosts
+from streamrl.engines.elastic.engine_processes import PATIENCE_SECONDS, EngineHosts
 from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.remote_engine import ENGINE_FAILURE
@@ -204,7 +204,7 @@ async def test_an_engine_that_dies_while_its_set_is_started_serves_when_it_is_ba
 @pytest.mark.long
 @pytest.mark.parametrize("lives", ["loads", "dies"])
 async def test_a_start_has_its_whole_time_after_one_that_failed(lives: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.engines.elastic.hosts.LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr("streamrl.engines.elastic.engine_processes.LONGEST_PAUSE_S", 0.0)
     async with started(start_timeout_s=5.0) as one:
         if lives == "loads":  # the first start of another set: too long
             one.host_lives, name = "loads", "engine-1"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.engines.elastic.sets import RoundMeasured, SetPlan, SetPlanner, expected_seconds
+from streamrl.engines.elastic.engine_sets import RoundMeasured, SetPlan, SetPlanner, expected_seconds
 from streamrl.engines.step_cost import StepCost
 from streamrl.recipe.topology import PreparedSet, expected_kv_tokens
 

@@ -17,7 +17,7 @@ from streamrl.contracts import PushReport
 from streamrl.control.actions import Decision, LaunchGroup, StepOptimizer
 from streamrl.control.events import StopRequested
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
-from streamrl.engines.elastic.sets import SetChooser
+from streamrl.engines.elastic.engine_sets import SetChooser
 from streamrl.engines.pool import UNAVAILABLE
 from streamrl.recipe.topology import PreparedSet
 

@@ -18,7 +18,7 @@ from streamrl.base.messages import Generate, WeightAnnouncement, WeightSource
 from streamrl.base.run_events import EngineBack, EngineLost, SupervisorOrder
 from streamrl.base.stage_messages import EndedOutcome, LaunchTrajectory, Scored, TrajectoryOutcome, TrajectoryPaused
 from streamrl.base.types import Prompt, TokenArray, TrajectoryId, token_array
-from streamrl.engines.elastic.hosts import EngineHosts
+from streamrl.engines.elastic.engine_processes import EngineHosts
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import SimulationOptions

@@ -24,7 +24,7 @@ from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.engines.step_cost import StepCost
 from streamrl.launch.roles import controller_streams
-from streamrl.processes.child import leave, parse_arguments
+from streamrl.processes.run_role import leave, parse_arguments
 from streamrl.recipe.topology import Role, read_topology
 
 POISON = 666

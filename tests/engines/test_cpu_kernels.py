@@ -97,17 +97,17 @@ def test_numbers_drawn_ahead_are_those_drawn_one_by_one(monkeypatch: pytest.Monk
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from streamrl.engines.vllm import continuation
+    from streamrl.engines.vllm import sampler_patches
 
     for owner, name in ((CachedRequestState, "__post_init__"), (GPUModelRunner, "_get_prompt_logprobs_dict")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(TopKTopPSampler, "forward_cpu", TopKTopPSampler.forward_cpu)
-    continuation.add_continuation()
+    sampler_patches.add_continuation()
     sampler = TopKTopPSampler("processed_logprobs")
     assert "drawn_ahead" in sampler.forward.__qualname__
     plain, ahead = ([torch.Generator().manual_seed(seed) for seed in range(4)] for _ in range(2))
     for generators in (plain, ahead):
-        continuation._draw(generators[3], 70)
+        sampler_patches._draw(generators[3], 70)
     plan = random.Random(0)
     for step in range(300):
         running = plan.sample(range(5), plan.randint(1, 5))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.engines.elastic.hosts import ProgressWatch
+from streamrl.engines.elastic.engine_processes import ProgressWatch
 from streamrl.recipe.sections import Engines
 
 ENGINES = Engines(silence_timeout_s=30, progress_timeout_s=120)

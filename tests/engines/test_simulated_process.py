@@ -23,7 +23,7 @@ from streamrl.prepare.preflight import preflight
 from streamrl.prepare.summary import arithmetic_lines
 from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.tokenizer import load_tokenizer
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
 from streamrl.weights.pull.shared_replica import shared_replica
 from streamrl.weights.vllm.simulated_engine import SimulatedWeights

@@ -46,7 +46,7 @@ HELD = {  # what holds an object of vLLM, by the file and the name there
         "step": "vllm.v1.engine.EngineCoreOutputs",
         "params": "vllm.sampling_params.SamplingParams",
     },
-    "engines/vllm/continuation.py": {
+    "engines/vllm/sampler_patches.py": {
         "state": "vllm.v1.worker.gpu_input_batch.CachedRequestState",
         "sampler": "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler",
         **RUNNER,

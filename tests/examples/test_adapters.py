@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 

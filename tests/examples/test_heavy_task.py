@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 
 HEAVY = Path(__file__).parents[2] / "examples" / "heavy"
 

@@ -15,18 +15,18 @@ import pytest
 from builders import tokenizer_json
 
 from streamrl.base.types import FinishReason
-from streamrl.cli.trial import trial_completions
-from streamrl.cli.trial.trial_scoring import score_groups
-from streamrl.engines.vllm.gpus import Gpu
+from streamrl.cli.try_rewards import trial_completions
+from streamrl.cli.try_rewards.trial_scoring import score_groups
+from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.prepare import gpu_demand
 from streamrl.prepare.preflight import check_model
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.learning_rate import learning_rate_notice
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value
+from streamrl.run.prompts.open_prompts import open_prompts
 from streamrl.run.prompts.prompt_spec import prompt_sources
-from streamrl.run.prompts.prompts import open_prompts
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

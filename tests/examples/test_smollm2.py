@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
+from streamrl.run.prompts.open_prompts import open_rows
 from streamrl.run.prompts.prompt_spec import prompt_sources, read_spec
-from streamrl.run.prompts.prompts import open_rows
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2"
 

@@ -15,7 +15,7 @@ from streamrl.base.types import token_array
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.pretrained.turns.template_facts import Appending, template_facts
 from streamrl.pretrained.turns.tool_calls import parse_turn
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from gpu_cases import GPU  # noqa: E402
 
-from streamrl.engines.vllm.gpus import visible_gpus  # noqa: E402
+from streamrl.engines.vllm.visible_gpus import visible_gpus  # noqa: E402
 from streamrl.prepare.machine_check import DRIVER_VERSION, State, check_machine  # noqa: E402
 
 

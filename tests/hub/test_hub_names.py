@@ -16,7 +16,7 @@ from streamrl.prepare.hub.data_files import (
     splits_by_name,
 )
 from streamrl.recipe.rules.hub_names import HubName, cached_name, read_hub_name
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 PARQUET = [f"main/train-0000{n}-of-00002.parquet" for n in range(2)] + ["main/test-00000-of-00001.parquet"]

@@ -16,10 +16,10 @@ from msgspec import structs
 from streamrl.base.errors import RecipeError
 from streamrl.prepare.hub.resolution import hub_looked_up, with_hub_folders
 from streamrl.pretrained.weight_files import stored_tensors
-from streamrl.processes.local import LocalLauncher
+from streamrl.processes.local_launcher import LocalLauncher
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import Reward
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.sections import Engines, Evaluation, EvaluationSet, Recipe
 from streamrl.recipe.topology import ProcessPlan, Role
 

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.run.journal import log
-from streamrl.run.journal.log import JournalFile, read_journal
+from streamrl.run.journal import journal_file
+from streamrl.run.journal.journal_file import JournalFile, read_journal
 from streamrl.run.journal.log_errors import JournalDamaged, JournalFailed, JournalRefused
 
 BASE, MORE = [b"the state", b"\xff" * 33], [[b"first"], [b"", b"a" * 40, b"\xf5JF\n" * 3], [b"the last"]]
@@ -49,7 +49,7 @@ async def write(directory: Path, base: Sequence[bytes], groups: Sequence[Sequenc
 
 
 def ends_of_frames(path: Path) -> list[int]:
-    return [offset + 12 + len(body) for offset, body, _ in log._frames(path, may_be_torn=False)]
+    return [offset + 12 + len(body) for offset, body, _ in journal_file._frames(path, may_be_torn=False)]
 
 
 def content(directory: Path) -> list[bytes]:
@@ -214,7 +214,7 @@ class HeldDisk:
 async def test_a_slow_disk_holds_up_what_waits_for_it_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "WAITING_BYTES", 1000)
+    monkeypatch.setattr(journal_file, "WAITING_BYTES", 1000)
     disk, arrived = HeldDisk(monkeypatch), []
 
     async def wait_for(what: Coroutine[Any, Any, None]) -> None:
@@ -278,7 +278,7 @@ async def test_closing_writes_what_waits_also_for_a_caller_that_is_cancelled(tmp
 async def test_a_record_over_the_limit_is_refused_and_harms_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "RECORD_LIMIT", 9)
+    monkeypatch.setattr(journal_file, "RECORD_LIMIT", 9)
     async with writing(tmp_path) as journal:
         for call in (lambda: journal.append(bytes(10)), lambda: journal.begin_segment([b"", bytes(10)])):
             with pytest.raises(JournalRefused, match="10 bytes is over the limit of 9; split it"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from writer_process import last_of
 
-from streamrl.run.journal.log import JournalFile, read_journal
+from streamrl.run.journal.journal_file import JournalFile, read_journal
 from streamrl.run.journal.log_errors import JournalFailed, JournalRefused
 
 WRITER = Path(__file__).parent / "writer_process.py"

@@ -17,7 +17,7 @@ import streamrl.cli.main
 from streamrl.buffers.rollout_buffer import RolloutBuffer
 from streamrl.control.settings import control_settings
 from streamrl.processes.crash_bundle import write_crash_bundle
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 
 DEMO = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 CHOSEN = ["run.steps=6", "rollout.prompts_per_batch=4", "rollout.group_size=4", "evaluation.every=0"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 
 from streamrl.base.concurrent_calls import first_error
-from streamrl.run.journal.log import JournalFile
+from streamrl.run.journal.journal_file import JournalFile
 from streamrl.run.journal.log_errors import JournalFailed
 
 BASE = b"state after "

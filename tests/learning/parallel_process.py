@@ -20,7 +20,7 @@ from torch.multiprocessing import start_processes
 
 from streamrl.base.messages import SaveCheckpoint
 from streamrl.learning.batches import packing
-from streamrl.learning.model import context, local_shards
+from streamrl.learning.model import context_parallel, local_shards
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.published_weights import FullWeights
 from streamrl.learning.trainer import TorchTrainer
@@ -51,7 +51,7 @@ def plant(name: str) -> None:
             msgspec.structs.replace(spec, run=0, stride=0) for spec in whole(shards)
         ]
     elif name == "no sum":  # of the gradients that keys have on other ranks
-        context.dist = SimpleNamespace(all_gather=dist.all_gather, reduce_scatter=keep_own)  # type: ignore[assignment]
+        context_parallel.dist = SimpleNamespace(all_gather=dist.all_gather, reduce_scatter=keep_own)  # type: ignore[assignment]
     elif name == "twice":
         local_shards._is_owned = lambda _: True
 

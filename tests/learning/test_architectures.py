@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from streamrl.base.errors import StreamRLError  # noqa: E402
 from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
-from streamrl.learning.model import loading, probe  # noqa: E402
+from streamrl.learning.model import loading, packing_check  # noqa: E402
 from streamrl.learning.model.architecture import decoder_layers  # noqa: E402
 from streamrl.learning.model.loading import load_policy, published_shapes  # noqa: E402
 from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards  # noqa: E402
@@ -300,9 +300,9 @@ def test_chunked_masks_are_no_windows() -> None:
     def chunked(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return (key <= query) & (key // 64 == query // 64)
 
-    assert probe._reach(chunked) == probe._IRREGULAR
-    assert probe._reach(lambda batch, head, query, key: (key <= query) & (key > query - 64)) == 64
-    assert probe._reach(lambda batch, head, query, key: key <= query) == probe._EVERYTHING
+    assert packing_check._reach(chunked) == packing_check._IRREGULAR
+    assert packing_check._reach(lambda batch, head, query, key: (key <= query) & (key > query - 64)) == 64
+    assert packing_check._reach(lambda batch, head, query, key: key <= query) == packing_check._EVERYTHING
 
 
 def test_sequences_that_would_change_the_angles_of_others_are_refused(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ from streamrl.observe.dashboard.report_page import _inlined
 from streamrl.observe.dashboard.run_view import RunView
 from streamrl.observe.dashboard.server import DashboardServer, serve
 from streamrl.observe.dashboard.timeline_columns import COLUMNS, TimelineColumns, most_at_once
-from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.report.trajectory_trace import EnginesLine, EventLine, StepLine, TrajectoryLine, TrajectoryTrace
+from streamrl.observe.run_files.run_reader import RunFiles
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--"
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile, read_lines
-from streamrl.observe.follow.followed_lines import Cursor, FollowedLines
-from streamrl.observe.follow.run_files import MetricLine, RunFiles, run_files
+from streamrl.observe.run_files.followed_lines import Cursor, FollowedLines
+from streamrl.observe.run_files.run_reader import MetricLine, RunFiles, run_files
 
 
 @pytest.fixture(autouse=True)

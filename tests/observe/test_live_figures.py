@@ -9,7 +9,7 @@ from anyio.lowlevel import checkpoint
 from streamrl.base.messages import Generate
 from streamrl.base.types import DropReason, FinishReason, TrajectoryId, token_array
 from streamrl.buffers.rollout_buffer import Group, Member, PromptRef
-from streamrl.control.model import Batch, RunState
+from streamrl.control.run_state import Batch, RunState
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.observe.top.live_figures import LiveFigures, pause_after

@@ -43,7 +43,7 @@ def test_every_name_in_the_code_is_registered() -> None:
     names = written_names()
     assert len(names) > 20, "the search finds nothing any more"
     unknown = [f"{names[name]}: {name}" for name in unregistered(sorted(names.keys() - NOT_EMITTED))]
-    assert not unknown, "add to streamrl/observe/follow/metrics.txt:\n" + "\n".join(unknown)
+    assert not unknown, "add to streamrl/observe/run_files/metrics.txt:\n" + "\n".join(unknown)
 
 
 def test_every_registered_name_is_written_somewhere() -> None:

@@ -13,11 +13,11 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from streamrl.base.errors import StreamRLError
-from streamrl.observe.follow.run_files import MetricLine
+from streamrl.observe.run_files.run_reader import MetricLine
 from streamrl.observe.telemetry import Telemetry, TelemetryPublisher, TelemetrySubscriber
 from streamrl.observe.top.application import ORDERS, TopApplication
-from streamrl.observe.top.boxes import BOXES, screen
-from streamrl.observe.top.picture import SILENT_S, Picture
+from streamrl.observe.top.displayed_run import SILENT_S, Picture
+from streamrl.observe.top.screen_lines import BOXES, screen
 
 MESSAGES = [
     msgspec.json.decode(line, type=Telemetry)

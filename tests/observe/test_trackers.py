@@ -28,18 +28,18 @@ from lint.metrics_page import METRICS
 from streamrl.base.atomic_files import remove_oldest
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile
-from streamrl.observe.follow.file_sizes import SHARES, most_bytes
+from streamrl.observe.run_files.file_sizes import SHARES, most_bytes
 from streamrl.observe.trackers import follower
-from streamrl.observe.trackers.installed import make_tracker, tracker_problems
-from streamrl.observe.trackers.kit import check_tracker
+from streamrl.observe.trackers.available_trackers import make_tracker, tracker_problems
 from streamrl.observe.trackers.prometheus import Prometheus, name_and_labels
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
+from streamrl.observe.trackers.tracker_check import check_tracker
 from streamrl.observe.trackers.trackio import _hashes
 from streamrl.observe.trackers.wandb import Rows
-from streamrl.processes import followers as followers_module
 from streamrl.processes import restart_policy
-from streamrl.processes.followers import Followers
+from streamrl.processes import tracker_processes as tracker_processes_module
 from streamrl.processes.log_files import LogFiles
+from streamrl.processes.tracker_processes import Followers
 
 FOLLOWER = [sys.executable, "-P", "-m", "streamrl.observe.trackers"]
 GRAFANA = Path(__file__).parents[2] / "examples" / "grafana" / "streamrl.json"
@@ -285,7 +285,7 @@ async def test_followers_that_hang_or_die_are_given_up(
     written: Callable[..., WrittenRun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(restart_policy, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(followers_module, "RESTARTS", 2)
+    monkeypatch.setattr(tracker_processes_module, "RESTARTS", 2)
     run = written()
     (run.directory / "logs").mkdir()
     followers, stuck = (Followers(names, run.directory) for names in (["dies", "notes"], ["sleeps"]))

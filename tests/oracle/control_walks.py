@@ -14,9 +14,9 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.launch import view
 from streamrl.control.machine import Control
-from streamrl.control.model import Snapshot
 from streamrl.control.policies.deterministic import DeterministicControl
 from streamrl.control.policies.round_policies import make_control
+from streamrl.control.run_state import Snapshot
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import (
     DeferredPrompts,

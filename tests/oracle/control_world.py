@@ -18,9 +18,9 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.check import violations
 from streamrl.control.machine import Control, fork
-from streamrl.control.model import RunState, Snapshot, prompts_needed
 from streamrl.control.policies.deterministic import DeterministicControl
 from streamrl.control.policies.round_policies import make_control
+from streamrl.control.run_state import RunState, Snapshot, prompts_needed
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import DeferredPrompts, RoundKind, StalePolicy
 

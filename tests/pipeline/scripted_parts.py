@@ -43,8 +43,8 @@ from streamrl.control.machine import Control
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import ControlSettings
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
+from streamrl.engines.elastic.engine_sets import SetChooser
 from streamrl.engines.elastic.freeing import Freeing
-from streamrl.engines.elastic.sets import SetChooser
 from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.verify import WeightAudit
 from streamrl.engines.push.weight_sync import WeightSync
@@ -68,7 +68,7 @@ from streamrl.rewards.reward_messages import (
 from streamrl.run.controller import Controller, RunRecord
 from streamrl.run.evaluate.evaluation import HeldOut, HeldOutEvaluations
 from streamrl.run.evaluate.sample_files import write_evaluation
-from streamrl.run.journal.log import JournalFile, read_journal
+from streamrl.run.journal.journal_file import JournalFile, read_journal
 from streamrl.run.journal.recover import RecoveredRun, Resumption, recovered_run
 from streamrl.run.journal.run_journal import RunJournal
 from streamrl.run.journal.summary import RunSummary, summarize

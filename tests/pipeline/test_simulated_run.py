@@ -19,7 +19,7 @@ from streamrl.engines.elastic.elastic_engines import ElasticEngines
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.recipe.topology import PreparedSet
-from streamrl.run.journal.log import read_journal
+from streamrl.run.journal.journal_file import read_journal
 from streamrl.run.journal.records import JournalCodec, JournalDecision
 
 CONTINUOUS = {"rounds": RoundKind.CONTINUOUS, "max_staleness": 2}

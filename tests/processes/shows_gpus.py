@@ -14,12 +14,12 @@ import anyio
 
 from streamrl.engines.vllm.options import EngineOptions
 from streamrl.launch import roles
-from streamrl.processes import child
+from streamrl.processes import run_role
 from streamrl.recipe.topology import Role
-from streamrl.rewards.environment import passed_environment
+from streamrl.rewards.user_variables import passed_environment
 
 
-async def show(context: child.ChildContext) -> None:
+async def show(context: run_role.ChildContext) -> None:
     shares: list[float] = []
     if context.plan.role is Role.ENGINE:
         roles._vllm = lambda options: note(options, shares)  # type: ignore[assignment, return-value]
@@ -44,9 +44,11 @@ def note(options: EngineOptions, shares: list[float]) -> None:
 
 
 def main() -> None:
-    plan, directory, sockets, resumes = child.parse_arguments()
-    child.leave(
-        plan, directory, lambda: child.run_role(child.load_context(plan, directory, sockets, resumes=resumes), show)
+    plan, directory, sockets, resumes = run_role.parse_arguments()
+    run_role.leave(
+        plan,
+        directory,
+        lambda: run_role.run_role(run_role.load_context(plan, directory, sockets, resumes=resumes), show),
     )
 
 

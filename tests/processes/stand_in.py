@@ -25,7 +25,7 @@ from pathlib import Path
 
 from streamrl.base.errors import CannotContinue, ModelRefused, StreamBroken
 from streamrl.base.run_process import die_with_parent
-from streamrl.processes.child import Terminated, leave, parse_arguments
+from streamrl.processes.run_role import Terminated, leave, parse_arguments
 from streamrl.recipe.topology import ProcessPlan, Role
 
 GRANDCHILD = """

@@ -18,7 +18,7 @@ from streamrl.base.waits import start_phases
 from streamrl.launch.roles import role_main
 from streamrl.processes.exit_files import ExitKind, read_reason
 from streamrl.processes.exit_reason import TERMINATED_CODE
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.topology import Role, plan_topology
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"

@@ -19,11 +19,11 @@ from test_supervisor import STAND_IN, until
 import streamrl.launch.pipeline
 from streamrl.base.errors import ProcessDied
 from streamrl.launch.pipeline import Pipeline
-from streamrl.processes.cluster import opened
+from streamrl.processes.cluster import open_launcher
 from streamrl.processes.crash_bundle import read_manifest
 from streamrl.processes.watchdog import ask_for_stacks
 from streamrl.recipe.rewards import Reward
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, rewards_file
 
@@ -38,7 +38,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """The demo's, with stand-ins for its processes. They serve, except the engine, which fails on command."""
     recipe = load_recipe(DEMO, [f"run.directory={tmp_path / 'runs'}", "engines.advanced.restarts=0"])
     monkeypatch.setenv("HF_TOKEN", CANARY)
-    monkeypatch.setattr(opened, "ENTRY", (str(STAND_IN),))
+    monkeypatch.setattr(open_launcher, "ENTRY", (str(STAND_IN),))
     monkeypatch.setattr(streamrl.launch.pipeline, "preflight", lambda *_: None)
     make = streamrl.launch.pipeline._make_run_directory
 

@@ -16,15 +16,15 @@ from trials import until
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
-from streamrl.engines.vllm import gpus
-from streamrl.engines.vllm.gpus import Gpu
+from streamrl.engines.vllm import visible_gpus
 from streamrl.engines.vllm.options import installed_device
+from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.launch.pipeline import Pipeline
 from streamrl.prepare.gpu_demand import gpu_placement
 from streamrl.prepare.preflight import preflight
-from streamrl.processes.child import ChildContext
+from streamrl.processes.run_role import ChildContext
 from streamrl.processes.supervisor import Supervisor
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Role, plan_topology
 
@@ -66,7 +66,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
         nvmlDeviceGetMemoryInfo=memory,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    for module in ("streamrl.engines.vllm.gpus", "streamrl.prepare.preflight"):
+    for module in ("streamrl.engines.vllm.visible_gpus", "streamrl.prepare.preflight"):
         monkeypatch.setattr(f"{module}.installed_device", lambda: "cuda")
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
@@ -94,19 +94,19 @@ def test_gpus_are_those_that_nvml_lists_and_the_environment_leaves(
 ) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus.visible_gpus() == tuple(Gpu(name, 80 * GIB) for name in found.split())
+    assert visible_gpus.visible_gpus() == tuple(Gpu(name, 80 * GIB) for name in found.split())
 
 
 def test_memory_that_a_gpu_shares_with_the_host_is_not_known(cuda: Any) -> None:
     cuda.gib = [0]
-    assert gpus.visible_gpus() == (Gpu("0", 0),)
+    assert visible_gpus.visible_gpus() == (Gpu("0", 0),)
 
 
 def test_a_cpu_build_has_no_gpus_and_an_installed_build_is_what_decides(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrl.engines.vllm.gpus.installed_device", lambda: "cpu")
-    assert gpus.visible_gpus() == ()
+    monkeypatch.setattr("streamrl.engines.vllm.visible_gpus.installed_device", lambda: "cpu")
+    assert visible_gpus.visible_gpus() == ()
     installed: dict[str, str] = {}
 
     def version(package: str) -> str:

@@ -17,9 +17,9 @@ from streamrl.launch.pipeline import Pipeline, _make_run_directory
 from streamrl.launch.run_directory import lock_run, write_inputs
 from streamrl.launch.run_record import METRICS, open_record, refuse_lost_journal
 from streamrl.learning.state.durable_files import flush_and_digest, write_digests
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.run.journal.log import JournalFile
+from streamrl.run.journal.journal_file import JournalFile
 from streamrl.run.journal.log_errors import JournalRefused
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.launch.run_directory import INPUTS_FILE, RunInputs, changed_inputs, lock_run, refuse_changes, write_inputs
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 
 

@@ -20,7 +20,7 @@ from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET, Judge
 from streamrl.recipe.rewards import Reward
-from streamrl.recipe.rules.load import dump_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe
 from streamrl.recipe.sections import Model, Prompts, Recipe
 from streamrl.recipe.topology import JUDGE, Topology, judge_socket, plan_topology
 from streamrl.rewards.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport

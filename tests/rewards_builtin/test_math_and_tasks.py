@@ -127,7 +127,7 @@ HEAVY = ("math_verify", "sympy", "reasoning_gym", "pyarrow", "httpx", "torch", "
 def test_the_registry_imports_no_library() -> None:
     """The start of every process that looks a reward up stays what it was."""
     program = (
-        "import sys, json\nimport streamrl.rewards.builtin.catalog, streamrl.run.prompts.prompts\n"
+        "import sys, json\nimport streamrl.rewards.builtin.catalog, streamrl.run.prompts.open_prompts\n"
         f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

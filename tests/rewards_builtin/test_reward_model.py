@@ -87,7 +87,7 @@ async def test_a_text_that_is_too_long_fails_and_its_siblings_do_not(make: Calla
 
 
 async def test_a_cancelled_call_takes_nobody_of_its_batch_with_it(classifier: Path) -> None:
-    from streamrl.rewards.builtin.reward_model import BatchedClassifier
+    from streamrl.rewards.builtin.classifier_scores import BatchedClassifier
 
     scorer = BatchedClassifier(RewardModelOptions(path=str(classifier)))
     alone = await scorer.score("2+2?", None, "4")

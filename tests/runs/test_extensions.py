@@ -16,7 +16,7 @@ from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.run_events import RunFinished, RunWarning, StepFinished
 from streamrl.launch import user_calls
 from streamrl.observe.user_calls import MOST_WAITING, UserCalls
-from streamrl.prepare.probe import problems_of_object
+from streamrl.prepare.recipe_probe import problems_of_object
 from streamrl.recipe.toml_text import toml_value
 from streamrl.recipe.user_code import load_user_object
 
@@ -26,7 +26,7 @@ OWN = """
 import threading
 from pathlib import Path
 from streamrl.contracts import Observer
-from streamrl.run.journal.log import writer_of
+from streamrl.run.journal.journal_file import writer_of
 
 class Failing(Observer):
     async def on_event(self, event):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli.start.tasks import TASKS
+from streamrl.cli.init.tasks import TASKS
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.torch]

@@ -20,9 +20,9 @@ from streamrl.cli.show import read_run
 from streamrl.control.check import violations
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.toml_text import toml_value
-from streamrl.run.journal.log import read_journal
+from streamrl.run.journal.journal_file import read_journal
 from streamrl.run.journal.records import JournalCodec, JournalDecision, JournalEvent, JournalPrompt, JournalRecord
 from streamrl.run.journal.recover import replayed_run
 

@@ -31,8 +31,8 @@ from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, Co
 from streamrl.launch.control_socket import ask_run
 from streamrl.launch.steering.steering_messages import ChangeSettings, ReadStatus, SteeringStatus, SteerRun
 from streamrl.observe.report.trajectory_trace import read_trace
-from streamrl.processes.local import marker_of
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.processes.local_launcher import marker_of
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.toml_text import toml_value
 from streamrl.recipe.topology import read_topology
 

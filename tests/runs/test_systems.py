@@ -12,7 +12,7 @@ import pytest
 from tiers import quick_only
 
 from streamrl.cli.show import read_run
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.scheduling import System
 from streamrl.recipe.toml_text import toml_value
 

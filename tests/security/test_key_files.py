@@ -22,7 +22,7 @@ from streamrl.comm.transport_keys import (
     read_role_keys,
     transport_variables,
 )
-from streamrl.recipe.rules.load import dump_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe
 from streamrl.recipe.sections import Recipe, Reward, Transport, TransportSecurity
 from streamrl.recipe.topology import Role
 from streamrl.rewards.calls.inspect import inspect_in_subprocess

@@ -19,7 +19,7 @@ from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.model_folder import unsafe_content
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.pretrained.weight_files import ModelDirectoryError
-from streamrl.rewards.builtin import sequence_classifier
+from streamrl.rewards.builtin import reward_model
 from streamrl.rewards.declared import BadOption
 
 SORT = Path(__file__).parents[2] / "examples" / "sort" / "model"
@@ -99,12 +99,12 @@ def test_a_folder_that_could_run_code_is_refused_by_who_reads_it(folder: Path, n
     with pytest.raises(RecipeError, match=f"model.path: .*{said}"):  # an engine host
         model_config(str(folder))
     with pytest.raises(BadOption, match=said):  # a reward model
-        sequence_classifier._labels(folder)
+        reward_model._labels(folder)
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "config": ("config.json", read_model_facts),
-    "reward model": ("config.json", sequence_classifier._labels),
+    "reward model": ("config.json", reward_model._labels),
     "index": ("model.safetensors.index.json", read_model_facts),
     "tokenizer": ("tokenizer.json", load_tokenizer),
     "settings": ("tokenizer_config.json", load_tokenizer),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from builders import small_recipe
 
-from streamrl.base.hosts import host_of, is_loopback, is_public, is_wildcard
+from streamrl.base.host_addresses import host_of, is_loopback, is_public, is_wildcard
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.rules.transport_rules import insecure_notice, transport_metrics
 from streamrl.recipe.sections import Metrics, Recipe, Transport, TransportKind, TransportSecurity

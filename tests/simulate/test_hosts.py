@@ -13,7 +13,7 @@ from streamrl.cli.main import main
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate.cluster import ClusterModel, load_cluster
-from streamrl.simulate.hosts import HostChange, HostsModel, Link
+from streamrl.simulate.host_model import HostChange, HostsModel, Link
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation
 from tests.simulate.worlds import TINY, control_settings, with_part

@@ -17,7 +17,7 @@ from oracle.trace_header import trace_header
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import main
 from streamrl.observe.report.trajectory_trace import EnginesLine, StepLine, TrajectoryLine, TrajectoryTrace, read_trace
-from streamrl.recipe.rules.load import check_recipe, load_recipe
+from streamrl.recipe.rules.load_recipe import check_recipe, load_recipe
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.cluster import DEMO, HEAVY, ClusterModel

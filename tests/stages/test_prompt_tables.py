@@ -12,9 +12,9 @@ import pytest
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.recipe.rules.load import load_recipe, resolve_spec
+from streamrl.recipe.rules.load_recipe import load_recipe, resolve_spec
+from streamrl.run.prompts.open_prompts import check_prompts, open_prompts, stored_rows
 from streamrl.run.prompts.prompt_spec import SourceKind, prompt_sources, read_spec
-from streamrl.run.prompts.prompts import check_prompts, open_prompts, stored_rows
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

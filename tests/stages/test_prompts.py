@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt, token_array
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
+from streamrl.run.prompts.open_prompts import OpenPrompts, check_prompts, open_prompts
 from streamrl.run.prompts.prompt_rows import BadRow, decode_row, read_prompt
-from streamrl.run.prompts.prompts import OpenPrompts, check_prompts, open_prompts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<bos>")

@@ -44,7 +44,7 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
 from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.recipe.sections import Sampling
-from streamrl.run.environments.forms import load_episode
+from streamrl.run.environments.environment_forms import load_episode
 from streamrl.run.environments.worker import run_environment_worker
 from streamrl.run.evaluate.sample_files import sample_of
 from streamrl.stages.environment import EnvironmentStage, EnvironmentStreams

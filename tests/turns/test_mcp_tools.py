@@ -17,7 +17,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.pretrained.turns.tool_calls import ToolCall
 from streamrl.recipe.environment import Environment
 from streamrl.run.environments import mcp_tools
-from streamrl.run.environments.forms import load_episode
+from streamrl.run.environments.environment_forms import load_episode
 from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, ToolEnd, ToolLimits, ToolResult
 
 CALLS = [

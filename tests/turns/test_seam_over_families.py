@@ -14,7 +14,7 @@ from turns.families import FAMILIES, TOOL
 from streamrl.base.types import token_array
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.pretrained.turns.seam import CalledTool, CannotContinueError, ChatSeams, SeamKind
+from streamrl.pretrained.turns.seam_tokens import CalledTool, CannotContinueError, ChatSeams, SeamKind
 
 SYSTEM = {"role": "system", "content": "You are a calculator."}
 USER = {"role": "user", "content": "What is 2 + 3?"}

@@ -8,7 +8,7 @@ import pytest
 from turns.test_tool_calls import ADD, TOOLS, assert_no_prefix_calls
 
 from streamrl.base.errors import RecipeError
-from streamrl.prepare.probe import look_at_environment
+from streamrl.prepare.recipe_probe import look_at_environment
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.tool_calls import parse_turn
 from streamrl.recipe.environment import Environment

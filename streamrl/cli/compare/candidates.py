@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.scheduling import RoundKind, System
 from streamrl.recipe.sections import Recipe
 

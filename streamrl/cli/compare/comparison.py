@@ -14,7 +14,7 @@ import msgspec
 from streamrl.cli.compare.measured_run import ComparedRun
 from streamrl.cli.compare.run_figures import WARM_UP_STEPS, RunFigures, samples_of
 from streamrl.observe.dashboard.report_page import report_page
-from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.run_files.run_reader import RunFiles
 
 
 class Figure(NamedTuple):

@@ -19,8 +19,8 @@ from streamrl.launch.control_protocol import ControlRefused
 from streamrl.launch.control_socket import ask_run
 from streamrl.launch.pipeline import Pipeline
 from streamrl.launch.steering.steering_messages import SteerRun
-from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.report.trajectory_trace import TRAINED, read_trace
+from streamrl.observe.run_files.run_reader import RunFiles
 from streamrl.recipe.sections import Recipe
 
 METRICS = (

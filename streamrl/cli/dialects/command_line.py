@@ -64,7 +64,7 @@ def unknown_words(words: Sequence[str]) -> str:
     """Return what to write for words that no argument took: of a flag, the key of a recipe that it is."""
     # Not above: most commands read no recipe.
     from streamrl.recipe.dialects.foreign_keys import foreign_answer
-    from streamrl.recipe.fields import paths_to
+    from streamrl.recipe.field_types import paths_to
     from streamrl.recipe.sections import Recipe
     from streamrl.recipe.toml_text import value_or_text
 

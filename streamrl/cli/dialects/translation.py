@@ -14,9 +14,9 @@ from streamrl.cli.dialects.conversions import CONVERSIONS, Given
 from streamrl.cli.dialects.setting_files import Foreign, read_foreign
 from streamrl.recipe.check_fields import CheckedTable
 from streamrl.recipe.dialects.foreign_keys import assigned, defaults_of, dialects, find
-from streamrl.recipe.fields import as_written, keys_of, written_path
+from streamrl.recipe.field_types import as_written, keys_of, written_path
 from streamrl.recipe.problems import Origin, did_you_mean, shown
-from streamrl.recipe.rules.load import read_recipe
+from streamrl.recipe.rules.load_recipe import read_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import parse_toml, toml_value
 

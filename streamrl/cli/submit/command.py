@@ -21,7 +21,7 @@ from streamrl.cli.submit.ray_start import RAY_PORT, Work
 from streamrl.cli.submit.slurm import SlurmJob, slurm_script
 from streamrl.cli.submit.ssh import HERE, SshJob, local_setup, run_over_ssh, ssh_commands
 from streamrl.launch.pipeline import recipe_of_run
-from streamrl.recipe.rules.load import read_recipe
+from streamrl.recipe.rules.load_recipe import read_recipe
 from streamrl.recipe.rules.run_rules import LONGEST_RUN_NAME
 from streamrl.recipe.sections import Recipe
 

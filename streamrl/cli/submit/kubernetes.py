@@ -85,7 +85,7 @@ def ray_job(job: KubernetesJob) -> dict[str, Any]:
 
 
 def job_set(job: KubernetesJob) -> dict[str, Any]:
-    """A JobSet: each pod starts Ray by ``submit.host``, as hosts of other clusters do."""
+    """A JobSet: each pod starts Ray by ``submit.cluster_host``, as hosts of other clusters do."""
     token = posixpath.join(job.mount, ".launch", f"{job.namespace}-{job.name}", "token")
     head = f"{job.name}-{_HEAD}-0-0.{job.name}"
     arguments = ["--nodes", str(job.nodes), "--head", head, "--token", token]

@@ -1,6 +1,7 @@
 """``python -m streamrl.cli.submit.ray_nodes HOST:PORT COUNT SECONDS``: waits until a Ray cluster has its hosts.
 
-``submit.host`` starts it on the first host, before the run. It is a process of its own, since it imports Ray."""
+``submit.cluster_host`` starts it on the first host, before the run. It is a process of its own, since it imports
+Ray."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The start of Ray on a host of a cluster: variables, arguments, and the command of ``submit.host``. Used by the texts
-of Slurm, Kubernetes and ssh, in the process of the command, and by ``submit.host`` on each host."""
+"""The start of Ray on a host of a cluster: variables, arguments, and the command of ``submit.cluster_host``. Used by
+the texts of Slurm, Kubernetes and ssh, in the process of the command, and by ``submit.cluster_host`` on each host."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         return ["python", "-m", "streamrl", verb, self.recipe, "--cluster", cluster, *settings]
 
     def begun_before(self) -> list[str]:
-        """Arguments of ``submit.host`` by which it finds the run of an earlier start of the same job."""
+        """Arguments of ``submit.cluster_host`` by which it finds the run of an earlier start of the same job."""
         if self.resume or not self.name or not self.runs:
             return []
         return ["--begun", f"{self.runs}/{self.name}"]
 
 
 def host_command(arguments: Sequence[str], work: Work) -> list[str]:
-    """Command of ``submit.host``, which starts Ray on a host, waits, and ends it; on the first host it runs
+    """Command of ``submit.cluster_host``, which starts Ray on a host, waits, and ends it; on the first host it runs
     ``work``."""
-    words = ["python", "-m", "streamrl.cli.submit.host", *arguments, *work.begun_before()]
+    words = ["python", "-m", "streamrl.cli.submit.cluster_host", *arguments, *work.begun_before()]
     return [*words, "--", *work.command("{cluster}")]
 
 

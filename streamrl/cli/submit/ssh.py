@@ -1,7 +1,7 @@
 """Ray on a list of hosts by ssh: one connection a host, which carries its token, its lease and its orders.
 
-``streamrl launch ssh`` calls ``run_over_ssh`` in its process. ``submit.host`` runs on each host and ends with the
-connection. No process is left when ``run_over_ssh`` returns."""
+``streamrl launch ssh`` calls ``run_over_ssh`` in its process. ``submit.cluster_host`` runs on each host and ends with
+the connection. No process is left when ``run_over_ssh`` returns."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
 from streamrl.control.machine import Control, Steer, unsteered
-from streamrl.control.model import Snapshot
-from streamrl.control.pending import unanswered_orders
 from streamrl.control.round_policy import GroupSizer, RoundPolicy
+from streamrl.control.run_state import Snapshot
 from streamrl.control.settings import ControlSettings
+from streamrl.control.unanswered_orders import unanswered_orders
 
 _Tick = tuple[int, int, int, int]  # ticks, group, sample, attempt
 

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from streamrl.base.seeds import derive_seed
-from streamrl.control.model import GroupLengths
 from streamrl.control.policies import sagc
 from streamrl.control.round_policy import FixedSize, GroupSizer, SizingDecision
+from streamrl.control.run_state import GroupLengths
 from streamrl.recipe.scheduling import GroupSizing, SizingKind
 
 SURE = 2.0

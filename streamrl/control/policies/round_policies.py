@@ -10,13 +10,13 @@ from collections.abc import Callable
 from streamrl.base.errors import RecipeError
 from streamrl.control.continuous import ContinuousRounds
 from streamrl.control.machine import Control
-from streamrl.control.model import Snapshot
 from streamrl.control.policies.auto import AutoRounds
 from streamrl.control.policies.deterministic import DeterministicControl
 from streamrl.control.policies.group_sizing import make_group_sizer
 from streamrl.control.policies.length_sorted import LengthSortedRounds
 from streamrl.control.policies.tail_batching import TailBatchingRounds
 from streamrl.control.round_policy import GroupSizer, RoundPolicy
+from streamrl.control.run_state import Snapshot
 from streamrl.control.settings import ControlSettings
 from streamrl.control.steering.changes import steering_with
 from streamrl.control.steering.live_keys import with_values

@@ -17,8 +17,8 @@ from streamrl.control import events as on
 from streamrl.control.actions import Decision
 from streamrl.control.apply import Actions, drop_group, order_checkpoint, order_evaluation
 from streamrl.control.machine import Steer
-from streamrl.control.model import Batch, RunState, requeue_interrupted
 from streamrl.control.round_policy import GroupSizer, RoundPolicy, Rules
+from streamrl.control.run_state import Batch, RunState, requeue_interrupted
 from streamrl.control.settings import ControlSettings
 from streamrl.control.steering.live_keys import LIVE, SAMPLED_AGAIN, STEPS, with_values
 

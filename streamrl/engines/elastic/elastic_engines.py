@@ -1,7 +1,8 @@
 """The observer of a run that frees engines late in a round, and switches between sets of engines.
 
-``launch.observers`` makes one in the controller of every run. It carries out the decisions of ``freeing`` and ``sets``
-on the engine pool and the engine processes (``hosts``). In a run with neither it only reports restarts.
+``launch.observers`` makes one in the controller of every run. It carries out the decisions of ``freeing`` and
+``engine_sets`` on the engine pool and the engine processes (``engine_processes``). In a run with neither it only
+reports restarts.
 
 At the boundary of two rounds, first the freed engines of the current set serve again, then the set of the next round is
 chosen, then the requests of the round are submitted to engines of this set.
@@ -29,9 +30,9 @@ from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import Observer, PushReport
 from streamrl.control.actions import ControlAction, Decision, LaunchGroup, StepOptimizer
 from streamrl.control.events import ControlEvent, StopRequested
+from streamrl.engines.elastic.engine_processes import DRAIN_SECONDS, EngineHosts
+from streamrl.engines.elastic.engine_sets import SetChooser, SetPlan
 from streamrl.engines.elastic.freeing import Freeing, OpenRequest, ReleasePlan, ServingEngine
-from streamrl.engines.elastic.hosts import DRAIN_SECONDS, EngineHosts
-from streamrl.engines.elastic.sets import SetChooser, SetPlan
 from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.routing import ServedRequest
 from streamrl.recipe.sections import Recipe, ReleaseKind

@@ -2,7 +2,7 @@
 (RollPacker, arXiv 2509.21009, section 4.4). The decisions use no clock, and have a reason.
 
 ``elastic_engines`` (controller) and ``streamrl simulate`` (the command's own process) follow the rounds with
-``Freeing``. The engines of a full round are chosen in ``sets``."""
+``Freeing``. The engines of a full round are chosen in ``engine_sets``."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ and resumes. An engine that refuses the delta (made for another version, wrong d
 takes an anchor, the complete version, before it serves again.
 
 An engine fails when it refuses the anchor, too, when it dies, or when it is late. If ``on_failure`` lets the run
-continue, the failed engine is excluded from this push and later ones, and started again (``elastic.hosts``). A started
-engine is admitted: it gets the live version while the others sample, and later pushes reach it. Otherwise the failure
-ends the run."""
+continue, the failed engine is excluded from this push and later ones, and started again (``elastic.engine_processes``).
+A started engine is admitted: it gets the live version while the others sample, and later pushes reach it. Otherwise the
+failure ends the run."""
 
 from __future__ import annotations
 

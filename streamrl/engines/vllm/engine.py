@@ -33,12 +33,12 @@ from streamrl.engines.resumption import (
     without_unverified_tokens,
 )
 from streamrl.engines.vllm.arguments import checked_arguments
-from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.engines.vllm.held_outputs import ABORT, hold_outputs
 from streamrl.engines.vllm.options import EngineOptions, batched_tokens
 from streamrl.engines.vllm.processes import ProcessWatch, core_is_forked, fork_engine_core
 from streamrl.engines.vllm.routing_capture import allow_capture_on_cpu
 from streamrl.engines.vllm.statistics import EngineCounters, kv_tokens
+from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.pretrained.tokenizer import tokenizer_digest
 from streamrl.recipe.sections import STAGES
 from streamrl.recipe.toml_text import toml_value
@@ -137,12 +137,12 @@ class VllmEngine(PlainVllmEngine):
         """Sample ``request``. Of its unverified tokens, one prefill first accepts those that the weights choose, too;
         then the engine samples the following tokens, with the random numbers of their positions. A request that is
         aborted before this prefill ends has sampled no token."""
-        from streamrl.engines.vllm import continuation
+        from streamrl.engines.vllm import sampler_patches
 
         prompt = without_unverified_tokens(request)
         longest = self._options.max_model_len - 1 - len(prompt.token_ids)
         count = min(request.unverified_tokens, longest, remaining_tokens(request))
-        if count <= 0 or not continuation.verifies():
+        if count <= 0 or not sampler_patches.verifies():
             return await self._sample(prompt)
         unverified = request.token_ids[len(prompt.token_ids) :][:count]
         self._verifying.add(request.request_id)
@@ -158,15 +158,18 @@ class VllmEngine(PlainVllmEngine):
             return msgspec.structs.replace(accepted, finish_reason=FinishReason.LENGTH)
         arguments: dict[str, int] = {}
         if accepted.token_ids:
-            arguments[continuation.SKIP] = len(accepted.token_ids)
+            arguments[sampler_patches.SKIP] = len(accepted.token_ids)
         return join_completions(accepted, await self._sample(resumed, extra_args=arguments))
 
     async def _verify(self, prompt: Generate, tokens: TokenArray) -> Completion:
         """Return the first of ``tokens`` that these weights choose, too, as the completion so far of ``prompt``."""
-        from streamrl.engines.vllm import continuation
+        from streamrl.engines.vllm import sampler_patches
 
         prefill = msgspec.structs.replace(prompt, token_ids=prompt.token_ids + tokens, min_tokens=0, stop=())
-        arguments = {continuation.COMPARE: len(tokens), continuation.FEWEST: prompt.min_tokens - prompt.prefix_length}
+        arguments = {
+            sampler_patches.COMPARE: len(tokens),
+            sampler_patches.FEWEST: prompt.min_tokens - prompt.prefix_length,
+        }
         changes: dict[str, Any] = {"extra_args": arguments, "prompt_logprobs": 0}
         pauses = -1
         # A pause may have changed the weights since the prefill: then repeat it.

@@ -1,7 +1,7 @@
 """Check that vLLM serves a model and that trained weights have a place in it. Tensors are on the meta device: no
 weights are read.
 
-``prepare.probe`` runs it before a run, in a process of its own."""
+``prepare.recipe_probe`` runs it before a run, in a process of its own."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def register() -> None:
     if os.environ.get(LINEAR_VARIABLE) != "stock":
         keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
     watch_after_loading()
-    from streamrl.engines.vllm.continuation import add_continuation
+    from streamrl.engines.vllm.sampler_patches import add_continuation
 
     add_continuation()
     from streamrl.engines.vllm.routing_capture import add_routing_capture

@@ -10,11 +10,11 @@ import msgspec
 
 from streamrl.base.errors import RecipeError
 from streamrl.control.events import SettingsChanged
-from streamrl.control.model import RunState
+from streamrl.control.run_state import RunState
 from streamrl.control.settings import ControlSettings, control_settings
 from streamrl.control.steering.live_keys import LIVE, STEPS, why_not
-from streamrl.recipe.fields import ADVANCED, keys_of
-from streamrl.recipe.rules.load import overridden_recipe
+from streamrl.recipe.field_types import ADVANCED, keys_of
+from streamrl.recipe.rules.load_recipe import overridden_recipe
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value

@@ -13,7 +13,7 @@ from streamrl.base.errors import RecipeError, StreamBroken
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.contracts import Observer
 from streamrl.control.events import ControlEvent, Steered
-from streamrl.control.model import RunState
+from streamrl.control.run_state import RunState
 from streamrl.control.steering.changes import waits_for_version
 from streamrl.launch.steering.changed_recipe import settings_change
 from streamrl.launch.steering.steering_messages import (

@@ -26,7 +26,7 @@ from streamrl.base.types import FloatArray, TokenArray, TrainingSample, VersionS
 from streamrl.learning import process_group
 from streamrl.learning.batches.routed_experts import RoutedSpan, routed_row
 from streamrl.learning.model.attention import PackedSequence, packed_layout
-from streamrl.learning.model.context import ContextGroup
+from streamrl.learning.model.context_parallel import ContextGroup
 from streamrl.learning.model.policy import MicroBatch, empty_micro_batch
 from streamrl.learning.objective.advantages import FloatVector
 from streamrl.learning.objective.objectives import TokenInputs, needs_whole_sequences

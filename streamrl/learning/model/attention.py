@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from streamrl.base.errors import StreamRLError
-from streamrl.learning.model.context import ContextGroup, SharedKeys, gather_rows
+from streamrl.learning.model.context_parallel import ContextGroup, SharedKeys, gather_rows
 from streamrl.learning.model.hugging_face import AttentionInterface, AttentionMaskInterface
 
 ATTENTION_NAME = "streamrl_packed"

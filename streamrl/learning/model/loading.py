@@ -1,6 +1,7 @@
 """Load the models of one rank (policy, reference, critic) from a Hugging Face directory of any architecture.
 
-``updates`` calls ``load_models`` in each trainer rank; ``prepare.probe`` calls ``published_shapes`` before a run.
+``updates`` calls ``load_models`` in each trainer rank; ``prepare.recipe_probe`` calls ``published_shapes`` before a
+run.
 
 Decoder layers may trade time for memory (activation checkpointing) or start-up time for speed (``torch.compile``). Both
 change layers in place, keep parameter names, and are called once, before ``shard`` and before the first forward; with
@@ -29,7 +30,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.learning import process_group
 from streamrl.learning.model.architecture import decoder_layers, persistent_buffers, refuse_targets
 from streamrl.learning.model.attention import register_packed_attention, register_uncompiled_attention
-from streamrl.learning.model.context import context_of
+from streamrl.learning.model.context_parallel import context_of
 from streamrl.learning.model.critic import Critic
 from streamrl.learning.model.hugging_face import (
     AutoConfig,
@@ -39,6 +40,7 @@ from streamrl.learning.model.hugging_face import (
     without_compiler,
 )
 from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards
+from streamrl.learning.model.packing_check import check_packing
 from streamrl.learning.model.parallel import UNSPLIT, Split, refuse_without_plan, split_of, split_tensors
 from streamrl.learning.model.policy import (
     PackedPolicy,
@@ -48,7 +50,6 @@ from streamrl.learning.model.policy import (
     set_sharded,
     shard,
 )
-from streamrl.learning.model.probe import check_packing
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.rank_memory import activation_bytes, choose_gathered, training_sizes
 from streamrl.pretrained.model_facts import read_model_facts

@@ -20,7 +20,7 @@ from streamrl.learning.model.architecture import (
     longest_exact_sequence,
 )
 from streamrl.learning.model.attention import PackedLayout, PackedSequence, packed_layout
-from streamrl.learning.model.context import ContextGroup
+from streamrl.learning.model.context_parallel import ContextGroup
 from streamrl.learning.model.routers import RoutedRow, routers_of
 from streamrl.learning.objective.objectives import TokenInputs
 from streamrl.learning.options import TrainerOptions

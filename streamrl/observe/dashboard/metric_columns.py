@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.observe.follow.followed_lines import FollowedLines
-from streamrl.observe.follow.metric_help import help_of
-from streamrl.observe.follow.run_files import MetricLine, RunFiles, metric_lines
+from streamrl.observe.run_files.followed_lines import FollowedLines
+from streamrl.observe.run_files.metric_help import help_of
+from streamrl.observe.run_files.run_reader import MetricLine, RunFiles, metric_lines
 from streamrl.run.wait_reason import WAIT_METRICS
 
 NAN = float("nan")

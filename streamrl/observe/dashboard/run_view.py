@@ -14,8 +14,8 @@ import numpy as np
 
 from streamrl.observe.dashboard.metric_columns import RunMetrics
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
-from streamrl.observe.follow.run_files import RunFiles, run_files, runs_in
 from streamrl.observe.report.trajectory_trace import TRAINED
+from streamrl.observe.run_files.run_reader import RunFiles, run_files, runs_in
 
 LATEST_S = 0.25
 """Seconds within which files are not read again."""

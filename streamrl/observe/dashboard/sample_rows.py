@@ -11,7 +11,7 @@ import msgspec
 
 from streamrl.base.errors import UNDECODABLE
 from streamrl.base.line_file import open_rotated
-from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.run_files.run_reader import RunFiles
 
 MOST_ROWS = 200
 """Rows of one answer."""

@@ -26,7 +26,7 @@ from streamrl.observe.dashboard.live_events import LiveEvents, place_of, read_pl
 from streamrl.observe.dashboard.report_page import INDEX, TYPES, page_files
 from streamrl.observe.dashboard.run_view import ANSWERS, RunView, RunViews, recipe_differences
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
-from streamrl.observe.follow.run_files import RunStatus
+from streamrl.observe.run_files.run_reader import RunStatus
 
 ADDRESS = "127.0.0.1"
 HEADERS = {

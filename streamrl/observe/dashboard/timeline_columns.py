@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from streamrl.base.errors import UNDECODABLE
 from streamrl.base.types import TurnTimes
-from streamrl.observe.follow.followed_lines import FollowedLines
-from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.report.trajectory_trace import (
     TRACE_SCHEMA,
     EnginesLine,
@@ -28,6 +26,8 @@ from streamrl.observe.report.trajectory_trace import (
     TraceLine,
     TrajectoryLine,
 )
+from streamrl.observe.run_files.followed_lines import FollowedLines
+from streamrl.observe.run_files.run_reader import RunFiles
 
 COLUMNS = {
     "launched": "f4", "begun": "f4", "rollout_end": "f4", "reward_end": "f4", "ended": "f4",

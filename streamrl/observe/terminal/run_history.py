@@ -12,7 +12,7 @@ from statistics import fmean, variance
 from typing import Any
 
 from streamrl.base.run_events import RunStarted, StepFinished
-from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.run_files.run_reader import RunFiles
 from streamrl.observe.terminal.curve import Curve, terminal_plot
 from streamrl.observe.terminal.step_line import HELD_OUT, duration
 from streamrl.recipe.learning_rate import learning_rate_notice

@@ -1,5 +1,5 @@
 """stdout and stderr of a process: output that cannot be written is dropped and ends nothing. ``cli/main.py`` calls
-``open_screen`` for each command, ``processes/child.py`` for each process of a run."""
+``open_screen`` for each command, ``processes/run_role.py`` for each process of a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The terminal application of ``streamrl top``, in the process of the command: draws the picture four times a second,
-and asks before a key changes the run. ``cli/windows/top.py`` starts it."""
+and asks before a key changes the run. ``cli/views/top.py`` starts it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from textual.widgets import Input, RichLog, Static
 from streamrl.base.errors import StreamRLError
 from streamrl.base.printable import one_line
 from streamrl.observe.telemetry import TelemetrySubscriber
-from streamrl.observe.top.boxes import BOXES, screen
-from streamrl.observe.top.picture import Picture, ShownEvent
+from streamrl.observe.top.displayed_run import Picture, ShownEvent
+from streamrl.observe.top.screen_lines import BOXES, screen
 
 LOOK_S = 0.25
 """Seconds between two reads of the socket."""

@@ -15,7 +15,7 @@ from streamrl.base.messages import EngineLoad
 from streamrl.buffers.rollout_buffer import Group
 from streamrl.contracts import Observer
 from streamrl.control.events import ControlEvent
-from streamrl.control.model import RunState
+from streamrl.control.run_state import RunState
 from streamrl.run.wait_reason import RunWaits
 
 Publish = Callable[[str, dict[str, Any]], None]

@@ -1,5 +1,5 @@
 """``python -m streamrl.observe.trackers TRACKER DIR``: the process of a follower, which ends when its standard input
-ends. The supervisor starts it (``processes/followers.py``)."""
+ends. The supervisor starts it (``processes/tracker_processes.py``)."""
 
 from __future__ import annotations
 

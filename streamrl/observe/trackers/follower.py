@@ -18,9 +18,9 @@ from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.line_file import decoded_lines, read_lines
 from streamrl.base.run_events import CompletionSampled
-from streamrl.observe.follow.followed_lines import Cursor, FollowedLines
-from streamrl.observe.follow.run_files import RunFiles, changed_s, metric_lines
-from streamrl.observe.trackers.installed import make_tracker, name_and_options
+from streamrl.observe.run_files.followed_lines import Cursor, FollowedLines
+from streamrl.observe.run_files.run_reader import RunFiles, changed_s, metric_lines
+from streamrl.observe.trackers.available_trackers import make_tracker, name_and_options
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streamrl.base.errors import StreamRLError
-from streamrl.observe.follow.metric_help import find_metric
-from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.run_files.metric_help import find_metric
+from streamrl.observe.run_files.run_reader import RunFiles
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
 
 PORT = 9464

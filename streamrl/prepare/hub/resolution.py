@@ -25,7 +25,7 @@ from streamrl.prepare.hub.messages import HubAnswer, Resolved, WantedFiles, answ
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.hub_names import HUB, cached_name, is_bare_name, read_hub_name
 from streamrl.recipe.sections import Model, Prompts, Recipe
-from streamrl.run.copies.fetched import with_fetched_checkpoint
+from streamrl.run.copies.fetch_checkpoint import with_fetched_checkpoint
 
 _OWN_OPTIONS = ("config", "split", "files")
 _LONGEST_S = 30 * 24 * 3600.0

@@ -14,7 +14,7 @@ import msgspec
 
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.pretrained.turns.seam import CalledTool, ChatMessage, calling_message
+from streamrl.pretrained.turns.seam_tokens import CalledTool, ChatMessage, calling_message
 
 _MARKS = ("qxv", "zjk")
 _THOUGHT = "wqz"

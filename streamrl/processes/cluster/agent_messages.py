@@ -1,4 +1,4 @@
-"""Messages between the supervisor of a run (``remote``) and the agents of its hosts (``agent``).
+"""Messages between the supervisor of a run (``remote_host``) and the agents of its hosts (``agent``).
 
 Orders are numbered: an agent carries out each order once, in order. Every request repeats the orders that were not
 acknowledged: after a lost answer no order is lost or carried out twice."""
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.engines.vllm.gpus import Gpu
+from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.recipe.topology import ProcessPlan
 
 

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from streamrl.processes.local import end_marked_processes
+from streamrl.processes.local_launcher import end_marked_processes
 
 FIRST_S = 180.0
 """How long the first renewal may take: meanwhile agents start on other hosts, and no process runs on this host."""

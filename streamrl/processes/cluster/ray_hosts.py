@@ -27,8 +27,8 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.processes.cluster.agent import Agent
 from streamrl.processes.cluster.agent_messages import AgentRequest, AgentSetup, HostFacts
-from streamrl.processes.cluster.cluster import HostOffer
-from streamrl.processes.cluster.remote import AgentGone, AgentLink
+from streamrl.processes.cluster.cluster_launcher import HostOffer
+from streamrl.processes.cluster.remote_host import AgentGone, AgentLink
 from streamrl.recipe.sections import Cluster, Transport, TransportSecurity
 
 log = logging.getLogger(__name__)

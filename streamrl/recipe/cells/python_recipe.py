@@ -1,5 +1,5 @@
 """Converts a recipe of Python objects (sections, functions, rows of prompts) to the table of a recipe file. Called by
-``rules.load`` in the process of the user's script or notebook."""
+``rules.load_recipe`` in the process of the user's script or notebook."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.cells.cell_code import CELLS, name_of_code, written
-from streamrl.recipe.fields import as_table
+from streamrl.recipe.field_types import as_table
 from streamrl.recipe.sections import Run
 
 _SHORT = {"model": "path", "prompts": "train", "objective": "algorithm"}

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.recipe.fields import as_written, paths_in_view
+from streamrl.recipe.field_types import as_written, paths_in_view
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value, value_or_text
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 
-from streamrl.recipe.fields import Section
+from streamrl.recipe.field_types import Section
 
 # numpy takes 0.1 s to import: it is imported within the functions that compute.
 if TYPE_CHECKING:

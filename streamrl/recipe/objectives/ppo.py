@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from streamrl.recipe.fields import NaturalFloat, Section, Share, advanced
+from streamrl.recipe.field_types import NaturalFloat, Section, Share, advanced
 from streamrl.recipe.objectives.grpo import TokenClip
 from streamrl.recipe.objectives.method import Advantages, KlPlace, Method, Value, Vector
 

@@ -1,2 +1,2 @@
-"""Reads a recipe (``load``) and refuses a wrong one: rules between fields, keys of other systems, ``rollout.system``;
-and explains each key."""
+"""Reads a recipe (``load_recipe``) and refuses a wrong one: rules between fields, keys of other systems,
+``rollout.system``; and explains each key."""

@@ -13,7 +13,7 @@ from msgspec import inspect
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.check_fields import expected
 from streamrl.recipe.dialects.foreign_keys import foreign_answer
-from streamrl.recipe.fields import ADVANCED, Key, bare, keys_of, paths_in_view, paths_to, written_path
+from streamrl.recipe.field_types import ADVANCED, Key, bare, keys_of, paths_in_view, paths_to, written_path
 from streamrl.recipe.objectives.catalog import METHODS, AlgorithmName
 from streamrl.recipe.problems import did_you_mean, shown
 from streamrl.recipe.rules.systems import explained_systems

@@ -1,5 +1,6 @@
 """Names of repositories on the Hugging Face Hub, and of the folders of its cache, whose paths have repository and
-commit. Commands and ``rules.load`` parse them here, without a request to the Hub (``prepare.hub`` makes these)."""
+commit. Commands and ``rules.load_recipe`` parse them here, without a request to the Hub (``prepare.hub`` makes
+these)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A rule: a function that yields the problems between fields of a recipe, with the remedy. A rule names the fields that
 it reads, and is skipped where the value of one of them is wrong by itself. The other files of this folder define the
-rules; ``rules.load`` checks them for every recipe."""
+rules; ``rules.load_recipe`` checks them for every recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from streamrl.recipe.fields import as_written, keys_of, written_path
+from streamrl.recipe.field_types import as_written, keys_of, written_path
 from streamrl.recipe.problems import shown
 from streamrl.recipe.sections import Recipe
 

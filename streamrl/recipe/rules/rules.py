@@ -1,4 +1,4 @@
-"""Imports all rules, and offers ``load`` the checks: rules, keys of other systems, ``rollout.system``."""
+"""Imports all rules, and offers ``load_recipe`` the checks: rules, keys of other systems, ``rollout.system``."""
 
 from streamrl.recipe.dialects.foreign_keys import foreign_answer
 from streamrl.recipe.rules import (  # noqa: F401 - each registers its rules

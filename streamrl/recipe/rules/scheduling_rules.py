@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 
-from streamrl.recipe.fields import Section
+from streamrl.recipe.field_types import Section
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.scheduling import (

@@ -1,5 +1,5 @@
 """``rollout.system``: the keys that each published system sets, and their merge with the user's keys. Called by
-``load``.
+``load_recipe``.
 
 A system is applied to the table of a recipe, in which only the user's keys are present. The checks and the run then see
 an ordinary recipe, with a value for each of these keys and without ``system``."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from ipaddress import ip_network
 
-from streamrl.base.hosts import host_of, is_loopback, is_public, is_wildcard
+from streamrl.base.host_addresses import host_of, is_loopback, is_public, is_wildcard
 from streamrl.recipe.rules.rule import Broken, Problem, rule
 from streamrl.recipe.sections import ClusterKind, Recipe, TransportKind, TransportSecurity
 from streamrl.recipe.topology import port_range

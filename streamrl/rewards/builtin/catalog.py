@@ -13,7 +13,7 @@ from streamrl.rewards.builtin.environment import ENVIRONMENT
 from streamrl.rewards.builtin.length import LENGTH
 from streamrl.rewards.builtin.mathematics import MATH
 from streamrl.rewards.builtin.reasoning_gym_task import REASONING_GYM
-from streamrl.rewards.builtin.sequence_classifier import REWARD_MODEL
+from streamrl.rewards.builtin.reward_model import REWARD_MODEL
 from streamrl.rewards.builtin.text import EXACT, FORMAT, REGEX
 from streamrl.rewards.declared import RewardCallable
 

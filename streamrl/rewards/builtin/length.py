@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from streamrl.recipe.fields import Natural, Positive
+from streamrl.recipe.field_types import Natural, Positive
 from streamrl.rewards.declared import BadOption, BuiltinReward, Options, RewardCallable, declare
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from streamrl.recipe.fields import Positive
+from streamrl.recipe.field_types import Positive
 from streamrl.rewards.declared import BuiltinReward, Options, RewardCallable, declare
 
 _LATEX_SPACE = r"\\[,;:! ]|~"

@@ -1,137 +1,70 @@
-"""A Hugging Face sequence classifier that scores completions in batches, for the reward ``reward_model``.
+"""The reward ``reward_model``: the score of a Hugging Face sequence classifier. Listed in ``catalog``.
 
-``sequence_classifier`` imports this file, and with it torch, at the first completion: in the reward worker where the
-reward is trusted, otherwise in the call process of coroutines."""
+Making the function checks the options and the model's directory; torch is imported with the model
+(``classifier_scores``) when the first completion is scored."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import json
+from pathlib import Path
 from typing import Any
 
-import msgspec
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-from streamrl.recipe.sections import ComputeDtype
+from streamrl.pretrained.model_folder import read_bounded, unsafe_content
+from streamrl.pretrained.weight_files import ModelDirectoryError, weight_files
 from streamrl.rewards.builtin.reward_model_options import RewardModelOptions
+from streamrl.rewards.declared import BadOption, BuiltinReward, RewardCallable, declare
 
 
-class _WaitingText(msgspec.Struct, eq=False):
-    """A text that waits for its score."""
+def _reward_model(options: RewardModelOptions) -> RewardCallable:
+    labels = _labels(Path(options.path))
+    if options.label >= labels:
+        raise BadOption(f'"label" = {options.label}: the model has {labels}, counted from 0')
+    if options.label < 0 and labels > 1:
+        raise BadOption(f'"label" is not set, and the model has {labels}: choose one, counted from 0')
+    scorer: Any = None
 
-    token_ids: list[int]
-    score: asyncio.Future[float]
+    async def reward_model(_completion: str, *, prompt: str, messages: Any = None) -> float:
+        nonlocal scorer
+        if scorer is None:
+            from streamrl.rewards.builtin.classifier_scores import BatchedClassifier
+
+            scorer = BatchedClassifier(options)
+        return float(await scorer.score(prompt, messages, _completion))
+
+    async def aclose() -> None:
+        nonlocal scorer
+        if scorer is not None:
+            scorer.close()
+        scorer = None
+
+    reward_model.aclose = aclose  # type: ignore[attr-defined]
+    return declare(reward_model, optional=["messages"], provided=["prompt"])
 
 
-def _consume_exception(score: asyncio.Future[float]) -> None:
-    """Retrieve the exception of a score that nobody awaits because its call was cancelled."""
-    if not score.cancelled():
-        score.exception()
-
-
-class BatchedClassifier:
-    """Scores texts in batches. Texts that arrive while a batch is computed form the next batches, texts of similar
-    length together. Belongs to one event loop; the model is loaded and run on a thread, so the loop stays free."""
-
-    def __init__(self, options: RewardModelOptions) -> None:
-        self._options = options
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward model")
-        self._load_lock = asyncio.Lock()
-        self._batch_lock = asyncio.Lock()
-        self._waiting: list[_WaitingText] = []
-        self._model: Any = None
-        self._tokenizer: Any = None
-        self._model_padding: int | None = None
-
-    async def score(self, prompt: str, messages: Any, completion: str) -> float:
-        """The logit (or its sigmoid) of a completion. Raises ``ValueError`` for a text that is too long or that the
-        template refuses, ``OSError`` for a model that cannot be loaded."""
-        loop = asyncio.get_running_loop()
-        async with self._load_lock:
-            if self._model is None:
-                await loop.run_in_executor(self._thread, self._load)
-        text = _WaitingText(self._tokens(prompt, messages, completion), loop.create_future())
-        text.score.add_done_callback(_consume_exception)
-        self._waiting.append(text)
-        # The call that has the lock scores batches of all waiting texts, until its own text is among them. Another call
-        # may have scored its text before.
-        try:
-            async with self._batch_lock:
-                while not text.score.done():
-                    await self._score_batch(loop)
-        finally:
-            if text in self._waiting:  # this call was cancelled
-                self._waiting.remove(text)
-        return await text.score
-
-    def close(self) -> None:
-        """Let the thread end."""
-        self._thread.shutdown(wait=False)
-
-    async def _score_batch(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._waiting.sort(key=lambda text: len(text.token_ids))
-        batch = self._waiting[-self._options.batch :]
-        self._waiting = self._waiting[: -self._options.batch]
-        computation = loop.run_in_executor(self._thread, self._forward, [text.token_ids for text in batch])
-        try:
-            scores = await asyncio.shield(computation)
-        except asyncio.CancelledError:  # this call was cancelled: another call scores the texts of the batch
-            self._waiting += [text for text in batch if not text.score.done()]
-            raise
-        except Exception as error:  # noqa: BLE001 - it is raised again in every call of the batch
-            for text in batch:
-                text.score.set_exception(error)
-            return
-        for text, score in zip(batch, scores, strict=True):
-            text.score.set_result(score)
-
-    def _load(self) -> None:
-        options = self._options
-        device = options.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        on_cuda = device.startswith("cuda")
-        half = options.dtype is ComputeDtype.BFLOAT16 or (options.dtype is ComputeDtype.AUTO and on_cuda)
-        if options.threads and not on_cuda:
-            torch.set_num_threads(options.threads)
-        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        self._tokenizer = AutoTokenizer.from_pretrained(options.path, **local)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            options.path, use_safetensors=True, dtype=torch.bfloat16 if half else torch.float32, **local
+def _labels(directory: Path) -> int:
+    """Number of logits of the classifier in ``directory``. Raises ``BadOption`` where it has no loadable classifier."""
+    place = f'"path" = "{directory}"'
+    if unsafe := unsafe_content(directory):
+        raise BadOption(f"{place} {unsafe}")
+    try:
+        config = json.loads(read_bounded(directory / "config.json").decode())
+        architectures = list(config.get("architectures") or [])
+        names = config.get("id2label")
+        labels = len(names) if names else int(config.get("num_labels", 2))  # 2: default of transformers
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise BadOption(f"{place} is no Hugging Face directory ({error}): correct it") from error
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        names_in_config = ", ".join(architectures) or "none"
+        raise BadOption(
+            f"{place} has the architecture {names_in_config}: a reward model is a ...ForSequenceClassification"
         )
-        self._model_padding = model.config.get_text_config().pad_token_id
-        self._model = model.to(device).eval()
+    try:
+        weight_files(directory)
+    except ModelDirectoryError as error:
+        raise BadOption(f"{place} {error}") from error
+    return labels
 
-    def _tokens(self, prompt: str, messages: Any, completion: str) -> list[int]:
-        options = self._options
-        if options.chat:
-            turns = messages or [{"role": "user", "content": prompt}]
-            answer = {"role": "assistant", "content": completion}
-            text = self._tokenizer.apply_chat_template([*turns, answer], tokenize=False)
-            token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            token_ids = self._tokenizer(prompt + completion)["input_ids"]
-        if len(token_ids) > options.max_tokens:
-            raise ValueError(
-                f"{len(token_ids)} tokens are more than the reward model's max_tokens = {options.max_tokens}: raise it"
-            )
-        return list(token_ids)
 
-    def _forward(self, rows: Sequence[list[int]]) -> list[float]:
-        """Scores of ``rows``, in their order. The rows are padded on the right."""
-        longest = max(len(row) for row in rows)
-        padding = self._model_padding
-        if padding is None:
-            # transformers scores a decoder at the last token that is no padding, so padding must be in no row.
-            tokens_of_rows = {token for row in rows for token in row}
-            padding = next(token for token in itertools.count() if token not in tokens_of_rows)
-            self._model.config.get_text_config().pad_token_id = padding
-        ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows], device=self._model.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=ids.device)
-        with torch.inference_mode():
-            logits = self._model(input_ids=ids, attention_mask=mask).logits[:, max(self._options.label, 0)].float()
-        scores = torch.sigmoid(logits) if self._options.sigmoid else logits
-        return [float(score) for score in scores]
+REWARD_MODEL = BuiltinReward(
+    "reward_model", RewardModelOptions, _reward_model, needs={"torch": "torch", "transformers": "torch"}
+)

@@ -1,4 +1,4 @@
-"""Options of the reward ``reward_model``: ``sequence_classifier`` checks them, ``reward_model`` runs the model."""
+"""Options of the reward ``reward_model``: ``reward_model`` checks them, ``classifier_scores`` runs the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from streamrl.recipe.fields import Natural, Positive
+from streamrl.recipe.field_types import Natural, Positive
 from streamrl.recipe.sections import ComputeDtype
 from streamrl.rewards.declared import Options
 

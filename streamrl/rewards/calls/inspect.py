@@ -17,8 +17,8 @@ from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
 from streamrl.rewards.calls.loading import load_reward
-from streamrl.rewards.environment import passed_environment
 from streamrl.rewards.signature import RewardSignature
+from streamrl.rewards.user_variables import passed_environment
 
 
 class RewardInspection(msgspec.Struct, frozen=True, kw_only=True):

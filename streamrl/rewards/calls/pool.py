@@ -56,8 +56,8 @@ from streamrl.rewards.calls.frames import (
     to_frame,
 )
 from streamrl.rewards.calls.process import late_message
-from streamrl.rewards.environment import passed_environment
 from streamrl.rewards.signature import RewardSignature
+from streamrl.rewards.user_variables import passed_environment
 from streamrl.rewards.values import CallResult, CheckedValue, failed
 
 LOAD_LIMIT_S = 120.0

@@ -15,7 +15,7 @@ from urllib.request import getproxies_environment, proxy_bypass
 from weakref import WeakValueDictionary
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.hosts import is_loopback
+from streamrl.base.host_addresses import is_loopback
 
 if TYPE_CHECKING:
     import httpx

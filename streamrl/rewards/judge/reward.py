@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from streamrl.recipe.fields import Natural, NaturalFloat, Positive, PositiveFloat
+from streamrl.recipe.field_types import Natural, NaturalFloat, Positive, PositiveFloat
 from streamrl.recipe.judge import CALLS_AT_ONCE, JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.rewards.declared import BadOption, BuiltinReward, Options, RewardCallable, compiled, declare, last_match
 from streamrl.rewards.judge.client import AnswerCache, JudgeClient

@@ -19,7 +19,7 @@ import msgspec
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import usable_cores
-from streamrl.recipe.fields import Natural, Positive, PositiveFloat
+from streamrl.recipe.field_types import Natural, Positive, PositiveFloat
 from streamrl.rewards.declared import BadOption, BuiltinReward, Options, declare
 from streamrl.rewards.sandbox.asserts import SimpleTest, parse_test, passes, take_apart
 from streamrl.rewards.sandbox.cases import (

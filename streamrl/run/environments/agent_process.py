@@ -1,7 +1,8 @@
 """The programs of an ``agent`` environment: one program for each trajectory, or processes that take many trajectories.
 
-``worker.py`` makes the ``Agents`` of an environment worker, and the episodes of ``forms.py`` call ``Agents.run``. A
-program gets the address and a key of the worker's endpoint, and is ended with all processes that it started.
+``worker.py`` makes the ``Agents`` of an environment worker, and the episodes of ``environment_forms.py`` call
+``Agents.run``. A program gets the address and a key of the worker's endpoint, and is ended with all processes that it
+started.
 
 A process that takes many trajectories (``environment.agent_tasks``) reads a line ``{"key": KEY, "row": {...}}`` from
 stdin for each, and ends a trajectory with a line ``{"key": KEY, "reward": 1.0}`` on stdout; ``"error": TEXT`` in place
@@ -27,7 +28,7 @@ import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.recipe.environment import Environment, with_run_python
-from streamrl.rewards.environment import passed_environment
+from streamrl.rewards.user_variables import passed_environment
 from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
 

@@ -1,8 +1,8 @@
 """The interface through which user code of an environment talks to the model: ``EpisodePolicy`` and its chats.
 
-``worker.py`` makes an ``EpisodePolicy`` for each episode, in the process of the environment worker, and ``forms.py``
-passes it to the user's code, or plays a game or runs tools with it. Messages become token ids by the model's own chat
-template; sampled tokens are never tokenised again (``pretrained.turns``)."""
+``worker.py`` makes an ``EpisodePolicy`` for each episode, in the process of the environment worker, and
+``environment_forms.py`` passes it to the user's code, or plays a game or runs tools with it. Messages become token ids
+by the model's own chat template; sampled tokens are never tokenised again (``pretrained.turns``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.base.messages import ReturnedCall
 from streamrl.base.types import FinishReason, TokenArray, token_array
-from streamrl.pretrained.turns.seam import ChatMessage, SeamKind
+from streamrl.pretrained.turns.seam_tokens import ChatMessage, SeamKind
 from streamrl.pretrained.turns.tool_calls import ToolCall
 from streamrl.run.environments.chat_tokens import AppendedTokens, ChatModel, ChatTokens, called_tools, sampled_message
 from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, call_user

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import FinishReason, TokenArray
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.pretrained.turns.seam import CalledTool, ChatMessage, ChatSeams, SeamKind, calling_message
+from streamrl.pretrained.turns.seam_tokens import CalledTool, ChatMessage, ChatSeams, SeamKind, calling_message
 from streamrl.pretrained.turns.template_facts import template_facts, without_special_tokens
 from streamrl.pretrained.turns.tool_calls import CallReader, ParsedTurn, ToolCall, format_of_template, parse_turn
 from streamrl.recipe.environment import TOOL_FORMATS, VLLM, Environment

@@ -1,9 +1,9 @@
 """The chats of one trajectory whose environment is an ``agent``.
 
-``forms.py`` makes an ``EndpointSession`` for each episode, and ``endpoint_server.py`` calls it for each HTTP request of
-the agent, in the process of the environment worker. The session matches a request to the sampled turn that the request
-continues, samples the next turn from the token ids of that turn, and answers a repeated request once. Sampled tokens
-are never tokenised again."""
+``environment_forms.py`` makes an ``EndpointSession`` for each episode, and ``endpoint_server.py`` calls it for each
+HTTP request of the agent, in the process of the environment worker. The session matches a request to the sampled turn
+that the request continues, samples the next turn from the token ids of that turn, and answers a repeated request once.
+Sampled tokens are never tokenised again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.pretrained.turns.seam import CalledTool, CannotContinueError, SeamKind
+from streamrl.pretrained.turns.seam_tokens import CalledTool, CannotContinueError, SeamKind
 from streamrl.pretrained.turns.tool_calls import ParsedTurn
 from streamrl.run.environments.chat_tokens import AppendedTokens, ChatModel, ChatTokens, sampled_message
 from streamrl.run.environments.turns import EpisodeLimit, SampledTurn, TurnSampler

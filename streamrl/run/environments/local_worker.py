@@ -1,5 +1,5 @@
-"""An environment worker in the caller's own process. ``cli/models/model_evaluation.py`` opens one to evaluate a model
-without a run."""
+"""An environment worker in the caller's own process. ``cli/trained_models/model_evaluation.py`` opens one to evaluate a
+model without a run."""
 
 from __future__ import annotations
 

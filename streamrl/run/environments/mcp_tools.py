@@ -1,8 +1,9 @@
 """Tools of MCP servers over stdio.
 
 An environment worker has one process of each server, which its trajectories share and which ends with the worker. A
-process that has ended is started again at the next call. ``worker.py`` runs the servers of a recipe; ``forms.py`` lists
-their tools for the dry run. Both import this file only for recipes with such tools, because mcp is optional."""
+process that has ended is started again at the next call. ``worker.py`` runs the servers of a recipe;
+``environment_forms.py`` lists their tools for the dry run. Both import this file only for recipes with such tools,
+because mcp is optional."""
 
 from __future__ import annotations
 

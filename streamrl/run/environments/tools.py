@@ -1,7 +1,8 @@
 """Tools that a user writes: typed functions, or classes whose public methods are typed, sync or async.
 
 Schemas come from signatures and docstrings, and arguments that a model wrote are checked by the same types before a
-call. ``forms.py`` and ``chat.py`` open a ``ToolBox`` for each trajectory, in the process of the environment worker."""
+call. ``environment_forms.py`` and ``chat.py`` open a ``ToolBox`` for each trajectory, in the process of the environment
+worker."""
 
 from __future__ import annotations
 

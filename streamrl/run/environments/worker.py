@@ -58,7 +58,7 @@ from streamrl.rewards.calls.trusted import open_timer
 from streamrl.run.environments.agent_process import Agents
 from streamrl.run.environments.chat import EpisodePolicy
 from streamrl.run.environments.chat_tokens import ChatModel
-from streamrl.run.environments.forms import UserEpisode, load_episode
+from streamrl.run.environments.environment_forms import UserEpisode, load_episode
 from streamrl.run.environments.tools import Tool
 from streamrl.run.environments.turns import CallRecord, EpisodeLimit, LimitedTurns, SampledTurn
 

@@ -28,8 +28,8 @@ from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
 from streamrl.contracts import EpisodeRunner, Evaluations
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe import sections
+from streamrl.run.prompts.open_prompts import open_prompts
 from streamrl.run.prompts.prompt_spec import prompt_sources
-from streamrl.run.prompts.prompts import open_prompts
 from streamrl.run.step_metrics import completion_metrics, part_values
 
 MOST_HELD_OUT = 10_000

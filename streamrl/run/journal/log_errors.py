@@ -1,4 +1,5 @@
-"""Errors of the journal's files, raised by ``log``: a journal cannot be written, must not be opened, or is damaged."""
+"""Errors of the journal's files, raised by ``journal_file``: a journal cannot be written, must not be opened, or is
+damaged."""
 
 from __future__ import annotations
 

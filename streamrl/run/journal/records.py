@@ -29,7 +29,7 @@ from streamrl.buffers.trajectory_store import Content
 from streamrl.comm.wire import Buffer, OneFrameCodec
 from streamrl.control.actions import Decision
 from streamrl.control.events import ControlEvent
-from streamrl.control.model import Snapshot
+from streamrl.control.run_state import Snapshot
 
 JOURNAL_SCHEMA = 4
 

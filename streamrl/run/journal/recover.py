@@ -20,9 +20,9 @@ from streamrl.contracts import Observer
 from streamrl.control import actions as do
 from streamrl.control.events import BatchTrained, ControlEvent
 from streamrl.control.machine import Control
-from streamrl.control.model import RunState, Snapshot
-from streamrl.control.pending import groups_in_batch
-from streamrl.run.journal.log import JournalContent
+from streamrl.control.run_state import RunState, Snapshot
+from streamrl.control.unanswered_orders import groups_in_batch
+from streamrl.run.journal.journal_file import JournalContent
 from streamrl.run.journal.records import (
     JournalBase,
     JournalCall,

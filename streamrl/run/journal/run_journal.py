@@ -17,8 +17,8 @@ from streamrl.contracts import Journal
 from streamrl.control.actions import Decision
 from streamrl.control.events import CheckpointDone, ControlEvent
 from streamrl.control.machine import Control
-from streamrl.control.model import Snapshot
-from streamrl.run.journal.log import JournalFile
+from streamrl.control.run_state import Snapshot
+from streamrl.run.journal.journal_file import JournalFile
 from streamrl.run.journal.records import (
     JOURNAL_SCHEMA,
     JournalBase,

@@ -17,7 +17,7 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.check import violations
 from streamrl.control.machine import Control
-from streamrl.control.model import RunState, Snapshot
+from streamrl.control.run_state import RunState, Snapshot
 from streamrl.run.journal.records import JournalBase, JournalCodec, JournalDecision, JournalEvent
 from streamrl.run.wait_reason import ShellView, WaitReason, wait_reason
 

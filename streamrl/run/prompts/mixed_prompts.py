@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
-from streamrl.run.prompts.prompts import OpenPrompts
+from streamrl.run.prompts.open_prompts import OpenPrompts
 
 MOST_WAITING = 4096
 """Largest number of prompts that wait while a prompt of a rare domain is searched."""

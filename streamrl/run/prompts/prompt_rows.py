@@ -1,7 +1,7 @@
 """Stores of rows, and the conversion of a row to a ``Prompt``, with the reason where a row is no prompt.
 
-``prompts`` reads stored rows with it and ``prompt_iterator`` rows of a user's iterator, in the controller process and
-in commands that check or sample prompts."""
+``open_prompts`` reads stored rows with it and ``prompt_iterator`` rows of a user's iterator, in the controller process
+and in commands that check or sample prompts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Rows of parquet and Arrow tables, and of Hugging Face dataset directories, read with pyarrow (not with ``datasets``
-or pandas). ``prompts`` opens them in the process that draws or checks prompts.
+or pandas). ``open_prompts`` opens them in the process that draws or checks prompts.
 
 Arrow files are mapped into memory, so that a table may be larger than the memory. Parquet has no fast access to one
 row: its row groups are written one by one to a nameless temporary Arrow file, which is then mapped."""

@@ -1,5 +1,5 @@
 """Prompts of reasoning-gym: a task makes each row from the seed and the number of the row, when the row is read.
-``prompts`` opens them in the process that draws or checks prompts."""
+``open_prompts`` opens them in the process that draws or checks prompts."""
 
 from __future__ import annotations
 

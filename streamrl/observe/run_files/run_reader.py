@@ -1,0 +1,184 @@
+"""The directory of a run, for readers in other processes: commands, the dashboard, the trackers. The run may go on,
+have ended, have been killed, be half deleted, or be of another version of streamrl. Nothing here writes to the
+directory."""
+
+from __future__ import annotations
+
+import re
+import time
+import tomllib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.base.errors import StreamRLError
+from streamrl.base.line_file import decoded_lines, open_rotated
+from streamrl.recipe.check_fields import leaves
+from streamrl.run.journal.journal_file import writer_of
+
+METRICS = "metrics.jsonl"
+SCORE = re.compile(r"eval/(?P<set>.+)/(?P<metric>(avg|pass)@\d+)")
+"""Names of metrics that are scores of an evaluation."""
+_HEAD = frozenset({"kind", "time", "step", "policy_version"})
+_STARTED = re.compile(r"-(\d{8}-\d{6})(-\d+)?$")
+
+
+class RunStatus(StrEnum):
+    """State of a run.
+
+    ``running``: a process of this machine holds its lock. ``finished``: all its steps are done. ``failed``: the newest
+    crash bundle is newer than its last step. ``stopped``: the run was drained or killed."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class MetricLine(msgspec.Struct, frozen=True):
+    """A line of ``metrics.jsonl``. ``kind``: ``step``, or ``evaluation`` of the version of a step. ``time``: seconds
+    since 1970. ``values``: finite metrics by name."""
+
+    kind: str
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+def metric_lines(lines: Iterable[bytes]) -> Iterator[MetricLine]:
+    """Decode lines of ``metrics.jsonl``, without those that cannot be read."""
+    for line in decoded_lines(lines, dict[str, Any]):
+        step = line.get("step")
+        time_s = line.get("time")
+        if isinstance(step, int) and isinstance(time_s, int | float):
+            values = {
+                name: value for name, value in line.items() if name not in _HEAD and isinstance(value, int | float)
+            }
+            yield MetricLine("step" if line.get("kind") == "step" else "evaluation", step, time_s, values)
+
+
+class RunFiles(msgspec.Struct, frozen=True):
+    """Files of the run in ``directory``. Each of them may be missing. A file of lines may have an older part, which
+    ``read_lines`` and ``FollowedLines`` read as well."""
+
+    directory: Path
+
+    @property
+    def run_id(self) -> str:
+        """Name of the directory, after links are resolved."""
+        return self.directory.resolve().name
+
+    @property
+    def metrics(self) -> Path:
+        """Lines of steps and evaluations (``kind``)."""
+        return self.directory / METRICS
+
+    @property
+    def trace(self) -> Path:
+        """Lines of ``observe/report/trajectory_trace.py``."""
+        return self.directory / "trace.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """``CompletionSampled`` lines: three completions of each batch."""
+        return self.directory / "samples.jsonl"
+
+    def evaluations(self) -> dict[int, Path]:
+        """Return the files with the completions of evaluations, by step, ascending."""
+        paths = {path.stem.removeprefix("step-"): path for path in self.directory.glob("evaluations/step-*.jsonl")}
+        return {int(step): paths[step] for step in sorted(paths) if step.isdecimal()}
+
+    def logs(self) -> dict[str, Path]:
+        """Return the log files of the run, by the name of the process."""
+        return {
+            path.stem: path for path in sorted(self.directory.glob("logs/*.log")) if not path.name.startswith("older-")
+        }
+
+    def recipe_text(self) -> str:
+        """Return the recipe as TOML; empty where the file is missing."""
+        try:
+            return (self.directory / "recipe.toml").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def recipe(self) -> dict[str, Any]:
+        """Return the values of the recipe by path, such as ``run.steps``, as they were written. A recipe of another
+        version may lack keys, or have keys that this version does not know. Empty where the file is missing or cannot
+        be read."""
+        try:
+            values = tomllib.loads(self.recipe_text())
+            if values:
+                return dict(leaves("", values))
+        except ValueError:  # not TOML
+            pass
+        return {}
+
+    def started(self) -> float | None:
+        """Return the time of the start of the run in seconds since 1970, from the name of the directory, which has it
+        in local time. None where the name has none."""
+        match = _STARTED.search(self.run_id)
+        if match is None:
+            return None
+        try:
+            return time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S"))
+        except (ValueError, OverflowError):  # digits that are no time
+            return None
+
+    def metric_lines(self) -> Iterator[MetricLine]:
+        """Yield the lines of ``metrics.jsonl``, with those of its older part. None where there is no file."""
+        with ExitStack() as stack:
+            files = [stack.enter_context(file) for file in open_rotated(self.metrics)]
+            for file in files:
+                yield from metric_lines(file)
+
+    def steps(self, last_step: MetricLine | None) -> int | None:
+        """Return the number of steps that the run is to make, which may change while it goes on. ``last_step``: last
+        line of a step in ``metrics.jsonl``, where there is one."""
+        steps = last_step.values.get("run/steps") if last_step else None
+        if steps is None:
+            steps = self.recipe().get("run.steps")
+        return None if steps is None else int(steps)
+
+    def state(self, last_step: MetricLine | None) -> RunStatus:
+        """Return the current state of the run. ``last_step``: last line of a step in ``metrics.jsonl``, where there is
+        one."""
+        if writer_of(self.directory) is not None:  # the lock of the run, which its supervisor holds
+            return RunStatus.RUNNING
+        steps = self.steps(last_step)
+        last_s = last_step.time if last_step else 0.0
+        if steps is not None and last_step is not None and last_step.step >= steps:
+            return RunStatus.FINISHED
+        failed = any(changed_s(bundle) > last_s for bundle in self.directory.glob("crash/*.zip"))
+        return RunStatus.FAILED if failed else RunStatus.STOPPED
+
+
+def run_files(directory: Path) -> RunFiles:
+    """Return the files of the run in ``directory``. Raises ``StreamRLError`` where the directory has no file of a
+    run."""
+    run = RunFiles(directory)
+    if not run.recipe() and not any(path.is_file() for path in (run.metrics, run.trace)):
+        raise StreamRLError(
+            f"{directory} is not the directory of a run (it has no recipe.toml that can be read, and no metrics): name "
+            "one, such as runs/latest"
+        )
+    return run
+
+
+def runs_in(directory: Path) -> list[RunFiles]:
+    """Return the runs in the folders of ``directory``, in the order of their starts. Links such as ``latest`` are
+    skipped."""
+    folders = (path for path in directory.glob("*/") if not path.is_symlink())
+    runs = [RunFiles(path) for path in folders if (path / "recipe.toml").is_file()]
+    return sorted(runs, key=lambda run: (run.started() or 0.0, run.run_id))
+
+
+def changed_s(path: Path) -> float:
+    """Return the time of the last change of a file in seconds since 1970; 0 where the file does not exist."""
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0

@@ -1,0 +1,163 @@
+"""Looks at what a recipe names in a throw-away process, which a check of the recipe neither imports nor waits for:
+``python -m streamrl.prepare.recipe_probe ... KIND ARGUMENT``, with a kind of ``_KINDS``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.types import Prompt
+from streamrl.observe.user_calls import observer_class
+from streamrl.prepare.first_prompt import difference_from_transformers
+from streamrl.pretrained.tokenizer import load_tokenizer
+from streamrl.recipe.environment import Environment
+from streamrl.recipe.throwaway_process import ThrowawayAnswer, answer_parent, run_throwaway
+from streamrl.recipe.user_code import load_user_object
+
+if TYPE_CHECKING:
+    from streamrl.engines.vllm.options import EngineOptions
+
+
+_WRITTEN = ("prompt", "messages", "tools", "chat_template_kwargs")
+_LONGEST_ARGUMENT = 100_000
+"""Bytes: Linux takes 128 KiB. A longer prompt is not compared."""
+
+
+class _ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of the child process."""
+
+    problems: tuple[str, ...] = ()
+    differs: str = ""
+    columns: tuple[str, ...] = ()
+
+
+def problems_of_object(spec: str, timeout_s: float, *, kind: str = "object") -> Sequence[str]:
+    """Problems of the object ``module:name`` or ``file.py:name``: reasons why it cannot be loaded or is no ``kind``
+    (``object``: any object; ``observer``: a class of observers)."""
+    result, child = _run_child(kind, spec, timeout_s)
+    if result is not None:
+        return result.problems
+    if child.late:
+        return [f"{spec} not imported within {timeout_s:g} s: move slow work out of the module's top level"]
+    return [f"{spec} ended the process that imported it ({child.failure or 'exit code 0'}): import it by hand"]
+
+
+def look_at_environment(
+    environment: Environment, model: str, timeout_s: float
+) -> tuple[Sequence[str], tuple[str, ...]]:
+    """Problems of the code that ``[environment]`` names, and the columns of a row that it needs. ``model``: directory
+    of the model (empty: unknown); with tools, its chat template must write calls in a known format."""
+    result, child = _run_child("environment", msgspec.json.encode((environment, model)).decode(), timeout_s)
+    if result is not None:
+        return result.problems, result.columns
+    how = (
+        f"not imported within {timeout_s:g} s"
+        if child.late
+        else f"ended its process ({child.failure or 'exit code 0'})"
+    )
+    return [f"environment: its code {how}: import it by hand"], ()
+
+
+def problem_of_model(
+    options: EngineOptions,
+    timeout_s: float,
+    targets: Sequence[str] = (),
+    prompt: Prompt | None = None,
+    *,
+    split: tuple[int, int] = (1, 1),
+) -> tuple[str | None, str]:
+    """The reason why no run can train the model of ``options`` (empty: it can be trained; None: unknown), and the
+    difference between the ids of ``prompt`` and those of transformers.
+
+    ``split``: sizes of tensor and expert parallel ranks. Takes about ten seconds, mostly for the import of vLLM."""
+    row = dict[str, Any]()
+    ids = list[int]()
+    if prompt:
+        row = {name: prompt.columns[name] for name in _WRITTEN if name in prompt.columns}
+        ids = prompt.token_ids.tolist()
+    argument = msgspec.json.encode((options, targets, split, row, ids))
+    if len(argument) > _LONGEST_ARGUMENT:
+        argument = msgspec.json.encode((options, targets, split, {}, ()))
+    result, _ = _run_child("model", argument.decode(), timeout_s)
+    return (None, "") if result is None else ("".join(result.problems), result.differs)
+
+
+def _run_child(kind: str, argument: str, timeout_s: float) -> tuple[_ProbeResult | None, ThrowawayAnswer]:
+    child = run_throwaway("streamrl.prepare.recipe_probe", [kind, argument], timeout_s)
+    result = msgspec.msgpack.decode(child.written, type=_ProbeResult) if child.written and not child.failure else None
+    return result, child
+
+
+def _look_at(load: Callable[[str], object], spec: str) -> _ProbeResult:
+    try:
+        load(spec)
+    except RecipeError as error:
+        return _ProbeResult(problems=tuple(error.problems))
+    return _ProbeResult()
+
+
+def _look_at_environment(argument: str) -> _ProbeResult:
+    from streamrl.run.environments.chat_tokens import ChatModel
+    from streamrl.run.environments.environment_forms import load_episode
+
+    environment, model = msgspec.json.decode(argument, type=tuple[Environment, str])
+    try:
+        chat_model = ChatModel(load_tokenizer(model), environment) if model else None
+        return _ProbeResult(columns=load_episode(environment, chat_model)[1])
+    except RecipeError as error:
+        return _ProbeResult(
+            problems=tuple(f"environment: {problem}".replace(": environment.", ".", 1) for problem in error.problems)
+        )
+
+
+def _look_at_model(argument: str) -> _ProbeResult:
+    """Check the model in a probe of vLLM's loader. Errors that say nothing about a real engine are raised."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM warns of an engine that is none
+    from streamrl.engines.vllm.load_plan_probe import probe_engine
+    from streamrl.engines.vllm.options import EngineOptions
+    from streamrl.learning.model.loading import published_shapes
+    from streamrl.learning.state.unmerged import adapter_shapes
+    from streamrl.weights.pull.replica import TensorSpec
+
+    decoded = msgspec.json.decode(
+        argument, type=tuple[EngineOptions, tuple[str, ...], tuple[int, int], dict[str, Any], list[int]]
+    )
+    engine, targets, split, row, ids = decoded
+    differs = ""
+    if row:
+        differs = difference_from_transformers(engine.model_path, row, ids)
+    try:
+        shapes = published_shapes(engine.model_path, targets, split)
+        adapter = dict[str, tuple[int, ...]]()
+        if engine.adapter.syncs_adapter:
+            adapter = adapter_shapes(engine.adapter, engine.model_path)
+        specs = [
+            {name: TensorSpec(name, "bfloat16", shape) for name, shape in tensors.items()}
+            for tensors in (shapes, adapter)
+        ]
+        probe_engine(engine, *specs)
+    except StreamRLError as error:
+        return _ProbeResult(problems=(str(error),), differs=differs)
+    return _ProbeResult(differs=differs)
+
+
+_KINDS: dict[str, Callable[[str], _ProbeResult]] = {
+    "object": partial(_look_at, load_user_object),
+    "observer": partial(_look_at, observer_class),
+    "environment": _look_at_environment,
+    "model": _look_at_model,
+}
+
+
+def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
+    kind, argument = arguments
+    answers.write(msgspec.msgpack.encode(_KINDS[kind](argument)))
+
+
+if __name__ == "__main__":
+    answer_parent(_answer)

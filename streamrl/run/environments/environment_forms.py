@@ -1,0 +1,181 @@
+"""The forms of an environment: ``episode``, ``env``, ``tools`` and ``agent`` of the recipe. Each becomes a coroutine
+function that runs one episode.
+
+``worker.py`` loads the form in the process of the environment worker and calls it for each episode;
+``prepare/recipe_probe.py`` loads it before the start of a run, to check the user's code."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import secrets
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.environment import VLLM, Environment, command_of, with_run_python
+from streamrl.recipe.user_code import load_user_object
+from streamrl.run.environments.agent_process import AgentFailedError, Agents
+from streamrl.run.environments.chat import ChatInput, EpisodePolicy
+from streamrl.run.environments.chat_tokens import ChatModel
+from streamrl.run.environments.endpoint_session import EndpointSession
+from streamrl.run.environments.tools import ColumnParameters, Tool, ToolBox, ToolLimits, call_user
+from streamrl.run.environments.turns import EpisodeLimit
+
+UserEpisode = Callable[[EpisodePolicy, Mapping[str, Any]], Awaitable[Any]]
+"""Runs one episode with the columns of its row, and returns the reward or None."""
+
+
+def load_episode(
+    environment: Environment,
+    chat_model: ChatModel | None = None,
+    agents: Agents | None = None,
+    server_tools: Sequence[Tool] | None = None,
+) -> tuple[UserEpisode, tuple[str, ...]]:
+    """Load the user's code, and return the episode and the columns that it requires. Raises ``RecipeError`` with every
+    problem.
+
+    ``chat_model``: model, which checks the format of calls; only episodes that are run need it;
+    ``agents``: programs of the form ``agent``; only episodes that are run need them;
+    ``server_tools``: tools of the running MCP servers; None: servers are started, asked for their tools, and ended."""
+    if chat_model is not None and (environment.tools or environment.tool_format.startswith(VLLM)):
+        chat_model.call_reader(())  # a wrong format is refused here, and not in the first episode
+    if environment.episode:
+        return _episode(environment.episode)
+    if environment.env:
+        return _env(environment.env)
+    if environment.agent:
+        return _agent(with_run_python(environment.agent), agents), ()
+    limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
+    user_tools = [load_user_object(spec) for spec in environment.tools if not command_of(spec)]
+    if environment.servers and server_tools is None:
+        from streamrl.run.environments.mcp_tools import list_tools
+
+        server_tools = list_tools(environment.servers)
+    box = ToolBox([*user_tools, *(server_tools or ())], limits)
+    return _tools(box), ()
+
+
+def _episode(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
+    function = load_user_object(spec)
+    if not inspect.iscoroutinefunction(function):
+        raise RecipeError(
+            f'environment.episode: "{spec}" is no coroutine function: write async def episode(model, ...)'
+        )
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters or parameters[0].kind not in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD):
+        raise RecipeError(f'environment.episode: "{spec}" takes no model: write async def episode(model, **columns)')
+    column_parameters = ColumnParameters(function, skip=1)
+
+    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> Any:
+        reward = await function(model, **column_parameters.arguments(columns, model.prompt_seed))
+        if not model.turn_rewards or not isinstance(reward, numbers.Real | None):
+            return reward
+        return sum(model.turn_rewards.values()) + (reward or 0.0)
+
+    return episode, column_parameters.required
+
+
+def _env(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
+    make = load_user_object(spec)
+    missing = [name for name in ("reset", "step") if inspect.isclass(make) and not hasattr(make, name)]
+    if missing or not callable(make):
+        problem = f"has no {' and no '.join(missing)}" if missing else "cannot be called"
+        raise RecipeError(
+            f'environment.env: "{spec}" {problem}: name a class with reset(**columns) and step(text), or a function '
+            "that returns such an object"
+        )
+    required: tuple[str, ...] = ()
+    if inspect.isclass(make):  # the object that a function returns is not known before the first episode
+        required = ColumnParameters(make.reset, skip=1).required  # skips self
+
+    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float:
+        env = await call_user(make)
+        if hasattr(env, "close"):
+            model.at_end(env.close)
+        arguments = ColumnParameters(env.reset).arguments(columns, model.prompt_seed)
+        return await _play(model, env, arguments)
+
+    return episode, required
+
+
+async def _play(model: EpisodePolicy, env: Any, arguments: Mapping[str, Any]) -> float:
+    """Play until the environment ends or a limit is met. Return the sum of the rewards of all steps."""
+    observation = await call_user(env.reset, **arguments)
+    if isinstance(observation, tuple):  # (observation, info), as in Gymnasium
+        observation = observation[0]
+    chat = model.chat()
+    total = 0.0
+    while True:
+        try:
+            reply = await chat.say(_chat_input(observation))
+        except EpisodeLimit:
+            return total
+        step = await call_user(env.step, reply.text)
+        if not isinstance(step, tuple) or len(step) != 5:
+            raise TypeError("step returns (observation, reward, terminated, truncated, info): return all five")
+        observation, reward, terminated, truncated, _ = step
+        model.reward(reply, reward)
+        total += float(reward)
+        if terminated or truncated:
+            return total
+
+
+def _chat_input(observation: Any) -> ChatInput:
+    return observation if isinstance(observation, str | Mapping | Sequence) else str(observation)
+
+
+def _tools(box: ToolBox) -> UserEpisode:
+    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float | None:
+        chat = model.chat(tools=box)
+        tools = await chat.open_tools(columns)
+        try:
+            reply = await chat.say(_first_messages(columns, tools.reset_text))
+            while reply.ended and (reply.calls or reply.problem):
+                calling_turn = reply
+                reward_before = tools.reward or 0.0
+                try:
+                    reply = await chat.run_tools(calling_turn)
+                finally:  # calls may have run before a limit refused the next turn
+                    model.reward(calling_turn, (tools.reward or 0.0) - reward_before)
+        except EpisodeLimit:
+            pass  # the trajectory is trained as it is
+        return tools.reward
+
+    return episode
+
+
+def _first_messages(columns: Mapping[str, Any], reset_text: str) -> ChatInput:
+    """Return the messages of a row, the last one followed by the text of the tools' ``reset`` methods."""
+    row_messages = columns.get("messages")
+    if row_messages:
+        messages: list[Any] = list(row_messages)
+    else:
+        messages = [{"role": "user", "content": str(columns.get("prompt", ""))}]
+    if reset_text:
+        last = messages[-1]
+        messages[-1] = {**last, "content": f"{last.get('content', '')}{reset_text}"}
+    if not row_messages and not messages[-1]["content"]:
+        raise ValueError('the row has no column "prompt" or "messages", and no tool wrote one when it was reset')
+    return messages
+
+
+def _agent(command: Sequence[str], agents: Agents | None) -> UserEpisode:
+    if shutil.which(command[0]) is None:
+        raise RecipeError(f'environment.agent: there is no program "{command[0]}": correct it, or install it')
+
+    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float | None:
+        assert agents is not None, "only a caller that runs no episode has no agents"
+        session = EndpointSession(secrets.token_hex(16), model.turns, model.chat_model)
+        try:
+            return await agents.run(session, columns)
+        except AgentFailedError:
+            if model.turns.finish is None:
+                raise
+            return None  # the limit refused a turn, and the program failed for that reason
+        finally:
+            # A name of a note is the last part of the name of a metric, and has no slash.
+            model.notes.update({name.replace("/", "_"): count for name, count in session.figures.items()})
+
+    return episode
