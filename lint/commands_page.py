@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import sys
 
+from streamrl.cli.help_texts.examples import EXAMPLES
 from streamrl.cli.main import COMMANDS
-from streamrl.cli.usage.examples import EXAMPLES
 
 _HEAD = """# Commands
 
