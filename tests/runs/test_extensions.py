@@ -14,7 +14,7 @@ import pytest
 from streamrl import Pipeline, load_recipe
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.run_events import RunFinished, RunWarning, StepFinished
-from streamrl.launch import user_calls
+from streamrl.observe import user_calls
 from streamrl.observe.user_calls import MOST_WAITING, UserCalls
 from streamrl.prepare.recipe_probe import problems_of_object
 from streamrl.recipe.toml_text import toml_value
