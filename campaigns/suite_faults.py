@@ -38,13 +38,13 @@ FAULTS = {
         "base/types.py",
         "VersionSpan(start=before + span.start, end=before",
         "VersionSpan(start=span.start, end=before",
-        "learning/test_preparation.py learning/test_packing.py stages turns",
+        "learning/batches/test_preparation.py learning/batches/test_packing.py stages run/environments",
     ),
     "one version too stale": Fault(
         "buffers/slots.py",
         "return oldest_version + max_staleness\n",
         "return oldest_version + max_staleness + 1\n",
-        "control/test_check.py control/test_kept_prompts.py control/test_control.py pipeline",
+        "control/test_check.py control/test_kept_prompts.py control/test_control.py run",
     ),
     "exit code of check": Fault(
         "cli/check.py",
@@ -62,25 +62,25 @@ FAULTS = {
         "control/apply.py",
         "_note_outcome(state, rules.settings, failed=True)",
         "_note_outcome(state, rules.settings, failed=False)",
-        "control/test_control.py control pipeline",
+        "control/test_control.py control run",
     ),
     "abort that is not sent": Fault(
         "engines/pool.py",
         "is not None and name in self._engines:\n",
         "is not None and name in self._engines and not by_engine:\n",
-        "engines/test_engine_pool.py engines stages pipeline",
+        "engines/test_engine_pool.py engines stages run",
     ),
     "stop token left out": Fault(
         "engines/plain_vllm/engine.py",
         "stop_token_ids=list(self._end_tokens), **changes)",
         "stop_token_ids=list(self._end_tokens)[1:], **changes)",
-        "engines/test_vllm_contract.py engines/test_engine_options.py engines",
+        "engines/vllm/test_vllm_contract.py engines/vllm/test_engine_options.py engines",
     ),
     "request without seed": Fault(
         "engines/plain_vllm/engine.py",
         '"seed": request.seed,\n',
         '"seed": None,\n',
-        "engines/test_vllm_contract.py engines/test_engine_options.py engines",
+        "engines/vllm/test_vllm_contract.py engines/vllm/test_engine_options.py engines",
     ),
     "forgotten child": Fault(
         "processes/local_launcher.py",
@@ -104,19 +104,19 @@ FAULTS = {
         "learning/objective/objectives.py",
         "is LossNormalization.TOKEN_MEAN:\n        return trained_tokens or 1.0\n",
         "is LossNormalization.TOKEN_MEAN:\n        return samples or 1.0\n",
-        "learning/test_objectives.py learning/test_exact_gradients.py learning",
+        "learning/objective/test_objectives.py learning/objective/test_exact_gradients.py learning",
     ),
     "mask of a row": Fault(
         "learning/batches/packing.py",
         "needed_tokens(sample), prefix)\n",
         "needed_tokens(sample), prefix - 1 if prefix > 0 else prefix)\n",
-        "learning/test_packing.py learning/test_attention.py learning",
+        "learning/batches/test_packing.py learning/model/test_attention.py learning",
     ),
     "schedule": Fault(
         "learning/updates.py",
         "rate_factor(options, close.policy_version, close",
         "rate_factor(options, close.policy_version - bool(options.resume_from), close",
-        "learning/test_trainer.py learning config",
+        "learning/test_trainer.py learning recipe",
     ),
     "lost lines are not counted": Fault(
         "observe/run_files/followed_lines.py",
@@ -125,13 +125,16 @@ FAULTS = {
         "observe/test_followed_lines.py observe",
     ),
     "token behind the last": Fault(
-        "pretrained/end_tokens.py", "0 <= token < size]", "0 <= token <= size]", "test_tokenizer.py config engines"
+        "pretrained/end_tokens.py",
+        "0 <= token < size]",
+        "0 <= token <= size]",
+        "pretrained/test_tokenizer.py recipe engines",
     ),
     "advantage": Fault(
         "recipe/objectives/grpo.py",
         "(rewards_S.std() + STD_EPSILON)",
         "(rewards_S.std(correction=0) + STD_EPSILON)",
-        "config/test_algorithms.py config/test_arithmetic.py learning/test_objectives.py learning",
+        "recipe/test_algorithms.py recipe/test_arithmetic.py learning/objective/test_objectives.py learning",
     ),
     "reason of a reward": Fault(
         "rewards/calls/process.py",
@@ -143,37 +146,37 @@ FAULTS = {
         "run/environments/endpoint_session.py",
         "node.end >= deepest.end:",
         "node.end > deepest.end:",
-        "turns/test_endpoint.py turns",
+        "run/environments/test_endpoint.py run/environments",
     ),
     "no fsync": Fault(
         "run/journal/journal_file.py",
         "if self._fsync:\n            os.fdatasync",
         "if self._fsync and self._number < 0:\n            os.fdatasync",
-        "journal/test_log.py journal/test_log_processes.py journal",
+        "run/journal/test_log.py run/journal/test_log_processes.py run/journal",
     ),
     "torn line": Fault(
         "run/journal/journal_file.py",
         "if path == self.content.segments[-1]:\n                    os.ftruncate",
         "if False:\n                    os.ftruncate",
-        "journal/test_log.py journal/test_log_processes.py journal pipeline",
+        "run/journal/test_log.py run/journal/test_log_processes.py run/journal run",
     ),
     "growth of a context": Fault(
         "simulate/engines.py", "growth * steps * steps / 2\n", "growth * steps * steps\n", "simulate"
     ),
     "last observation": Fault(
-        "stages/episodes.py", "segments.pop()  #", "pass  #", "stages turns pipeline engines/test_engine_pool.py"
+        "stages/episodes.py", "segments.pop()  #", "pass  #", "stages run/environments run engines/test_engine_pool.py"
     ),
     "index of a delta": Fault(
         "weights/codec/kernels.py",
         "start = positions[n] + 1\n",
         "start = positions[n]\n",
-        "weights/test_weight_codec.py weights/test_weight_publisher.py weights sync",
+        "weights/codec/test_weight_codec.py weights/publish/test_weight_publisher.py weights engines/push",
     ),
     "undo of live weights": Fault(
         "weights/vllm/live_weights.py",
         "self._write(write, write.old_bits)\n                continue\n",
         "continue\n",
-        "weights/test_weight_transaction.py weights/test_layer_reload.py weights",
+        "weights/vllm/test_weight_transaction.py weights/vllm/test_layer_reload.py weights",
     ),
 }
 

@@ -29,13 +29,13 @@ from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import parse_toml
 
-CONFIGS = Path(__file__).parents[1] / "config"
+HERE = Path(__file__).parent
 PATHS = set(paths_in_view(Recipe, with_advanced=True))
 GOOD = '[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n[[rewards]]\nfunction = "a:b"\n'
 
 
 def rows(name: str) -> list[str]:
-    text = (CONFIGS / name).read_text()
+    text = (HERE / name).read_text()
     return [row for row in text.replace("\n    ", " -> ").splitlines() if row and not row.startswith("#")]
 
 
@@ -136,7 +136,7 @@ def test_a_plus_is_taken_with_a_word(capsys: pytest.CaptureFixture[str]) -> None
 
 # ---- files ---------------------------------------------------------------------------------------
 
-FILES = {path.name.removesuffix(".txt"): path.read_text() for path in (CONFIGS / "dialects").iterdir()}
+FILES = {path.name.removesuffix(".txt"): path.read_text() for path in (HERE / "dialects").iterdir()}
 """A file of each system, after their public examples."""
 WANTED = """
 grpo.py TRL model.path=Qwen/Qwen2-0.5B-Instruct rollout.group_size=8 rollout.prompts_per_batch=4 run.steps=200 \

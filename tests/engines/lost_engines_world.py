@@ -12,7 +12,6 @@ from pathlib import Path
 import anyio
 import anyio.abc
 from builders import episodes_on
-from recovery_host import LENGTHS
 
 from streamrl.base.messages import Generate, WeightAnnouncement, WeightSource
 from streamrl.base.run_events import EngineBack, EngineLost, SupervisorOrder
@@ -28,6 +27,7 @@ from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Engines
 from streamrl.recipe.topology import ProcessPlan, Role, Topology
+from tests.engines.recovery_host import LENGTHS
 
 HOST = Path(__file__).with_name("recovery_host.py")
 MAX_TOKENS = 200

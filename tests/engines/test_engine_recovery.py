@@ -5,15 +5,9 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
-from pathlib import Path
 
 import anyio
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests are collected by path
-from lost_engines_world import Controller, controlled
-from recovery_host import POISON
 
 from streamrl.base.messages import EngineOrder, Generate
 from streamrl.base.run_events import EngineBack, EngineLost, KillEngine
@@ -21,6 +15,8 @@ from streamrl.base.stage_messages import Scored
 from streamrl.base.types import FinishReason, token_array
 from streamrl.comm import socket_options
 from streamrl.comm.zmq_stream import zmq_receiver
+from tests.engines.lost_engines_world import Controller, controlled
+from tests.engines.recovery_host import POISON
 
 
 async def tokens_made(one: Controller, name: str) -> None:

@@ -25,7 +25,6 @@ import engine_process  # noqa: E402
 from anyio.from_thread import start_blocking_portal  # noqa: E402
 from engine_process import engine_of, greedy_tokens, request  # noqa: E402
 from gpu_cases import ON_A_GPU, prepared, write_model  # noqa: E402
-from real_engines import bits_of, changed, publisher_of, read_tensors, save_bits  # noqa: E402
 
 from streamrl.base.messages import PauseMode, WeightAnnouncement  # noqa: E402
 from streamrl.base.types import Completion, FinishReason, TrainingSample, TrajectoryId, float_array, token_array  # noqa: E402
@@ -33,6 +32,7 @@ from streamrl.engines.resumption import resumed_request  # noqa: E402
 from streamrl.learning.batches.packing import pack  # noqa: E402
 from streamrl.learning.model.loading import load_policy  # noqa: E402
 from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
+from tests.weights.real_engines import bits_of, changed, publisher_of, read_tensors, save_bits  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.filterwarnings("default")]
 SIZES = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}

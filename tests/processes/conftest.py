@@ -3,14 +3,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from trials import Trial
+from tests.processes.trials import Trial
 
 
 @pytest.fixture

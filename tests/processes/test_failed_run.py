@@ -13,9 +13,6 @@ import msgspec
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_supervisor import STAND_IN, until
-
 import streamrl.launch.pipeline
 from streamrl.base.errors import ProcessDied
 from streamrl.launch.pipeline import Pipeline
@@ -26,6 +23,7 @@ from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, rewards_file
+from tests.processes.test_supervisor import STAND_IN, until
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 CANARY = "canary-of-the-hub-4711"

@@ -12,7 +12,6 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from trials import until
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
@@ -27,6 +26,7 @@ from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Role, plan_topology
+from tests.processes.trials import until
 
 SORT = Path(__file__).parents[2] / "examples" / "sort"
 SHOWS_GPUS = Path(__file__).with_name("shows_gpus.py")

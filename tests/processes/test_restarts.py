@@ -12,7 +12,6 @@ from typing import Any
 
 import anyio
 import pytest
-from trials import NAMES, Trial, death_in, drain, lives, surviving, until, watched
 
 from streamrl.base.errors import CannotContinue, RecipeError, StreamRLError
 from streamrl.base.run_events import KillEngine, StartEngine, StopEngine
@@ -24,6 +23,7 @@ from streamrl.processes.local_launcher import LocalLauncher
 from streamrl.processes.restart_policy import RENEWED_AFTER_S, SETTLED_AFTER_S, Restarts
 from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.topology import RENDEZVOUS_FILE, ProcessPlan, Role
+from tests.processes.trials import NAMES, Trial, death_in, drain, lives, surviving, until, watched
 
 ENGINE_1 = ProcessPlan(role=Role.ENGINE, index=1)
 RANK_1 = ProcessPlan(role=Role.TRAINER, index=1)

@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Callable
 import anyio
 import msgspec
 import pytest
-from trials import NAMES, STAND_IN, Trial, death_in, drain, lives, surviving, until
 
 from streamrl.processes import supervisor as supervisor_module
 from streamrl.processes.clean_up import remove_killed_life
 from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.topology import ProcessPlan, Role
+from tests.processes.trials import NAMES, STAND_IN, Trial, death_in, drain, lives, surviving, until
 
 
 @contextlib.asynccontextmanager
@@ -185,7 +185,7 @@ import sys
 from pathlib import Path
 import anyio
 sys.path.insert(0, sys.argv[1])
-from trials import Trial
+from tests.processes.trials import Trial
 one = Trial.__new__(Trial)
 one.directory, one.sockets = Path(sys.argv[2]) / "run", Path(sys.argv[2]) / "streamrl-sockets"
 

@@ -24,10 +24,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from real_engines import (
+
+from streamrl.weights import WeightPublisher
+from streamrl.weights.requests import MANIFEST, decode_request
+from tests.weights.real_engines import (
     ARCHITECTURES,
     Architecture,
     Push,
@@ -39,9 +42,6 @@ from real_engines import (
     save_bits,
     write_model,
 )
-
-from streamrl.weights import WeightPublisher
-from streamrl.weights.requests import MANIFEST, decode_request
 
 EMPTY = hashlib.sha256(b"").hexdigest()
 

@@ -1,0 +1,187 @@
+"""Engines that hold the right weights and compute something else with them are found; nobody waits for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+import msgspec
+import pytest
+
+from streamrl.base.errors import EngineError
+from streamrl.base.messages import Generate, OrderDone, WeightAnnouncement
+from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array
+from streamrl.contracts import PushReport
+from streamrl.engines.push.verify import CanaryReport, WeightCanary, deviation
+from streamrl.engines.push.weight_sync import WeightSync
+from streamrl.learning.canary import PROBE_TOKENS, probe_tokens
+from streamrl.recipe.scheduling import InFlight
+from tests.engines.push.test_weight_sync import Recorded, Trainer, announced
+
+TOKENS = probe_tokens(300)
+LIMIT = 0.05
+EXPECTED = tuple(-0.25 * place for place in range(1, PROBE_TOKENS))
+
+
+class ComputingEngine(Recorded):
+    """Its logprobs are off by ``error``. An anchor ends the error if the test says so. ``room``: a full engine answers
+    when it is set. ``version``: what it says it scored with, if not the version that it holds."""
+
+    def __init__(self, error: float = 0.0, healed: bool = False) -> None:
+        super().__init__(4)
+        self.error, self.healed, self.anchored = error, healed, 0
+        self.asked: list[Generate] = []
+        self.room = anyio.Event()
+        self.room.set()
+        self.dies_asked = self.aborts = False
+
+    async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
+        if announcement.base_version is None:
+            self.anchored += 1
+            self.error *= not self.healed
+        return await super().stage(announcement)
+
+    async def generate(self, request: Generate) -> Completion:
+        self.asked.append(request)
+        assert not self.told or self.told[-1] == "resume", "after the push, not while it is paused"
+        await self.room.wait()
+        if self.dies_asked:
+            raise EngineError("it died")
+        version = int(next(told for told in reversed(self.told) if told.startswith("commit")).split()[1])
+        kept = 0 if self.aborts else request.scored_tokens
+        return Completion(
+            token_ids=request.token_ids[1:][:kept],
+            behavior_logprobs=float_array([logprob - self.error for logprob in EXPECTED[:kept]]),
+            finish_reason=FinishReason.ABORT,
+            version_spans=(VersionSpan(start=0, end=kept, policy_version=version),) if kept else (),
+        )
+
+
+def scored(version: int) -> WeightAnnouncement:
+    return msgspec.structs.replace(announced(version, version - 1), probe_logprobs=EXPECTED)
+
+
+class Pushing:
+    def __init__(self, engines: Sequence[ComputingEngine]) -> None:
+        self.trainer = Trainer()
+        self.canary: WeightCanary = WeightCanary(TOKENS, LIMIT)
+        self.sync = WeightSync(
+            {f"engine-{index}": engine for index, engine in enumerate(engines)},
+            self.trainer.publish_anchor,
+            in_flight=InFlight.KEEP,
+            timeout_s=300.0,
+            canary=self.canary,
+        )
+
+    async def push(self, version: int) -> PushReport:
+        """And let the engines answer, if they can."""
+        report = await self.sync.push(scored(version))
+        await anyio.wait_all_tasks_blocked()
+        return report
+
+
+@asynccontextmanager
+async def pushing(*engines: ComputingEngine) -> AsyncIterator[Pushing]:
+    async with anyio.create_task_group() as group:
+        this = Pushing(engines)
+        group.start_soon(this.sync.run)
+        await anyio.wait_all_tasks_blocked()
+        yield this
+        group.cancel_scope.cancel()
+
+
+async def test_each_engine_is_asked_once_a_version_and_the_next_push_tells() -> None:
+    one, other = ComputingEngine(0.01), ComputingEngine(0.02)
+    async with pushing(one, other) as this:
+        assert (await this.push(5)).canary is None
+        for version in (6, 7):
+            report = (await this.push(version)).canary
+            assert report is not None
+            assert (report.policy_version, report.engines) == (version - 1, 2)
+            assert report.deviation == pytest.approx(0.02)
+        assert this.trainer.asked == []
+    [request, *_] = one.asked
+    assert len(one.asked) == len({r.request_id for r in one.asked}) == 3
+    assert (list(request.token_ids), request.scored_tokens) == (list(TOKENS), PROBE_TOKENS - 1)
+
+
+async def test_one_engine_alone_that_is_off_takes_an_anchor() -> None:
+    engine = ComputingEngine(healed=True)
+    async with pushing(engine) as this:
+        await this.push(5)
+        engine.error = 0.5
+        await this.push(6)
+        report = await this.push(7)
+        assert report.canary is not None
+        assert report.canary.deviation == pytest.approx(0.5)
+        assert (report.reanchored, engine.anchored, this.trainer.asked) == (1, 1, [7])
+        assert engine.told.count("commit 7") == 1, "the anchor, and not a delta first"
+        assert (await this.push(8)).canary == CanaryReport(7, 0.0, 1)
+        assert this.trainer.asked == [7], "a delta again"
+
+
+async def test_who_is_off_after_an_anchor_as_before_ends_the_run() -> None:
+    sound, wrong = ComputingEngine(), ComputingEngine(0.5)
+    async with pushing(sound, wrong) as this:
+        await this.push(5)
+        await this.push(6)
+        assert (sound.anchored, wrong.anchored) == (0, 1)
+        with pytest.raises(
+            EngineError, match=r"1 engines compute something else.*0\.5 nats.*weights\.advanced\.canary = false"
+        ):
+            await this.push(7)
+
+
+async def test_full_engines_hold_nothing_up_and_answer_for_the_version_that_scored() -> None:
+    engine = ComputingEngine()
+    engine.room = anyio.Event()
+    async with pushing(engine) as this:
+        for version in (5, 6, 7):
+            assert (await this.push(version)).canary is None
+        assert len(engine.asked) == 1, "one question is open at a time"
+        engine.error = 0.01
+        engine.room.set()
+        await anyio.wait_all_tasks_blocked()
+        assert (await this.push(8)).canary == CanaryReport(7, pytest.approx(0.01, rel=1e-4), 1)  # type: ignore[arg-type]
+
+
+async def test_a_question_that_is_aborted_or_whose_engine_dies_is_no_answer() -> None:
+    aborting, dying, sound = ComputingEngine(), ComputingEngine(), ComputingEngine()
+    aborting.aborts = dying.dies_asked = True
+    async with pushing(aborting, dying, sound) as this:
+        await this.push(5)
+        sound.aborts = True
+        assert (await this.push(6)).canary == CanaryReport(5, 0.0, 1)
+        assert len(aborting.asked) == 2, "it is asked again"
+        assert (await this.push(7)).canary is None, "an answer is reported once"
+
+
+async def test_an_engine_that_leaves_is_not_waited_for() -> None:
+    leaving, staying = ComputingEngine(0.5), ComputingEngine()
+    leaving.room = anyio.Event()
+    async with pushing(leaving, staying) as this:
+        await this.push(5)
+        this.sync.remove(leaving)
+        leaving.room.set()
+        await anyio.wait_all_tasks_blocked()
+        assert (await this.push(6)).canary == CanaryReport(5, 0.0, 1)
+        assert leaving.told.count("commit 6") == 0
+
+
+async def test_nothing_is_said_where_the_trainer_did_not_score() -> None:
+    engine = ComputingEngine(0.5)
+    async with pushing(engine) as this:
+        await this.push(5)
+        for version in (6, 7):
+            report = await this.sync.push(announced(version, version - 1))
+            await anyio.wait_all_tasks_blocked()
+            assert (report.canary, report.reanchored) == (None, 0)
+
+
+async def test_the_middle_token_counts_and_what_is_no_number_is_far_off() -> None:
+    expected = [-1.0, -2.0, -3.0]
+    assert deviation([-1.25, -2.25, -90.0], expected) == pytest.approx(0.25)
+    assert deviation([math.nan, math.nan, -3.0], expected) == math.inf
+    assert deviation([-1.0, -2.0, math.nan], expected) == 0.0

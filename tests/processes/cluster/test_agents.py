@@ -1,0 +1,446 @@
+"""Agents, their leases, and the launcher over them: real agents with real processes, hosts of one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import anyio
+import msgspec
+import psutil
+import pytest
+from forks.starts import own_children
+
+from streamrl.base.errors import RecipeError
+from streamrl.base.run_events import StartEngine, StopEngine
+from streamrl.processes.cluster import cluster_launcher as launcher_module
+from streamrl.processes.cluster import remote_host
+from streamrl.processes.cluster.agent import Agent
+from streamrl.processes.cluster.agent_messages import (
+    AgentOrder,
+    AgentRequest,
+    AgentSetup,
+    EndAll,
+    EndLeftBehind,
+    SignalProcess,
+    StartProcess,
+)
+from streamrl.processes.cluster.cluster_launcher import ClusterLauncher, cluster_launcher
+from streamrl.processes.cluster.placement import GpuNeed
+from streamrl.processes.cluster.this_host import free_ports
+from streamrl.processes.engine_orders import EngineOrders
+from streamrl.processes.exit_files import read_reason
+from streamrl.processes.local_launcher import LocalLauncher
+from streamrl.processes.supervisor import Supervisor
+from streamrl.recipe.rules.load_recipe import load_recipe
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.topology import ProcessPlan, Role, plan_topology, read_topology
+from tests.processes.cluster.loopback_hosts import STAND_IN, LoopbackHosts
+
+ENGINE = ProcessPlan(role=Role.ENGINE, index=0)
+LEASE_S = 3.0
+
+
+def lives(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await anyio.sleep(0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A directory of a run of stand-ins that serve."""
+    directory = tmp_path / "run"
+    for folder in ("behaviour", "pids", "temporary", "logs", "exit"):
+        (directory / folder).mkdir(parents=True)
+    for name in ("controller", "reward-0", "engine-0", "engine-1", "trainer-0"):
+        (directory / "behaviour" / name).write_text("serve")
+    (directory / "recipe.toml").write_text("")
+    return directory
+
+
+def setup_of(run: Path, **changes: object) -> AgentSetup:
+    setup = AgentSetup(
+        run_directory=str(run),
+        digest=hashlib.sha256(b"").hexdigest(),
+        epoch=1,
+        lease_s=60,
+        ports="5700-5899",
+        port_count=3,
+        interface="",
+        address="127.0.0.1",
+        variables={},
+    )
+    return msgspec.structs.replace(setup, **changes)
+
+
+@contextlib.asynccontextmanager
+async def agent_of(setup: AgentSetup) -> AsyncIterator[Agent]:
+    agent = Agent(setup, name="h1", entry=(str(STAND_IN),))
+    try:
+        yield agent
+    finally:
+        await agent.close()
+
+
+def asked(first: int, *orders: AgentOrder, epoch: int = 1) -> AgentRequest:
+    return AgentRequest(epoch=epoch, first=first, orders=orders)
+
+
+async def test_a_repeated_request_repeats_nothing(run: Path) -> None:
+    async with agent_of(setup_of(run)) as agent:
+        start = StartProcess(1, ENGINE, False)
+        pids = {(await agent.answer(asked(0, start))).processes[1].pid for _ in range(3)}
+        await until((run / "pids" / "engine-0.0").exists)
+        answer = await agent.answer(asked(0, start, SignalProcess(1, signal.SIGKILL)))
+        assert answer.orders_done == 2
+        while answer.processes[1].exit_code is None:
+            answer = await agent.answer(asked(1, SignalProcess(1, signal.SIGKILL)))
+        assert (len(pids), answer.orders_done, answer.processes[1].exit_code) == (1, 2, -signal.SIGKILL)
+        assert [path.name for path in (run / "pids").glob("engine-0.*")] == ["engine-0.0"]
+
+
+@pytest.mark.started
+async def test_a_lease_that_is_killed_is_replaced(run: Path) -> None:
+    def leases() -> list[psutil.Process]:
+        found = [one for one in own_children() if lives(one.pid)]
+        return [one for one in found if "streamrl.processes.cluster.lease" in one.cmdline()]
+
+    async with agent_of(setup_of(run)) as agent:
+        await agent.answer(asked(0))
+        (killed,) = leases()
+        killed.kill()
+        await until(lambda: not lives(killed.pid))
+        await agent.answer(asked(0))
+        assert [one.pid for one in leases()] not in ([], [killed.pid])
+
+
+async def test_an_order_of_another_start_of_the_run_is_refused(run: Path) -> None:
+    async with agent_of(setup_of(run)) as agent:
+        answer = await agent.answer(asked(0, StartProcess(1, ENGINE, False), epoch=2))
+        assert answer.refusal == "this agent is of start 1 of the run, the order of 2"
+        assert not answer.processes
+
+
+async def test_the_reason_of_an_end_comes_home_and_so_does_a_failure_to_start(run: Path) -> None:
+    (run / "behaviour" / "engine-0").write_text("raise")
+    (run / "go").touch()
+    async with agent_of(setup_of(run)) as agent:
+        await agent.answer(asked(0, StartProcess(1, ENGINE, False)))
+        with anyio.fail_after(300):
+            while (state := (await agent.answer(asked(1))).processes[1]).exit_code is None:
+                await anyio.sleep(0.05)
+        reason = remote_host.read_exit_reason(state.reason)
+        assert (state.exit_code, reason and reason.message) == (1, "ValueError: the loss is not finite")
+        assert 0 <= state.reason_age_s < 60
+        (run / "logs").rename(run / "no logs")
+        state = (await agent.answer(asked(1, StartProcess(2, ENGINE, False)))).processes[2]
+        assert state.exit_code == 1 and "engine-0.log" in state.failure
+        (run / "exit" / "engine-0.json").unlink()
+        (run / "exit" / "engine-0.json").mkdir()  # as a file system that fails now
+        assert (await agent.answer(asked(2))).processes[1].reason  # it was read once
+        assert read_reason(run, "engine-0") is None
+
+
+async def test_what_a_process_left_is_ended(run: Path) -> None:
+    (run / "behaviour" / "engine-0").write_text("orphan")
+    async with agent_of(setup_of(run)) as agent:
+        await agent.answer(asked(0, StartProcess(1, ENGINE, False)))
+        await until((run / "pids" / "engine-0.0").exists)
+        pids = [int(path.read_text()) for path in (run / "pids").glob("grandchild-?")]
+        assert len(pids) == 2 and all(map(lives, pids))
+        answer = await agent.answer(asked(1, SignalProcess(1, signal.SIGKILL), EndLeftBehind(1)))
+        assert not any(map(lives, pids)) and not answer.survivors
+        assert (await agent.answer(asked(3, EndAll()))).orders_done == 4
+
+
+async def test_an_engine_outlives_the_threads_of_an_idle_pool(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process dies with the thread that started it, and a pool ends its idle threads."""
+    pool: list[int] = []
+
+    def works(seconds: float) -> None:
+        pool.append(threading.get_native_id())
+        time.sleep(seconds)
+
+    async with agent_of(setup_of(run)) as agent:
+        pid = (await agent.answer(asked(0, StartProcess(1, ENGINE, False)))).processes[1].pid
+        await until((run / "pids" / "engine-0.0").exists)
+        async with anyio.create_task_group() as tasks:
+            for seconds in (0.0, 0.3, 0.6):  # each in a thread of its own, of which the last one is taken next
+                tasks.start_soon(anyio.to_thread.run_sync, works, seconds)
+                await anyio.sleep(0.1)
+        monkeypatch.setattr("anyio._backends._asyncio.WorkerThread.MAX_IDLE_TIME", 0)
+        await anyio.to_thread.run_sync(works, 0.0)
+        with anyio.fail_after(60):
+            await until(lambda: sum(Path(f"/proc/self/task/{one}").exists() for one in set(pool)) <= 1)
+        await anyio.sleep(0.2)
+        assert lives(pid)
+        await agent.answer(asked(1, EndAll()))
+
+
+async def test_facts_of_a_host(run: Path) -> None:
+    async with (
+        agent_of(setup_of(run)) as agent,
+        agent_of(setup_of(run, digest="another", interface="10.254.0.0/16")) as b,
+    ):
+        facts, other = agent.facts(), b.facts()
+        assert facts.sees_run and not facts.problem and len(facts.ports) == 3
+        assert not other.sees_run and "cluster.advanced.interface = 10.254.0.0/16" in other.problem
+        assert len(launcher_module.host_problems(other)) == 2
+        assert launcher_module.host_problems(facts) == []
+        older = msgspec.structs.replace(facts, packages=facts.packages | {"torch": "1.0"})
+        assert "h1 has torch 1.0, this host has" in launcher_module.host_problems(older)[0]
+
+
+def test_a_port_is_given_to_one_run_only() -> None:
+    taken, locks = free_ports("127.0.0.1", range(5750, 5760), 4)
+    others, more = free_ports("127.0.0.1", range(5750, 5760), 4)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", others[0]))
+        for lock in more:
+            lock.close()
+        again, last = free_ports("127.0.0.1", range(5750, 5760), 9)
+    assert len(taken) == 4 and not set(taken) & {*others, *again} and others[0] not in again
+    for lock in [*locks, *last]:
+        lock.close()
+
+
+# ---- the launcher ------------------------------------------------------------------------------------
+
+
+def recipe(run: Path, **changes: object) -> Recipe:
+    return load_recipe(
+        {
+            "model": {"path": "m"},
+            "prompts": {"train": "p.jsonl"},
+            "rewards": [{"function": "exact_match"}],
+            "run": {"directory": str(run.parent)},
+            "engines": {"count": 2},
+            "cluster": {"kind": "ray", "advanced": {"lease_s": LEASE_S, **changes}},
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(run: Path, hosts: LoopbackHosts, one: Recipe) -> AsyncIterator[tuple[Supervisor, ClusterLauncher]]:
+    """A supervised run of stand-ins, all of which have started."""
+    sockets = run.parent / "streamrl-sockets"
+    sockets.mkdir()
+    local = LocalLauncher((sys.executable, str(STAND_IN)), run, sockets)
+    async with cluster_launcher(one, run, sockets, hosts, local, lambda *_: None) as launcher:
+        supervisor = Supervisor(plan_topology(one, sockets), run, sockets, launcher=launcher)
+        launcher.on_join = EngineOrders(supervisor).start_retired
+        async with supervisor:
+            with anyio.fail_after(300):
+                await until(lambda: len(list((run / "pids").glob("*.0"))) == len(supervisor.topology.processes))
+            yield supervisor, launcher
+
+
+def pid_of(run: Path, name: str, start: int = 0) -> int:
+    return int((run / "pids" / f"{name}.{start}").read_text())
+
+
+async def test_processes_run_on_their_hosts_and_end_with_the_run(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1", "h2", "h3"])
+    async with running(run, hosts, recipe(run, engine_hosts=2)) as (supervisor, _):
+        topology = read_topology(run)
+        placed = {plan.name: plan.host for plan in topology.processes}
+        assert placed == {"controller": "", "reward-0": "", "engine-0": "h1", "engine-1": "h2", "trainer-0": "h0"}
+        assert hosts.started == ["h0", "h1", "h2"]  # h3 is a spare
+        assert topology.endpoint("trainer-0", "weights").startswith("tcp://127.0.0.10:")
+        assert topology.endpoint("engine-1", "orders").startswith("tcp://127.0.0.10:")  # the controller's
+        assert topology.endpoint("engine-1", "weights").startswith("tcp://127.0.0.12:")
+        agents = [link.process.pid for link in hosts.links.values()]
+        assert psutil.Process(pid_of(run, "engine-1")).ppid() == hosts.links["h2"].process.pid
+        supervisor.request_drain()
+        with anyio.fail_after(300):
+            await supervisor.watch()
+    pids = [int(path.read_text()) for path in (run / "pids").iterdir()]
+    with anyio.fail_after(60):
+        await until(lambda: not any(map(lives, [*pids, *agents])))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("end", ["agent", "stop", "cut"])
+async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
+    run: Path, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"], blind=["h2"])
+    one = recipe(run)
+    async with running(run, hosts, one) as (supervisor, launcher), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        before, agent, began_s = pid_of(run, "engine-0"), hosts.links["h1"].process, time.monotonic()
+        hosts.names = ["h0"]  # else it joins again by itself, where the launcher looks for hosts in time
+        if end == "agent":
+            agent.kill()
+        elif end == "stop":
+            hosts.links["h1"].stop()
+        else:
+            hosts.links["h1"].cut = True
+        with anyio.fail_after(300):
+            await until(lambda: not lives(before) and not lives(agent.pid))
+            ended_s = time.monotonic() - began_s
+            await until(lambda: len(supervisor.retired) == 2)
+            assert "no other host has room for engine-0" in caplog.text
+            hosts.names = ["h0", "h2", "h3"]  # the first of which cannot serve
+            for _ in range(2):  # as the watch and a placement that waits do
+                tasks.start_soon(launcher._look)
+            await until((run / "pids" / "engine-0.1").exists)
+            await until((run / "pids" / "engine-1.1").exists)
+        # Whatever the run knows: the host ends its processes by itself when its lease is over.
+        assert ended_s < (2 if end == "agent" else LEASE_S + 5), ended_s
+        assert psutil.Process(pid_of(run, "engine-0", 1)).ppid() == hosts.links["h3"].process.pid
+        placed = {plan.name: plan.host for plan in read_topology(run).processes if plan.role is Role.ENGINE}
+        assert set(placed.values()) == {"h3"}
+        assert hosts.started.count("h3") == 1
+        supervisor.request_drain()
+    assert "h3 joined in place of h1" in caplog.text
+
+
+@pytest.mark.long
+async def test_two_lost_hosts_that_are_back_have_their_own_engines_also_where_one_fails_at_first(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1", "h2"])
+    async with running(run, hosts, recipe(run, engine_hosts=2)) as (supervisor, _), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        hosts.names, hosts.blind = ["h0"], {"h1"}
+        for name in ("h1", "h2"):
+            hosts.links[name].process.kill()
+        with anyio.fail_after(60):
+            await until(lambda: len(supervisor.retired) == 2)
+            hosts.names = ["h0", "h1", "h2"]
+            await until((run / "pids" / "engine-1.1").exists)
+            await until(lambda: hosts.started.count("h1") > 2)
+            hosts.blind.clear()
+            await until((run / "pids" / "engine-0.1").exists)
+        placed = {plan.name: plan.host for plan in read_topology(run).processes if plan.role is Role.ENGINE}
+        assert placed == {"engine-0": "h1", "engine-1": "h2"}
+        supervisor.request_drain()
+
+
+@pytest.mark.long
+async def test_of_engines_of_a_lost_host_the_one_that_is_wanted_is_started_when_a_host_joins(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    async with running(run, hosts, recipe(run)) as (supervisor, launcher), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        orders = EngineOrders(supervisor)
+        launcher.on_join = orders.start_retired
+        hosts.names = ["h0"]
+        hosts.links["h1"].process.kill()
+        with anyio.fail_after(60):
+            await until(lambda: len(supervisor.retired) == 2)
+            for order in (StopEngine(engine="engine-0"), StopEngine(engine="engine-1"), StartEngine(engine="engine-1")):
+                await orders.handle(order)
+            assert supervisor.retired == ["engine-1"]
+            hosts.names = ["h0", "h2"]
+            await until((run / "pids" / "engine-1.1").exists)
+        assert not (run / "pids" / "engine-0.1").exists()
+        supervisor.request_drain()
+
+
+@pytest.mark.long
+async def test_a_host_that_is_back_before_the_cluster_missed_it_has_each_engine_once(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    async with running(run, hosts, recipe(run)) as (supervisor, _), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        agent = hosts.links["h1"]
+        agent.cut = True
+        most = 0
+        with anyio.fail_after(300):
+            while not (run / "pids" / "engine-0.1").exists():
+                pids = [int(path.read_text()) for path in (run / "pids").glob("engine-0.*")]
+                most = max(most, sum(map(lives, pids)))
+                agent.cut = not agent.released  # heals when the run has given it up, and has said so in vain
+                await anyio.sleep(0.01)
+        assert most == 1 and not lives(pid_of(run, "engine-0")) and not lives(agent.process.pid)
+        assert hosts.started.count("h1") == 2
+        supervisor.request_drain()
+
+
+@pytest.mark.long
+async def test_a_rank_of_a_lost_host_has_the_run_resumed_on_what_is_left(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    one = recipe(run, trainer_hosts=1, engine_hosts=1)
+    hosts.names = ["h1", "h0"]  # the rank is away from the controller
+    async with running(run, hosts, one) as (supervisor, _), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        epoch = read_topology(run).epoch
+        lost = next(plan.host for plan in read_topology(run).processes if plan.name == "trainer-0")
+        hosts.names.remove(lost)
+        hosts.links[lost].process.kill()
+        with anyio.fail_after(300):
+            await until((run / "pids" / "trainer-0.1").exists)
+        after = read_topology(run)
+        assert after.epoch > epoch
+        assert {plan.host for plan in after.processes if plan.host} == {"h0", "h1"} - {lost}
+        supervisor.request_drain()
+
+
+@pytest.mark.long
+async def test_a_run_that_is_ended_while_it_waits_for_a_host_starts_nothing_any_more(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h1", "h0"])  # the rank is away from the controller
+    async with (
+        running(run, hosts, recipe(run, engine_hosts=2)) as (supervisor, launcher),
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(supervisor.watch)
+        hosts.names = ["h0"]
+        hosts.links["h1"].process.kill()
+        with anyio.fail_after(60):
+            await until(lambda: launcher._placing)
+            await supervisor.kill(0)
+            hosts.names = ["h0", "h2"]
+            await until(lambda: not launcher._placing)
+        await anyio.sleep(0.5)
+        assert set(supervisor.starts.values()) == {1}
+
+
+async def test_a_host_that_does_not_see_the_run_or_its_gpus_is_refused_before_anything_starts(run: Path) -> None:
+    one = recipe(run)
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"], blind=["h0", "h1"])
+    hosts.gpus = 2
+    local, need = LocalLauncher((), run, run.parent), GpuNeed(engine=1, rank=0)
+    launcher = ClusterLauncher(one, run, run.parent, hosts, local, need, lambda *_: None)
+    async with anyio.create_task_group() as nursery:
+        with pytest.raises(RecipeError, match=r"h1 does not see this run's directory: set run\.directory") as refused:
+            await launcher.run(nursery)
+        assert "h1 shows 0 of the 2 GPUs that Ray gave: look at nvidia-smi there" in str(refused.value)
+        nursery.cancel_scope.cancel()
+    with anyio.fail_after(60):
+        await until(lambda: not any(lives(link.process.pid) for link in hosts.links.values()))
+
+
+@pytest.mark.long
+async def test_a_file_system_that_hangs_costs_no_host(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    async with running(run, hosts, recipe(run)) as (supervisor, launcher), anyio.create_task_group() as tasks:
+        monkeypatch.setattr(supervisor._logs, "cut", lambda: time.sleep(LEASE_S + remote_host.MARGIN_S + 1.0))
+        supervisor._logs._due_s = began_s = time.monotonic()
+        tasks.start_soon(supervisor.watch)
+        with anyio.fail_after(60):
+            await until(lambda: time.monotonic() > began_s + LEASE_S + remote_host.MARGIN_S + 1.0)
+        await anyio.sleep(1.0)
+        assert not launcher.hosts["h1"].lost
+        supervisor.request_drain()
+
+
+@pytest.mark.long
+async def test_a_late_answer_is_no_loss(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    async with running(run, hosts, recipe(run)) as (supervisor, launcher):
+        hosts.links["h1"].cut = True
+        await until(lambda: "h1 does not answer" in caplog.text)
+        hosts.links["h1"].cut = False
+        await until(lambda: "h1 answers again" in caplog.text)
+        assert not launcher.hosts["h1"].lost and supervisor.children["engine-0"].running
