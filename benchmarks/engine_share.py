@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from msgspec import structs
 from training_run import DEMO_RECIPE, training_run
 
 from streamrl.engines.vllm.engine import engine_config
@@ -47,7 +48,7 @@ def core_alone(batches: int, model: str) -> dict[str, float]:
 
         from streamrl.base.messages import Generate
         from streamrl.base.types import token_array
-        from streamrl.engines.plain_vllm.engine import _sampling_params
+        from streamrl.engines.plain_vllm.engine import sampling_params
 
         config = engine_config(options)
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -60,8 +61,8 @@ def core_alone(batches: int, model: str) -> dict[str, float]:
         def requests() -> Iterator[Any]:
             for number in itertools.count():
                 name, tokens = str(number), token_array(tokenizer.encode(rows[number // group % len(rows)]))
-                asked = Generate(name, tokens, sampling.max_tokens, number, sampling.temperature)
-                params = _sampling_params(asked, stop_token_ids=ends)
+                asked = Generate(request_id=name, token_ids=tokens, seed=number, **structs.asdict(sampling))
+                params = sampling_params(asked, stop_token_ids=ends)
                 yield EngineCoreRequest(name, list(tokens), None, params, None, time.time(), None, "0", None)
 
         coming = requests()

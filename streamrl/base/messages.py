@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from streamrl.base.types import (
     Completion,
@@ -16,6 +18,7 @@ from streamrl.base.types import (
     FloatArray,
     Record,
     RewardFailureKind,
+    SamplingSettings,
     TokenArray,
     TrainingGroup,
 )
@@ -108,12 +111,13 @@ class PauseMode(StrEnum):
     KEEP = "keep"
 
 
-class Generate(Message, frozen=True):
-    """Sample one completion. Made by ``stages.episodes`` and by the canary (``engines.push.verify``); the engine
-    process answers with ``Generated`` or ``GenerationFailed``.
+class Generate(Message, SamplingSettings, frozen=True, kw_only=True):
+    """Sample one completion by the sampling settings of the recipe. Made by ``stages.episodes`` and by the canary
+    (``engines.push.verify``); the engine process answers with ``Generated`` or ``GenerationFailed``.
 
     ``token_ids``: the prompt, then tokens of earlier requests for the same completion;
     ``max_tokens``, ``min_tokens``: limits of the completion, ``prefix_length`` included;
+    ``temperature``: may be 0 here, for greedy evaluations;
     ``prefix_length``: number of tokens at the end of ``token_ids`` that are the first part of the same completion (of a
     trajectory that was paused or moved to another engine);
     ``unverified_tokens``: number of tokens at the end of ``token_ids`` that other weights sampled with this seed; the
@@ -126,14 +130,8 @@ class Generate(Message, frozen=True):
 
     request_id: str
     token_ids: TokenArray
-    max_tokens: int
     seed: int
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
     prefix_length: int = 0
     unverified_tokens: int = 0
     scored_tokens: int = 0

@@ -10,6 +10,7 @@ import torch
 from msgspec import structs
 
 from streamrl.base.run_process import usable_cores
+from streamrl.base.types import SamplingSettings
 from streamrl.learning.routing_replay import replays_routing
 from streamrl.learning.threads import trainer_threads
 from streamrl.pretrained.tokenizer import end_tokens
@@ -21,15 +22,15 @@ from streamrl.recipe.sections import Lora, Recipe, Training
 
 class TrainerOptions(Training, frozen=True, kw_only=True):
     """Options of one trainer rank: section ``training`` of the recipe, and values of other sections that a rank needs.
+    A number of threads that is 0 means every core.
 
-    ``temperature`` to ``min_tokens`` are the sampling parameters of the engines: the trainer differentiates the policy
-    that sampled. A number of threads that is 0 means every core.
-
+    ``sampling``: settings of the engines; the trainer differentiates the policy that sampled.
+    ``max_tokens``: sampled tokens of the longest trajectory, which has one turn or several.
     ``steps``: number of optimizer steps of the run.
     ``rendezvous``: address where the ranks meet, ``tcp://host:port`` or ``file:///path``; empty with one rank.
     ``idle_threads``: threads while all engines of this host are idle; 0: ``threads``.
     ``freed_threads``: threads while one engine of this host is idle, while two are, ...; empty: always ``threads``.
-    ``end_tokens``: ids that cannot be among the first ``min_tokens`` tokens; empty where ``min_tokens`` is 0.
+    ``end_tokens``: ids that cannot be among the first ``sampling.min_tokens`` tokens; empty where these are 0.
     ``streaming``: whether groups may be trained before their batch is closed.
     ``shortest_first``: whether several updates on a batch take its groups in the order of their lengths.
     ``parameters``: number of parameters of the model, once it is loaded.
@@ -45,11 +46,7 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     rendezvous: str = ""
     idle_threads: int = 0
     freed_threads: tuple[int, ...] = ()
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    min_tokens: int = 0
+    sampling: SamplingSettings = SamplingSettings()
     end_tokens: tuple[int, ...] = ()
     max_tokens: int = 512
     objective: ObjectiveSettings = ObjectiveSettings()
@@ -75,9 +72,6 @@ def trainer_options(
     """Make the options of one rank. Without ``rendezvous``, several ranks meet at a file beside their ipc endpoints."""
     training = recipe.training
     objective = recipe.objective_settings
-    sampling = structs.asdict(recipe.sampling)
-    del sampling["stop"]
-    sampling["max_tokens"] = recipe.most_tokens
     if training.ranks > 1 and not rendezvous and weights_endpoint.startswith("ipc://"):
         directory = weights_endpoint.removeprefix("ipc://").rpartition("/")[0]
         rendezvous = f"file://{directory}/trainer.rendezvous"
@@ -95,7 +89,7 @@ def trainer_options(
         "routing_replay": replays_routing(recipe),
     }
     return TrainerOptions(
-        **structs.asdict(training) | overrides | sampling,
+        **structs.asdict(training) | overrides,
         model_path=recipe.model.path,
         run_id=run_id,
         seed=recipe.run.seed,
@@ -105,6 +99,8 @@ def trainer_options(
         rendezvous=rendezvous,
         idle_threads=threads_of_rank(engines_on_cpu=False),
         freed_threads=tuple(threads_of_rank(freed=freed) for freed in range(1, recipe.engines.count + 1)),
+        sampling=recipe.sampling,
+        max_tokens=recipe.most_tokens,
         objective=objective,
         credit=recipe.environment.credit,
         off_policy=recipe.off_policy,

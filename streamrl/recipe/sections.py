@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from streamrl.base.types import SamplingSettings
 from streamrl.recipe.environment import Environment
 from streamrl.recipe.field_types import (
     Count,
@@ -125,22 +126,8 @@ class Prompts(Section, frozen=True):
     shuffle: Annotated[bool, doc("stored rows are in another order in each epoch")] = True
 
 
-class Sampling(Section, frozen=True):
+class Sampling(Section, SamplingSettings, frozen=True):
     """Sampling parameters of completions. Training computes logprobs of the distribution that they define."""
-
-    temperature: Annotated[PositiveFloat, doc("sampling temperature, which training uses, too")] = 1.0
-    top_p: Annotated[Share, doc("sample from the most likely tokens that together have this probability")] = 1.0
-    top_k: Annotated[Natural, doc("sample from this number of the most likely tokens (0: all)")] = 0
-    min_p: Annotated[
-        float,
-        Meta(ge=0, lt=1),
-        doc("sample from tokens with at least this share of the probability of the most likely token"),
-    ] = 0.0
-    max_tokens: Annotated[Positive, doc("limit of the tokens of a completion")] = 512
-    min_tokens: Annotated[Natural, doc("number of tokens before which a completion does not end")] = 0
-    stop: Annotated[
-        tuple[str, ...], doc("texts that end a completion; their tokens are its last ones, and are trained")
-    ] = ()
 
 
 class OptimizerKind(StrEnum):

@@ -341,7 +341,7 @@ async def test_joined_logprobs_are_those_of_one_forward_pass(
     torch = pytest.importorskip("torch")
     from transformers import Qwen2ForCausalLM
 
-    from streamrl.learning.objective.logprobs import token_logprobs
+    from streamrl.learning.objective.logprobs import UNCHANGED, token_logprobs
 
     name = f"score-{len(cuts)}"
     requests = [
@@ -364,12 +364,10 @@ async def test_joined_logprobs_are_those_of_one_forward_pass(
             joined = join_completions(joined, await engine.generate(rest))
         sequence = torch.tensor([*request.token_ids, *joined.token_ids])
         early = torch.arange(len(joined.token_ids)) < request.min_tokens
-        nucleus = (
-            {"top_p": request.top_p, "top_k": request.top_k, "min_p": request.min_p} if request.temperature else {}
-        )
+        settings = request if request.temperature else UNCHANGED
         with torch.no_grad():
             logits = model(sequence[None]).logits[0, len(request.token_ids) - 1 : -1]
-            scored = token_logprobs(logits, sequence[len(request.token_ids) :], excluded=(early, [1]), **nucleus)[0]
+            scored = token_logprobs(logits, sequence[len(request.token_ids) :], settings, excluded=(early, [1]))[0]
         assert (scored - torch.tensor(joined.behavior_logprobs.tolist())).abs().max() < 1e-4
         words = words_of(joined.token_ids[: request.min_tokens]), words_of(joined.token_ids[request.min_tokens :])
         stopped = joined.finish_reason is FinishReason.STOP and joined.token_ids[-1] != 1

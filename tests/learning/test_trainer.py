@@ -19,7 +19,7 @@ from sample_groups import close_of, make_groups, master_values, published_bits, 
 
 from streamrl.base.errors import ModelRefused, StreamRLError  # noqa: E402
 from streamrl.base.messages import CloseBatch, SaveCheckpoint  # noqa: E402
-from streamrl.base.types import TrainingGroup, float_array  # noqa: E402
+from streamrl.base.types import SamplingSettings, TrainingGroup, float_array  # noqa: E402
 from streamrl.recipe.objective import OffPolicy, Proximal, RatioLevel  # noqa: E402
 from streamrl.recipe.sections import Lora  # noqa: E402
 from streamrl.weights.codec.state_hash import hash_range  # noqa: E402
@@ -82,7 +82,7 @@ def test_learning_rate_zero_ratio_is_one(
     for place, group in enumerate(groups[: len(made[::2])]):
         samples = tuple(msgspec.structs.replace(sample, temperature=own) for sample in group.samples)
         groups[place] = msgspec.structs.replace(group, samples=samples)
-    trainer = start_trainer(learning_rate=0.0, temperature=temperature)
+    trainer = start_trainer(learning_rate=0.0, sampling=SamplingSettings(temperature=temperature))
     for step in range(3):
         version = msgspec.structs.replace(close_of(groups, step + 1), batch_id=step)
         for group in groups:
@@ -121,7 +121,7 @@ def test_top_p_ratio_is_one_against_the_engines_arithmetic(start_trainer: StartT
                 msgspec.structs.replace(sample, token_ids=token_ids, behavior_logprobs=float_array(logprobs))
             )
         groups.append(msgspec.structs.replace(group, samples=tuple(samples)))
-    trainer = start_trainer(learning_rate=0.0, temperature=temperature, top_p=top_p)
+    trainer = start_trainer(learning_rate=0.0, sampling=SamplingSettings(temperature=temperature, top_p=top_p))
     metrics = train_batch(trainer, groups, 1).metrics
     assert abs(metrics["policy/is_weight_mean"] - 1) < 1e-5
     assert metrics["policy/logprob_diff_abs_p99"] < 2e-5

@@ -12,6 +12,7 @@ import msgspec
 
 from streamrl.base.atomic_files import flush_directory, make_directory, new_directory
 from streamrl.base.errors import DiskFull, StreamRLError
+from streamrl.base.types import TokenDistribution
 from streamrl.cli.trained_models.model_card import model_card
 from streamrl.cli.trained_models.saved_model import SavedModel
 from streamrl.learning.state.durable_files import faults, files_below, flush_and_digest, read_digests
@@ -86,11 +87,9 @@ def _generation_config(folder: Path, sampling: Sampling) -> bytes:
         name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(name) is not None
     }
     token_settings = {name: value for name, value in settings.items() if name.endswith("_token_id")}
-    run_sampling = {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-    }
-    return msgspec.json.format(msgspec.json.encode(tokens | token_settings | run_sampling), indent=2) + b"\n"
+    # Transformers has the names of vLLM.
+    run_sampling = {name: getattr(sampling, name) for name in TokenDistribution.__struct_fields__}
+    return (
+        msgspec.json.format(msgspec.json.encode(tokens | token_settings | {"do_sample": True} | run_sampling), indent=2)
+        + b"\n"
+    )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.base.types import TokenDistribution
 from streamrl.cli.trained_models.saved_model import SavedModel
 from streamrl.launch.run_directory import INPUTS_FILE, RunInputs
 from streamrl.observe.run_files.run_reader import SCORE, RunFiles
@@ -69,7 +70,8 @@ def _facts(saved: SavedModel, recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "optimizer steps", f"{saved.version} of {recipe.run.steps}"
     yield "batch", f"{rollout.prompts_per_batch} prompts x {rollout.group_size} completions, {rollout.rounds} rounds"
     yield "learning rate", f"{recipe.training.learning_rate:g}"
-    yield "sampling", f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, {sampling.max_tokens} tokens"
+    distribution = [f"{name} {getattr(sampling, name):g}" for name in TokenDistribution.__struct_fields__]
+    yield "sampling", ", ".join([*distribution, f"{sampling.max_tokens} tokens"])
     yield "rewards", ", ".join(reward.label for reward in recipe.rewards)
     yield "recipe", f"sha256 {hashlib.sha256((saved.run / 'recipe.toml').read_bytes()).hexdigest()}"
     packages: Mapping[str, str] = {}

@@ -25,6 +25,7 @@ from streamrl.base.types import (
     Completion,
     FinishReason,
     RoutedTokens,
+    SamplingSettings,
     VersionSpan,
     float_array,
     token_array,
@@ -231,7 +232,7 @@ class PlainVllmEngine:
         # itself cannot be the salt: a request that is submitted during a pause does not know its version yet.
         prompt = {"type": "token", "prompt_token_ids": request.token_ids.tolist(), "cache_salt": str(self._pauses)}
         final: RequestOutput | None = None
-        params = _sampling_params(request, stop_token_ids=list(self._end_tokens), **changes)
+        params = sampling_params(request, stop_token_ids=list(self._end_tokens), **changes)
         options = {"priority": request.priority, "lora_request": self._adapter}
         async for output in self._llm.generate(prompt, params, request.request_id, **options):
             final = output
@@ -285,16 +286,13 @@ class PlainVllmEngine:
         return EngineError(self._death)
 
 
-def _sampling_params(request: Generate, **changes: Any) -> SamplingParams:
+def sampling_params(request: Generate, **changes: Any) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     routed_start = len(request.token_ids) if request.routed_tokens is None else request.routed_tokens
-    arguments: dict[str, Any] = {
+    arguments: dict[str, Any] = {name: getattr(request, name) for name in SamplingSettings.__struct_fields__}
+    arguments |= {
         "n": 1,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "min_p": request.min_p,
         "seed": request.seed,
         "max_tokens": remaining_tokens(request),
         "min_tokens": max(request.min_tokens - request.prefix_length, 0),

@@ -19,6 +19,8 @@ import os
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from streamrl.base.types import TokenDistribution
+
 COMPARE = "streamrl_compare"
 """Extra argument: number of tokens at the end of the prompt that are compared with the choices of these weights."""
 
@@ -151,7 +153,8 @@ def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
     [C] and [C]. The steps are those of ``Sampler.forward``: end tokens, temperature, min-p, top-k, top-p, then logprobs
     and noise."""
     import torch
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    from streamrl.learning.objective.logprobs import removed_tokens
 
     params = request.sampling_params
     tokens = request.prompt_token_ids
@@ -164,12 +167,10 @@ def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
     greedy = params.temperature < _GREEDY
     if not greedy:
         logits = logits / params.temperature
-    if params.min_p > 0:
-        probabilities = logits.softmax(dim=-1)
-        logits = logits.masked_fill(probabilities < params.min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
-    k = torch.full((compared,), min(params.top_k, logits.shape[-1])) if params.top_k > 0 else None
-    p = torch.full((compared,), params.top_p) if params.top_p < 1 else None
-    logits = apply_top_k_top_p(logits, k, p)
+    settings = {name: getattr(params, name) for name in TokenDistribution.__struct_fields__}
+    removed = removed_tokens(logits, TokenDistribution(**settings))
+    if removed is not None:
+        logits = logits.masked_fill(removed, -torch.inf)
     compared_ids = torch.tensor(tokens[-compared:], dtype=torch.long).unsqueeze(1)
     logprobs = logits.log_softmax(dim=-1).gather(1, compared_ids).squeeze(1)
     if greedy:

@@ -23,21 +23,20 @@ def processed_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies of ``part`` of the trained tokens of ``row`` under ``policy``, which may be the reference.
     Both are float32 [N], with N trained tokens in the part."""
+    sampling = options.sampling
     excluded = None
-    if options.min_tokens:
+    if sampling.min_tokens:
         # The first tokens of each turn: every turn is a request of its own to the engine.
-        excluded = row.places_N[part] < options.min_tokens, options.end_tokens
-    temperature: float | Tensor = options.temperature
+        excluded = row.places_N[part] < sampling.min_tokens, options.end_tokens
+    temperature_N: Tensor | None = None
     if row.temperature_N is not None:
         temperature_N = row.temperature_N[part]
-        temperature = torch.where(temperature_N > 0, temperature_N, options.temperature)
+        temperature_N = torch.where(temperature_N > 0, temperature_N, sampling.temperature)
     return token_logprobs(
         policy.head(hidden_ND[part]),
         row.targets_N[part],
-        temperature=temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
+        sampling,
+        temperature_N=temperature_N,
         excluded=excluded,
         entropy_gradient=entropy_gradient,
     )

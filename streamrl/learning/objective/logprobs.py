@@ -1,6 +1,8 @@
 """Logprobs of sampled tokens under the distribution that the engine sampled from, and its entropy.
 
-``batches.processed_logprobs`` calls it in each trainer rank. Shapes: ``N`` trained tokens, ``V`` vocabulary."""
+``batches.processed_logprobs`` calls it in each trainer rank, and vLLM's worker on a CPU calls ``removed_tokens``
+(``engines.vllm.continuation``). Outside of vLLM a sampling setting has its effect here alone. Shapes: ``N`` trained
+tokens, ``V`` vocabulary."""
 
 from __future__ import annotations
 
@@ -10,29 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamrl.base.types import TokenDistribution
 
-def nucleus_mask(logits_NV: Tensor, top_p: float, targets_N: Tensor, *, top_k: int = 0, min_p: float = 0.0) -> Tensor:
-    """Mask of the tokens that vLLM's sampler removes by min-p, top-k and top-p. Bool [N, V].
+UNCHANGED = TokenDistribution()
+"""The model's own distribution: temperature 1, and no token is removed."""
+
+
+def removed_tokens(logits_NV: Tensor, settings: TokenDistribution) -> Tensor | None:
+    """Mask of the tokens that vLLM's sampler removes by min-p, top-k and top-p: bool [N, V], None where ``settings``
+    remove none. ``logits_NV``: logits that the temperature has divided.
 
     It repeats vLLM 0.32 (``MinPLogitsProcessor``, ``apply_top_k_top_p_pytorch``) operation for operation in float32
     (ascending sort, softmax, cumulative sum, ``<= 1 - p``, the last token always stays), so that equal logits give an
     equal nucleus. Either of two tied tokens at the edge may be removed; both have the same probability, so the
-    renormalised logprobs are the same. Logits that differ in the last bits can move a token at the very edge. The
-    sampled token was inside by construction, so it always stays: its logprob is finite."""
-    if min_p > 0:
+    renormalised logprobs are the same. Logits that differ in the last bits can move a token at the very edge."""
+    if not (settings.top_p < 1 or settings.top_k or settings.min_p):
+        return None
+    if settings.min_p > 0:
         probabilities_NV = logits_NV.softmax(dim=-1)
-        unlikely_NV = probabilities_NV < probabilities_NV.amax(-1, keepdim=True) * min_p
+        unlikely_NV = probabilities_NV < probabilities_NV.amax(-1, keepdim=True) * settings.min_p
         logits_NV = logits_NV.masked_fill(unlikely_NV, -torch.inf)
     sorted_NV, order_NV = logits_NV.sort(dim=-1, descending=False)
-    if 0 < top_k < sorted_NV.shape[-1]:
-        sorted_NV = sorted_NV.masked_fill(sorted_NV < sorted_NV[:, -top_k, None], -torch.inf)
+    if 0 < settings.top_k < sorted_NV.shape[-1]:
+        sorted_NV = sorted_NV.masked_fill(sorted_NV < sorted_NV[:, -settings.top_k, None], -torch.inf)
     removed_NV = sorted_NV == -torch.inf
-    if top_p < 1:
-        threshold = 1 - torch.tensor(top_p, dtype=torch.float32, device=logits_NV.device)
+    if settings.top_p < 1:
+        threshold = 1 - torch.tensor(settings.top_p, dtype=torch.float32, device=logits_NV.device)
         removed_NV |= torch.cumsum(sorted_NV.softmax(dim=-1), dim=-1) <= threshold
     removed_NV[:, -1] = False
-    mask_NV = torch.zeros_like(removed_NV).scatter_(-1, order_NV, removed_NV)
-    return mask_NV.scatter_(-1, targets_N[:, None], False)
+    return torch.zeros_like(removed_NV).scatter_(-1, order_NV, removed_NV)
 
 
 class _SampledLogprobs(torch.autograd.Function):
@@ -80,36 +88,35 @@ class _SampledLogprobs(torch.autograd.Function):
 def token_logprobs(
     logits_NV: Tensor,
     targets_N: Tensor,
+    settings: TokenDistribution = UNCHANGED,
     *,
-    temperature: float | Tensor = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
+    temperature_N: Tensor | None = None,
     excluded: tuple[Tensor, Sequence[int]] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of the targets under the processed distribution, and its entropy in nats. Float32 [N] and [N].
 
     The processing is the engine's: divide by the temperature, remove the tokens outside of the nucleus, renormalise.
-    Logits must be finite.
+    Logits must be finite. The target was inside of the nucleus when it was sampled, so it always stays: its logprob is
+    finite.
 
-    ``temperature``: number for all rows, or tensor [N].
+    ``temperature_N``: temperature of each row, [N], in place of that of ``settings``.
     ``excluded``: rows (bool [N]) and the token ids that could not be sampled in these rows.
     ``entropy_gradient``: whether the entropy can be differentiated; then the logits are kept for it."""
     # float64 is not rounded: tests compute references with it.
     scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    if isinstance(temperature, Tensor):
-        scaled_NV = scaled_NV / temperature[:, None]
-    elif temperature != 1.0:
-        scaled_NV = scaled_NV / temperature
+    if temperature_N is not None:
+        scaled_NV = scaled_NV / temperature_N[:, None]
+    elif settings.temperature != 1.0:
+        scaled_NV = scaled_NV / settings.temperature
     lowest = torch.finfo(scaled_NV.dtype).min  # not -inf: 0 * -inf in the entropy is NaN
     if excluded is not None:
         removed_NV = torch.zeros_like(scaled_NV, dtype=torch.bool)
         removed_NV[:, list(excluded[1])] = excluded[0][:, None]
         scaled_NV = scaled_NV.masked_fill(removed_NV, lowest)
-    if top_p < 1.0 or top_k or min_p:
-        removed_NV = nucleus_mask(scaled_NV.detach(), top_p, targets_N, top_k=top_k, min_p=min_p)
-        scaled_NV = scaled_NV.masked_fill(removed_NV, lowest)
+    cut_NV = removed_tokens(scaled_NV.detach(), settings)
+    if cut_NV is not None:
+        scaled_NV = scaled_NV.masked_fill(cut_NV.scatter_(-1, targets_N[:, None], False), lowest)
     result: tuple[Tensor, Tensor] = _SampledLogprobs.apply(  # type: ignore[no-untyped-call]
         scaled_NV, targets_N, entropy_gradient
     )

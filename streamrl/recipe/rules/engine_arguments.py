@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from streamrl.base.types import SamplingSettings
 from streamrl.recipe.dialects.foreign_keys import owned_arguments
+from streamrl.recipe.fields import keys_of
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rules.rule import Broken, Problem, rule
 from streamrl.recipe.sections import ROUNDING, STAGES, Recipe
@@ -15,6 +17,9 @@ SPECULATION = "speculative_config"
 
 LOSSLESS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 """Methods of speculation that do not read the policy's hidden states. A draft head with old weights would read them."""
+
+KEPT_BY_SPECULATION = {"temperature", "top_p", "top_k", "max_tokens", "stop"}
+"""Sampling settings that vLLM applies to drafted tokens, too."""
 
 
 def _arguments(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -96,12 +101,13 @@ def speculation(recipe: Recipe) -> Broken:
                 "draws other random numbers than those that kept tokens are verified with: set "
                 'tail_batching.deferred_prompts = "replay"',
             )
-        for name in ("min_p", "min_tokens"):
+        for name, key in keys_of(SamplingSettings).items():
             value = getattr(sampling, name)
-            if value:
+            if name not in KEPT_BY_SPECULATION and value != key.default:
                 yield Problem(
                     f"sampling.{name}",
-                    f"{shown(value)} is not kept by vLLM's speculative decoding: set {name} = 0, or remove {where}",
+                    f"{shown(value)} is not kept by vLLM's speculative decoding: set {name} = {key.default:g}, or "
+                    f"remove {where}",
                 )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from streamrl.base.types import TokenDistribution
+from streamrl.recipe.fields import keys_of
 from streamrl.recipe.objective import KlEstimator, Proximal, RatioLevel
 from streamrl.recipe.objectives.method import KlPlace, Surrogate
 from streamrl.recipe.objectives.ppo import CriticKeys
@@ -142,13 +144,14 @@ def values_with_an_effect(recipe: Recipe) -> Broken:
             'k1 in the loss has a gradient of mean 0, so that it holds the policy nowhere: set kl_estimator = "k2" '
             'or "k3", or kl_in = "reward"',
         )
-    for name, default in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+    for key in keys_of(TokenDistribution).values():
+        name = key.name
         value = getattr(recipe.sampling, name)
-        if settings.has_reference and value != default:
+        if settings.has_reference and name != "temperature" and value != key.default:
             yield Problem(
                 "objective.kl_coefficient",
                 f"{shown(objective.kl_coefficient)} has no KL to estimate with sampling.{name} = {shown(value)}, which "
-                f"cuts policy and reference to different tokens: set sampling.{name} = {default:g}, or remove "
+                f"cuts policy and reference to different tokens: set sampling.{name} = {key.default:g}, or remove "
                 "kl_coefficient",
             )
     if settings.has_critic and objective.value_coefficient == 0:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE
+from streamrl.base.types import TokenDistribution
 from streamrl.run.environments.endpoint_session import ApiError, ChatRequest, digest_of, message_digest
 
 Body = dict[str, Any]
@@ -19,7 +20,7 @@ Content = str | list[Body] | None
 _Positive = Annotated[int, msgspec.Meta(ge=1)] | None
 
 # Parameters that the run decides: they are accepted, ignored and counted.
-_RUN_DECIDES = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_sequences", "seed", "logit_bias", "best_of"}
+_RUN_DECIDES = {*TokenDistribution.__struct_fields__, "stop", "stop_sequences", "seed", "logit_bias", "best_of"}
 _RUN_DECIDES |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "parallel_tool_calls"}
 _RUN_DECIDES |= {"reasoning", "reasoning_effort", "thinking", "verbosity", "chat_template_kwargs"}
 # Parameters that do not change the answer, so that they are no part of a request's digest.

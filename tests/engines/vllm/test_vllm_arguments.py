@@ -168,7 +168,7 @@ async def test_speculation_samples_from_the_same_distribution(
 def assert_exact(path: Path, pairs: list[tuple[Generate, Completion]]) -> None:
     from transformers import Qwen2ForCausalLM
 
-    from streamrl.learning.objective.logprobs import nucleus_mask, token_logprobs
+    from streamrl.learning.objective.logprobs import removed_tokens, token_logprobs
 
     model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32)
     chance, ratios, counts = random.Random(1), [], [0] * BINS
@@ -177,10 +177,13 @@ def assert_exact(path: Path, pairs: list[tuple[Generate, Completion]]) -> None:
         targets = sequence[-count:]
         with torch.no_grad():
             logits = model(sequence[None]).logits[0, -count - 1 : -1] / request.temperature
-        nucleus = {"top_k": request.top_k, "top_p": request.top_p}
-        ours, _ = token_logprobs(logits, targets, **nucleus)
+        settings = msgspec.structs.replace(request, temperature=1.0)
+        ours, _ = token_logprobs(logits, targets, settings)
         ratios += (ours - torch.tensor(completion.behavior_logprobs.tolist())).exp().tolist()
-        removed = nucleus_mask(logits, request.top_p, targets, top_k=request.top_k)
+        removed = removed_tokens(logits, settings)
+        if removed is None:
+            removed = torch.zeros_like(logits, dtype=torch.bool)
+        removed.scatter_(-1, targets[:, None], False)
         shares = logits.masked_fill(removed, -torch.inf).softmax(-1)
         for share, target in zip(shares, targets.tolist(), strict=True):
             # Uniform, where the token was drawn from these shares given all before it.

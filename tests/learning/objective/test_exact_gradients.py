@@ -28,6 +28,7 @@ from torch.func import functional_call  # noqa: E402
 from streamrl.base.types import (  # noqa: E402
     FinishReason,
     Prompt,
+    SamplingSettings,
     ScoredTrajectory,
     Segment,
     TrainingGroup,
@@ -60,6 +61,7 @@ SIZES = [4, 3, 5, 2, 4, 1]
 CAPPED = 40
 TOLERANCE = 3e-6
 DEFAULT, BEHAVIOR = OffPolicy(cap=1.3), OffPolicy(proximal=Proximal.BEHAVIOR)
+DEFAULT_SAMPLING = SamplingSettings()
 
 
 # Whether each segment is sampled and what it goes on from; the sampled ones in the order in which they are trained.
@@ -196,8 +198,7 @@ class Reference:
         settings: ObjectiveSettings,
         off_policy: OffPolicy,
         *,
-        temperature: float = 1.0,
-        min_tokens: int = 0,
+        sampling: SamplingSettings = DEFAULT_SAMPLING,
         end_tokens: tuple[int, ...] = (),
         updates_per_batch: int = 1,
         epochs_per_batch: int = 1,
@@ -205,8 +206,8 @@ class Reference:
         credit: Credit = Credit.TRAJECTORY,
     ) -> None:
         self.groups, self.settings, self.off_policy, self.credit = groups, settings, off_policy, credit
-        self.temperature, self.updates, self.shortest_first = temperature, updates_per_batch, shortest_first
-        self.early = min_tokens, list(end_tokens)
+        self.temperature, self.updates, self.shortest_first = sampling.temperature, updates_per_batch, shortest_first
+        self.early = sampling.min_tokens, list(end_tokens)
         self.steps = updates_per_batch * epochs_per_batch
         self.lengths: list[float] = []
         self.model = reference_model(path).double()
@@ -467,6 +468,8 @@ def objective(algorithm: str = "grpo", **fields: Any) -> Objective:
 
 TWICE, THRICE = {"updates_per_batch": 2}, {"updates_per_batch": 3}
 BASELINE = "reinforce_plus_plus_baseline"
+COLDER = {"sampling": SamplingSettings(temperature=0.7)}
+AT_LEAST = {"sampling": SamplingSettings(min_tokens=3)}
 SORTED, EPOCHS = {"shortest_first": True}, {"epochs_per_batch": 2}
 CASES = {
     f"{algorithm}, updates {updates}": Case(
@@ -549,9 +552,9 @@ CASES = {
         for credit in (Credit.TURN, Credit.RETURN_TO_GO)
         for algorithm, kl, buffer in [("dapo", 0.0, 20), ("rloo", 0.1, 0), ("ppo", 0.1, 0), (BASELINE, 0.0, 0)]
     },
-    "temperature": Case(objective(kl_coefficient=0.1, entropy_coefficient=0.02), options={"temperature": 0.7}),
+    "temperature": Case(objective(kl_coefficient=0.1, entropy_coefficient=0.02), options=COLDER),
     "no end among the first tokens of a turn": Case(
-        objective("ppo", kl_coefficient=0.1, entropy_coefficient=0.02), options={"min_tokens": 3, "end_tokens": (1, 2)}
+        objective("ppo", kl_coefficient=0.1, entropy_coefficient=0.02), options=AT_LEAST | {"end_tokens": (1, 2)}
     ),
 }
 
@@ -615,7 +618,7 @@ def test_samples_carry_the_temperature_that_sampled_them(
     settings = CASES["temperature"].objective
     (found,), (wanted,) = (
         steps_of(started(start_trainer, tiny_model, settings, OffPolicy(), **options), given)[0]
-        for given, options in ((carried, {}), (batch.groups, {"temperature": 0.7}))
+        for given, options in ((carried, {}), (batch.groups, COLDER))
     )
     assert all(torch.equal(tensor, found.gradient[name]) for name, tensor in wanted.gradient.items())
 

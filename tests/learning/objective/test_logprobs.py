@@ -8,7 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from streamrl.learning.objective.logprobs import nucleus_mask, token_logprobs  # noqa: E402
+from streamrl.base.types import TokenDistribution as Settings  # noqa: E402
+from streamrl.learning.objective.logprobs import removed_tokens, token_logprobs  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -19,10 +20,10 @@ def test_token_logprobs_by_hand() -> None:
     assert float(logprobs) == pytest.approx(math.log(0.3), rel=1e-5)
     assert float(entropy) == pytest.approx(-sum(p * math.log(p) for p in (0.5, 0.3, 0.15, 0.05)), rel=1e-5)
     # temperature 0.5 squares the probabilities
-    logprobs, _ = token_logprobs(logits, torch.tensor([1]), temperature=0.5)
+    logprobs, _ = token_logprobs(logits, torch.tensor([1]), Settings(temperature=0.5))
     assert float(logprobs) == pytest.approx(math.log(0.09 / (0.25 + 0.09 + 0.0225 + 0.0025)), rel=1e-5)
     # top-p 0.7: ascending sums 0.05, 0.2 are <= 0.3 and go; 0.5 and 0.3 stay
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1]), top_p=0.7)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1]), Settings(top_p=0.7))
     assert float(logprobs) == pytest.approx(math.log(0.3 / 0.8), rel=1e-5)
     assert float(entropy) == pytest.approx(-sum(p * math.log(p) for p in (0.5 / 0.8, 0.3 / 0.8)), rel=1e-5)
 
@@ -30,7 +31,7 @@ def test_token_logprobs_by_hand() -> None:
 def test_min_p_top_k_and_excluded_tokens_by_hand() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
     for cut in ({"top_k": 2}, {"min_p": 0.59}, {"min_p": 0.29, "top_k": 2}):
-        logprobs, entropy = token_logprobs(logits, torch.tensor([1]), **cut)
+        logprobs, entropy = token_logprobs(logits, torch.tensor([1]), Settings(**cut))
         assert float(logprobs) == pytest.approx(math.log(0.3 / 0.8), rel=1e-5)
         assert float(entropy) == pytest.approx(-sum(p * math.log(p) for p in (0.5 / 0.8, 0.3 / 0.8)), rel=1e-5)
     early = torch.tensor([True, False])
@@ -40,10 +41,11 @@ def test_min_p_top_k_and_excluded_tokens_by_hand() -> None:
 
 def test_sampled_token_stays_in_the_nucleus() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    assert nucleus_mask(logits, 0.7, torch.tensor([0])).tolist() == [[False, False, True, True]]
-    assert nucleus_mask(logits, 0.7, torch.tensor([3])).tolist() == [[False, False, True, False]]
+    assert removed_tokens(logits, Settings(top_p=0.7)).tolist() == [[False, False, True, True]]
+    logprobs, _ = token_logprobs(logits, torch.tensor([3]), Settings(top_p=0.7))
+    assert float(logprobs) == pytest.approx(math.log(0.05 / 0.85), rel=1e-5)
     # 1 - p rounds to 1: the most likely token stays all the same
-    assert nucleus_mask(logits, 1e-9, torch.tensor([2])).tolist() == [[False, True, False, True]]
+    assert removed_tokens(logits, Settings(top_p=1e-9)).tolist() == [[False, True, True, True]]
 
 
 @pytest.mark.vllm
@@ -55,7 +57,7 @@ def test_nucleus_is_that_of_vllm(top_k: int, top_p: float) -> None:
     k = torch.full((500,), min(top_k, 32)) if top_k else None
     theirs = sampler.apply_top_k_top_p_pytorch(logits.clone(), k, torch.full((500,), top_p)).log_softmax(-1)
     targets = theirs.exp().multinomial(1)[:, 0]
-    ours, _ = token_logprobs(logits, targets, top_p=top_p, top_k=top_k)
+    ours, _ = token_logprobs(logits, targets, Settings(top_p=top_p, top_k=top_k))
     # one token more or less in the nucleus would move a logprob by 1e-3 at least
     torch.testing.assert_close(ours, theirs.gather(1, targets[:, None])[:, 0], rtol=0, atol=2e-6)
 
@@ -69,16 +71,17 @@ def test_gradient_equals_that_of_log_softmax(temperature: float, top_p: float, e
     weights = torch.randn(2, 40, dtype=torch.float64)
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
 
-    logprobs, entropy = token_logprobs(
-        ours, targets, temperature=temperature, top_p=top_p, entropy_gradient=entropy_gradient
-    )
+    settings = Settings(temperature=temperature, top_p=top_p)
+    logprobs, entropy = token_logprobs(ours, targets, settings, entropy_gradient=entropy_gradient)
     assert entropy.requires_grad is entropy_gradient
     loss = (weights[0] * logprobs).sum()
     if entropy_gradient:
         loss = loss + (weights[1] * entropy).sum()
     loss.backward()
 
-    keep = ~nucleus_mask(logits / temperature, top_p, targets) if top_p < 1 else torch.ones_like(logits).bool()
+    keep = torch.ones_like(logits, dtype=torch.bool)
+    if top_p < 1:
+        keep = ~removed_tokens(logits / temperature, settings).scatter(-1, targets[:, None], False)
     expected = logits.new_zeros(())
     for row, target in enumerate(targets.tolist()):
         kept = (theirs[row] / temperature)[keep[row]].log_softmax(-1)
@@ -98,7 +101,9 @@ def test_large_logits_and_no_rows_are_finite() -> None:
     assert entropy.tolist() == pytest.approx([0.0, math.log(3), 0.0], abs=1e-3)
     (logprobs.sum() + entropy.sum()).backward()
     assert bool(torch.isfinite(logits.grad).all())
-    nothing, _ = token_logprobs(torch.zeros(0, 5, requires_grad=True), torch.zeros(0, dtype=torch.int64), top_p=0.5)
+    nothing, _ = token_logprobs(
+        torch.zeros(0, 5, requires_grad=True), torch.zeros(0, dtype=torch.int64), Settings(top_p=0.5)
+    )
     nothing.sum().backward()
 
 
