@@ -22,7 +22,7 @@ from streamrl.engines.step_cost import StepCost  # noqa: E402
 from streamrl.learning.batches.processed_logprobs import processed_logprobs  # noqa: E402
 from streamrl.learning.model.policy import empty_micro_batch  # noqa: E402
 from streamrl.learning.options import TrainerOptions, trainer_options  # noqa: E402
-from streamrl.recipe.fields import keys_of  # noqa: E402
+from streamrl.recipe.field_types import keys_of  # noqa: E402
 from streamrl.recipe.sections import Recipe, Sampling  # noqa: E402
 from streamrl.stages.episodes import Episodes  # noqa: E402
 

@@ -1,7 +1,7 @@
 """Logprobs of sampled tokens under the distribution that the engine sampled from, and its entropy.
 
 ``batches.processed_logprobs`` calls it in each trainer rank, and vLLM's worker on a CPU calls ``removed_tokens``
-(``engines.vllm.continuation``). Outside of vLLM a sampling setting has its effect here alone. Shapes: ``N`` trained
+(``engines.vllm.sampler_patches``). Outside of vLLM a sampling setting has its effect here alone. Shapes: ``N`` trained
 tokens, ``V`` vocabulary."""
 
 from __future__ import annotations

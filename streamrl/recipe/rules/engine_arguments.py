@@ -8,7 +8,7 @@ from typing import Any
 
 from streamrl.base.types import SamplingSettings
 from streamrl.recipe.dialects.foreign_keys import owned_arguments
-from streamrl.recipe.fields import keys_of
+from streamrl.recipe.field_types import keys_of
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rules.rule import Broken, Problem, rule
 from streamrl.recipe.sections import ROUNDING, STAGES, Recipe

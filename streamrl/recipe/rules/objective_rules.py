@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from streamrl.base.types import TokenDistribution
-from streamrl.recipe.fields import keys_of
+from streamrl.recipe.field_types import keys_of
 from streamrl.recipe.objective import KlEstimator, Proximal, RatioLevel
 from streamrl.recipe.objectives.method import KlPlace, Surrogate
 from streamrl.recipe.objectives.ppo import CriticKeys
