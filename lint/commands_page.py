@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 
-from streamrl.cli.help_texts.examples import EXAMPLES
 from streamrl.cli.main import COMMANDS
 
 _HEAD = """# Commands
@@ -13,8 +12,8 @@ _HEAD = """# Commands
 `streamrl COMMAND --help` prints the arguments of a command and an example.
 Made by `python lint/commands_page.py`; a test compares.
 
-| command | what it does | example |
-|---|---|---|"""
+| command | what it does |
+|---|---|"""
 
 _FOOT = """
 `RUN` is the directory of a run; `runs/latest` is the newest one. `--json` prints JSON on stdout and nothing else there.
@@ -25,7 +24,7 @@ was done."""
 
 def page() -> str:
     """Return the page as it must stand in the repository."""
-    rows = [f"| `{name}` | {text} | `streamrl {EXAMPLES.get(name, name)}` |" for name, (_, text) in COMMANDS.items()]
+    rows = [f"| `{name}` | {text} |" for name, (_, text) in COMMANDS.items()]
     return "\n".join([_HEAD, *rows, _FOOT]) + "\n"
 
 

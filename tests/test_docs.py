@@ -23,6 +23,17 @@ from streamrl.cli.main import COMMANDS
 NAMED = [str(page.relative_to(ROOT)) for page in pages()]
 LOADED = re.compile(r"<(?:script|link|img|iframe|style|source)\b|@import|url\(|!\[[^\]]*\]\([a-z]+:", re.IGNORECASE)
 CODE = re.compile(r"`([^`\n]+)`")
+WITHOUT_COMMAND = {
+    "docs/how_it_works.md",
+    "docs/glossary.md",
+    "docs/recipe.md",
+    "docs/metrics.md",
+    "docs/commands.md",
+    "docs/evidence/benchmarks.md",
+    "docs/evidence/papers.md",
+    "docs/evidence/log.md",
+}
+"""Pages to look something up, or to read."""
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -40,6 +51,29 @@ def test_links_of_a_page_lead_to_files_and_headings_and_load_nothing(name: str) 
     assert not wrong, f"{name}: no such file or heading"
     outside_of_code = CODE.sub("", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
     assert not LOADED.findall(outside_of_code), "a page of the site loads something, or is HTML"
+
+
+GUIDES = [name for name in NAMED if name.startswith("docs/") and not name.startswith("docs/adr/")]
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_page_begins_with_what_to_type_in_short_lines(name: str) -> None:
+    """A title that has a subject, then a command or a recipe; lines of prose have 120 characters at most."""
+    text = (ROOT / name).read_text()
+    head = text.partition("\n## ")[0]
+    assert "```" in head or name in WITHOUT_COMMAND
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL).splitlines()
+    assert [line for line in prose if len(line) > 120 and not line.startswith(("|", "!", "    "))] == []
+
+
+def test_files_that_pages_name_exist() -> None:
+    """Of the tree; a file of a user's or of a run has a name in capitals, or no folder."""
+    wrong = []
+    for name in (*GUIDES, "README.md", "SECURITY.md"):
+        for file in re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|toml|json|txt))(?::\w+)?`", (ROOT / name).read_text()):
+            places = [ROOT / file, ROOT / "streamrl" / file]
+            wrong += [f"{name}: {file}"] if not any(place.exists() for place in places) else []
+    assert wrong == []
 
 
 def test_files_and_names_of_contributing_exist() -> None:
