@@ -34,6 +34,20 @@ WITHOUT_COMMAND = {
     "docs/evidence/log.md",
 }
 """Pages to look something up, or to read."""
+GUIDES_WITH_KEYS = [
+    f"docs/{name}.md"
+    for name in (
+        "failures",
+        "gpus_and_hosts",
+        "how_it_works",
+        "limits",
+        "one_machine",
+        "python",
+        "rewards",
+        "scheduling",
+        "take_out",
+    )
+]
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -148,7 +162,7 @@ def keys() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["docs/failures.md", "docs/gpus_and_hosts.md", "docs/how_it_works.md"])
+@pytest.mark.parametrize("name", GUIDES_WITH_KEYS)
 def test_metrics_and_keys_of_the_guides_are_there(name: str) -> None:
     sections = {key.partition(".")[0] for key in keys()}
     wrong = []
