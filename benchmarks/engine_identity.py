@@ -33,7 +33,7 @@ from streamrl.base.seeds import derive_seed
 from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.engines.resumption import with_unverified_tokens
 from streamrl.engines.vllm.cpu_kernels import KERNELS_VARIABLE
-from streamrl.engines.vllm.engine import VllmEngine
+from streamrl.engines.vllm.engine import RunEngine
 from streamrl.engines.vllm.held_outputs import HELD_VARIABLE
 from streamrl.engines.vllm.options import engine_options
 from streamrl.engines.vllm.sampler_patches import NUMBERS_VARIABLE
@@ -55,7 +55,7 @@ VARIANTS: dict[str, dict[str, str]] = {
 class Trial:
     """One engine, its requests and what came of them."""
 
-    def __init__(self, engine: VllmEngine, publisher: WeightPublisher, bits: dict[str, Any], count: int) -> None:
+    def __init__(self, engine: RunEngine, publisher: WeightPublisher, bits: dict[str, Any], count: int) -> None:
         recipe = load_recipe(DEMO)
         tokenizer, chance = load_tokenizer(recipe.model.path), random.Random(7)
         self.engine, self.publisher, self.bits = engine, publisher, bits
@@ -185,7 +185,7 @@ async def answers(count: int, *, disturbed: bool) -> tuple[dict[str, float], lis
             ShardSpec(name=name, dtype="bfloat16", shape=tuple(t.shape), offset=0, count=t.numel())
             for name, t in tensors.items()
         ]
-        engine = VllmEngine(options)
+        engine = RunEngine(options)
         publisher = WeightPublisher(f"ipc://{directory}/w", run_id="identity", rank=0, shards=shards)
         publisher.start()
         try:

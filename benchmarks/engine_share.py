@@ -48,7 +48,7 @@ def core_alone(batches: int, model: str) -> dict[str, float]:
 
         from streamrl.base.messages import Generate
         from streamrl.base.types import token_array
-        from streamrl.engines.plain_vllm.engine import sampling_params
+        from streamrl.engines.async_llm.engine import sampling_params
 
         config = engine_config(options)
         core = EngineCore(config, Executor.get_class(config), log_stats=False)

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from streamrl.base.concurrent_calls import all_of
 from streamrl.base.messages import Generate
-from streamrl.engines.vllm.engine import VllmEngine
+from streamrl.engines.vllm.engine import RunEngine
 from streamrl.engines.vllm.options import engine_options
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rules.load_recipe import load_recipe
@@ -33,7 +33,7 @@ def sampled(recipe: Any) -> list[Any]:
     rows = Path(recipe.prompts.train).read_text().splitlines()
     asked = dict(enumerate(tokenizer.encode(json.loads(row)["prompt"]) for row in rows))
 
-    async def ask(engine: VllmEngine) -> None:
+    async def ask(engine: RunEngine) -> None:
         while asked and sum(len(completion.token_ids) for _, completion in pairs) < TOKENS:
             seed, ids = asked.popitem()
             request = Generate(request_id=f"{seed}", token_ids=ids, seed=seed, **structs.asdict(recipe.sampling))
@@ -42,7 +42,7 @@ def sampled(recipe: Any) -> list[Any]:
     async def run(directory: str) -> None:
         options = structs.replace(engine_options(recipe, 0, directory), max_num_seqs=AT_ONCE)
         os.environ.update(options.environment | {"OMP_NUM_THREADS": "1"})
-        engine = VllmEngine(options)
+        engine = RunEngine(options)
         await engine.start()
         began_s = time.monotonic()
         await all_of([lambda: ask(engine)] * AT_ONCE)

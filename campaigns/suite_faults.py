@@ -71,13 +71,13 @@ FAULTS = {
         "engines/test_engine_pool.py engines stages run",
     ),
     "stop token left out": Fault(
-        "engines/plain_vllm/engine.py",
+        "engines/async_llm/engine.py",
         "stop_token_ids=list(self._end_tokens), **changes)",
         "stop_token_ids=list(self._end_tokens)[1:], **changes)",
         "engines/vllm/test_vllm_contract.py engines/vllm/test_engine_options.py engines",
     ),
     "request without seed": Fault(
-        "engines/plain_vllm/engine.py",
+        "engines/async_llm/engine.py",
         '"seed": request.seed,\n',
         '"seed": None,\n',
         "engines/vllm/test_vllm_contract.py engines/vllm/test_engine_options.py engines",

@@ -7,7 +7,7 @@ contract          implementations in the product                                
 ================  ===================================================================  ===========================
 ``RoundPolicy``   six kinds of rounds (``control``, ``control.policies``)              ``rollout.policy``
 ``GroupSizer``    three sizings (``control.policies.group_sizing``)                    ``group_sizing.kind``
-``Engine``        vLLM, plain vLLM, simulated, in another process (``engines``)        ``engines.kind``
+``Engine``        vLLM, simulated, in another process (``engines``)                    ``engines.kind``
 ``Publisher``     deltas over sockets (``weights``), files (``learning.state``)        ``launch.roles``
 ``WeightPush``    one transaction (``engines.push``), a plain one (``run.plain_push``)  ``Controller(sync=...)``
 ``PromptSource``  rows, tasks, iterators (``run.prompts``)                             ``prompts.train``

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "streamrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BASE = {"base", "recipe"}
 # What owns a vLLM, or runs inside of vLLM's own processes.
-WORKER_SIDE = ("streamrl/engines/plain_vllm/", "streamrl/engines/vllm/", "streamrl/weights/vllm/")
+WORKER_SIDE = ("streamrl/engines/async_llm/", "streamrl/engines/vllm/", "streamrl/weights/vllm/")
 # In a reward's own process, once the first completion comes.
 REWARD_MODEL = "streamrl/rewards/builtin/classifier_scores.py"
 # For mypy alone: an objective is read where there is no torch, and given tensors where there is.

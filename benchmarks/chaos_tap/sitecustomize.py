@@ -24,7 +24,7 @@ BORN = time.monotonic()
 TAPPED = {
     "streamrl.learning.trainer": ("TorchTrainer", ("train_group", "close_batch", "save_checkpoint")),
     "streamrl.engines.simulated.engine": ("SimulatedEngine", ("generate", "stage", "commit")),
-    "streamrl.engines.vllm.engine": ("VllmEngine", ("generate", "stage", "commit")),
+    "streamrl.engines.vllm.engine": ("RunEngine", ("generate", "stage", "commit")),
     "streamrl.run.journal.run_journal": ("RunJournal", ("on_event",)),
 }
 

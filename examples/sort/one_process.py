@@ -34,9 +34,9 @@ from streamrl.control.machine import Control
 from streamrl.control.round_policy import FixedSize
 from streamrl.control.settings import control_settings
 from streamrl.control.synchronous import SynchronousRounds
+from streamrl.engines.async_llm.engine import VllmEngine
+from streamrl.engines.async_llm.options import VllmOptions, environment_without_plugin
 from streamrl.engines.file_weights import FileWeights
-from streamrl.engines.plain_vllm.engine import PlainVllmEngine
-from streamrl.engines.plain_vllm.options import PlainOptions, plain_environment
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
 from streamrl.engines.simulated.text import LengthMixture
@@ -115,18 +115,18 @@ def simulated_engines() -> list[Engine]:
     return [SimulatedEngine(options, weights=FileWeights()) for _ in range(ENGINES)]
 
 
-def vllm_engine(recipe: Recipe, sockets: str) -> PlainVllmEngine:
+def vllm_engine(recipe: Recipe, sockets: str) -> VllmEngine:
     """vLLM with the model of ``recipe``, on a GPU where there is one; ``sockets``: a directory with a short path."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return PlainVllmEngine(
-        PlainOptions(
+    return VllmEngine(
+        VllmOptions(
             name="engine-0",
             model_path=recipe.model.path,
             device=device,
             dtype="float32" if device == "cpu" else "bfloat16",
             max_model_len=recipe.engines.max_model_len,
             max_num_seqs=WINDOW,
-            environment=plain_environment(sockets, device),
+            environment=environment_without_plugin(sockets, device),
         )
     )
 

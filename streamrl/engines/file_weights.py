@@ -1,7 +1,7 @@
 """The engine's side of a plain weight push: each announced version is one file with all weights, which
 ``learning.state.file_publisher`` has written.
 
-A simulated engine holds ``FileWeights``; a plain vLLM engine loads versions with ``FilePush``. Both are parts of a
+A simulated engine holds ``FileWeights``; a ``VllmEngine`` loads versions with ``FilePush``. Both are parts of a
 composition in one process (``examples/sort/one_process.py``); vLLM's workers read the file, too."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FileWeights:
 
 
 class FilePush:
-    """Loads versions into every worker of an ``AsyncLLM``. Implements ``plain_vllm.engine.WeightsInto``."""
+    """Loads versions into every worker of an ``AsyncLLM``. Implements ``async_llm.engine.WeightsInto``."""
 
     def __init__(self) -> None:
         self._staged: WeightAnnouncement | None = None

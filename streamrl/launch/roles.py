@@ -108,9 +108,9 @@ def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine
 
 def _vllm(options: EngineOptions) -> WatchedEngine:
     os.environ.update(options.environment)  # vLLM reads it when it is imported
-    from streamrl.engines.vllm.engine import VllmEngine
+    from streamrl.engines.vllm.engine import RunEngine
 
-    return VllmEngine(options)
+    return RunEngine(options)
 
 
 def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
@@ -205,7 +205,7 @@ async def run_judge(context: ChildContext) -> None:
 
     options = judge_options(context.recipe, context.socket_directory)
     os.environ.update(options.environment)  # vLLM reads it when it is imported
-    from streamrl.engines.vllm.engine import VllmEngine
+    from streamrl.engines.vllm.engine import RunEngine
     from streamrl.rewards.judge.server import serve_judge
 
     name = context.plan.name
@@ -213,4 +213,4 @@ async def run_judge(context: ChildContext) -> None:
     assert path is not None
     streams = controller_streams(context.topology, name, ("orders", JudgeOrder), ("reports", JudgeEvent))
     async with streams as (orders, reports):
-        await serve_judge(VllmEngine(options), context.recipe.judge, path, orders, reports, sleeps=options.sleeps)
+        await serve_judge(RunEngine(options), context.recipe.judge, path, orders, reports, sleeps=options.sleeps)

@@ -10,7 +10,7 @@ import msgspec
 
 from streamrl.base.messages import EngineEvent, EngineOrder
 from streamrl.engines.engine_host import serve_engine
-from streamrl.engines.vllm.engine import VllmEngine
+from streamrl.engines.vllm.engine import RunEngine
 from streamrl.engines.vllm.options import EngineOptions
 from streamrl.launch.roles import controller_streams
 from streamrl.recipe.topology import Topology
@@ -20,7 +20,7 @@ async def serve(options: EngineOptions) -> None:
     endpoints = {"engine.orders": sys.argv[2], "engine.completions": sys.argv[3]}
     topology = Topology(processes=(), endpoints=endpoints)
     streams = controller_streams(topology, "engine", ("orders", EngineOrder), ("completions", EngineEvent))
-    await serve_engine(VllmEngine(options), streams)
+    await serve_engine(RunEngine(options), streams)
 
 
 if __name__ == "__main__":  # vLLM spawns processes that import this file again

@@ -16,7 +16,7 @@ from streamrl.base.stage_messages import LaunchTrajectory, TrajectoryOutcome  # 
 from streamrl.base.types import Completion, Prompt, SamplingSettings, TrajectoryId, token_array  # noqa: E402
 from streamrl.comm.wire import OneFrameCodec  # noqa: E402
 from streamrl.contracts import Journal  # noqa: E402
-from streamrl.engines.plain_vllm.engine import sampling_params  # noqa: E402
+from streamrl.engines.async_llm.engine import sampling_params  # noqa: E402
 from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions  # noqa: E402
 from streamrl.engines.step_cost import StepCost  # noqa: E402
 from streamrl.learning.batches.processed_logprobs import processed_logprobs  # noqa: E402

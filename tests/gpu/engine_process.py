@@ -12,12 +12,12 @@ import msgspec
 
 from streamrl.base.messages import Generate
 from streamrl.base.types import token_array
-from streamrl.engines.vllm.engine import VllmEngine
+from streamrl.engines.vllm.engine import RunEngine
 from streamrl.engines.vllm.options import engine_options
 from streamrl.recipe.sections import Engines, Model, Prompts, Recipe, Reward, Sampling
 
 
-def engine_of(directory: Path, sockets: Path, device: str, index: int) -> VllmEngine:
+def engine_of(directory: Path, sockets: Path, device: str, index: int) -> RunEngine:
     recipe = Recipe(
         model=Model(path=str(directory)),
         prompts=Prompts(train=""),
@@ -26,7 +26,7 @@ def engine_of(directory: Path, sockets: Path, device: str, index: int) -> VllmEn
         engines=Engines(max_num_seqs=64, max_model_len=512, dtype="bfloat16", gpu_memory_utilization=0.3, count=2),
     )
     options = engine_options(recipe, index, sockets, device=device)
-    return VllmEngine(msgspec.structs.replace(options, sleeps=device == "cuda"))
+    return RunEngine(msgspec.structs.replace(options, sleeps=device == "cuda"))
 
 
 def request(seed: int, tokens: int, temperature: float = 1.0) -> Generate:
@@ -34,7 +34,7 @@ def request(seed: int, tokens: int, temperature: float = 1.0) -> Generate:
     return Generate(request_id=name, token_ids=prompt, max_tokens=tokens, seed=seed + 2**40, temperature=temperature)
 
 
-async def greedy_tokens(engine: VllmEngine) -> list[list[int]]:
+async def greedy_tokens(engine: RunEngine) -> list[list[int]]:
     return [list((await engine.generate(request(seed, 40, 0.0))).token_ids) for seed in range(2)]
 
 

@@ -20,7 +20,7 @@ ROOMS = (
 WITH = (
     *(f"learning/{part}" for part in ("batches", "model", "objective", "state")), "weights/codec",
     "recipe/cells", "recipe/dialects", "recipe/objectives", "recipe/rules", "recipe/schedules",
-    "engines/simulated", "engines/plain_vllm", "rewards/calls", "rewards/builtin",
+    "engines/simulated", "engines/async_llm", "rewards/calls", "rewards/builtin",
 )  # fmt: skip
 # The checkout is installed editable: a package that is not in the folder would be imported from there.
 NO_CHECKOUT = """

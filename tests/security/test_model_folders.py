@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.engines.plain_vllm.options import shared_environment
+from streamrl.engines.async_llm.options import shared_environment
 from streamrl.engines.vllm.options import model_config
 from streamrl.pretrained import weight_files
 from streamrl.pretrained.model_facts import read_model_facts

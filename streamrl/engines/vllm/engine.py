@@ -1,6 +1,6 @@
 """The vLLM engine of a run and of its judge.
 
-It extends the plain one (``engines.plain_vllm``): it takes pushed deltas, verifies unverified tokens, sleeps, counts
+It extends ``VllmEngine`` (``engines.async_llm``): it takes pushed deltas, verifies unverified tokens, sleeps, counts
 its steps, and reports which of its processes died. ``launch.roles`` makes one in each engine process and in the judge's
 process; ``engine_config`` also serves the model probe (``load_plan_probe``)."""
 
@@ -21,8 +21,8 @@ from streamrl.base.errors import ModelRefused
 from streamrl.base.messages import EngineLoad, EngineReady, Generate
 from streamrl.base.types import Completion, FinishReason, TokenArray, routed_within
 from streamrl.base.waits import note_phase
-from streamrl.engines.plain_vllm.engine import PlainVllmEngine, completion_of, routed_of
-from streamrl.engines.plain_vllm.options import vllm_config
+from streamrl.engines.async_llm.engine import VllmEngine, completion_of, routed_of
+from streamrl.engines.async_llm.options import vllm_config
 from streamrl.engines.resumption import (
     accepted_part,
     accepted_prefix,
@@ -47,7 +47,7 @@ from streamrl.weights import engine_environment, engine_push
 log = logging.getLogger(__name__)
 
 
-class VllmEngine(PlainVllmEngine):
+class RunEngine(VllmEngine):
     """One ``AsyncLLM`` and its processes. ``watch`` must run beside it, to notice the death of an idle engine."""
 
     def __init__(self, options: EngineOptions) -> None:

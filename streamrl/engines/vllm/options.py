@@ -14,10 +14,10 @@ from typing import Any
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import usable_cores
-from streamrl.engines.plain_vllm.options import (
+from streamrl.engines.async_llm.options import (
     CPU_BATCH_TOKENS,
     CPU_CACHE_BYTES,
-    PlainOptions,
+    VllmOptions,
     cpu_environment,
     shared_environment,
 )
@@ -47,7 +47,7 @@ PACKED_LINEAR_WIDTH = 256
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class EngineOptions(PlainOptions, frozen=True, kw_only=True):
+class EngineOptions(VllmOptions, frozen=True, kw_only=True):
     """Options of one vLLM engine of a run, or of its judge.
 
     ``cache_blocks``: number of KV blocks (0: vLLM decides from the free memory, on CUDA)

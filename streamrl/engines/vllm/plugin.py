@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from streamrl.base.run_process import name_shared_memory
-from streamrl.engines.plain_vllm.worker import die_with_parent, keep_linear_weights
+from streamrl.engines.async_llm.worker import die_with_parent, keep_linear_weights
 from streamrl.weights import ENGINE_VARIABLE, WEIGHT_BACKEND
 from streamrl.weights.vllm.linear_layers import LINEAR_VARIABLE
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from streamrl.base.run_process import signal_name
-from streamrl.engines.plain_vllm.worker import die_with_parent
+from streamrl.engines.async_llm.worker import die_with_parent
 from streamrl.weights import ENGINE_VARIABLE
 
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import usable_cores
-from streamrl.engines.plain_vllm.options import cpu_environment, shared_environment
+from streamrl.engines.async_llm.options import cpu_environment, shared_environment
 from streamrl.engines.vllm.options import (
     CPU_BLOCK_TOKENS,
     EngineOptions,

@@ -20,7 +20,7 @@ from streamrl.recipe.judge import Judge, YieldKind
 from streamrl.rewards.judge.gate import JudgeBatcher, JudgeEvent, JudgeOrder, JudgeReady
 
 if TYPE_CHECKING:
-    from streamrl.engines.vllm.engine import VllmEngine
+    from streamrl.engines.vllm.engine import RunEngine
 
 REPORT_S = 0.5
 
@@ -28,7 +28,7 @@ Move = Callable[[], Awaitable[None]]
 
 
 async def serve_judge(
-    engine: VllmEngine,
+    engine: RunEngine,
     judge: Judge,
     socket_path: Path,
     orders: ReceiveStream[JudgeOrder],
@@ -57,7 +57,7 @@ async def serve_judge(
 class _JudgeServer:
     """The engine with its gate and routes."""
 
-    def __init__(self, engine: VllmEngine, judge: Judge, socket_path: Path, tasks: TaskGroup, *, sleeps: bool) -> None:
+    def __init__(self, engine: RunEngine, judge: Judge, socket_path: Path, tasks: TaskGroup, *, sleeps: bool) -> None:
         self._engine = engine
         self._judge = judge
         self._socket_path = socket_path
@@ -100,7 +100,7 @@ class _JudgeServer:
             await anyio.sleep(REPORT_S)
 
 
-def _moves(engine: VllmEngine, judge: Judge, *, sleeps: bool) -> tuple[Move, Move]:
+def _moves(engine: RunEngine, judge: Judge, *, sleeps: bool) -> tuple[Move, Move]:
     """Return the functions that wake the judge and put it to rest. They are called while the judge answers no question,
     so no request is aborted."""
 

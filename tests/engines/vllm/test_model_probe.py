@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from streamrl.base.types import Prompt, token_array
-from streamrl.engines.plain_vllm.options import cpu_environment, shared_environment
+from streamrl.engines.async_llm.options import cpu_environment, shared_environment
 from streamrl.engines.vllm.options import EngineOptions
 from streamrl.prepare.recipe_probe import problem_of_model
 from streamrl.recipe.sections import Lora, LoraSync

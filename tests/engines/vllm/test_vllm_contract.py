@@ -22,7 +22,7 @@ FLAT = "vllm.logprobs.FlatLogprobs"
 RUNNER = {"runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner"}
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 HELD = {  # what holds an object of vLLM, by the file and the name there
-    "engines/plain_vllm/engine.py": {
+    "engines/async_llm/engine.py": {
         "_llm": LLM,
         "llm": LLM,
         "output": OUTPUT,
@@ -31,7 +31,7 @@ HELD = {  # what holds an object of vLLM, by the file and the name there
         "config": "vllm.config.VllmConfig",
         "model": "vllm.config.ModelConfig",
     },
-    "engines/plain_vllm/worker.py": {"model_runner": RUNNER["runner"]},
+    "engines/async_llm/worker.py": {"model_runner": RUNNER["runner"]},
     "engines/file_weights.py": {"llm": LLM},
     "engines/vllm/engine.py": {"_llm": LLM, "output": OUTPUT, "flat": FLAT, "config": "vllm.config.VllmConfig"},
     "engines/vllm/openai_form.py": {"_llm": LLM},

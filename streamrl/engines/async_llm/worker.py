@@ -1,7 +1,8 @@
 """Extensions of vLLM's own processes: they die with their parent, keep weights that can be changed, and load versions.
 
-vLLM imports this file in each worker of a plain engine before it builds the model (``worker_extension_cls``). The
-workers of a run's engine call the same functions from our plugin (``engines.vllm.plugin``)."""
+vLLM imports this file in each worker of an engine without our plugin, before it builds the model
+(``worker_extension_cls``). The workers of a run's engine call the same functions from our plugin
+(``engines.vllm.plugin``)."""
 
 from __future__ import annotations
 
@@ -70,6 +71,6 @@ def keep_linear_weights(*, packed: bool) -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-if os.environ.get("VLLM_PLUGINS") == "":  # a worker of a plain engine; in other workers our plugin does this
+if os.environ.get("VLLM_PLUGINS") == "":  # in workers of other engines our plugin does this
     die_with_parent()
     keep_linear_weights(packed=False)

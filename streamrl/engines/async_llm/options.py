@@ -1,6 +1,6 @@
-"""Options, variables and vLLM configuration of a plain vLLM engine.
+"""Options, process variables and vLLM configuration of an ``AsyncLLM`` engine.
 
-``plain_vllm.engine`` reads them when it starts vLLM. ``engines.vllm.options`` and ``rewards.judge.options`` build the
+``async_llm.engine`` reads them when it starts vLLM. ``engines.vllm.options`` and ``rewards.judge.options`` build the
 options of a run's engines and judge on them, in the processes that start or check these."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ number of blocks is set."""
 CPU_BATCH_TOKENS = 8192
 
 
-class PlainOptions(msgspec.Struct, frozen=True, kw_only=True):
+class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of one vLLM engine.
 
     ``environment``: variables that must be set before vllm is imported; vllm hands them on to its own processes
@@ -40,7 +40,7 @@ class PlainOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.device == "cpu"
 
 
-def plain_environment(socket_directory: str | Path, device: str) -> dict[str, str]:
+def environment_without_plugin(socket_directory: str | Path, device: str) -> dict[str, str]:
     """Return the variables of an engine without our plugin. vLLM's own sockets go into ``socket_directory`` (a short
     path)."""
     variables = shared_environment(socket_directory)
@@ -85,7 +85,7 @@ def inspect_models_here() -> None:
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
-def vllm_config(options: PlainOptions, **further: Any) -> Any:
+def vllm_config(options: VllmOptions, **further: Any) -> Any:
     """Return vLLM's configuration of the engine. ``further``: further arguments of ``AsyncEngineArgs``, which replace
     ours. Raises ``ValueError`` when vLLM rejects the arguments."""
     from vllm.engine.arg_utils import AsyncEngineArgs

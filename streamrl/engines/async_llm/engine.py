@@ -30,9 +30,9 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
+from streamrl.engines.async_llm.options import VllmOptions, vllm_config
+from streamrl.engines.async_llm.stop_strings import BEFORE, find_across_parts
 from streamrl.engines.file_weights import FilePush
-from streamrl.engines.plain_vllm.options import PlainOptions, vllm_config
-from streamrl.engines.plain_vllm.stop_strings import BEFORE, find_across_parts
 from streamrl.engines.resumption import accepted_part, empty_completion, remaining_tokens, without_unverified_tokens
 from streamrl.pretrained.tokenizer import end_tokens
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 UNCOMMITTED = -1
 """Policy version of weights that were never committed."""
 
-FILE_WORKER = "streamrl.engines.plain_vllm.worker.FileWorker"
+FILE_WORKER = "streamrl.engines.async_llm.worker.FileWorker"
 WATCH_SECONDS = 0.05
 SHUTDOWN_SECONDS = 1.0
 """Time limit for vLLM's shutdown. An engine on a CPU never ends within vLLM's own 5 s, and has nothing to save."""
@@ -60,12 +60,12 @@ class WeightsInto(Protocol):
     async def commit(self, llm: Any, policy_version: int) -> OrderDone: ...
 
 
-class PlainVllmEngine:
+class VllmEngine:
     """One ``AsyncLLM`` and its processes. ``weights``: loader of versions (None: ``FilePush``, from files)."""
 
-    def __init__(self, options: PlainOptions, *, weights: WeightsInto | None = None) -> None:
+    def __init__(self, options: VllmOptions, *, weights: WeightsInto | None = None) -> None:
         self._name = options.name
-        self._plain = options
+        self._vllm_options = options
         self._weights = weights or FilePush()
         self._thread = DedicatedThread(f"{options.name}-owner")
         self._llm: Any = None
@@ -82,8 +82,8 @@ class PlainVllmEngine:
 
     async def start(self) -> EngineReady:
         """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
-        os.environ.update(self._plain.environment)
-        self._end_tokens = (await self._thread.call(partial(end_tokens, self._plain.model_path))).ids
+        os.environ.update(self._vllm_options.environment)
+        self._end_tokens = (await self._thread.call(partial(end_tokens, self._vllm_options.model_path))).ids
         try:
             self._llm = await self._thread.call(self._build)
             find_across_parts()
@@ -91,7 +91,7 @@ class PlainVllmEngine:
             raise
         except Exception as error:
             raise EngineError(
-                f"{self._name}: vLLM could not load {self._plain.model_path}: {error};"
+                f"{self._name}: vLLM could not load {self._vllm_options.model_path}: {error};"
                 " the log of its EngineCore process says more"
             ) from error
         await self._llm.get_supported_tasks()  # cached by vLLM; every request needs it
@@ -99,8 +99,8 @@ class PlainVllmEngine:
         return EngineReady(
             engine=self._name,
             policy_version=self._policy_version,
-            max_model_len=self._plain.max_model_len,
-            max_num_seqs=self._plain.max_num_seqs,
+            max_model_len=self._vllm_options.max_model_len,
+            max_num_seqs=self._vllm_options.max_num_seqs,
         )
 
     async def watch(self) -> None:
@@ -190,7 +190,7 @@ class PlainVllmEngine:
         transforms when it loads them."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        config = vllm_config(self._plain, worker_extension_cls=FILE_WORKER)
+        config = vllm_config(self._vllm_options, worker_extension_cls=FILE_WORKER)
         model = config.model_config
         if model.quantization or model.is_moe or model.use_mla:
             raise ModelRefused(
@@ -207,7 +207,7 @@ class PlainVllmEngine:
         pauses = self._pauses  # read before the first await: the same number as in the cache salt of the request
         output = await self._output(request, **changes)
         completion = structs.replace(completion_of(output.outputs[0]), routed=routed_of(request, output.outputs[0]))
-        if not self._plain.prefix_caching:
+        if not self._vllm_options.prefix_caching:
             return completion
         tokens = output.num_cached_tokens or 0
         block = self._block_tokens

@@ -1,7 +1,7 @@
 """Stop strings of a completion that is sampled in several requests, its parts.
 
 vLLM searches the text of each request alone. The tokens of earlier parts are in the prompt of the next request, so vLLM
-would miss a stop string that begins in one part and ends in the next. ``PlainVllmEngine.start`` patches vLLM's front
+would miss a stop string that begins in one part and ends in the next. ``VllmEngine.start`` patches vLLM's front
 end, in the process that owns the engine."""
 
 from __future__ import annotations
