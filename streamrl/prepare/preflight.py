@@ -29,6 +29,7 @@ from streamrl.observe.trackers.available_trackers import tracker_problems
 from streamrl.prepare.gpu_demand import facts_of, gpu_placement
 from streamrl.prepare.machine_check import (
     GIB,
+    INSTALL,
     LONGEST_SOCKET_PATH,
     available_memory,
     engine_package,
@@ -246,7 +247,7 @@ def _live_rewards(recipe: Recipe, snapshot: RewardsSnapshot) -> str:
 def _installation(recipe: Recipe) -> Iterator[str]:
     if not recipe.on_one_host:
         return
-    remedy = "run `make venv` (CPU) or `pip install 'streamrl[vllm]'` (CUDA); `streamrl check` tells more"
+    remedy = f"{INSTALL}; `streamrl check` tells more"
     if recipe.engines.kind is EngineKind.VLLM and engine_package() is None:
         yield f"vllm is not installed, and this run would start {recipe.engines.count} engines: {remedy}"
     for package in ("torch", "transformers"):

@@ -140,9 +140,8 @@ class Proximal(StrEnum):
 
     ``behavior``: the version that sampled the token. ``decoupled``: the trainer's policy before this step, so that r
     starts at 1 and only the correction handles staleness (AReaL, arXiv 2505.24298); with one update a batch no token is
-    clipped, and delayed steps overshoot (docs/evidence/log.md). ``interpolated``, the default: between the two in log
-    space, the nearer to the trainer's the staler the token (A-3PO, arXiv 2512.06547), so that tokens are still
-    clipped."""
+    clipped, and delayed steps overshoot. ``interpolated``, the default: between the two in log space, the
+    nearer to the trainer's the staler the token (A-3PO, arXiv 2512.06547), so that tokens are still clipped."""
 
     BEHAVIOR = "behavior"
     DECOUPLED = "decoupled"

@@ -32,7 +32,9 @@ def test_without_torch_and_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     found = by_name(check_machine())
     assert [found[name].state for name in ("torch", "transformers", "vllm")] == [State.FAIL] * 3
     assert found["vllm"].detail == "not installed: no engines"
-    assert found["vllm"].remedy == "on a CUDA host: pip install 'streamrl[vllm]'; on a CPU host: make venv"
+    remedy = found["vllm"].remedy
+    assert remedy.startswith("on a CUDA host: pip install 'streamrl[vllm]'; on a CPU host: PIP_EXTRA_INDEX_URL=")
+    assert Path(remedy.split()[-1]).read_text().count("==") > 200, "the lock that is named is there"
     assert "cuda" not in found
     assert main(["check"]) == 1, "a script can ask for the exit code"
 

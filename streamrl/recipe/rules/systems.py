@@ -90,11 +90,11 @@ SYSTEMS: Mapping[System, tuple[Setting, ...]] = {
         Setting("objective.algorithm", "grpo", "abstract (DAPO, too)"),
     ),
     System.FASTEST: (
-        _essential("rollout.rounds", "auto", "ours: docs/scheduling.md, Auto", "tail_batching"),
+        _essential("rollout.rounds", "auto", "ours: rollout.rounds", "tail_batching"),
         _essential("rollout.max_staleness", 0, "ours: on-policy"),
-        Setting("rollout.advanced.presubmit", True, "ours: docs/scheduling.md, Rounds"),
-        _essential("tail_batching.deferred_prompts", "verify", "ours: docs/scheduling.md", "replay", "regenerate"),
-        Setting("tail_batching.long_round_batches", 4, "ours: docs/scheduling.md, Rounds"),
+        Setting("rollout.advanced.presubmit", True, "ours"),
+        _essential("tail_batching.deferred_prompts", "verify", "ours", "replay", "regenerate"),
+        Setting("tail_batching.long_round_batches", 4, "ours"),
     ),
     System.SYNCHRONOUS: (
         _essential("rollout.rounds", "synchronous", "the baseline"),

@@ -318,7 +318,7 @@ def require_isolation(layers: LayersFound) -> None:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in layers.missing.items()) or "none was asked for"
     raise RecipeError(
         f'reward "code" would run a model\'s code without isolation on this machine ({reasons}): allow user '
-        "namespaces (kernel.unprivileged_userns_clone = 1, or see docs/rewards.md for containers), or a "
+        "namespaces (kernel.unprivileged_userns_clone = 1; in Docker --security-opt seccomp=unconfined), or a "
         "kernel with seccomp filters on x86-64 or aarch64; or set rewards.options.allow_unsandboxed = true to "
         f"run it as user {os.getuid()} with everything that user may do"
     )
