@@ -9,7 +9,7 @@ contract          implementations in the product                                
 ``GroupSizer``    three sizings (``control.policies.group_sizing``)                    ``group_sizing.kind``
 ``Engine``        vLLM, simulated, in another process (``engines``)                    ``engines.kind``
 ``Publisher``     deltas over sockets (``weights``), files (``learning.state``)        ``launch.roles``
-``WeightPush``    one transaction (``engines.push``), a plain one (``run.plain_push``)  ``Controller(sync=...)``
+``WeightPush``    one transaction over the engines (``engines.push``)                  ``Controller(sync=...)``
 ``PromptSource``  rows, tasks, iterators (``run.prompts``)                             ``prompts.train``
 ``Observer``      report, elastic engines, audit, a resumed run                        ``run.advanced.observers``
 ``Sink``          ``metrics.jsonl``, the metrics socket (``observe.sinks``)            ``Pipeline(sinks=[...])``

@@ -1,10 +1,10 @@
 """The whole loop in one process, of streamrl's kernel alone: what a run consists of, on a page.
 
-    python one_process.py [synchronous | continuous] [DIRECTORY] [simulated | vllm]
+    python one_process.py [synchronous | continuous] [DIRECTORY]
 
 Two simulated engines sample random text, so only the second reward, the share of digits, tells completions apart: this
-shows the parts, not learning. With `vllm`, one engine samples from the policy, for three steps. `streamrl train
-recipe.toml` trains on several, each in a process of its own."""
+shows the parts, not learning. The weights of each step are pushed as in a run. `streamrl train recipe.toml` samples
+from the policy, with vLLM and each part in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from typing import Any
 
 import anyio
 import tokenizers
-import torch
 from msgspec.structs import replace
 
 from streamrl.base.types import Prompt, ScoredTrajectory, TokenArray, token_array
@@ -34,14 +33,11 @@ from streamrl.control.machine import Control
 from streamrl.control.round_policy import FixedSize
 from streamrl.control.settings import control_settings
 from streamrl.control.synchronous import SynchronousRounds
-from streamrl.engines.async_llm.engine import VllmEngine
-from streamrl.engines.async_llm.options import VllmOptions, environment_without_plugin
-from streamrl.engines.file_weights import FileWeights
 from streamrl.engines.pool import EnginePool
+from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
 from streamrl.engines.simulated.text import LengthMixture
 from streamrl.learning.options import trainer_options
-from streamrl.learning.state.file_publisher import FilePublisher
 from streamrl.learning.trainer import TorchTrainer
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load_recipe import load_recipe
@@ -49,14 +45,16 @@ from streamrl.recipe.sections import Recipe
 from streamrl.rewards.calls.worker import run_reward_worker
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller, RunRecord
-from streamrl.run.plain_push import PlainPush
 from streamrl.run.trainer_ranks import TrainerRanks
 from streamrl.stages.episodes import Episodes
 from streamrl.stages.reward import RewardSettings, RewardStage
 from streamrl.stages.training import run_training
+from streamrl.weights.publish.torch_tensors import start_publisher
+from streamrl.weights.pull.replica import CheckpointReplica
+from streamrl.weights.vllm.simulated_engine import SimulatedWeights
 
 HERE = Path(__file__).resolve().parent
-STEPS, ENGINES, WINDOW = {"simulated": 30, "vllm": 3}, 2, 64
+STEPS, ENGINES, WINDOW = 30, 2, 64
 
 
 class SortTokenizer:
@@ -109,36 +107,23 @@ def digits(completion: str, **_columns: object) -> float:
     return sum(character.isdigit() for character in completion) / max(len(completion), 1)
 
 
-def simulated_engines() -> list[Engine]:
-    """Engines without a model, which hold the weights that are pushed."""
+def simulated_engine(model: Path) -> Engine:
+    """Make an engine that samples without a model, and holds the weights that are pushed."""
     options = SimulationOptions(vocabulary=16, lengths=LengthMixture(median=8, long_median=16))
-    return [SimulatedEngine(options, weights=FileWeights()) for _ in range(ENGINES)]
+    return SimulatedEngine(options, weights=SimulatedWeights(model, CheckpointReplica()))
 
 
-def vllm_engine(recipe: Recipe, sockets: str) -> VllmEngine:
-    """vLLM with the model of ``recipe``, on a GPU where there is one; ``sockets``: a directory with a short path."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return VllmEngine(
-        VllmOptions(
-            name="engine-0",
-            model_path=recipe.model.path,
-            device=device,
-            dtype="float32" if device == "cpu" else "bfloat16",
-            max_model_len=recipe.engines.max_model_len,
-            max_num_seqs=WINDOW,
-            environment=environment_without_plugin(sockets, device),
-        )
-    )
-
-
-async def train(recipe: Recipe, directory: Path, engines: Sequence[Engine]) -> str:
-    """Train as ``recipe`` says, with checkpoints and published versions in ``directory``. Returns why the run ended."""
+async def train(recipe: Recipe, directory: Path, sockets: str) -> str:
+    """Train as ``recipe`` says, with checkpoints in ``directory``, and the trainer's socket in ``sockets``, a short
+    path. Returns why the run ended."""
     settings, continuous = control_settings(recipe), recipe.rollout.max_staleness > 0
     policy: RoundPolicy = ContinuousRounds(settings) if continuous else SynchronousRounds(settings)
     control = Control(settings, policy, FixedSize(settings.group_size))
-    pool = EnginePool({f"engine-{index}": engine for index, engine in enumerate(engines)})
+    engines = {f"engine-{index}": simulated_engine(Path(recipe.model.path)) for index in range(ENGINES)}
+    pool = EnginePool(engines)
     tokenizer = SortTokenizer()
-    trainer = TorchTrainer(trainer_options(recipe, 0, recipe.run.name, ""), FilePublisher.into(directory))
+    options = trainer_options(recipe, 0, recipe.run.name, f"ipc://{sockets}/weights")
+    trainer = TorchTrainer(options, start_publisher)
     scoring = RewardSettings(functions="sort", per_group=False, timeout_s=30.0, concurrency=64)
     rewards = RewardStage(scoring, [partial(reward_worker, recipe, tokenizer)])
     batches, reports = memory_stream(WINDOW), memory_stream(WINDOW)
@@ -157,10 +142,15 @@ async def train(recipe: Recipe, directory: Path, engines: Sequence[Engine]) -> s
             RunRecord(control, TrajectoryStore(), journal := Journal()),
             prompts=SortPrompts(tokenizer),
             trainer=ranks,
-            sync=PlainPush(engines, keep=continuous),
+            sync=WeightSync(
+                engines,
+                ranks.publish_anchor,
+                in_flight=recipe.rollout.in_flight,
+                timeout_s=recipe.weights.push_timeout_s,
+            ),
             evaluations=Evaluations(),
             save=CheckpointKeeper(ranks, directory, recipe.checkpoint, held_version=ranks.policy_version).save,
-            observers=[StepLines(engines)],
+            observers=[StepLines(list(engines.values()))],
             waits=Waits(),
         )
         async with rewards.running():
@@ -186,11 +176,11 @@ async def reward_worker(recipe: Recipe, tokenizer: SortTokenizer) -> AsyncIterat
         await orders[0].aclose()
 
 
-def main(rounds: str = "synchronous", directory: str = "run", kind: str = "simulated") -> None:
+def main(rounds: str = "synchronous", directory: str = "run") -> None:
     recipe = load_recipe(
         HERE / "recipe.toml",
         [
-            f"run.steps={STEPS[kind]}",
+            f"run.steps={STEPS}",
             "rollout.prompts_per_batch=4",
             "rollout.group_size=4",
             f'rollout.rounds="{rounds}"',
@@ -203,8 +193,7 @@ def main(rounds: str = "synchronous", directory: str = "run", kind: str = "simul
     place = Path(directory).absolute()
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="srl") as sockets:
-        engines = [vllm_engine(recipe, sockets)] if kind == "vllm" else simulated_engines()
-        print(anyio.run(train, recipe, place, engines))
+        print(anyio.run(train, recipe, place, sockets))
 
 
 if __name__ == "__main__":

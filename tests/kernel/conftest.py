@@ -18,9 +18,10 @@ ROOMS = (
 )  # fmt: skip
 # Parts of a room (lint/house.py), and the wings that the example asks for.
 WITH = (
-    *(f"learning/{part}" for part in ("batches", "model", "objective", "state")), "weights/codec",
+    *(f"learning/{part}" for part in ("batches", "model", "objective", "state")), "weights/codec", "weights/publish",
+    "weights/pull", "weights/store", "weights/vllm",
     "recipe/cells", "recipe/dialects", "recipe/objectives", "recipe/rules", "recipe/schedules",
-    "engines/simulated", "engines/async_llm", "rewards/calls", "rewards/builtin",
+    "engines/simulated", "engines/push", "rewards/calls", "rewards/builtin",
 )  # fmt: skip
 # The checkout is installed editable: a package that is not in the folder would be imported from there.
 NO_CHECKOUT = """

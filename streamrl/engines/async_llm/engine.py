@@ -1,7 +1,7 @@
-"""vLLM's ``AsyncLLM`` as an ``Engine``, in an engine process, the judge's process, or a user's own one.
+"""Calls to vLLM's ``AsyncLLM`` as those of an ``Engine``: requests, pauses, pushes, and the end.
 
-``engines.vllm`` derives the engine of a run from it; ``examples/sort/one_process.py`` uses it directly. vLLM is
-imported by ``start``, after its environment variables are set.
+``engines.vllm`` derives the engine of a run and of its judge from it, in their processes. vLLM is imported by
+``start``, after its environment variables are set.
 
 vLLM's ``weight_version``, a string, becomes ``policy_version`` here. Its label ``default``, for the weights of the
 model directory, becomes ``UNCOMMITTED``."""
@@ -9,10 +9,11 @@ model directory, becomes ``UNCOMMITTED``."""
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 from msgspec import structs
@@ -30,11 +31,11 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.engines.async_llm.options import VllmOptions, vllm_config
+from streamrl.engines.async_llm.options import VllmOptions
 from streamrl.engines.async_llm.stop_strings import BEFORE, find_across_parts
-from streamrl.engines.file_weights import FilePush
-from streamrl.engines.resumption import accepted_part, empty_completion, remaining_tokens, without_unverified_tokens
+from streamrl.engines.resumption import accepted_part, empty_completion, remaining_tokens
 from streamrl.pretrained.tokenizer import end_tokens
+from streamrl.weights import engine_push
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 UNCOMMITTED = -1
 """Policy version of weights that were never committed."""
 
-FILE_WORKER = "streamrl.engines.async_llm.worker.FileWorker"
 WATCH_SECONDS = 0.05
 SHUTDOWN_SECONDS = 1.0
 """Time limit for vLLM's shutdown. An engine on a CPU never ends within vLLM's own 5 s, and has nothing to save."""
@@ -52,21 +52,12 @@ _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "ab
 T = TypeVar("T")
 
 
-class WeightsInto(Protocol):
-    """The side of a weight push in the process that owns an ``AsyncLLM``. Raises ``WeightError``, or ``EngineError``
-    when the weights of the engine are undefined."""
+class VllmEngine(ABC):
+    """One ``AsyncLLM`` and its processes."""
 
-    async def stage(self, llm: Any, announcement: WeightAnnouncement) -> OrderDone: ...
-    async def commit(self, llm: Any, policy_version: int) -> OrderDone: ...
-
-
-class VllmEngine:
-    """One ``AsyncLLM`` and its processes. ``weights``: loader of versions (None: ``FilePush``, from files)."""
-
-    def __init__(self, options: VllmOptions, *, weights: WeightsInto | None = None) -> None:
+    def __init__(self, options: VllmOptions) -> None:
         self._name = options.name
         self._vllm_options = options
-        self._weights = weights or FilePush()
         self._thread = DedicatedThread(f"{options.name}-owner")
         self._llm: Any = None
         self._policy_version = UNCOMMITTED
@@ -139,12 +130,12 @@ class VllmEngine:
         self._paused = False
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
-        return await self._unless_dead(lambda: self._weights.stage(self._llm, announcement))
+        return await self._unless_dead(lambda: engine_push.stage(self._llm, announcement))
 
     async def commit(self, policy_version: int) -> OrderDone:
         if not self._paused:
             raise WeightError(f"{self._name}: commit of version {policy_version} while sampling; pause first")
-        answer = await self._unless_dead(lambda: self._weights.commit(self._llm, policy_version))
+        answer = await self._unless_dead(lambda: engine_push.commit(self._llm, policy_version))
         self._policy_version = policy_version
         return answer
 
@@ -185,22 +176,13 @@ class VllmEngine:
             del llm
             self._thread.close()
 
+    @abstractmethod
     def _build(self) -> Any:
-        """Make the ``AsyncLLM``, in the engine's own thread. Raises ``ModelRefused`` for a model whose weights vLLM
-        transforms when it loads them."""
-        from vllm.v1.engine.async_llm import AsyncLLM
+        """Make the ``AsyncLLM``, in the engine's own thread. Raises ``ModelRefused`` for a model that vLLM refuses."""
 
-        config = vllm_config(self._vllm_options, worker_extension_cls=FILE_WORKER)
-        model = config.model_config
-        if model.quantization or model.is_moe or model.use_mla:
-            raise ModelRefused(
-                f"{self._name}: a quantised model, experts or latent attention cannot be loaded again from whole files"
-            )
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-
+    @abstractmethod
     async def _answer(self, request: Generate) -> Completion:
-        """Sample ``request``. Unverified tokens are sampled again."""
-        return await self._sample(without_unverified_tokens(request))
+        """Sample ``request``, whose unverified tokens may be accepted or sampled again."""
 
     async def _sample(self, request: Generate, **changes: Any) -> Completion:
         """Sample ``request``. ``changes``: parameters of vLLM's ``SamplingParams`` that replace ours."""
@@ -273,9 +255,9 @@ class VllmEngine:
             return error
         return EngineError(f"{self._name}: {type(error).__name__}: {error}")
 
+    @abstractmethod
     def _cause_of_death(self) -> str | None:
         """Return a sentence about the process that died; None when no death is known."""
-        return None
 
     def _die(self, cause: str | None) -> EngineError:
         if not self._death:

@@ -40,16 +40,6 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.device == "cpu"
 
 
-def environment_without_plugin(socket_directory: str | Path, device: str) -> dict[str, str]:
-    """Return the variables of an engine without our plugin. vLLM's own sockets go into ``socket_directory`` (a short
-    path)."""
-    variables = shared_environment(socket_directory)
-    if device == "cpu":
-        variables |= cpu_environment()
-    # A process that trains has threads, so vLLM's core cannot be a fork of it.
-    return variables | {"VLLM_PLUGINS": "", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-
-
 def shared_environment(socket_directory: str | Path) -> dict[str, str]:
     """Return the variables of every engine."""
     return {

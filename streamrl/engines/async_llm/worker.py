@@ -1,42 +1,13 @@
-"""Extensions of vLLM's own processes: they die with their parent, keep weights that can be changed, and load versions.
+"""Changes of vLLM's own processes: they die with their parent, and keep weights that can be changed.
 
-vLLM imports this file in each worker of an engine without our plugin, before it builds the model
-(``worker_extension_cls``). The workers of a run's engine call the same functions from our plugin
-(``engines.vllm.plugin``)."""
+Our plugin (``engines.vllm.plugin``) calls these functions in each worker before vLLM builds the model."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 from typing import Any
 
-import msgspec
-
-from streamrl.base.errors import WeightError
-from streamrl.base.messages import WeightAnnouncement
 from streamrl.base.run_process import die_with
-
-
-class FileWorker:
-    """A base class that vLLM adds to the class of its worker."""
-
-    model_runner: Any  # set by vLLM's worker
-
-    def streamrl_load_file(self, encoded_announcement: bytes) -> None:
-        """Load a version into the live parameters. Raises ``WeightError`` when the file lacks one of them."""
-        from safetensors.torch import load
-
-        from streamrl.engines.file_weights import read_version
-
-        announcement = msgspec.msgpack.decode(encoded_announcement, type=WeightAnnouncement)
-        model = self.model_runner.get_model()
-        loaded = model.load_weights(load(read_version(announcement)).items())
-        if loaded is None:  # this model does not report the names of the parameters that it loaded
-            return
-        parameters = {name for name, _ in model.named_parameters()}
-        missing = sorted(parameters - loaded)
-        if missing:
-            raise WeightError(f"version {announcement.policy_version} has nothing for {', '.join(missing)}")
 
 
 def die_with_parent() -> None:
@@ -69,8 +40,3 @@ def keep_linear_weights(*, packed: bool) -> None:
 
     dispatch.streamrl_original = original  # type: ignore[attr-defined]
     utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
-if os.environ.get("VLLM_PLUGINS") == "":  # in workers of other engines our plugin does this
-    die_with_parent()
-    keep_linear_weights(packed=False)

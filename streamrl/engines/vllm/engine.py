@@ -42,7 +42,7 @@ from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.pretrained.tokenizer import tokenizer_digest
 from streamrl.recipe.sections import STAGES
 from streamrl.recipe.toml_text import toml_value
-from streamrl.weights import engine_environment, engine_push
+from streamrl.weights import engine_environment
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RunEngine(VllmEngine):
     """One ``AsyncLLM`` and its processes. ``watch`` must run beside it, to notice the death of an idle engine."""
 
     def __init__(self, options: EngineOptions) -> None:
-        super().__init__(options, weights=engine_push)
+        super().__init__(options)
         self._options = options
         self._processes: ProcessWatch | None = None
         self._counters = EngineCounters()

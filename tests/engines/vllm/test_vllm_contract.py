@@ -31,8 +31,6 @@ HELD = {  # what holds an object of vLLM, by the file and the name there
         "config": "vllm.config.VllmConfig",
         "model": "vllm.config.ModelConfig",
     },
-    "engines/async_llm/worker.py": {"model_runner": RUNNER["runner"]},
-    "engines/file_weights.py": {"llm": LLM},
     "engines/vllm/engine.py": {"_llm": LLM, "output": OUTPUT, "flat": FLAT, "config": "vllm.config.VllmConfig"},
     "engines/vllm/openai_form.py": {"_llm": LLM},
     "weights/engine_push.py": {"llm": LLM},
