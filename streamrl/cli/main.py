@@ -66,6 +66,7 @@ COMMANDS = {
     "completion": ("help_texts.completion:PrintCompletion", "print the completion of a shell"),
     "launch slurm": ("submit.command:Slurm", "submit a run as a job of Slurm"),
     "launch kubernetes": ("submit.command:Kubernetes", "submit a run as a RayJob or a JobSet"),
+    "launch template": ("submit.command:WriteTemplate", "write the template of a job, to edit it"),
     "launch ssh": ("submit.command:Ssh", "run on a list of hosts, as long as this command lasts"),
     "keys": ("keys:Keys", "make the keys by which processes on other hosts are let in"),
 }

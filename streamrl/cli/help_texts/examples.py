@@ -41,6 +41,7 @@ EXAMPLES = {
     "completion": "completion bash",
     "launch slurm": "launch slurm recipe.toml --nodes 4 --gpus-per-node 8",
     "launch kubernetes": "launch kubernetes r.toml --image IMAGE --pvc runs --nodes 2",
+    "launch template": "launch template slurm slurm.sh",
     "launch ssh": "launch ssh recipe.toml --hosts gpu-1,gpu-2,gpu-3",
     "keys": "keys ~/streamrl-keys",
 }

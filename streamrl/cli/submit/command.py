@@ -9,16 +9,15 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import join, quote
-from typing import Annotated
+from typing import Annotated, Literal
 
 import anyio
 import yaml
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, recipe_file
-from streamrl.cli.submit.kubernetes import KubernetesJob, job_set, ray_job
-from streamrl.cli.submit.ray_start import RAY_PORT, Work
-from streamrl.cli.submit.slurm import SlurmJob, slurm_script
+from streamrl.cli.submit.job_template import TEMPLATES, filled
+from streamrl.cli.submit.ray_start import DRAIN_S, RAY_PORT, STORE_BYTES, Work, ray_variables, ray_version
 from streamrl.cli.submit.ssh import HERE, SshJob, local_setup, run_over_ssh, ssh_commands
 from streamrl.launch.pipeline import recipe_of_run
 from streamrl.recipe.rules.load_recipe import read_recipe
@@ -28,6 +27,9 @@ from streamrl.recipe.sections import Recipe
 _VARIABLE = r"[A-Za-z_]\w*"
 _LABEL = r"[a-z]([a-z0-9-]*[a-z0-9])?"
 _LONGEST_LABEL = 40
+_WITHOUT_QUOTES = r"[\w@%+=:,./\[\]-]+"
+_START_S = 1800
+"""Seconds in which pods have to be placed and their images pulled."""
 
 PrintOnly = Annotated[bool, Argument("print it and start nothing", flag="--print")]
 Resume = Annotated[bool, Argument("RECIPE is the directory of a run: go on with it")]
@@ -37,6 +39,9 @@ Setup = Annotated[
 ]
 Port = Annotated[int, Argument(f"of Ray's head ({RAY_PORT})", metavar="PORT")]
 Gpus = Annotated[int | None, Argument("of each host", metavar="N")]
+Template = Annotated[
+    Path | None, Argument("your own copy of the template (`streamrl launch template` writes one)", metavar="FILE")
+]
 
 
 class _Launch(Command, frozen=True, kw_only=True):
@@ -63,10 +68,10 @@ class _Launch(Command, frozen=True, kw_only=True):
         """Those of ``--env``. Raises ``RecipeError``."""
         return dict(pair(text, "--env", _VARIABLE) for text in self.env)
 
-    def work(self, name: str = "", runs: str = "") -> Work:
+    def work(self) -> Work:
         """The work of the first host, on the file system of this one."""
         recipe = self.recipe if self.resume else recipe_file(self.recipe)
-        return Work(recipe=str(recipe.absolute()), overrides=self.overrides, name=name, runs=runs, resume=self.resume)
+        return Work(recipe=str(recipe.absolute()), overrides=self.overrides, resume=self.resume)
 
 
 class _OnHosts(_Launch, frozen=True, kw_only=True):
@@ -90,6 +95,7 @@ class Slurm(_OnHosts, frozen=True, kw_only=True):
     account: Annotated[str, Argument("of Slurm")] = ""
     requeue: Annotated[bool, Argument("after a lost node, preemption or its time: go on with the run")] = False
     sbatch: Annotated[tuple[str, ...], Argument("another option of sbatch; may be repeated", "KEY[=VALUE]")] = ()
+    template: Template = None
 
     def run(self) -> int:
         """Print the number of the job."""
@@ -99,22 +105,27 @@ class Slurm(_OnHosts, frozen=True, kw_only=True):
         options += [pair(text, "--sbatch", r"[a-z][a-z-]*") for text in self.sbatch]
         refuse_control(*(value for _, value in options))
         runs = self.recipe.absolute().parent if self.resume else Path(recipe.run.directory).absolute()
-        name = f"{recipe.run.name[: LONGEST_RUN_NAME - 20].rstrip('-._')}-slurm-@@SLURM_JOB_ID@@"
-        job = SlurmJob(
-            name=recipe.run.name,
-            work=self.work(name, str(runs)),
-            nodes=self.nodes,
-            folder=Path.cwd(),
-            runs=runs,
-            setup=self.lines(),
-            least_hosts=recipe.cluster.hosts or self.nodes,
-            port=self.port,
-            gpus_per_node=self.gpus_per_node,
-            interface=recipe.cluster.interface,
-            requeue=self.requeue,
-            options=options,
-        )
-        script = slurm_script(job)
+        work = self.work()
+        values = {
+            "name": recipe.run.name,
+            "run_name": recipe.run.name[: LONGEST_RUN_NAME - 20].rstrip("-._"),
+            "recipe": work.recipe,
+            "verb": work.verb,
+            "settings": self.overrides,
+            "nodes": self.nodes,
+            "folder": str(Path.cwd()),
+            "runs": str(runs),
+            "setup": self.lines(),
+            "least_hosts": recipe.cluster.hosts or self.nodes,
+            "port": self.port,
+            "gpus_per_node": self.gpus_per_node,
+            "interface": recipe.cluster.interface,
+            "requeue": self.requeue,
+            "resume": self.resume,
+            "options": options,
+            "drain_s": DRAIN_S,
+        }
+        script = filled(self.template or TEMPLATES["slurm"], values)
         if self.print_only:
             return self.print({"script": script}, script.rstrip())
         number = given_to(["sbatch", "--parsable"], script).partition(";")[0]
@@ -136,6 +147,7 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
     name: Annotated[str, Argument("of the job (default: run.name)")] = ""
     namespace: Annotated[str, Argument("of the job (default)", metavar="NS")] = "default"
     jobset: Annotated[bool, Argument("a JobSet in place of a RayJob")] = False
+    template: Template = None
 
     def run(self) -> int:
         """Print what kubectl says."""
@@ -149,27 +161,60 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
         if not f"{folder}/".startswith(f"{self.mount.rstrip('/')}/"):
             raise RecipeError(f"--folder {folder}: it is not below the mount {self.mount}: other pods would not see it")
         place = posixpath.join(folder, self.recipe.name)
-        job = KubernetesJob(
-            name=name,
-            namespace=self.namespace,
-            image=self.image,
-            work=Work(recipe=place, overrides=self.overrides, name=name, resume=self.resume),
-            nodes=self.nodes,
-            gpus=self.gpus,
-            pvc=self.pvc,
-            mount=self.mount,
-            folder=folder,
-            runs=posixpath.join(folder, recipe.run.directory),
-            interface=recipe.cluster.interface,
-            limits=dict(pair(text, "--limit", r"[\w./-]+") for text in self.limit),
-            environment=self.variables(),
-        )
-        manifest = job_set(job) if self.jobset else ray_job(job)
-        text = yaml.safe_dump(manifest, sort_keys=False, width=1000)
+        runs = posixpath.join(folder, recipe.run.directory)
+        work = Work(recipe=place, overrides=self.overrides, name=name, resume=self.resume)
+        variables = ray_variables() | {"RAY_JOB_STOP_WAIT_TIME_S": str(DRAIN_S)} | self.variables()
+        limits = dict(pair(text, "--limit", r"[\w./-]+") for text in self.limit)
+        if self.gpus:
+            limits["nvidia.com/gpu"] = str(self.gpus)
+        values = {
+            "name": name,
+            "namespace": self.namespace,
+            "image": self.image,
+            "nodes": self.nodes,
+            "gpus": self.gpus,
+            "pvc": self.pvc,
+            "mount": self.mount.rstrip("/"),
+            "limits": limits,
+            "resume": self.resume,
+            "recipe": place,
+            "folder": folder,
+            "runs": runs,
+            "interface": recipe.cluster.interface,
+            "start_s": _START_S,
+            "drain_s": DRAIN_S,
+            "store_bytes": STORE_BYTES,
+            "ray_version": ray_version(),
+        }
+        if self.jobset:
+            values |= {"command": work.command("{cluster}"), "variables": variables}
+        else:
+            del variables["RAY_AUTH_MODE"]  # KubeRay sets it, with the token
+            values |= {"command": without_quotes(work.command("auto", f"run.directory={runs}")), "variables": variables}
+        template = self.template or TEMPLATES["job_set" if self.jobset else "ray_job"]
+        text = filled(template, values)
+        try:
+            manifest = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise RecipeError(f"{template} does not give YAML: {error}") from error
         if self.print_only:
             return self.print(manifest, text.rstrip())
         message = given_to(["kubectl", "apply", "-f", "-"], text)
         return self.print({"manifest": manifest, "kubectl": message}, message)
+
+
+class WriteTemplate(Command, frozen=True, kw_only=True):
+    """Write the template of a job into a file to edit, for --template of `streamrl launch slurm` or `kubernetes`."""
+
+    template: Annotated[Literal["slurm", "ray_job", "job_set"], Argument("which one", positional=True)]
+    file: Annotated[Path, Argument("a file that is not there yet", metavar="FILE", positional=True)]
+
+    def run(self) -> int:
+        """Write the file. Raises ``RecipeError`` where it is there."""
+        if self.file.exists():
+            raise RecipeError(f"{self.file} is there already: name another file")
+        self.file.write_text(TEMPLATES[self.template].read_text())
+        return self.print({"file": str(self.file)}, f"{self.file}: edit it, and give it to --template")
 
 
 class Ssh(_OnHosts, frozen=True, kw_only=True):
@@ -223,6 +268,17 @@ def pair(text: str, flag: str, key: str) -> tuple[str, str]:
     if not re.fullmatch(key, name):
         raise RecipeError(f"{flag} {text}: write {flag} NAME=VALUE")
     return name, value
+
+
+def without_quotes(command: Sequence[str]) -> Sequence[str]:
+    """Return ``command``. Raises ``RecipeError`` for a word that the two shells of KubeRay would change."""
+    for word in command:
+        if not re.fullmatch(_WITHOUT_QUOTES, word):
+            raise RecipeError(
+                f"{word!r}: KubeRay passes commands through two shells, and quotes and blanks do not survive: "
+                "write it into the recipe, or use --jobset"
+            )
+    return command
 
 
 def refuse_control(*texts: object) -> None:

@@ -61,36 +61,35 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Work of the first host, which has Ray's head.
 
     ``recipe``: path of the recipe on that host.
-    ``name``: beginning of the name of the run's directory in ``runs``, by which a restarted job finds the run that it
-    resumes; empty: it resumes none.
+    ``name``: run.name (empty: as the recipe has it).
     ``resume``: whether ``recipe`` is the directory of a run."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
     name: str = ""
-    runs: str = ""
     resume: bool = False
 
-    def command(self, cluster: str) -> list[str]:
-        """The command of the run on the cluster at ``cluster`` (HOST:PORT)."""
-        overrides = list(self.overrides)
+    @property
+    def verb(self) -> str:
+        """The command of streamrl: ``train`` or ``resume``."""
+        return "resume" if self.resume else "train"
+
+    def command(self, cluster: str, *settings: str) -> list[str]:
+        """Return the command of the run on the cluster at ``cluster`` (HOST:PORT). A run that begins has ``settings``,
+        too."""
+        overrides = [*self.overrides]
         if self.name and not self.resume:
             overrides.append(f"run.name={self.name}")
-        settings = [word for text in overrides for word in ("--set", text)]
-        verb = "resume" if self.resume else "train"
-        return ["python", "-m", "streamrl", verb, self.recipe, "--cluster", cluster, *settings]
-
-    def begun_before(self) -> list[str]:
-        """Arguments of ``submit.cluster_host`` by which it finds the run of an earlier start of the same job."""
-        if self.resume or not self.name or not self.runs:
-            return []
-        return ["--begun", f"{self.runs}/{self.name}"]
+        if not self.resume:
+            overrides += settings
+        words = [word for text in overrides for word in ("--set", text)]
+        return ["python", "-m", "streamrl", self.verb, self.recipe, "--cluster", cluster, *words]
 
 
 def host_command(arguments: Sequence[str], work: Work) -> list[str]:
     """Command of ``submit.cluster_host``, which starts Ray on a host, waits, and ends it; on the first host it runs
     ``work``."""
-    words = ["python", "-m", "streamrl.cli.submit.cluster_host", *arguments, *work.begun_before()]
+    words = ["python", "-m", "streamrl.cli.submit.cluster_host", *arguments]
     return [*words, "--", *work.command("{cluster}")]
 
 

@@ -131,6 +131,43 @@ def test_the_manifests_run_the_recipe_of_the_volume(capsys: pytest.CaptureFixtur
     assert command[4] == "0" and node["containers"][0]["command"][4] == "1"
 
 
+def test_a_site_fills_its_own_copy_of_a_template(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The copy that is written gives the same text until it is edited."""
+    for name, arguments in [
+        ("slurm", ["slurm", str(RECIPE), "--nodes", "2"]),
+        ("ray_job", ["kubernetes", str(RECIPE), *POD, "--nodes", "2"]),
+        ("job_set", ["kubernetes", str(RECIPE), *POD, "--nodes", "2", "--jobset"]),
+    ]:
+        assert main(["launch", "template", name, name]) == 0
+        assert main(["launch", "template", name, name]) == 2, "it is there already"
+        capsys.readouterr()
+        shipped = printed(capsys, *arguments)
+        assert printed(capsys, *arguments, "--template", name) == shipped
+        Path(name).write_text(Path(name).read_text() + "# for {{ name }} of this site\n")
+        edited = printed(capsys, *arguments, "--template", name)
+        assert edited.split() == f"{shipped}# for sort of this site".split()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{{ nodes }} {{ partitoin }}", "own: partitoin: there is no such placeholder; there are "),
+        ("a\n{% if nodes %}", "own:2: Unexpected end of template"),
+        ("{{ nodes + name }}", "own cannot be filled: unsupported operand"),
+        ("{{ name.first }}", "own cannot be filled: 'str object' has no attribute 'first'"),
+        ("a: [{{ nodes }}", "own does not give YAML"),
+        (None, "own: no such file"),
+    ],
+)
+def test_a_template_that_cannot_be_filled_is_refused(
+    text: str | None, sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        Path("own").write_text(text)
+    assert main(["launch", "kubernetes", str(RECIPE), *POD, "--nodes", "2", "--template", "own", "--print"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 BAD = [
     (["slurm", "RECIPE", "--nodes", "0"], "0 hosts: give 1 or more"),
     (["slurm", "missing.toml", "--nodes", "2"], "missing.toml: no such file"),
