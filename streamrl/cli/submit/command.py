@@ -39,9 +39,7 @@ Setup = Annotated[
 ]
 Port = Annotated[int, Argument(f"of Ray's head ({RAY_PORT})", metavar="PORT")]
 Gpus = Annotated[int | None, Argument("of each host", metavar="N")]
-Template = Annotated[
-    Path | None, Argument("your own copy of the template (`streamrl launch template` writes one)", metavar="FILE")
-]
+Template = Annotated[Path | None, Argument("your copy of what `launch template` writes", metavar="FILE")]
 
 
 class _Launch(Command, frozen=True, kw_only=True):
