@@ -20,13 +20,12 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import FinishReason, TokenArray, token_array
+from streamrl.base.types import FinishReason, TokenArray, Turn, token_array
 from streamrl.pretrained.tokenizer import Tokenizer as ModelTokenizer
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
-from streamrl.run.environments.turns import SampledTurn
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<tools>{{ tool | tojson }}\n{% endfor %}"
@@ -124,7 +123,7 @@ class RandomTurns:
     def __init__(self, key: str, chance: random.Random) -> None:
         self.key, self.chance, self.turns = key, chance, 0
 
-    async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> SampledTurn:
+    async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> Turn:
         assert self.key in ALLOWED.get(), "a request reached the trajectory of another key"
         assert after is not None and -1 <= after < self.turns, after
         assert len(appended), "nothing is appended"
@@ -135,7 +134,7 @@ class RandomTurns:
         count = self.chance.randrange(1, 9)
         ids = token_array([*self.chance.choices(range(256), k=count), *[257] * (self.chance.random() < 0.8)])
         ended = FinishReason.STOP if ids[-1] == 257 else FinishReason.LENGTH
-        return SampledTurn(number, ids, ended)
+        return Turn(number=number, token_ids=ids, finish_reason=ended)
 
 
 def small_tokenizer(folder: Path) -> ModelTokenizer:

@@ -39,7 +39,7 @@ from streamrl.base.messages import (
     WeightAnnouncement,
 )
 from streamrl.base.stage_messages import LaunchTrajectory, SampledSoFar, Scored, TrajectoryOutcome, TurnSoFar
-from streamrl.base.types import Completion, Prompt, ScoredTrajectory, Trajectory, TrajectoryId
+from streamrl.base.types import Completion, Prompt, ScoredTrajectory, TokenArray, Trajectory, TrajectoryId, Turn
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
 from streamrl.control.machine import Control
@@ -58,6 +58,20 @@ class Sampler(Protocol):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests. Returns before the engine has dropped them; ``pause(ABORT)`` waits for that."""
+        ...
+
+
+class TurnSampler(Protocol):
+    """Samples the turns of one trajectory. ``stages.episodes.OpenTrajectory`` does so in the controller, and
+    ``run.environments.turns.OpenEpisode`` in an environment worker, where the code of an episode calls it."""
+
+    async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> Turn:
+        """Sample a turn after ``appended``, token ids that are not trained. A turn that an engine aborts is requested
+        again.
+
+        ``after``: number of the turn whose token sequence is continued (None: the newest turn; -1: no turn, it follows
+        the prompt);
+        ``most_tokens``: limit of the turn's tokens (0: the limit of the recipe)."""
         ...
 
 

@@ -15,12 +15,12 @@ from streamrl.base.types import (
     Completion,
     EnvironmentResult,
     FinishReason,
-    FloatArray,
     Record,
     RewardFailureKind,
     SamplingSettings,
     TokenArray,
     TrainingGroup,
+    Turn,
 )
 
 
@@ -389,8 +389,8 @@ TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved
 
 
 # ---- controller <-> environment worker -----------------------------------------------------------
-# The controller numbers the episodes. The worker of an episode requests one turn after the other (SampleTurn, answered
-# with TurnSampled) and ends with EpisodeEnded.
+# The controller numbers the episodes. The worker of an episode requests one turn after the other (TurnRequest, answered
+# with TurnReply) and ends with EpisodeEnd.
 
 
 class ReturnedCall(Record, frozen=True):
@@ -430,17 +430,11 @@ class BeginEpisode(Message, frozen=True):
     returned: tuple[ReturnedCall, ...] = ()
 
 
-class TurnSampled(Message, frozen=True):
-    """The complete turn that the episode requested. Controller to environment worker.
-
-    ``turn``: number of the turn, from 0;
-    ``logprobs``: float32, one for each token. Policy versions of the tokens stay in the controller."""
+class TurnReply(Message, frozen=True):
+    """The complete turn that the episode requested with ``TurnRequest``. Controller to environment worker."""
 
     episode: int
-    turn: int
-    token_ids: TokenArray
-    finish_reason: FinishReason
-    logprobs: FloatArray
+    turn: Turn
 
 
 class StopEpisode(Message, frozen=True):
@@ -449,7 +443,7 @@ class StopEpisode(Message, frozen=True):
     episode: int
 
 
-EnvironmentOrder = BeginEpisode | TurnSampled | StopEpisode
+EnvironmentOrder = BeginEpisode | TurnReply | StopEpisode
 
 
 class EnvironmentReady(Message, frozen=True):
@@ -458,7 +452,7 @@ class EnvironmentReady(Message, frozen=True):
     worker: int
 
 
-class SampleTurn(Message, frozen=True):
+class TurnRequest(Message, frozen=True):
     """Request for the next turn. Environment worker to controller.
 
     ``appended``: token ids that the environment adds before the turn, which are not trained;
@@ -479,19 +473,23 @@ class CallReturned(Message, frozen=True):
     call: ReturnedCall
 
 
-class EpisodeEnded(Message, frozen=True):
-    """End of an episode. Environment worker to controller.
+class EpisodeEnd(Message, frozen=True):
+    """End of an episode. Environment worker to controller; ``stages`` also make it, of episodes that no worker ended.
 
+    ``episode``: number of the episode (0: no worker ran it);
+    ``result``: result of the environment (None: the run has none);
     ``kind``: kind of failure (None: the episode succeeded), with its ``message``;
     ``finish``: finish reason of the trajectory (None: that of the last turn);
-    ``turns``: number of turns that belong to the trajectory."""
+    ``turns``: number of turns that the episode received, and that belong to the trajectory (None: all turns);
+    ``policy``: the recipe's policy for failed episodes, as in ``RewardFailure``."""
 
-    episode: int
-    result: EnvironmentResult = EnvironmentResult()
+    episode: int = 0
+    result: EnvironmentResult | None = None
     kind: RewardFailureKind | None = None
     message: str = ""
     finish: FinishReason | None = None
-    turns: int = 0
+    turns: int | None = None
+    policy: str = "drop_sample"
 
 
-EnvironmentEvent = EnvironmentReady | SampleTurn | CallReturned | EpisodeEnded
+EnvironmentEvent = EnvironmentReady | TurnRequest | CallReturned | EpisodeEnd

@@ -128,6 +128,19 @@ class VersionSpan(Record, frozen=True):
     policy_version: int
 
 
+class Turn(Record, frozen=True):
+    """A turn of the model, as the code of an episode gets it. Policy versions of the tokens stay in the controller.
+
+    ``number``: number of the turn in its trajectory, from 0;
+    ``token_ids``: sampled token ids, the end token included;
+    ``logprobs``: float32 logprobs of the token ids (empty: they are not known here)."""
+
+    number: int
+    token_ids: TokenArray
+    finish_reason: FinishReason
+    logprobs: FloatArray = msgspec.field(default_factory=float_array)
+
+
 class RoutedTokens(Record, frozen=True):
     """Experts that the routers of an engine chose for the tokens ``[start, stop)`` of a sequence. Positions count from
     the start of the prompt. ``shape``: (layers, top_k), with all layers of the model; ``experts``: [tokens, layers,

@@ -28,18 +28,18 @@ from streamrl.base.messages import (
     CallReturned,
     EnvironmentEvent,
     EnvironmentOrder,
-    EpisodeEnded,
+    EpisodeEnd,
     ReturnedCall,
-    SampleTurn,
     StopEpisode,
-    TurnSampled,
+    TurnReply,
+    TurnRequest,
 )
 from streamrl.base.notifier import Notifier
 from streamrl.base.types import EnvironmentResult, RewardFailureKind
 from streamrl.comm.stream import ReceiveStream, SendStream, converse
 from streamrl.recipe.environment import ENVIRONMENT_REWARD
 from streamrl.recipe.rewards import Reward
-from streamrl.stages.episodes import EpisodeEnd, EpisodeModel
+from streamrl.stages.episodes import OpenTrajectory
 
 EnvironmentStreams = tuple[SendStream[EnvironmentOrder], ReceiveStream[EnvironmentEvent]]
 _EPISODES_AT_ONCE = (math.inf, 8, 1)
@@ -51,7 +51,7 @@ class _RunningEpisode(NamedTuple):
     """An episode of a worker. ``limit``: largest number of episodes that may run on the worker at once."""
 
     events: MemoryObjectSendStream[EnvironmentEvent]
-    model: EpisodeModel
+    trajectory: OpenTrajectory
     limit: float
 
 
@@ -66,7 +66,7 @@ class _Worker:
     def accepts(self, limit: float) -> bool:
         """Return whether one more episode can begin here, with at most ``limit`` episodes at once. Paused episodes do
         not count: a pause may be long."""
-        limits = [episode.limit for episode in self.episodes.values() if not episode.model.paused()]
+        limits = [episode.limit for episode in self.episodes.values() if not episode.trajectory.paused]
         return len(limits) < min((limit, *limits))
 
     def order(self, order: EnvironmentOrder) -> None:
@@ -110,12 +110,12 @@ class EnvironmentStage:
             for worker in self._workers:
                 worker.send_order.close()
 
-    async def episode(self, model: EpisodeModel) -> EpisodeEnd:
-        """Run an episode on the worker with the fewest episodes. Raises the errors of ``model.sample``, except for a
-        turn that cannot be sampled: then the episode fails."""
+    async def episode(self, trajectory: OpenTrajectory) -> EpisodeEnd:
+        """Run an episode on the worker with the fewest episodes. Raises the errors of ``trajectory.sample``, except
+        for a turn that cannot be sampled: then the episode fails."""
         returned_calls: list[ReturnedCall] = []
-        if model.order.episode_so_far is not None:
-            returned_calls.extend(model.order.episode_so_far.returned)
+        if trajectory.order.episode_so_far is not None:
+            returned_calls.extend(trajectory.order.episode_so_far.returned)
         for limit in _EPISODES_AT_ONCE:
             # The lock makes episodes wait in order: an episode that needs an empty worker gets one.
             async with self._choosing:
@@ -123,26 +123,26 @@ class EnvironmentStage:
                     with anyio.move_on_after(1.0):  # no notification comes when control pauses an episode
                         await self._changed.wait()
             worker = min(free, key=lambda candidate: len(candidate.episodes))
-            end = await self._run_on(worker, model, returned_calls, limit)
+            end = await self._run_on(worker, trajectory, returned_calls, limit)
             if end is not None:
                 break
-            model.begin_again()
+            trajectory.begin_again()
         else:
             workers = f"{len(_EPISODES_AT_ONCE)} environment workers"
             message = f"{workers} ended while they ran it: see logs/environment-*.log of the run"
-            end = EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, message)
+            end = _failed(0, message)
         return structs.replace(end, policy=self._reward.failure_policy(late=end.kind is RewardFailureKind.TIMED_OUT))
 
     async def _run_on(
-        self, worker: _Worker, model: EpisodeModel, returned_calls: list[ReturnedCall], limit: float
+        self, worker: _Worker, trajectory: OpenTrajectory, returned_calls: list[ReturnedCall], limit: float
     ) -> EpisodeEnd | None:
         """Return the end of the episode; None: the worker ended before the episode."""
         self._numbers += 1
         number = self._numbers
-        order = model.order
+        order = trajectory.order
         sender, events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
         # Registered before the first await, so that the next episode that chooses a worker counts this one.
-        worker.episodes[number] = _RunningEpisode(sender, model, limit)
+        worker.episodes[number] = _RunningEpisode(sender, trajectory, limit)
         begin = BeginEpisode(
             episode=number,
             trajectory=str(order.id),
@@ -156,7 +156,7 @@ class EnvironmentStage:
         try:
             with sender, events:
                 worker.order(begin)
-                end = await self._converse(worker, number, model, events, returned_calls)
+                end = await self._converse(worker, number, trajectory, events, returned_calls)
             return end
         finally:
             del worker.episodes[number]
@@ -168,38 +168,26 @@ class EnvironmentStage:
         self,
         worker: _Worker,
         number: int,
-        model: EpisodeModel,
+        trajectory: OpenTrajectory,
         events: MemoryObjectReceiveStream[EnvironmentEvent],
         returned_calls: list[ReturnedCall],
     ) -> EpisodeEnd | None:
         """Answer the worker's requests for turns until the episode ends. ``returned_calls`` is extended."""
-        turns = 0
         async for event in events:
             match event:
-                case EpisodeEnded():
-                    return EpisodeEnd(event.result, event.kind, event.message, event.finish, event.turns)
+                case EpisodeEnd():
+                    return event
                 case CallReturned():
                     returned_calls.append(event.call)
-                    if not model.order.evaluation:
-                        model.note(model.order.id, event.call)
-                case SampleTurn():
+                    if not trajectory.order.evaluation:
+                        trajectory.note(trajectory.order.id, event.call)
+                case TurnRequest():
                     try:
-                        completion = await model.sample(
-                            event.appended, after=event.after, most_tokens=event.most_tokens
-                        )
+                        turn = await trajectory.sample(event.appended, after=event.after, most_tokens=event.most_tokens)
                     except ValueError as error:
                         worker.order(StopEpisode(episode=number))
-                        return EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, str(error))
-                    worker.order(
-                        TurnSampled(
-                            episode=number,
-                            turn=turns,
-                            token_ids=completion.token_ids,
-                            finish_reason=completion.finish_reason,
-                            logprobs=completion.behavior_logprobs,
-                        )
-                    )
-                    turns += 1
+                        return _failed(number, str(error))
+                    worker.order(TurnReply(episode=number, turn=turn))
         return None
 
     async def _serve(self, open_worker: OpenEnvironment) -> None:
@@ -243,3 +231,8 @@ class EnvironmentStage:
                     await episode.events.send(event)
         if self._openers:
             raise StreamBroken("an environment worker has ended its events before the run ended its orders")
+
+
+def _failed(number: int, message: str) -> EpisodeEnd:
+    """Return the end of an episode whose turn could not be sampled, or whose workers ended."""
+    return EpisodeEnd(episode=number, result=EnvironmentResult(), kind=RewardFailureKind.RAISED, message=message)

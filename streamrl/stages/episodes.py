@@ -15,16 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, nullcontext
-from functools import partial
-from typing import Protocol
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup
 from msgspec import structs
 
 from streamrl.base.errors import RequestRefused
-from streamrl.base.messages import Generate, ReturnedCall
+from streamrl.base.messages import EpisodeEnd, Generate, ReturnedCall
 from streamrl.base.seeds import derive_seed
 from streamrl.base.stage_messages import (
     LaunchTrajectory,
@@ -40,11 +37,11 @@ from streamrl.base.types import (
     EnvironmentResult,
     FinishReason,
     RewardFailure,
-    RewardFailureKind,
     Segment,
     TokenArray,
     Trajectory,
     TrajectoryId,
+    Turn,
     token_array,
 )
 from streamrl.contracts import Journal, Sampler, Scorer, TakeOutcome
@@ -58,7 +55,6 @@ from streamrl.engines.resumption import (
     without_unverified_tokens,
 )
 from streamrl.recipe.environment import ENVIRONMENT_REWARD
-from streamrl.recipe.rewards import FailurePolicy
 from streamrl.recipe.sections import Sampling
 
 _NOTHING = token_array()
@@ -73,7 +69,7 @@ class _Turn:
 
     ``request``: request for the next part.
     ``unverified_tokens``: tokens of an earlier attempt, which the engine verifies.
-    ``appended``, ``after``: arguments of the episode's request for the turn, as in ``SampleTurns``.
+    ``appended``, ``after``: arguments of the episode's request for the turn, as in ``TurnSampler``.
     ``first_part``: number of the turn's first part among the parts of the trajectory, which the ids of requests have.
     ``completion``: the sampled tokens; its finish reason is abort until the turn is complete.
     ``own_seed_tokens``: number of tokens that were sampled with the turn's original seed.
@@ -139,9 +135,13 @@ class _Turn:
         )
 
 
-class _OpenTrajectory:
-    """A trajectory that is sampled: its turns, and the orders of control for it.
+class OpenTrajectory:
+    """A trajectory that is sampled: its turns, which its episode requests, and the orders of control for it. The tokens
+    that are sampled and appended become the trajectory.
 
+    ``order``: order that launched the trajectory.
+    ``sample_turn``: coroutine that samples a turn until it is complete.
+    ``note``: function that records a call of a tool that has returned.
     ``unverified_tokens``: tokens of an earlier attempt at its first turn.
     ``take``: coroutine that gets its outcome, and each pause.
     ``segments``: complete turns, and the tokens between them.
@@ -152,9 +152,17 @@ class _OpenTrajectory:
     ``has_left_engine``: whether this turn is paused and no request for it is open."""
 
     def __init__(
-        self, order: LaunchTrajectory, request: Generate, unverified_tokens: TokenArray, take: TakeOutcome
+        self,
+        order: LaunchTrajectory,
+        request: Generate,
+        unverified_tokens: TokenArray,
+        take: TakeOutcome,
+        sample_turn: Callable[[OpenTrajectory, _Turn], Awaitable[None]],
+        note: Callable[[TrajectoryId, ReturnedCall], None],
     ) -> None:
         self.order = order
+        self._sample_turn = sample_turn
+        self.note = note
         self.unverified_tokens = unverified_tokens
         self.take = take
         self.first_request = request
@@ -183,7 +191,25 @@ class _OpenTrajectory:
         """Number of tokens that were sampled until now."""
         return sum(turn.tokens for turn in self.turns)
 
+    async def sample(self, appended: TokenArray = _NOTHING, *, after: int | None = None, most_tokens: int = 0) -> Turn:
+        """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeCancelled``, ``RequestRefused`` where no engine
+        serves it, and ``ValueError`` for a turn that cannot be sampled."""
+        turn = self.next_turn(appended, after, most_tokens)
+        number = self.requested_turns - 1
+        if len(self.ends) < len(self.turns) or turn.completion is None:
+            await self._sample_turn(self, turn)
+        completion = turn.completion  # of an episode that has begun again: the completion that the turn had before
+        assert completion is not None
+        return Turn(
+            number=number,
+            token_ids=completion.token_ids,
+            finish_reason=completion.finish_reason,
+            logprobs=completion.behavior_logprobs,
+        )
+
     def begin_again(self) -> None:
+        """Note that the episode runs from its start again. A request with the same tokens as before returns the same
+        turn; from the first other request on, turns are sampled."""
         self.requested_turns = 0
 
     def pause(self) -> None:
@@ -202,7 +228,7 @@ class _OpenTrajectory:
             self.scope.cancel()
 
     def next_turn(self, appended: TokenArray, after: int | None, most_tokens: int) -> _Turn:
-        """Begin a turn; arguments as in ``SampleTurns``. An episode that has begun again gets the turn that it had, if
+        """Begin a turn; arguments as in ``TurnSampler``. An episode that has begun again gets the turn that it had, if
         its request is the same. Raises ``ValueError`` for a turn that cannot be sampled."""
         order = self.order
         number = self.requested_turns
@@ -299,79 +325,13 @@ class _OpenTrajectory:
         return structs.replace(result, turns=(*turns, (0, last_s, 0, 0.0)))
 
 
-class EpisodeEnd(msgspec.Struct, frozen=True):
-    """The end of an episode.
-
-    ``result``: result of its environment, if it has one.
-    ``kind``: kind of its failure; None: it has not failed.
-    ``message``: reason of the failure.
-    ``finish``: finish reason of the trajectory; None: the finish reason of its last turn.
-    ``turns``: number of turns that the episode has received; later turns are not trained; None: all turns.
-    ``policy``: policy of the recipe for failed episodes."""
-
-    result: EnvironmentResult | None = None
-    kind: RewardFailureKind | None = None
-    message: str = ""
-    finish: FinishReason | None = None
-    turns: int | None = None
-    policy: FailurePolicy = FailurePolicy.DROP_SAMPLE
-
-    def failure(self, trajectory: Trajectory) -> RewardFailure | None:
-        """Return the failed reward of ``trajectory``; None: the episode has not failed."""
-        if self.kind is None:
-            return None
-        return RewardFailure(
-            trajectory=trajectory, function=ENVIRONMENT_REWARD, kind=self.kind, message=self.message, policy=self.policy
-        )
+Episode = Callable[[OpenTrajectory], Awaitable[EpisodeEnd | None]]
+"""Makes a trajectory: it samples the turns, and returns when the trajectory is complete."""
 
 
-class SampleTurns(Protocol):
-    """Access of an episode to the policy."""
-
-    async def __call__(
-        self, appended: TokenArray = ..., *, after: int | None = None, most_tokens: int = 0
-    ) -> Completion:
-        """Sample a turn after ``appended``, token ids that are not trained. A turn that an engine aborts is requested
-        again.
-
-        ``after``: number of the turn that it continues (None: the newest; -1: the prompt).
-        ``most_tokens``: limit of the turn's tokens (0: the recipe's limit).
-        Raises ``EpisodeCancelled``, ``RequestRefused`` where no engine serves it, and ``ValueError`` for a turn that
-        cannot be sampled."""
-        ...
-
-
-class EpisodeModel:
-    """The model of one episode. Sampled and appended tokens become the trajectory.
-
-    ``order``: order that launched the trajectory.
-    ``sample``: coroutine that samples a turn.
-    ``begin_again``: function to call before the episode runs from its start again. A request with the same tokens as
-    before returns the same turn; from the first other request on, turns are sampled.
-    ``note``: function that records a call of a tool that has returned.
-    ``paused``: function that returns whether control has paused the trajectory."""
-
-    def __init__(
-        self,
-        order: LaunchTrajectory,
-        sample: SampleTurns,
-        trajectory: _OpenTrajectory,
-        note: Callable[[TrajectoryId, ReturnedCall], None],
-    ) -> None:
-        self.order = order
-        self.sample = sample
-        self.begin_again = trajectory.begin_again
-        self.note = note
-        self.paused: Callable[[], bool] = lambda: trajectory.paused
-
-
-Episode = Callable[[EpisodeModel], Awaitable[EpisodeEnd | None]]
-"""Makes a trajectory: it samples turns with its model, and returns when the trajectory is complete."""
-
-
-async def one_completion(model: EpisodeModel) -> None:
+async def one_completion(trajectory: OpenTrajectory) -> None:
     """Sample one completion: the episode of a run without an environment."""
-    await model.sample()
+    await trajectory.sample()
 
 
 class Episodes:
@@ -406,7 +366,7 @@ class Episodes:
         self._engine_lock = anyio.Semaphore(1) if one_at_a_time else nullcontext()
         self._cancelled_completions = CancelledCompletions() if verifies_deferred else None
         self._sampling = structs.asdict(sampling)
-        self._open = dict[TrajectoryId, _OpenTrajectory]()
+        self._open = dict[TrajectoryId, OpenTrajectory]()
         self._sampling_now = 0
         self._in_turns = 0
         self._engines_paused = False
@@ -435,7 +395,10 @@ class Episodes:
         """Begin a trajectory. ``take``: coroutine that gets its outcome, and each pause before."""
         self._count()
         self._launched += 1
-        trajectory = _OpenTrajectory(order, self._request(order), self._unverified_tokens_of(order), take)
+        unverified_tokens = self._unverified_tokens_of(order)
+        trajectory = OpenTrajectory(
+            order, self._request(order), unverified_tokens, take, self._sample, self._journal.returned
+        )
         self._open[order.id] = trajectory
         self._tasks.start_soon(self._live, trajectory)
 
@@ -481,10 +444,10 @@ class Episodes:
         self._count()
         self._engines_paused = paused
 
-    def _still_open(self, ids: Collection[TrajectoryId]) -> list[_OpenTrajectory]:
+    def _still_open(self, ids: Collection[TrajectoryId]) -> list[OpenTrajectory]:
         return [self._open[identity] for identity in ids if identity in self._open]
 
-    def _abort(self, trajectories: Collection[_OpenTrajectory]) -> None:
+    def _abort(self, trajectories: Collection[OpenTrajectory]) -> None:
         """Let the engine abort the requests of trajectories, without waiting for it: control has more to order."""
         in_engine = [
             trajectory for trajectory in trajectories if trajectory.is_sampling and not trajectory.has_left_engine
@@ -493,7 +456,7 @@ class Episodes:
             request_ids = [trajectory.turns[-1].request.request_id for trajectory in in_engine]
             self._tasks.start_soon(self._engine.abort, request_ids)
 
-    async def _live(self, trajectory: _OpenTrajectory) -> None:
+    async def _live(self, trajectory: OpenTrajectory) -> None:
         """Sample one trajectory, record it, and score it."""
         order = trajectory.order
         refusal = ""
@@ -501,9 +464,7 @@ class Episodes:
         if order.sampled_trajectory is None:
             try:
                 with trajectory.scope:
-                    sample = partial(self._sample, trajectory)
-                    note = self._journal.returned
-                    end = await self._episode(EpisodeModel(order, sample, trajectory, note))
+                    end = await self._episode(trajectory)
             except RequestRefused as error:
                 refusal = str(error)
             except EpisodeCancelled:
@@ -526,14 +487,17 @@ class Episodes:
             )
             await trajectory.take(lost)
             await self._scorer.lost(order.id, order.group_size)
-        elif end is not None and (failure := end.failure(sampled)) is not None:
+        elif end is not None and end.kind is not None:
+            failure = RewardFailure(
+                trajectory=sampled, function=ENVIRONMENT_REWARD, kind=end.kind, message=end.message, policy=end.policy
+            )
             await trajectory.take(Scored(outcome=failure))
             await self._scorer.lost(order.id, order.group_size)
         else:
             await self._journal.sampled(sampled)
             await trajectory.take(await self._scorer.score(sampled, order.group_size))
 
-    def _complete(self, trajectory: _OpenTrajectory, end: EpisodeEnd) -> Trajectory:
+    def _complete(self, trajectory: OpenTrajectory, end: EpisodeEnd) -> Trajectory:
         """Make the sampled trajectory, without turns that its episode has not received."""
         if end.turns is not None and end.turns < len(trajectory.ends):
             trajectory.drop_turns(end.turns)
@@ -551,18 +515,9 @@ class Episodes:
             environment=end.result and trajectory.with_turns(end.result),
         )
 
-    async def _sample(
-        self,
-        trajectory: _OpenTrajectory,
-        appended: TokenArray = _NOTHING,
-        *,
-        after: int | None = None,
-        most_tokens: int = 0,
-    ) -> Completion:
-        """Sample a turn until it is complete or cancelled. A turn that an engine or a pause interrupts is continued."""
-        turn = trajectory.next_turn(appended, after, most_tokens)
-        if len(trajectory.ends) == len(trajectory.turns) and turn.completion is not None:
-            return turn.completion  # the episode has begun again, and has this turn already
+    async def _sample(self, trajectory: OpenTrajectory, turn: _Turn) -> None:
+        """Sample ``turn`` until it is complete or cancelled. A turn that an engine or a pause interrupts is
+        continued."""
         trajectory.is_sampling = True
         self._count_sampling(1)
         self._in_turns += 1
@@ -586,11 +541,12 @@ class Episodes:
             raise EpisodeCancelled(trajectory.cancel_reason)
         trajectory.add(turn)
         if self._has_environment and not trajectory.order.evaluation:
-            complete_turn = TurnSoFar(appended=appended, after=after, completion=turn.completion, seconds=turn.seconds)
+            complete_turn = TurnSoFar(
+                appended=turn.appended, after=turn.after, completion=turn.completion, seconds=turn.seconds
+            )
             await self._journal.turn(trajectory.order.id, len(trajectory.ends) - 1, complete_turn)
-        return turn.completion
 
-    async def _until_resumed(self, trajectory: _OpenTrajectory, turn: _Turn) -> None:
+    async def _until_resumed(self, trajectory: OpenTrajectory, turn: _Turn) -> None:
         identity = trajectory.order.id
         resumed = trajectory.resumed
         # With an environment the journal has only complete turns: a restarted controller samples a paused turn again.
@@ -626,7 +582,7 @@ class Episodes:
         self._accepted_tokens += accepted
         return accepted
 
-    def _store_tokens(self, trajectory: _OpenTrajectory) -> None:
+    def _store_tokens(self, trajectory: OpenTrajectory) -> None:
         """Store the tokens of a trajectory that has ended. It may be launched again, if it was cancelled or its group
         is still deferred."""
         order = trajectory.order

@@ -27,7 +27,7 @@ from streamrl.base.types import Completion, FinishReason, Prompt, Trajectory, Tr
 from streamrl.contracts import Journal
 from streamrl.engines.resumption import completion_id_of
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.stages.episodes import Episode, EpisodeCancelled, EpisodeModel, Episodes, one_completion
+from streamrl.stages.episodes import Episode, EpisodeCancelled, Episodes, OpenTrajectory, one_completion
 
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
 
@@ -125,7 +125,7 @@ ANSWER = token_array([9, 9, 8])
 def talk(turns: int) -> Episode:
     """An episode of so many turns, with ``ANSWER`` between them."""
 
-    async def episode(model: EpisodeModel) -> None:
+    async def episode(model: OpenTrajectory) -> None:
         await model.sample()
         for _ in range(turns - 1):
             await model.sample(ANSWER)
@@ -443,7 +443,7 @@ class Rewards(ZeroRewards):
         self.lost_ones.append(trajectory)
 
 
-async def samples_nothing(model: EpisodeModel) -> None: ...
+async def samples_nothing(model: OpenTrajectory) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,7 @@ async def test_turns_go_on_from_turns_that_there_are(turns: str, error: str) -> 
     """``1:0``: one token is appended to turn 0."""
     raised: list[str] = []
 
-    async def episode(model: EpisodeModel) -> None:
+    async def episode(model: OpenTrajectory) -> None:
         try:
             for turn in turns.split():
                 appended, _, after = turn.partition(":")
@@ -485,7 +485,7 @@ async def test_later_turns_go_before_what_was_launched_after_them(turns: int) ->
     """And while a trajectory is in its environment it is counted there, and holds no engine."""
     back = anyio.Event()
 
-    async def away_before_the_last(model: EpisodeModel) -> None:
+    async def away_before_the_last(model: OpenTrajectory) -> None:
         for turn in range(turns):
             if turn == turns - 1:
                 await back.wait()
@@ -536,7 +536,7 @@ async def test_a_later_life_is_given_only_what_was_sampled_of_a_first_turn(turns
     )
 
 
-async def survives_its_end(model: EpisodeModel) -> None:
+async def survives_its_end(model: OpenTrajectory) -> None:
     with suppress(EpisodeCancelled):
         await model.sample()
 
@@ -572,7 +572,7 @@ async def test_a_trajectory_that_waits_for_its_reward_holds_no_engine() -> None:
 async def test_what_is_cancelled_after_its_last_token_is_lost_with_all_of_them() -> None:
     sampled, ends = anyio.Event(), anyio.Event()
 
-    async def works_on(model: EpisodeModel) -> None:
+    async def works_on(model: OpenTrajectory) -> None:
         await model.sample()
         sampled.set()
         await ends.wait()
@@ -589,7 +589,7 @@ async def test_what_is_cancelled_after_its_last_token_is_lost_with_all_of_them()
 
 
 async def test_tokens_that_no_turn_follows_are_not_handed_on() -> None:
-    async def gives_up_a_turn(model: EpisodeModel) -> None:
+    async def gives_up_a_turn(model: OpenTrajectory) -> None:
         await model.sample()
         with anyio.CancelScope() as scope:
             scope.cancel()

@@ -16,12 +16,12 @@ import msgspec
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.messages import ReturnedCall
-from streamrl.base.types import FinishReason, TokenArray, token_array
+from streamrl.base.types import FinishReason, TokenArray, Turn, token_array
 from streamrl.pretrained.turns.seam_tokens import ChatMessage, SeamKind
 from streamrl.pretrained.turns.tool_calls import ToolCall
 from streamrl.run.environments.chat_tokens import AppendedTokens, ChatModel, ChatTokens, called_tools, sampled_message
 from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, call_user
-from streamrl.run.environments.turns import CallRecord, LimitedTurns, SampledTurn
+from streamrl.run.environments.turns import CallRecord, OpenEpisode
 
 ChatInput = str | ChatMessage | Sequence[ChatMessage]
 """New messages for the model: a text of the user, one message, or several messages."""
@@ -67,7 +67,7 @@ class EpisodePolicy:
     def __init__(
         self,
         model: ChatModel,
-        turns: LimitedTurns,
+        turns: OpenEpisode,
         record: CallRecord,
         stack: AsyncExitStack,
         *,
@@ -104,7 +104,7 @@ class EpisodePolicy:
             box = self.chat_model.toolbox(tuple(tools))
         return Chat(self, self._system if system is None else system, box)
 
-    def reward(self, turn: Reply | SampledTurn, reward: float) -> None:
+    def reward(self, turn: Reply | Turn, reward: float) -> None:
         """Add ``reward`` to the reward of ``turn``, and so to the reward of the trajectory."""
         number = turn.turn if isinstance(turn, Reply) else turn.number
         self.turn_rewards[number] = self.turn_rewards.get(number, 0.0) + float(reward)
@@ -113,7 +113,7 @@ class EpisodePolicy:
         """Call ``function`` when the episode has ended, however it ended."""
         self._stack.push_async_callback(call_user, function)
 
-    async def sample(self, appended: TokenArray | Sequence[int] = (), *, most_tokens: int = 0) -> SampledTurn:
+    async def sample(self, appended: TokenArray | Sequence[int] = (), *, most_tokens: int = 0) -> Turn:
         """Sample a turn after ``appended`` token ids, for an environment that makes the tokens itself."""
         return await self.turns.sample(token_array(appended), most_tokens=most_tokens)
 
@@ -229,7 +229,7 @@ class Chat:
             self._model.notes["special_tokens"] += appended.broken
         return appended.token_ids
 
-    def _read(self, turn: SampledTurn) -> Reply:
+    def _read(self, turn: Turn) -> Reply:
         ids = turn.token_ids
         finish = turn.finish_reason
         number = turn.number

@@ -12,14 +12,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import FinishReason, TokenArray
+from streamrl.base.types import FinishReason, TokenArray, Turn
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.seam_tokens import CalledTool, ChatMessage, ChatSeams, SeamKind, calling_message
 from streamrl.pretrained.turns.template_facts import template_facts, without_special_tokens
 from streamrl.pretrained.turns.tool_calls import CallReader, ParsedTurn, ToolCall, format_of_template, parse_turn
 from streamrl.recipe.environment import TOOL_FORMATS, VLLM, Environment
 from streamrl.run.environments.tools import ToolBox, ToolLimits
-from streamrl.run.environments.turns import SampledTurn
 
 _CACHED_TOOL_SETS = 64
 """Largest number of tool sets in a cache: an episode may make a tool set of its own, so that they are without limit."""
@@ -127,7 +126,7 @@ class ChatTokens:
             return ""
         return _without_spaces(self._tokenizer.decode(token_ids, skip_special=False))
 
-    def parse(self, turn: SampledTurn, *, calls: bool) -> ParsedTurn:
+    def parse(self, turn: Turn, *, calls: bool) -> ParsedTurn:
         """Return the parts of a turn. Its calls count if the model ended the turn itself and ``calls`` is True. A call
         that JSON cannot hold (half of a surrogate pair, an infinite number) does not count."""
         ids = turn.token_ids

@@ -22,10 +22,12 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import Turn
+from streamrl.contracts import TurnSampler
 from streamrl.pretrained.turns.seam_tokens import CalledTool, CannotContinueError, SeamKind
 from streamrl.pretrained.turns.tool_calls import ParsedTurn
 from streamrl.run.environments.chat_tokens import AppendedTokens, ChatModel, ChatTokens, sampled_message
-from streamrl.run.environments.turns import EpisodeLimit, SampledTurn, TurnSampler
+from streamrl.run.environments.turns import EpisodeLimit
 
 TRAJECTORY_ENDED = "the trajectory of this key has ended"
 _CHARACTERS_IN_LOOP = 1 << 17
@@ -91,7 +93,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     ``identity``: random name, the same in every repetition of the answer;
     ``created``: seconds since 1970."""
 
-    turn: SampledTurn
+    turn: Turn
     text: str
     reasoning: str
     calls: Sequence[dict[str, Any]]

@@ -1,41 +1,18 @@
-"""Access of an episode to the policy by token ids, on which all forms of environments are built.
+"""The turns of an episode, in the environment worker that runs it. ``OpenEpisode`` gets them from the controller,
+within the limits of the recipe.
 
-``worker.py`` makes ``LimitedTurns`` and ``CallRecord`` for each episode, in the process of the environment worker."""
+``worker.py`` makes an ``OpenEpisode`` and a ``CallRecord`` for each episode; chats and agents sample with them."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+import math
+from collections.abc import Callable, Sequence
 
-import msgspec
+import anyio
 
-from streamrl.base.messages import ReturnedCall
-from streamrl.base.types import FinishReason, FloatArray, TokenArray, float_array
-
-
-class SampledTurn(msgspec.Struct, frozen=True):
-    """A turn of the model.
-
-    ``number``: number of the turn in its trajectory, from 0;
-    ``token_ids``: sampled token ids, the end token included;
-    ``logprobs``: float32 logprobs of the token ids (empty: they are not known here)."""
-
-    number: int
-    token_ids: TokenArray
-    finish_reason: FinishReason
-    logprobs: FloatArray = msgspec.field(default_factory=float_array)
-
-
-class TurnSampler(Protocol):
-    """An object that samples the turns of one trajectory."""
-
-    async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> SampledTurn:
-        """Sample a turn after ``appended``, which is not trained. Raises ``EpisodeLimit``.
-
-        ``after``: number of the turn whose token sequence is continued (None: the newest turn; -1: no turn, a sequence
-        begins);
-        ``most_tokens``: limit of the turn's tokens (0: the limit of the recipe)."""
-        ...
+from streamrl.base.messages import BeginEpisode, ReturnedCall, TurnRequest
+from streamrl.base.types import FinishReason, TokenArray, Turn
+from streamrl.recipe.environment import Environment
 
 
 class EpisodeLimit(Exception):
@@ -47,39 +24,73 @@ class EpisodeLimit(Exception):
         self.finish = finish
 
 
-class LimitedTurns:
-    """A ``TurnSampler`` within the limits of the recipe.
+class OpenEpisode:
+    """An episode that runs in this process: its turns, as ``contracts.TurnSampler``, and its time.
 
-    ``ask``: function that gets a turn from the controller;
-    ``max_turns``: largest number of turns of the trajectory;
-    ``max_tokens``: largest number of tokens of one conversation;
-    ``finish``: limit that refused the newest request; None: it was sampled;
-    ``limit``: newest refusal in words; empty: nothing was refused."""
+    ``order``: order that began it;
+    ``environment``: section of the recipe, which has the limits;
+    ``send``: function that sends a request to the controller;
+    ``time_limit``: scope that is cancelled when the episode's own time is spent, or the episode is stopped;
+    ``stopped``: the controller has stopped the episode, and wants no result;
+    ``finished``: the user's code has ended, or was left behind as stuck;
+    ``finish``: limit of the recipe that refused the newest request; None: it was sampled;
+    ``limit``: newest refusal in words; empty: nothing was refused;
+    ``spent_s``: seconds that user code ran, without the time in which turns were sampled;
+    ``send_turn``, ``turns``: both ends of the stream of sampled turns."""
 
-    def __init__(
-        self, ask: Callable[[TokenArray, int | None, int], Awaitable[SampledTurn]], *, max_turns: int, max_tokens: int
-    ) -> None:
-        self._ask = ask
-        self._max_turns = max_turns
-        self._max_tokens = max_tokens
-        self._lengths: list[int] = []
-        """Number of tokens of the conversation up to the end of each turn."""
+    def __init__(self, order: BeginEpisode, environment: Environment, send: Callable[[TurnRequest], None]) -> None:
+        self.order = order
+        self._environment = environment
+        self._send = send
+        self.time_limit = anyio.CancelScope()
+        self.stopped = False
+        self.finished = False
         self.finish: FinishReason | None = None
         self.limit = ""
+        self.spent_s = 0.0
+        self._is_sampling = False
+        self._lost_turn = False
+        """Whether a turn was sampled that the user's code does not know."""
+        self._lengths: list[int] = []
+        """Number of tokens of the conversation up to the end of each turn."""
+        self._running_since = anyio.current_time()
+        self.send_turn, self.turns = anyio.create_memory_object_stream[Turn](math.inf)
 
-    async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> SampledTurn:
-        """Sample a turn, as described in ``TurnSampler``."""
+    @property
+    def turns_sampled(self) -> int:
+        """Number of turns that the episode got."""
+        return len(self._lengths)
+
+    def resume_clock(self) -> None:
+        """Count time from now on: user code runs."""
+        self._running_since = anyio.current_time()
+        self.time_limit.deadline = self._running_since + self._environment.seconds - self.spent_s
+
+    def pause_clock(self) -> None:
+        """Count no time from now on: a turn is sampled."""
+        self.spent_s += anyio.current_time() - self._running_since
+        self.time_limit.deadline = math.inf
+
+    def stop(self) -> None:
+        """End the episode without a result: the controller has stopped it."""
+        self.stopped = True
+        self.time_limit.cancel()
+
+    async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> Turn:
+        """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeLimit``, and ``RuntimeError`` where the user's code
+        may not request a turn now."""
         number = len(self._lengths)
-        if number >= self._max_turns:
+        if number >= self._environment.max_turns:
             self._refuse(FinishReason.TURNS, f"it has {number} turns (environment.max_turns)")
         before = 0
         if number and after != -1:
             before = self._lengths[number - 1 if after is None else after]
-        room = self._max_tokens - before - len(appended)
+        max_tokens = self._environment.max_tokens
+        room = max_tokens - before - len(appended)
         if room <= 0:
             tokens = before + len(appended)
-            self._refuse(FinishReason.LENGTH, f"{tokens} tokens leave no room of {self._max_tokens} for a turn")
-        turn = await self._ask(appended, after, min(most_tokens or room, room))
+            self._refuse(FinishReason.LENGTH, f"{tokens} tokens leave no room of {max_tokens} for a turn")
+        turn = await self._receive(appended, after, min(most_tokens or room, room))
         self._lengths.append(before + len(appended) + len(turn.token_ids))
         self.finish = None
         return turn
@@ -88,6 +99,27 @@ class LimitedTurns:
         self.finish = finish
         self.limit = message
         raise EpisodeLimit(finish, message)
+
+    async def _receive(self, appended: TokenArray, after: int | None, most_tokens: int) -> Turn:
+        """Request a turn from the controller, and wait for it."""
+        if self._lost_turn:
+            raise RuntimeError("a turn was not waited for (a time limit around it?), so that no other may follow it")
+        if self._is_sampling:
+            raise RuntimeError("a turn is being sampled: await one turn after the other")
+        if self.finished or self.stopped:
+            raise RuntimeError("the episode has ended: nothing is sampled for it any more")
+        self._is_sampling = True
+        self._send(TurnRequest(episode=self.order.episode, appended=appended, after=after, most_tokens=most_tokens))
+        self.pause_clock()
+        try:
+            return await self.turns.receive()
+        except BaseException:
+            # The turn is a part of the trajectory once it is sampled, and the user's code does not know it.
+            self._lost_turn = True
+            raise
+        finally:
+            self.resume_clock()
+            self._is_sampling = False
 
 
 class CallRecord:

@@ -27,11 +27,12 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 import anyio.abc
 import anyio.to_thread
+from msgspec import structs
 
 from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import StreamBroken
@@ -41,15 +42,14 @@ from streamrl.base.messages import (
     EnvironmentEvent,
     EnvironmentOrder,
     EnvironmentReady,
-    EpisodeEnded,
+    EpisodeEnd,
     ReturnedCall,
-    SampleTurn,
     StopEpisode,
-    TurnSampled,
+    TurnReply,
 )
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.base.seeds import derive_seed
-from streamrl.base.types import EnvironmentResult, RewardFailureKind, TokenArray
+from streamrl.base.types import EnvironmentResult, RewardFailureKind
 from streamrl.comm.stream import ReceiveStream, SendStream, converse, send_hello
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
@@ -60,7 +60,7 @@ from streamrl.run.environments.chat import EpisodePolicy
 from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.environment_forms import UserEpisode, load_episode
 from streamrl.run.environments.tools import Tool
-from streamrl.run.environments.turns import CallRecord, EpisodeLimit, LimitedTurns, SampledTurn
+from streamrl.run.environments.turns import CallRecord, EpisodeLimit, OpenEpisode
 
 _BLOCKED_S = 30.0
 _HEARTBEAT_S = 0.5
@@ -132,46 +132,6 @@ async def _watched(owns_process: bool) -> AsyncIterator[None]:
         timer.disarm()
 
 
-class _OpenEpisode:
-    """An episode under way.
-
-    ``time_limit``: scope that is cancelled when the episode's own time is spent, or the episode is stopped;
-    ``stopped``: the controller has stopped the episode, and wants no result;
-    ``finished``: the user's code has ended, or was left behind as stuck;
-    ``is_sampling``: a turn is being sampled;
-    ``refusal``: reason why no turn can be sampled any more; empty: there is none;
-    ``turns_sampled``: number of turns that the episode got;
-    ``spent_s``: seconds that user code ran, without the time in which turns were sampled;
-    ``send_turn``, ``turns``: both ends of the stream of sampled turns."""
-
-    def __init__(self, order: BeginEpisode, seconds: float) -> None:
-        self.order = order
-        self.time_limit = anyio.CancelScope()
-        self.stopped = False
-        self.finished = False
-        self.is_sampling = False
-        self.refusal = ""
-        self.turns_sampled = 0
-        self.spent_s = 0.0
-        self._seconds = seconds
-        self._running_since = anyio.current_time()
-        self.send_turn, self.turns = anyio.create_memory_object_stream[TurnSampled](math.inf)
-
-    def resume_clock(self) -> None:
-        """Count time from now on: user code runs."""
-        self._running_since = anyio.current_time()
-        self.time_limit.deadline = self._running_since + self._seconds - self.spent_s
-
-    def pause_clock(self) -> None:
-        """Count no time from now on: a turn is sampled."""
-        self.spent_s += anyio.current_time() - self._running_since
-        self.time_limit.deadline = math.inf
-
-    def stop(self) -> None:
-        self.stopped = True
-        self.time_limit.cancel()
-
-
 class _Worker:
     """The open episodes of this process, and the queue of events for the controller."""
 
@@ -191,7 +151,7 @@ class _Worker:
         self._owns_process = owns_process
         self.stuck = 0
         """Number of episodes that still run after they were cancelled."""
-        self._open: dict[int, _OpenEpisode] = {}
+        self._open: dict[int, OpenEpisode] = {}
         self._send_event, self._events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
 
     async def send(self, events: SendStream[EnvironmentEvent]) -> None:
@@ -217,7 +177,7 @@ class _Worker:
 
     def _handle(self, order: EnvironmentOrder, tasks: anyio.abc.TaskGroup) -> None:
         if isinstance(order, BeginEpisode):
-            episode = _OpenEpisode(order, self._environment.seconds)
+            episode = OpenEpisode(order, self._environment, self._send_event.send_nowait)
             self._open[order.episode] = episode
             tasks.start_soon(self._run, episode)
             return
@@ -225,22 +185,18 @@ class _Worker:
         if open_episode is None:  # the episode ended while the order was on its way
             return
         match order:
-            case TurnSampled() if not open_episode.finished:
-                open_episode.send_turn.send_nowait(order)
+            case TurnReply() if not open_episode.finished:
+                open_episode.send_turn.send_nowait(order.turn)
             case StopEpisode():
                 open_episode.stop()
 
-    async def _run(self, episode: _OpenEpisode) -> None:
+    async def _run(self, episode: OpenEpisode) -> None:
         """Run one episode, and report its end."""
         order = episode.order
-        environment = self._environment
-        turns = LimitedTurns(
-            partial(self._request_turn, episode), max_turns=environment.max_turns, max_tokens=environment.max_tokens
-        )
         stack = AsyncExitStack()
         model = EpisodePolicy(
             self._chat_model,
-            turns,
+            episode,
             CallRecord(order.returned, partial(self._note, order.episode)),
             stack,
             trajectory=order.trajectory,
@@ -248,7 +204,7 @@ class _Worker:
             seed=order.seed,
             prompt_seed=derive_seed("environment", order.prompt_id),
             evaluation=order.evaluation,
-            system=environment.system,
+            system=self._environment.system,
         )
         with episode.send_turn, episode.turns:
             end = await self._outcome_in_time(episode, model)
@@ -257,24 +213,19 @@ class _Worker:
         del self._open[order.episode]
         if episode.stopped:
             return
-        if not episode.turns_sampled and end.kind is None and turns.limit:
+        if not episode.turns_sampled and end.kind is None and episode.limit:
             # There is nothing to train, and the reason is that the first turn was refused.
-            end = _End(kind=RewardFailureKind.RAISED, message=turns.limit)
+            end = EpisodeEnd(kind=RewardFailureKind.RAISED, message=episode.limit)
         result = EnvironmentResult(
-            reward=end.reward,
+            reward=None if end.result is None else end.result.reward,
             seconds=round(episode.spent_s, 6),
             calls=dict(model.counts),
             notes=dict(model.notes),
             turn_rewards=_rewards_of_turns(episode, model),
         )
         self._send_event.send_nowait(
-            EpisodeEnded(
-                episode=order.episode,
-                result=result,
-                kind=end.kind,
-                message=end.message,
-                finish=turns.finish,
-                turns=episode.turns_sampled,
+            structs.replace(
+                end, episode=order.episode, result=result, finish=episode.finish, turns=episode.turns_sampled
             )
         )
         if self.stuck >= _MOST_STUCK and self._owns_process:
@@ -282,7 +233,7 @@ class _Worker:
             await anyio.sleep(_FLUSH_S)
             os._exit(REWARD_RESTART_EXIT_CODE)
 
-    async def _outcome_in_time(self, episode: _OpenEpisode, model: EpisodePolicy) -> _End:
+    async def _outcome_in_time(self, episode: OpenEpisode, model: EpisodePolicy) -> EpisodeEnd:
         """Return the outcome of the user's code. The code is cancelled when its time is spent, and counts as stuck if
         it does not end then."""
         task = self._user_code.create_task(self._outcome(model, episode.order.columns))
@@ -298,67 +249,33 @@ class _Worker:
             self.stuck += 1
             task.add_done_callback(self._unstuck)
         late = f"the environment took more than {self._environment.seconds:g} s (environment.seconds)"
-        return _End(kind=RewardFailureKind.TIMED_OUT, message=late)
+        return EpisodeEnd(kind=RewardFailureKind.TIMED_OUT, message=late)
 
     def _unstuck(self, _: object) -> None:
         self.stuck -= 1
 
-    async def _outcome(self, model: EpisodePolicy, columns: Mapping[str, Any]) -> _End:
+    async def _outcome(self, model: EpisodePolicy, columns: Mapping[str, Any]) -> EpisodeEnd:
         try:
             value = await self._episode(model, columns)
         except EpisodeLimit as error:
-            return _End(kind=RewardFailureKind.RAISED, message=f"the episode did not expect its limit: {error}")
+            return EpisodeEnd(kind=RewardFailureKind.RAISED, message=f"the episode did not expect its limit: {error}")
         except BaseException as error:  # noqa: BLE001 (user code; the outcome of a cancelled task is not read)
-            return _End(kind=RewardFailureKind.RAISED, message=describe_error(error))
+            return EpisodeEnd(kind=RewardFailureKind.RAISED, message=describe_error(error))
         if value is None:
-            return _End()
+            return EpisodeEnd()
         if isinstance(value, bool | numbers.Real):  # numbers of NumPy are numbers.Real, too
             reward = float(value)
             if math.isfinite(reward):
-                return _End(reward)
-            return _End(kind=RewardFailureKind.NOT_FINITE, message=f"the episode returned {reward}")
+                return EpisodeEnd(result=EnvironmentResult(reward=reward))
+            return EpisodeEnd(kind=RewardFailureKind.NOT_FINITE, message=f"the episode returned {reward}")
         problem = f"the episode returned a {type(value).__name__}: return a number, or None"
-        return _End(kind=RewardFailureKind.WRONG_TYPE, message=problem)
-
-    async def _request_turn(
-        self, episode: _OpenEpisode, appended: TokenArray, after: int | None, most_tokens: int
-    ) -> SampledTurn:
-        """Get a turn from the controller. Raises ``RuntimeError`` where the user's code may not ask for one now."""
-        if episode.refusal:
-            raise RuntimeError(episode.refusal)
-        if episode.is_sampling:
-            raise RuntimeError("a turn is being sampled: await one turn after the other")
-        if episode.finished or episode.stopped:
-            raise RuntimeError("the episode has ended: nothing is sampled for it any more")
-        episode.is_sampling = True
-        request = SampleTurn(episode=episode.order.episode, appended=appended, after=after, most_tokens=most_tokens)
-        self._send_event.send_nowait(request)
-        episode.pause_clock()
-        try:
-            turn = await episode.turns.receive()
-        except BaseException:
-            # The turn is a part of the trajectory once it is sampled, and the user's code does not know it.
-            episode.refusal = "a turn was not waited for (a time limit around it?), so that no other may follow it"
-            raise
-        finally:
-            episode.resume_clock()
-            episode.is_sampling = False
-        episode.turns_sampled += 1
-        return SampledTurn(turn.turn, turn.token_ids, turn.finish_reason, turn.logprobs)
+        return EpisodeEnd(kind=RewardFailureKind.WRONG_TYPE, message=problem)
 
     def _note(self, episode: int, call: ReturnedCall) -> None:
         self._send_event.send_nowait(CallReturned(episode=episode, call=call))
 
 
-class _End(NamedTuple):
-    """The end of an episode: its reward, or the kind and message of its failure."""
-
-    reward: float | None = None
-    kind: RewardFailureKind | None = None
-    message: str = ""
-
-
-def _rewards_of_turns(episode: _OpenEpisode, model: EpisodePolicy) -> tuple[float, ...]:
+def _rewards_of_turns(episode: OpenEpisode, model: EpisodePolicy) -> tuple[float, ...]:
     """Return the rewards of all turns; empty where the episode has rewarded no turn."""
     if not model.turn_rewards:
         return ()

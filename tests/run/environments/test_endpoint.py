@@ -19,13 +19,12 @@ import pytest
 
 from campaigns.endpoint_requests import try_requests
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import FinishReason, TokenArray, float_array, token_array
+from streamrl.base.types import FinishReason, TokenArray, Turn, float_array, token_array
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
 from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_server import OPEN_REQUESTS, EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
-from streamrl.run.environments.turns import SampledTurn
 from tests.pretrained.turns.families import TOOL
 
 CALL = 'Let me add. <tool_call>\n{"name": "add", "arguments": {"a": 2.0, "b": 3}}\n</tool_call>'
@@ -47,7 +46,7 @@ class Scripted:
         self.waits.set()
         self.begun = anyio.Event()
 
-    async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> SampledTurn:
+    async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> Turn:
         assert after is not None
         if not self.texts:
             raise StreamRLError("the episode has had its turns")
@@ -62,7 +61,12 @@ class Scripted:
         ids += [] if cut else [self.tokenizer.eos_token_ids[0]]
         self.contexts.append([*([] if after < 0 else self.contexts[after]), *appended, *ids])
         reason = FinishReason.LENGTH if cut else FinishReason.STOP
-        return SampledTurn(len(self.contexts) - 1, token_array(ids), reason, float_array([-0.25] * len(ids)))
+        return Turn(
+            number=len(self.contexts) - 1,
+            token_ids=token_array(ids),
+            finish_reason=reason,
+            logprobs=float_array([-0.25] * len(ids)),
+        )
 
     def text(self, number: int) -> str:
         return self.tokenizer.decode(token_array(self.contexts[number]), skip_special=False)
