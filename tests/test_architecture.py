@@ -144,7 +144,9 @@ def test_third_party_libraries_are_confined() -> None:
     assert_none(problems(wrong))
 
 
-def test_base_imports_anyio_msgspec_numpy_and_the_standard_library_only() -> None:
+def test_base_imports_only_its_four_sources() -> None:
+    """The room base imports anyio, msgspec, NumPy and the standard library only."""
+
     def wrong(path: Path) -> Iterator[str]:
         if package_of(path) in BASE and name_of(path) not in {"streamrl/recipe/user_code.py", TENSORS}:
             for module in imports_of(path):

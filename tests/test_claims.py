@@ -35,7 +35,8 @@ def test_a_figure_is_what_the_command_printed() -> None:
     assert claims.table_of("5 steps\n\n| a |\n|---|\n\nand\n| b |\n") == "| a |\n|---|\n\n| b |"
 
 
-def test_a_ratio_of_wall_times_has_cpu_time_beside_it_or_says_that_it_has_none() -> None:
+def test_wall_time_ratios_have_cpu_time_beside_them() -> None:
+    """A ratio of wall times has CPU time beside it, or says that it has none."""
     figures = [claim.figure for claim in claims.read_claims() if "less wall time" in claim.figure]
     assert figures and all(claims.cpu_ms_of(figure) or "CPU not measured" in figure for figure in figures)
     readme = " ".join(re.findall(r"^\|.*CPU .*$", (ROOT / "README.md").read_text(), re.MULTILINE))
@@ -63,7 +64,8 @@ input(), os.kill(middle, 9), os.write(go, b"1")
 input(), os.close(halt), os.waitpid(pair, 0), os.waitpid(middle, 0), os.write(1, b"gone\\n"), input()"""
 
 
-def test_cpu_time_is_also_that_of_children_never_seen_of_ended_ones_and_of_orphans() -> None:
+def test_cpu_time_includes_children_and_orphans() -> None:
+    """CPU time includes that of children never seen, of ended ones and of orphans."""
     command = [sys.executable, "-c", FAMILY, "streamrl.launch reward"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as family:
         tree = CpuTree(family.pid)

@@ -51,7 +51,8 @@ GUIDES_WITH_KEYS = [
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_links_of_a_page_lead_to_files_and_headings_and_load_nothing(name: str) -> None:
+def test_links_lead_to_files_and_headings(name: str) -> None:
+    """Links of a page lead to files and headings, and load nothing."""
     page = ROOT / name
     text = page.read_text()
     wrong = []

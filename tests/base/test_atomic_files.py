@@ -64,7 +64,8 @@ def test_a_small_file_is_on_the_disk_before_it_has_its_name(
     assert disk.holds(tmp_path / "scores.json")
 
 
-def test_new_directories_and_what_is_left_beside_a_checkpoint_are_on_the_disk(tmp_path: Path, disk: Disk) -> None:
+def test_new_directories_and_sidecars_are_on_the_disk(tmp_path: Path, disk: Disk) -> None:
+    """New directories, and the files staged beside a checkpoint, are on the disk when the call returns."""
     make_directory(tmp_path / "runs" / "run" / "checkpoints")
     made = [tmp_path / "runs", tmp_path / "runs" / "run", tmp_path / "runs" / "run" / "checkpoints"]
     assert [path for path in made if not disk.holds(path)] == []

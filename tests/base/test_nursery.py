@@ -9,7 +9,8 @@ from anyio.abc import TaskGroup
 from streamrl.base.concurrent_calls import start_unless_ending
 
 
-async def test_work_is_done_while_the_group_runs_and_dropped_when_it_has_ended_of_something() -> None:
+async def test_work_is_dropped_once_its_group_has_ended() -> None:
+    """Work starts while its task group runs, and is dropped once that group has ended with an error."""
     done: list[str] = []
 
     async def work(what: str) -> None:
@@ -26,7 +27,8 @@ async def test_work_is_done_while_the_group_runs_and_dropped_when_it_has_ended_o
     assert done == ["while it runs"]
 
 
-async def test_a_group_that_is_cancelled_from_outside_takes_no_work_either() -> None:
+async def test_a_cancelled_group_takes_no_work() -> None:
+    """A group that is cancelled from outside takes no work either."""
     async with anyio.create_task_group() as outer:
         async with anyio.create_task_group() as group:
             outer.cancel_scope.cancel()

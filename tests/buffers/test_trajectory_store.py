@@ -43,7 +43,8 @@ def test_all_stay_where_all_are_needed() -> None:
     assert len(store.prompts) >= 64 * FEW_PROMPTS and asked < 10
 
 
-def test_a_tree_of_turns_comes_back_from_the_journal_and_is_one_sample() -> None:
+def test_a_tree_of_turns_in_the_journal_is_one_sample() -> None:
+    """A trajectory whose turns form a tree is read back from the journal, and is one sample."""
     turns = tuple(
         Segment(token_array([7, index]), True, float_array([-1.0] * 2), (VersionSpan(0, 2, index),), follows)
         for index, follows in enumerate((None, 0, 0, -1))

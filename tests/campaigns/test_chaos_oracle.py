@@ -54,7 +54,8 @@ def joined(*steps: Lines) -> Lines:
     return [line for lines in steps for line in lines]
 
 
-def test_a_good_run_and_one_that_trained_a_step_again_alike_have_no_fault(tmp_path: Path) -> None:
+def test_good_runs_and_equal_repeats_of_steps_have_no_fault(tmp_path: Path) -> None:
+    """The oracle finds no fault in a good run, nor in one that trained a step again with the same result."""
     verdict = verdict_of(joined(*GOOD), tmp_path)
     assert (verdict.faults, verdict.steps, verdict.groups, verdict.lost, verdict.twice) == ([], 3, 6, 0, 0)
     again = verdict_of(joined(GOOD[0], GOOD[1], step(2, ["p2", "p3"], pid=2), GOOD[2]), tmp_path)

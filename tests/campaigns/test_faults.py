@@ -44,7 +44,8 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_runs_with_faults_keep_every_invariant_and_go_on_to_their_end() -> None:
+def test_runs_with_faults_keep_invariants_and_reach_their_end() -> None:
+    """Runs with injected faults keep every invariant and reach their last step."""
     ends, fired, lives = time.monotonic() + SECONDS, set[str](), 0
     for count, seed in enumerate(range(FIRST_SEED, FIRST_SEED + 10_000)):
         if count >= FEWEST_WORLDS and time.monotonic() > ends:
@@ -78,7 +79,8 @@ def all_of_rollpacker(seed: int) -> Shape:
 
 
 @pytest.mark.long
-def test_all_of_rollpacker_in_one_run_loses_nothing_and_trains_nothing_twice() -> None:
+def test_rollpacker_loses_nothing_and_trains_nothing_twice() -> None:
+    """A run with all parts of RollPacker loses no sample and trains none twice."""
     random, lives, fired = Random(7), 0, Counter[str]()
     for seed in range(6):
         shape = all_of_rollpacker(seed)
@@ -137,14 +139,16 @@ def test_a_failing_seed_shrinks_to_what_matters() -> None:
     assert any(fault.kind == "corrupt" for fault in faults)
 
 
-def test_every_planted_bug_has_a_name_of_its_own_and_cells_cover_all_components() -> None:
+def test_planted_bugs_are_distinct_and_cells_cover_components() -> None:
+    """Every planted bug has its own name, and the cells of a campaign cover all components."""
     assert len({bug.name for bug in PLANTED}) == len(PLANTED)
     assert {component for component, _, _ in cells()} == {
         *("controller", "engine", "trainer", "reward", "network", "disk", "tree")
     }
 
 
-def test_a_killed_process_runs_no_further_line_and_a_hung_one_goes_on_later() -> None:
+def test_killed_processes_stop_and_hung_ones_go_on_later() -> None:
+    """A killed process runs no further line; a hung one goes on later."""
     loop = VirtualLoop()
     told: list[tuple[str, float]] = []
 

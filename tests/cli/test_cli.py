@@ -174,9 +174,10 @@ ROW = '{"prompt": "1 2 3"}\n'
         ),
     ],
 )
-def test_what_is_not_there_or_wrong_is_named_before_anything_starts(
+def test_missing_and_wrong_inputs_are_named_before_a_start(
     project: Path, files: dict[str, str | None], overrides: str, expected: str
 ) -> None:
+    """Missing and wrong inputs are named before any process starts."""
     for name, content in files.items():
         if content is None:
             (project / name).unlink()
@@ -225,7 +226,8 @@ def test_engine_not_installed(project: Path, monkeypatch: pytest.MonkeyPatch) ->
     preflight(load_recipe(project / "recipe.toml", ["cluster.kind=ray"]))
 
 
-def test_a_disk_that_takes_no_checkpoint_is_named_before_anything_is_trained(project: Path) -> None:
+def test_a_disk_without_room_for_checkpoints_is_named_early(project: Path) -> None:
+    """A disk that cannot take a checkpoint is named before the first training step."""
     free = shutil.disk_usage(project).free / (1 << 30)
     (problem,) = problems(project, f"checkpoint.advanced.min_free_gib={free + 100}")
     assert problem.startswith("checkpoint.advanced.min_free_gib: ")
@@ -294,9 +296,10 @@ def test_dry_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.started
-def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
+def test_dry_run_counts_held_out_prompts_and_explains_streams(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The dry run counts held-out prompts, and says why nothing streams."""
     (project / "held.jsonl").write_text('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": "2"}\n')
     (project / "model" / "generation_config.json").write_text('{"eos_token_id": [5]}')
     (project / "recipe.toml").write_text((project / "recipe.toml").read_text().replace("steps = 3\n", ""))

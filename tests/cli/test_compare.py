@@ -28,7 +28,8 @@ def compared(directory: Path, system: str = "synchronous", repeat: int = 1, slow
     return ComparedRun(steps=steps, system=system, repeat=repeat, directory=str(directory), **figures)
 
 
-def test_figures_are_those_of_the_measured_steps_and_speeds_are_taken_repeat_by_repeat(tmp_path: Path) -> None:
+def test_speeds_are_compared_repeat_by_repeat(tmp_path: Path) -> None:
+    """Figures come from the measured steps alone, and speeds are compared repeat by repeat."""
     runs = [compared(tmp_path), compared(tmp_path, repeat=2, slower=2.0)]
     runs += [compared(tmp_path, "sagc", slower=0.5), compared(tmp_path, "sagc", repeat=2, slower=0.5)]
     assert runs[0].measured == runs[0].steps[WARM_UP_STEPS:5]
@@ -66,7 +67,8 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["there"], "no directory was made"
 
 
-def test_every_repeat_has_its_seed_and_steps_enough_for_the_smallest_groups(tmp_path: Path) -> None:
+def test_repeats_have_seeds_and_enough_steps(tmp_path: Path) -> None:
+    """Every repeat has its own seed, and enough steps for the smallest groups."""
     recipe = load_recipe(RECIPE, ["rollout.system=sagc", "rollout.prompts_per_batch=8", "rollout.group_size=8"])
     run = measured_recipe(recipe, 320, 3, "sagc", tmp_path)
     assert (run.run.name, run.run.seed, run.run.directory) == ("sagc-3", recipe.run.seed + 2, str(tmp_path))

@@ -265,7 +265,8 @@ def test_a_damaged_file_is_refused_or_becomes_a_recipe(name: str, at: int, cut: 
     assert parse_toml(made.recipe) and made.lines()
 
 
-def test_a_key_for_one_thing_comes_before_one_for_two_and_the_text_is_toml() -> None:
+def test_keys_for_one_thing_come_first_and_the_text_is_toml() -> None:
+    """A key that sets one thing comes before a key that sets two, and the written text is TOML."""
     written = {"epsilon_high": 0.28, "epsilon": 0.1, "output_dir": "a\x07\nb", "adam\x07_epsilon\n": 1}
     table = parse_toml(translated(Foreign("TRL", "x", written)).recipe)
     assert table["objective"] == {"clip_low": 0.1, "clip_high": 0.28} and table["run"]["directory"] == "a\x07\nb"

@@ -87,9 +87,8 @@ def test_what_is_chosen_on_the_command_line(work: Path, capfd: pytest.CaptureFix
     assert len(lines) == 6 and all(len(line["token_ids"]) <= 5 for line in lines)
 
 
-def test_several_sets_are_limited_alike_whatever_the_recipe_has_for_its_steps(
-    work: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_limit_applies_to_each_held_out_set(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The limit of the command applies to each held-out set, whatever the recipe says for its steps."""
     (work / "other.jsonl").write_text('{"prompt": "7:", "answer": ""}\n' * 5)
     sets = 'evaluation.prompts={a = "held.jsonl", b = {prompts = "other.jsonl", every = 7, limit = 1}}'
     for options, prompts in (((), [3, 5]), (("-n", "2"), [2, 2])):
@@ -140,9 +139,10 @@ def test_a_model_of_the_hub_by_its_name(work: Path) -> None:
         ((str(MODEL), "recipe.toml", "--out", "none/x"), 1, "none/x: No such file or directory"),
     ],
 )
-def test_what_cannot_be_evaluated_is_said_before_an_engine_starts(
+def test_bad_evaluations_are_refused_before_an_engine_starts(
     work: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, problem: str
 ) -> None:
+    """An evaluation that cannot work is refused before an engine starts."""
     (work / "bare.jsonl").write_text('{"prompt": "7:"}\n')
     found, out, err = evaluate(capfd, *arguments)
     assert (found, out) == (code, "") and problem in err

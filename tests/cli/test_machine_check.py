@@ -77,9 +77,10 @@ NVRM = "NVRM version: NVIDIA UNIX {}  {}  Tue Mar  5 22:23:56 UTC 2024\nGCC vers
 @pytest.mark.parametrize("kernel", ["x86_64 Kernel Module", "Open Kernel Module for x86_64"])
 @pytest.mark.parametrize(("driver", "cuda", "old"), [("570.86.15", "13.0", True), ("580.65.06", "13.0", False),
                                                      ("550.54.15", "12.9", False)])  # fmt: skip
-def test_a_driver_that_is_too_old_for_the_installed_cuda_is_named(
+def test_a_driver_too_old_for_cuda_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel: str, driver: str, cuda: str, old: bool
 ) -> None:
+    """A driver that is too old for the installed CUDA is named."""
     (tmp_path / "version").write_text(NVRM.format(kernel, driver))
     monkeypatch.setattr(machine_check, "DRIVER_VERSION", tmp_path / "version")
     monkeypatch.setattr(machine_check, "_CHECKS", (machine_check._cuda,))

@@ -89,7 +89,8 @@ def masters(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_an_export_is_what_was_published_and_loads_with_transformers(run: Path, tmp_path: Path) -> None:
+def test_an_export_equals_the_published_weights(run: Path, tmp_path: Path) -> None:
+    """An export holds the weights that were published, and transformers loads it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     out = tmp_path / "new" / "model"
@@ -145,7 +146,8 @@ def test_adapters_are_merged_and_weights_are_split(adapted: Path, tmp_path: Path
 
 
 @pytest.mark.long
-def test_the_card_says_what_trained_it_and_nothing_of_the_machine(run: Path, tmp_path: Path) -> None:
+def test_the_card_describes_training_and_not_the_machine(run: Path, tmp_path: Path) -> None:
+    """The model card says how the model was trained, and nothing about the machine."""
     from huggingface_hub import ModelCard
 
     assert main(["export", str(run), str(tmp_path / "m"), "--version", "1"]) == 0
@@ -190,9 +192,8 @@ def test_eval_of_a_run_is_the_evaluation_that_the_run_had(run: Path, tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.vllm
-def test_an_export_is_served_by_vllm_and_its_greedy_completions_are_those_of_transformers(
-    run: Path, tmp_path: Path
-) -> None:
+def test_vllm_serves_an_export_as_transformers_does(run: Path, tmp_path: Path) -> None:
+    """vLLM serves an export, and its greedy completions equal those of transformers."""
     pytest.importorskip("vllm")
     from transformers import AutoModelForCausalLM
 

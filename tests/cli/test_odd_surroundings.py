@@ -76,8 +76,9 @@ def test_a_screen_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.skipif(os.getuid() != 0, reason="changes the user id")
-def test_a_user_without_home_and_name_trains_where_nothing_else_can_be_written() -> None:
-    """As most containers run programs. The capability only lets it read: the interpreter may be root's."""
+def test_a_user_without_home_and_name_can_train() -> None:
+    """A user without a home directory and a name trains where no other folder can be written. As most containers run
+    programs. The capability only lets it read: the interpreter may be root's."""
     user = (
         "setpriv --reuid 12345 --regid 12345 --clear-groups --inh-caps +dac_read_search --ambient-caps +dac_read_search"
     )
@@ -110,7 +111,8 @@ def refused(command: str, **environment: str) -> str:
 
 
 @pytest.mark.long
-def test_places_without_a_name_or_without_text_are_refused_in_words(tmp_path: Path) -> None:
+def test_nameless_and_textless_places_are_refused(tmp_path: Path) -> None:
+    """Places without a name, or whose name is not text, are refused by a sentence."""
     dry_run = f"{STREAMRL} train {shlex.join(arguments(tmp_path, run__directory='runs'))} --dry-run"
     assert "run.directory: " in (said := refused(f"cd {tmp_path}; mkdir $'caf\\xe9'; cd $'caf\\xe9'; {dry_run}"))
     assert "is not UTF-8" in said
@@ -128,7 +130,8 @@ def test_a_system_without_proc_is_refused_in_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_module_in_the_current_directory_replaces_none_of_pythons(tmp_path: Path) -> None:
+def test_local_modules_do_not_shadow_pythons_own(tmp_path: Path) -> None:
+    """A module in the current directory does not replace a module of Python's."""
     for name in ("queue", "types", "msgspec"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')\n")
     (tmp_path / "own_rewards.py").write_text("def reward(completion):\n    return 1.0\n")

@@ -99,14 +99,16 @@ def test_parts_groups_and_a_built_in_with_an_option(work: Path, capfd) -> None:
     assert (report["reward"], report["prompts"], report["values"]["mean"]) == ("exact", 1, pytest.approx(2 / 3))
 
 
-def test_a_function_that_hangs_is_ended_and_the_exit_code_says_that_nothing_was_scored(work: Path, capfd) -> None:
+def test_a_hanging_function_is_ended_with_an_exit_code(work: Path, capfd) -> None:
+    """A function that hangs is ended, and the exit code says that no completion was scored."""
     code, out, _ = run(capfd, "mine.py:hangs", *FILES, "--timeout", "0.1", "-n", "1")
     assert code == 1
     assert "every call failed: nothing would be trained" in out
     assert "timed_out" in out
 
 
-def test_tokens_without_a_tokenizer_are_bytes_and_the_report_says_so(work: Path, capfd) -> None:
+def test_tokens_without_a_tokenizer_are_bytes(work: Path, capfd) -> None:
+    """Tokens without a tokenizer are bytes, and the report says so."""
     out = run(capfd, "mine.py:tokens", *FILES)[1]
     assert "-> its token_ids were the bytes of the text: give --tokenizer MODEL" in out
     assert "bytes" not in run(capfd, "mine.py:right", *FILES)[1]
@@ -142,8 +144,9 @@ def test_completions_must_come_from_somewhere(work: Path, capfd) -> None:
     assert "name --completions FILE, --engine MODEL or --recipe RECIPE, or start this in a directory with a rec" in err
 
 
-def test_completions_come_from_the_recipe_of_the_directory_and_some_are_shown(work: Path, capfd) -> None:
-    """As the README writes it: FUNCTION and --prompts alone. Simulated engines sample here, in the model's tokens."""
+def test_completions_are_sampled_by_the_recipes_model(work: Path, capfd) -> None:
+    """Completions come from the recipe of the current directory, and some of them are shown. As the README writes it:
+    FUNCTION and --prompts alone. Simulated engines sample here, in the model's tokens."""
     (work / "recipe.toml").write_text(
         f'[model]\npath = "{MODEL}"\n[prompts]\ntrain = "p.jsonl"\n[[rewards]]\nfunction = "mine.py:right"\n'
         '[engines]\nkind = "simulated"\n[sampling]\nmax_tokens = 24\n'
@@ -162,7 +165,8 @@ def test_completions_come_from_the_recipe_of_the_directory_and_some_are_shown(wo
 # ---- the numbers, by hand ------------------------------------------------------------------------
 
 
-def test_histogram_has_a_bin_for_each_of_few_values_and_ten_of_many() -> None:
+def test_histograms_have_a_bin_a_value_or_ten() -> None:
+    """A histogram has one bin for each of a few values, and ten bins for many."""
     assert [(b.low, b.count) for b in histogram([1.0, 0.5, 1.0])] == [(0.5, 1), (1.0, 2)]
     bins = histogram([float(value) for value in range(101)])
     assert [b.count for b in bins] == [10] * 9 + [11]
@@ -179,7 +183,8 @@ def test_spread_takes_values_that_occurred() -> None:
     assert spread([]) is None
 
 
-def test_a_group_is_flat_when_its_values_are_equal_and_alone_when_it_has_one() -> None:
+def test_flat_and_lone_groups_are_counted() -> None:
+    """A group with equal values is flat, and a group with one value is alone."""
     signal = signal_of([[0, 0], [1, 1], [0, 1], [0.5], [0.5, 0.5], []])
     assert (signal.groups, signal.flat, signal.flat_low, signal.flat_high) == (4, 3, 1, 1)
     same = signal_of([[0.0, 0.0], [0.0, 0.0]])

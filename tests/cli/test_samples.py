@@ -48,9 +48,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_completions_of_training_and_evaluation_with_all_that_is_known_of_them(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_completions_are_shown_with_their_facts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Completions of training and evaluation are shown with all that is known about them."""
     assert main(["samples", str(run), "--best", "--worst"]) == 0
     best = "reward 0.730 (exact 1.000, brief -0.270), 18 tokens, stop\n  prompt  question 2\n"
     assert capsys.readouterr().out.split("\n\n") == [
@@ -93,7 +92,8 @@ def test_steps_of_a_life_that_was_given_up_are_not_shown(run: Path, capsys: pyte
     assert main(["samples", str(run), "--step", "3"]) == 1
 
 
-def test_a_run_shows_a_completion_now_and_then_and_its_file_stays_small(tmp_path: Path) -> None:
+def test_a_run_samples_completions_into_a_small_file(tmp_path: Path) -> None:
+    """A run stores a completion now and then, and its file stays small."""
     samples = TrainingSamples(tmp_path / "samples.jsonl", PlainText(), most_bytes=20_000)
     shown = [step for step in range(1, 41) if samples.take(step, [scored(1, "x" * 50_000, 1.0)])]
     samples.close()
@@ -102,7 +102,9 @@ def test_a_run_shows_a_completion_now_and_then_and_its_file_stays_small(tmp_path
     assert set(sizes) == {"samples.jsonl", "older-samples.jsonl"} and max(sizes.values()) < 20_000 + 3 * 9_000
 
 
-def test_a_stored_completion_has_text_logprob_and_version_of_each_sampled_token(tmp_path: Path) -> None:
+def test_stored_tokens_have_text_logprob_and_version(tmp_path: Path) -> None:
+    """A stored completion has the text, the logprob and the version of each sampled token."""
+
     def turn(text: str, version: int) -> Segment:
         (segment,) = trajectory(tokens=list(text.encode()), logprob=-0.5, version=version).segments
         return segment

@@ -17,9 +17,10 @@ from streamrl.cli.main import COMMANDS, load_command, main
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_fits_a_screen_and_ends_with_an_example_that_parses(
+def test_help_fits_a_screen_and_its_example_parses(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Help of a command fits on one screen and ends with an example that parses."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
         main([*name.split(), "--help"])

@@ -52,7 +52,8 @@ def test_nobody_waits_for_a_run_that_has_ended(
     assert "nope is neither the directory of a run" in capsys.readouterr().err
 
 
-def test_what_a_run_says_at_its_end_counts_from_where_it_was_resumed_and_tells_how_to_go_on(tmp_path: Path) -> None:
+def test_the_summary_counts_from_the_resumed_step(tmp_path: Path) -> None:
+    """The summary at the end of a run counts from the step where it was resumed, and says how to continue."""
     history = RunHistory(lambda: 100.0)
     (tmp_path / "journal").mkdir()
     history.started(
@@ -70,7 +71,8 @@ def test_what_a_run_says_at_its_end_counts_from_where_it_was_resumed_and_tells_h
     assert history.summary("finished")[-3:] == [model, more, f"  page  streamrl dashboard {tmp_path}"]
 
 
-def test_the_time_left_is_not_of_the_moment_at_which_a_watcher_came() -> None:
+def test_the_time_left_does_not_depend_on_the_watcher() -> None:
+    """The time left does not depend on the moment at which a watcher attached."""
     history = RunHistory(lambda: 100.0)
     history.steps = 11
     _, left = history.stepped(StepFinished(step=1, policy_version=1, metrics={"time/step_s": 2.0}))

@@ -29,7 +29,8 @@ async def test_a_hello_is_said_once_and_the_orders_stay_as_they_are() -> None:
         await heard.receive()
 
 
-async def test_a_process_that_waits_to_say_hello_hears_that_its_orders_are_broken() -> None:
+async def test_a_process_waiting_for_hello_sees_broken_orders() -> None:
+    """A process that waits to say hello gets an error when its stream of orders breaks."""
     reports, heard = memory_stream(1)
     await reports.send("nobody takes this")
     orders_in, orders = memory_stream(4)
@@ -48,7 +49,8 @@ async def test_a_process_that_waits_to_say_hello_hears_that_its_orders_are_broke
     assert raised and [item async for item in heard] == ["nobody takes this"], "its successor hears nothing of it"
 
 
-async def test_the_successor_of_a_worker_that_died_while_it_connected_hears_the_end_of_orders(tmp_path: Path) -> None:
+async def test_successors_see_the_end_of_orders(tmp_path: Path) -> None:
+    """The successor of a worker that died while it connected sees the end of orders."""
     orders_at, results_at = f"ipc://{tmp_path}/orders", f"ipc://{tmp_path}/results"
     topology = Topology(processes=(), endpoints={"reward-0.orders": orders_at, "reward-0.results": results_at})
     settings = RewardSettings(functions="length", per_group=False, timeout_s=300.0, concurrency=4)

@@ -97,7 +97,8 @@ async def tell_break(end: Any, told: list[str]) -> None:
     told.append(str(broken.value))
 
 
-async def test_a_receiver_that_only_watches_hears_of_a_sender_that_fails_and_loses_nothing(open_ends: Any) -> None:
+async def test_a_watching_receiver_sees_its_sender_fail(open_ends: Any) -> None:
+    """A receiver that only watches gets the failure of its sender and loses no item."""
     async with open_ends(Note, window=4) as (sender, receiver), anyio.create_task_group() as tasks:
         told: list[str] = []
         tasks.start_soon(tell_break, receiver, told)
@@ -112,7 +113,8 @@ async def test_a_receiver_that_only_watches_hears_of_a_sender_that_fails_and_los
         await receiver.receive()
 
 
-async def test_a_sender_that_only_watches_hears_of_a_receiver_that_stops(open_ends: Any) -> None:
+async def test_a_watching_sender_sees_its_receiver_stop(open_ends: Any) -> None:
+    """A sender that only watches gets notice of a receiver that stops."""
     async with open_ends(Note, window=4) as (sender, receiver), anyio.create_task_group() as tasks:
         await send_notes(sender, range(2))
         told: list[str] = []
@@ -225,8 +227,9 @@ async def test_many_coroutines_may_send_at_once(open_ends: Any) -> None:
             assert own == sorted(own)
 
 
-async def test_a_task_that_never_has_to_wait_lets_others_have_their_turn(open_ends: Any) -> None:
-    """Operations that are over at once do not turn the loop each, but now and then they do."""
+async def test_operations_without_waits_yield_to_other_tasks(open_ends: Any) -> None:
+    """A task whose stream operations never wait lets other tasks run. Operations that are over at once do not turn the
+    loop each, but now and then they do."""
     async with open_ends(Note, window=512) as (sender, receiver), anyio.create_task_group() as tasks:
         await sender.send(Note(number=0))
         await receiver.receive()

@@ -316,9 +316,8 @@ class Bulk(Record):
     tokens: TokenArray
 
 
-async def test_an_item_over_the_limit_of_the_receiver_is_refused_and_the_stream_goes_on(
-    new_endpoint: NewEndpoint,
-) -> None:
+async def test_an_item_over_the_receivers_limit_is_refused(new_endpoint: NewEndpoint) -> None:
+    """An item above the limit of the receiver is refused, and the stream goes on."""
     async with (
         zmq_receiver(Bulk, new_endpoint("ipc"), bind=True, limits=WireLimits(message_bytes=5000)) as receives,
         zmq_sender(Bulk, receives.endpoint, bind=False) as sends,
@@ -361,9 +360,8 @@ async def test_a_killed_sender_breaks_the_receiver_after_its_items(new_endpoint:
                 await receives.receive()
 
 
-async def test_what_a_peer_said_before_it_died_comes_first_even_when_both_are_read_at_once(
-    new_endpoint: NewEndpoint,
-) -> None:
+async def test_last_messages_of_a_dead_peer_come_first(new_endpoint: NewEndpoint) -> None:
+    """Messages that a peer sent before it died come first, even when its death is read at the same time."""
     async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True, window=4) as receives:
         with raw_dealer(receives.endpoint) as dealer:
             await shake_hands(dealer)
@@ -465,7 +463,8 @@ async def test_an_end_that_nobody_acknowledges_is_an_error_and_bounded(new_endpo
         router.close(linger=0)
 
 
-async def test_a_receiver_that_comes_late_hears_of_an_end_that_was_said_before(new_endpoint: NewEndpoint) -> None:
+async def test_a_late_receiver_gets_an_earlier_end(new_endpoint: NewEndpoint) -> None:
+    """A receiver that connects late gets an end that was sent before it came."""
     async with zmq_sender(EngineOrder, new_endpoint("ipc"), bind=True, close_seconds=0.1) as sends:
         await sends.aclose()
         async with zmq_receiver(EngineOrder, sends.endpoint, bind=False) as receives:

@@ -72,7 +72,8 @@ def test_without_it_a_race_is_won_by_who_arrives_first() -> None:
     assert any(other != first for other in others), "the test of the order would see nothing"
 
 
-def test_the_shortest_win_a_race_in_any_order_of_arrival_and_none_before_all_have_ended() -> None:
+def test_the_shortest_win_a_race_in_any_order_of_arrival() -> None:
+    """The shortest trajectories win a race in any order of arrival, and none wins before all have ended."""
     settings = control_settings(
         rounds=RoundKind.TAIL_BATCHING,
         tail_batching=TailBatching(prompt_oversampling=2.0),
@@ -119,7 +120,8 @@ def test_times_that_are_measured_are_told_to_no_policy() -> None:
         assert len(seen) == told
 
 
-def test_what_was_answered_and_does_not_count_yet_is_not_asked_for_again() -> None:
+def test_results_that_wait_are_not_requested_again() -> None:
+    """Results that have arrived and do not count yet are not requested again."""
     settings = control_settings(deterministic=True, batch_groups=1, group_size=1, checkpoint_every=1)
     control = make_control(settings)
     for event in (

@@ -89,7 +89,8 @@ def test_synchronous_until_a_race_promises_enough() -> None:
     assert rounds.reasons[-1].startswith("from synchronous to tail_batching 1.25")
 
 
-def test_a_race_is_left_only_after_the_long_round_of_what_it_deferred() -> None:
+def test_a_race_is_left_after_its_long_round() -> None:
+    """A race is left only after the long round of the prompts that it deferred."""
     rounds = Rounds(AutoRounds(settings()))
     rounds.policy.observe(advice(1.4))
     rounds.play(2)
@@ -100,8 +101,9 @@ def test_a_race_is_left_only_after_the_long_round_of_what_it_deferred() -> None:
 
 
 @pytest.mark.long
-def test_a_race_of_several_sizes_is_left_as_well_and_what_waits_goes_first_at_its_size() -> None:
-    """Some prompts always wait where sizes vary; they were waited for, for ever. Advice changes every 30 steps."""
+def test_a_race_of_several_sizes_is_left_too() -> None:
+    """A race with several group sizes is left as well, and deferred prompts go first at their own size. Some prompts
+    always wait where sizes vary; they were waited for, for ever. Advice changes every 30 steps."""
     race, steps, waiting = "tail_batching 1.25 x4", 180, list[int]()
     sizes = GroupSizing(kind=SizingKind.RANDOM, shares=(1.0, 1.0, 1.0))
     options = TailBatching(long_round_batches=4)
@@ -121,7 +123,8 @@ def test_a_race_of_several_sizes_is_left_as_well_and_what_waits_goes_first_at_it
     assert waiting == [0] * 3 and report.length_ratio == pytest.approx(1.0, abs=0.02)
 
 
-def test_a_promise_that_is_not_fulfilled_counts_less_the_next_time() -> None:
+def test_a_broken_promise_counts_less_next_time() -> None:
+    """A forecast that did not come true counts less the next time."""
     rounds = Rounds(AutoRounds(settings()), slower=3.0)
     rounds.policy.observe(advice(1.4))
     rounds.play(10)
@@ -131,7 +134,8 @@ def test_a_promise_that_is_not_fulfilled_counts_less_the_next_time() -> None:
     assert rounds.policy.current == SYNCHRONOUS
 
 
-def test_a_snapshot_answers_as_the_policy_would_and_unknown_candidates_begin_with_synchronous_rounds() -> None:
+def test_unknown_candidates_begin_with_synchronous_rounds() -> None:
+    """A snapshot decides as the policy would, and unknown candidates begin with synchronous rounds."""
     rounds = Rounds(AutoRounds(settings(long_round_batches=2)))
     rounds.policy.observe(RoundsAdvised(goodput={SYNCHRONOUS: 1.0, "tail_batching 1.25 x2": 2.0}))
     rounds.play(2)
@@ -146,7 +150,8 @@ def test_a_snapshot_answers_as_the_policy_would_and_unknown_candidates_begin_wit
     assert other.current == SYNCHRONOUS
 
 
-def test_slots_suffice_for_every_candidate_and_rounds_are_on_policy() -> None:
+def test_slots_suffice_for_every_candidate() -> None:
+    """The slots suffice for every candidate, and rounds are on-policy."""
     assert AutoRounds(settings()).slots() >= math.ceil(1.5 * 8) * 8
     assert AutoRounds(settings()).replays
 

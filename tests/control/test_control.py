@@ -128,7 +128,8 @@ ControlMachine.TestCase.settings = settings(
 TestControlMachine = pytest.mark.seconds(8)(pytest.mark.timeout(300)(ControlMachine.TestCase))
 
 
-def test_a_snapshot_of_another_schema_order_or_number_of_slots_is_refused() -> None:
+def test_incompatible_snapshots_are_refused() -> None:
+    """A snapshot with another schema, order or number of slots is refused."""
     chosen = control_settings()
     snapshot = make_control(chosen).snapshot()
     with pytest.raises(StreamRLError, match="schema 99"):
@@ -148,7 +149,8 @@ def test_a_snapshot_of_another_schema_order_or_number_of_slots_is_refused() -> N
             JournalCodec().decode(other)
 
 
-def test_a_continuous_run_keeps_every_slot_busy_and_uses_its_staleness() -> None:
+def test_a_continuous_run_uses_all_slots_and_its_staleness() -> None:
+    """A continuous run keeps every slot busy and uses its permitted staleness."""
     world = begun(rounds=RoundKind.CONTINUOUS, max_staleness=1, steps=6)
     assert len(world.running) == 8  # (1 + 1) batches of 2 groups of 2
     world.run_to_end()
@@ -188,7 +190,8 @@ def test_a_straggler_is_waited_for_before_it_would_be_too_old() -> None:
 
 
 @pytest.mark.parametrize("when_stale", [StalePolicy.DROP, StalePolicy.REGENERATE])
-def test_a_straggler_is_dropped_or_drawn_again_when_the_recipe_says_so(when_stale: StalePolicy) -> None:
+def test_stragglers_are_dropped_or_sampled_again(when_stale: StalePolicy) -> None:
+    """A straggler is dropped or sampled again, as the recipe says."""
     world = begun(
         rounds=RoundKind.CONTINUOUS, max_staleness=1, steps=6, group_size=1, batch_groups=1, when_stale=when_stale
     )
@@ -227,7 +230,8 @@ def test_groups_that_never_have_signal_end_the_run_with_a_reason() -> None:
     assert "zero_variance" in world.stopped and "dynamic_sampling = false" in world.stopped
 
 
-def test_too_many_failed_rewards_stop_the_run_with_the_last_message() -> None:
+def test_too_many_failed_rewards_stop_the_run() -> None:
+    """Too many failed rewards stop the run with the last message of a reward."""
     world = begun(max_failed_share=0.25, failure_window=4, batch_groups=4)
     for trajectory in sorted(world.running)[:2]:
         world.score(trajectory, 1.0, 1)
@@ -237,7 +241,8 @@ def test_too_many_failed_rewards_stop_the_run_with_the_last_message() -> None:
     assert "2 of the last 4" in world.stopped and "planted" in world.stopped
 
 
-def test_a_run_whose_rewards_all_fail_does_not_wait_until_its_window_is_full() -> None:
+def test_a_run_of_failed_rewards_ends_before_its_window_fills() -> None:
+    """A run whose rewards all fail does not wait until its window is full."""
     world = begun(max_failed_share=0.25, failure_window=8, batch_groups=8)
     for trajectory in sorted(world.running)[:3]:
         assert world.stopped is None
@@ -245,7 +250,8 @@ def test_a_run_whose_rewards_all_fail_does_not_wait_until_its_window_is_full() -
     assert "3 of the last 3" in str(world.stopped)
 
 
-def test_a_failed_reward_takes_its_group_along_or_ends_the_run_where_the_recipe_says_so() -> None:
+def test_a_failed_reward_drops_its_group_or_ends_the_run() -> None:
+    """A failed reward drops its group or ends the run, as the recipe says."""
     world = begun(steps=1, group_size=3)
     a, b, *_ = sorted(world.running)
     world.score(a, 1.0, 3)
@@ -260,7 +266,8 @@ def test_a_failed_reward_takes_its_group_along_or_ends_the_run_where_the_recipe_
 
 
 @pytest.mark.parametrize("stops", ["policy", "share"])
-def test_a_run_that_a_failed_reward_ended_goes_on_as_if_it_had_not(stops: str) -> None:
+def test_a_run_ended_by_a_failed_reward_can_be_resumed(stops: str) -> None:
+    """A run that a failed reward ended resumes as if the reward had not failed."""
     limits = {"max_failed_share": 0.0, "failure_window": 1} if stops == "share" else {}
     world = begun(steps=1, batch_groups=1, group_size=2, **limits)
     a, b = sorted(world.running)
@@ -272,7 +279,8 @@ def test_a_run_that_a_failed_reward_ended_goes_on_as_if_it_had_not(stops: str) -
     assert not world.batches, "one that is left alone has no baseline"
 
 
-def test_a_failed_reward_shrinks_its_group_and_never_becomes_a_number() -> None:
+def test_a_failed_reward_shrinks_its_group() -> None:
+    """A failed reward shrinks its group and never becomes a number."""
     world = begun(group_size=3, batch_groups=1, steps=1)
     a, b, c = sorted(world.running)
     world.fail(b)
@@ -283,7 +291,8 @@ def test_a_failed_reward_shrinks_its_group_and_never_becomes_a_number() -> None:
     assert world.state.accounting().dropped == {"reward_failed": 1}
 
 
-def test_slots_of_failed_members_do_not_become_a_group_that_no_batch_can_take_in_time() -> None:
+def test_slots_of_failed_members_form_no_late_group() -> None:
+    """Slots of failed members do not become a group that no batch can take in time."""
     world = begun(rounds=RoundKind.CONTINUOUS, max_staleness=1, group_size=3, steps=6)
     assert len({t.group_id for t in world.running}) == 4
     for group_id in (0, 1, 2):
@@ -295,7 +304,8 @@ def test_slots_of_failed_members_do_not_become_a_group_that_no_batch_can_take_in
     assert world.state.slots.in_use == 0
 
 
-def test_a_group_with_one_survivor_has_no_baseline_and_is_refilled() -> None:
+def test_a_lone_survivor_without_baseline_is_refilled() -> None:
+    """A group with one survivor has no baseline, and is refilled."""
     world = begun(group_size=2, batch_groups=1, steps=1)
     a, b = sorted(world.running)
     world.fail(a)
@@ -305,7 +315,8 @@ def test_a_group_with_one_survivor_has_no_baseline_and_is_refilled() -> None:
     assert world.state.accounting().dropped == {"reward_failed": 2}
 
 
-def test_a_lone_survivor_is_trained_where_the_objective_compares_no_siblings() -> None:
+def test_a_lone_survivor_without_comparison_is_trained() -> None:
+    """A lone survivor is trained where the objective compares no siblings."""
     world = begun(batch_groups=1, group_size=3, steps=1, compares_siblings=False)
     for trajectory in list(world.running)[:2]:
         world.fail(trajectory)
@@ -334,8 +345,9 @@ def score_apart(world: World, trajectory: TrajectoryId, rewards: dict[str, float
     world.tell(event)
 
 
-def test_dynamic_sampling_keeps_groups_whose_rewards_differ_where_each_is_compared_alone() -> None:
-    """Right and long, wrong and short: totals are equal, and both rewards say something."""
+def test_dynamic_sampling_looks_at_rewards_compared_alone() -> None:
+    """Dynamic sampling keeps groups whose rewards differ where each reward is compared alone. Right and long, wrong and
+    short: totals are equal, and both rewards say something."""
     world = begun(dynamic_sampling=True, batch_groups=1, steps=1)
     first, second = world.running
     score_apart(world, first, {"right": 1.0, "short": 0.0})
@@ -350,7 +362,8 @@ def test_dynamic_sampling_keeps_groups_whose_rewards_differ_where_each_is_compar
     assert world.state.accounting().dropped == {"zero_variance": 2}
 
 
-def test_an_exhausted_source_trains_the_smaller_last_batch_and_ends() -> None:
+def test_an_exhausted_source_trains_a_smaller_last_batch() -> None:
+    """An exhausted source trains the smaller last batch, and the run ends."""
     world = World(control_settings(steps=9), prompts=3)
     world.begin()
     world.run_to_end()
@@ -373,7 +386,8 @@ def test_a_stop_lets_the_closed_batch_go_live_and_drops_the_rest() -> None:
 
 
 @pytest.mark.parametrize("rounds", [RoundKind.SYNCHRONOUS, RoundKind.CONTINUOUS])
-def test_the_next_batch_is_sampled_and_trained_under_an_evaluation_and_only_the_push_waits(rounds: RoundKind) -> None:
+def test_only_the_push_waits_for_an_evaluation(rounds: RoundKind) -> None:
+    """The next batch is sampled and trained during an evaluation; only the push waits for it."""
     staleness = 0 if rounds is RoundKind.SYNCHRONOUS else 1
     world = World(
         control_settings(rounds=rounds, max_staleness=staleness, evaluate_every=1, evaluate_at_start=True, steps=2)
@@ -395,7 +409,8 @@ def test_the_next_batch_is_sampled_and_trained_under_an_evaluation_and_only_the_
     assert world.evaluated == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_a_drain_drops_the_evaluation_that_runs_and_orders_no_other() -> None:
+def test_a_drain_drops_the_running_evaluation() -> None:
+    """A drain drops the evaluation that runs and starts no other."""
     world = World(control_settings(evaluate_at_start=True, evaluate_at_end=True))
     world.begin()
     world.tell(on.StopRequested(reason="drained"))
@@ -427,7 +442,8 @@ def test_a_checkpoint_of_the_last_step_leaves_nothing_to_train() -> None:
     assert not world.issued and world.to_evaluate is None and world.to_save is None
 
 
-def test_a_batch_that_is_complete_waits_for_the_checkpoint_of_the_version_before_it() -> None:
+def test_a_complete_batch_waits_for_the_checkpoint() -> None:
+    """A complete batch waits for the checkpoint of the version before it."""
     world = begun(rounds=RoundKind.CONTINUOUS, max_staleness=1, checkpoint_every=1, batch_groups=1, group_size=1)
     first, second = sorted(world.running)
     world.score(first, 1.0, 1)

@@ -107,7 +107,8 @@ def by_chance(size: int) -> RandomSize:
     return RandomSize(GroupSizing(kind=SizingKind.RANDOM, sizes=(size,), shares=(1.0,), straggler_ratio=2.0), 0)
 
 
-def test_a_truncated_member_makes_its_group_straggle_whatever_the_lengths() -> None:
+def test_a_truncated_member_makes_its_group_a_straggler() -> None:
+    """A truncated member makes its group a straggler, whatever the lengths are."""
     sizer = by_chance(4)
     rate = "sizing/straggler_rate"
     assert sizer.observe([group(10, 10, 10, 10, truncated=[3])]).figures[rate] == 1
@@ -131,7 +132,8 @@ def test_groups_too_small_to_show_a_straggler_are_not_judged() -> None:
 # ---- what is learnt
 
 
-def test_a_group_is_split_by_generation_index_and_informs_every_smaller_size() -> None:
+def test_groups_are_split_by_index_for_smaller_sizes() -> None:
+    """A group is split by generation index and informs every smaller size."""
     # Members 0-3 straggle, 4-7 are calm, and so is the whole: longest 300, median 250.
     table = np.array([[100, 100, 100, 300, 250, 250, 250, 250]], dtype=float)
     assert sagc.count_stragglers([table], 4, 2.0) == (1, 2)
@@ -139,7 +141,8 @@ def test_a_group_is_split_by_generation_index_and_informs_every_smaller_size() -
     assert sagc.count_stragglers([table], 16, 2.0) == (0, 0)
 
 
-def test_the_members_that_are_left_of_a_group_are_split_and_the_rest_not_counted() -> None:
+def test_the_rest_of_a_split_group_is_not_counted() -> None:
+    """The members that are left in a group are split, and the remainder is not counted."""
     sizer = StragglerAwareSize(sagc_settings(discount=1.0), 8, 1000)
     # One of 8 lost a member (7 are one part of 4), one came at another size.
     decision = sizer.observe([*straggling(7), *calm(16), *calm(8)])
@@ -158,8 +161,9 @@ def test_without_reuse_a_size_learns_from_itself_alone() -> None:
     assert sizer._memory.calm == {4: 0, 8: 1, 16: 2, 32: 0}
 
 
-def test_a_step_that_trained_several_batches_spends_as_much_of_the_budget() -> None:
-    """Four calm batches, and one step with four of those that lost against them: half of all groups straggle."""
+def test_a_step_of_several_batches_spends_as_much_budget() -> None:
+    """A step that trained several batches spends the budget of as many batches. Four calm batches, and one step with
+    four of those that lost against them: half of all groups straggle."""
     sizer = StragglerAwareSize(sagc_settings(budget=0.25, tightening=0.0), 8, 1000)
     for _ in range(4):
         sizer.observe(calm(8, 4))
@@ -177,7 +181,8 @@ def test_old_steps_are_forgotten() -> None:
     assert sizer.observe([]).figures["sizing/risk_8"] == pytest.approx(2.5 / 7)
 
 
-def test_risk_is_bounded_from_below_and_never_falls_with_the_size() -> None:
+def test_risk_has_a_lower_bound_and_grows_with_size() -> None:
+    """Risk has a lower bound and never falls with the group size."""
     memory = sagc.SizingMemory(size=4, budget=0.3, straggling={4: 30, 8: 1}, calm={4: 70, 8: 99})
     risks = sagc.risks_of(memory, (4, 8, 16), optimism=1.0)
     assert risks[4].mean == pytest.approx(30.5 / 101)
@@ -188,7 +193,8 @@ def test_risk_is_bounded_from_below_and_never_falls_with_the_size() -> None:
 
 
 @pytest.mark.parametrize("keeps", Keeps)
-def test_utility_is_the_variance_that_a_larger_group_takes_off_the_gradient(keeps: Keeps) -> None:
+def test_utility_is_the_variance_saved_by_a_larger_group(keeps: Keeps) -> None:
+    """Utility is the variance of the gradient that a larger group removes."""
     sizes, rng = (4, 8, 16), np.random.default_rng(0)
     variances = []
     for size in sizes:
@@ -221,10 +227,11 @@ def test_a_size_is_held_for_dwell_steps() -> None:
     dwell=st.integers(1, 3),
 )
 @settings(deadline=None, max_examples=40)
-def test_any_step_is_a_batch_of_whole_groups_and_resumes_anywhere(
+def test_steps_are_whole_groups_and_resume_anywhere(
     sizes: list[int], start: int, kind: SizingKind, drawn: object, calibration: int, dwell: int
 ) -> None:
-    """B is preserved; at any point a new sizer, given what the old one saved (as JSON), decides the same ever after."""
+    """Every step is a batch of whole groups, and sizing resumes at any point. B is preserved; at any point a new sizer,
+    given what the old one saved (as JSON), decides the same ever after."""
     random = drawn
     chosen = GroupSizing(
         kind=kind,
@@ -267,7 +274,8 @@ def test_restoring_into_other_sizes_keeps_what_is_still_known() -> None:
     assert new.size == 8
 
 
-def test_a_fork_with_another_budget_keeps_what_is_known_of_the_sizes_and_owes_nothing() -> None:
+def test_a_fork_keeps_statistics_and_drops_the_debt() -> None:
+    """A fork with another budget keeps its statistics of the sizes and has no debt."""
     old = StragglerAwareSize(sagc_settings(budget=0.3), 16, 1000)
     for _ in range(6):
         old.observe(straggling(old.size, 8))
@@ -352,7 +360,8 @@ def budget_gap(sizer: StragglerAwareSize, drift: str) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize("drift", DRIFTS)
-def test_the_long_run_rate_is_within_2_points_of_the_budget_under_drift(drift: str) -> None:
+def test_the_long_run_rate_meets_the_budget_under_drift(drift: str) -> None:
+    """The long-run rate stays within 2 points of the budget under drift."""
     assert abs(budget_gap(StragglerAwareSize(sagc_settings(), 8, 1000), drift)) <= 0.02
     assert abs(budget_gap(StragglerAwareSize(sagc_settings(budget=None), 8, 1000), drift)) <= 0.02
     # (f) The same test fails for the plain posterior mean of each size's own groups: a small size that is never tried
@@ -364,7 +373,8 @@ def test_the_long_run_rate_is_within_2_points_of_the_budget_under_drift(drift: s
 # ---- (g) what cannot be met
 
 
-def test_a_budget_that_no_size_meets_pins_the_smallest_size_and_recovers() -> None:
+def test_an_unreachable_budget_pins_the_smallest_size() -> None:
+    """A budget that no size meets pins the smallest size; later the sizer recovers."""
     chosen = sagc_settings(budget=0.3, dwell=1, tradeoff=2.0)
     sizer = StragglerAwareSize(chosen, 8, 1000)
     hard = simulate(sizer, 200, lambda _: 0.8)
@@ -384,10 +394,9 @@ def test_where_every_group_straggles_the_key_that_helps_is_named() -> None:
 @pytest.mark.parametrize("budget", ["feasible", "out of reach", "measured"])
 @pytest.mark.parametrize("truncated", quick_only([0.0, 0.2, 0.4], [0.2]))
 @pytest.mark.parametrize("spread", quick_only([0.8, 1.3, 2.0], [1.3]))
-def test_whatever_the_lengths_the_budget_is_kept_or_the_smallest_size_taken(
-    spread: float, truncated: float, budget: str
-) -> None:
-    """2,000 steps. Without the branch for what is out of reach, the utility of size 16 decides in the heavy tails."""
+def test_the_budget_is_met_or_the_smallest_size_used(spread: float, truncated: float, budget: str) -> None:
+    """For any lengths, the budget is met or the smallest size is used. 2,000 steps. Without the branch for what is out
+    of reach, the utility of size 16 decides in the heavy tails."""
     rng, sizes = np.random.default_rng(7), (4, 8, 16)
     lengths_PL = np.ceil(100 * np.exp(rng.normal(0, 0.5, (4000, 1)) + rng.normal(0, spread, (4000, 16)))).astype(int)
     cap = np.quantile(lengths_PL, 1 - truncated) if truncated else np.inf
@@ -431,8 +440,9 @@ def overspent_with_long_rounds(seed: int) -> float:
     return spent / (6 * 12) - sizer.budget
 
 
-def test_what_a_long_round_of_several_batches_overspends_is_paid_back() -> None:
-    """A cap on the queue would forget most of it at once."""
+def test_long_rounds_pay_back_what_they_overspend() -> None:
+    """A long round of several batches pays back the budget that it overspent. A cap on the queue would forget most of
+    it at once."""
     assert np.mean([overspent_with_long_rounds(seed) for seed in range(8)]) <= 0.02
 
 
@@ -446,9 +456,8 @@ def test_what_a_long_round_of_several_batches_overspends_is_paid_back() -> None:
         (1.0, 0.8, 0.8),
     ],
 )
-def test_a_debt_is_forgotten_only_while_the_smallest_size_is_above_the_budget(
-    calm: float, queue: float, after: float
-) -> None:
+def test_debt_is_forgotten_at_the_smallest_size_only(calm: float, queue: float, after: float) -> None:
+    """A debt is forgotten only while the smallest size is above the budget."""
     memory = sagc.SizingMemory(size=8, budget=0.6, queue=queue, straggling={4: 10 - calm}, calm={4: calm})
     spent = sagc.spend(memory, 1.0, 1, smallest=4, tightening=0.0, tradeoff=0.12)
     assert spent.queue == pytest.approx(after)
@@ -463,9 +472,9 @@ def close_groups(rng: np.random.Generator, size: int) -> list[GroupLengths]:
 
 
 @pytest.mark.parametrize("tradeoff", [0.5, 1.0])
-def test_the_budget_is_kept_in_the_long_run_where_risks_are_close(tradeoff: float) -> None:
-    """There the smallest size is chosen at a queue of V / 0.26 and one ``dwell`` adds up to 2: a cap of 5 V on it ended
-    at 0.64."""
+def test_the_budget_holds_where_risks_are_close(tradeoff: float) -> None:
+    """The budget is kept in the long run where the risks of the sizes are close. There the smallest size is chosen at a
+    queue of V / 0.26 and one ``dwell`` adds up to 2: a cap of 5 V on it ended at 0.64."""
     chosen = sagc_settings(budget=0.6, tradeoff=tradeoff, sizes=(4, 8, 16))
     rates = []
     for seed in range(4):
@@ -485,7 +494,8 @@ def measured(spread: float, batch: int = BATCH, **changes: object) -> tuple[Stra
     return sizer, [sizer.observe(sampled_groups(rng, sizer.size, spread, batch)) for _ in range(8)]
 
 
-def test_a_budget_that_is_not_set_is_measured_told_once_and_kept_by_a_checkpoint() -> None:
+def test_a_measured_budget_is_reported_and_kept() -> None:
+    """A budget that is not set is measured, reported once and kept in checkpoints."""
     sizer, decisions = measured(spread=0.45)
     assert [decision.notify for decision in decisions] == [False] * 7 + [True]
     assert decisions[0].reason == "stays 32: step 1 without a budget, 8 are to measure it"
@@ -499,13 +509,15 @@ def test_a_budget_that_is_not_set_is_measured_told_once_and_kept_by_a_checkpoint
     assert twin.snapshot() == sizer.snapshot() and not twin.observe(calm(8, 16)).notify
 
 
-def test_where_sizes_hardly_differ_the_largest_meets_the_measured_budget() -> None:
+def test_the_largest_of_similar_sizes_meets_the_budget() -> None:
+    """Where sizes hardly differ, the largest one meets the measured budget."""
     sizer, decisions = measured(spread=0.1)
     assert "too near for sizes to matter" in decisions[-1].reason
     assert sizer.size == 32 and sizer.budget > decisions[-1].figures["sizing/risk_32"]
 
 
-def test_too_few_groups_measure_no_budget_and_the_middle_size_stays() -> None:
+def test_too_few_groups_measure_no_budget() -> None:
+    """Too few groups measure no budget, and the middle size stays."""
     sizer, decisions = measured(spread=0.4, batch=16, sizes=(4, 8, 16), discount=0.9)
     assert decisions[-1].notify and sizer.size == 8 and sizer.budget == 0
     told = "group size stays 8: 6 groups of size 16 are too few to measure a budget by; set group_sizing.budget"
@@ -526,8 +538,9 @@ def test_too_few_groups_measure_no_budget_and_the_middle_size_stays() -> None:
     assert twin.observe(calm(16)).notify and twin.budget > 0
 
 
-def test_seconds_of_batches_that_grow_with_the_size_are_measured_at_both_ends() -> None:
-    """What a member of a large batch takes says nothing of a small one: here groups of 32 are calm, those of 4 not."""
+def test_seconds_are_measured_at_both_ends_of_the_sizes() -> None:
+    """Seconds of batches that grow with the size are measured at the smallest and the largest size. What a member of a
+    large batch takes says nothing of a small one: here groups of 32 are calm, those of 4 not."""
     growing = sagc_settings(budget=None, straggler=Straggler.SECONDS, keeps=Keeps.PROMPTS)
     sizer, sizes = StragglerAwareSize(growing, 8, 1000), list[int]()
     for _ in range(8):
@@ -595,8 +608,9 @@ def test_a_race_hides_no_stragglers(launched: int, spread: float) -> None:
 
 
 @pytest.mark.parametrize("straggler", list(Straggler))
-def test_control_judges_as_many_of_those_that_were_launched_as_a_batch_takes(straggler: Straggler) -> None:
-    """Of four the first two that end are kept, whichever samples they are; tokens or milliseconds from the events."""
+def test_as_many_groups_are_judged_as_a_batch_takes(straggler: Straggler) -> None:
+    """Control judges as many of the launched groups as a batch takes. Of four the first two that end are kept,
+    whichever samples they are; tokens or milliseconds from the events."""
     race = TailBatching(prompt_oversampling=1.0, response_oversampling=2.0)
     sizing = sagc_settings(sizes=(4, 8), straggler=straggler)
     chosen = {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": race, "group_sizing": sizing}
@@ -611,7 +625,8 @@ def test_control_judges_as_many_of_those_that_were_launched_as_a_batch_takes(str
     assert [seen.lengths for seen in world.state.lengths] == [(16 * unit, 0, 32 * unit, 0)]
 
 
-def test_a_member_that_was_cut_is_no_shorter_than_those_that_ended() -> None:
+def test_a_truncated_member_is_no_shorter_than_the_others() -> None:
+    """A truncated member is no shorter than the members that ended."""
     assert sagc.with_dropped_members([100, 0, 50, 80]) == [100, 160, 50, 80]
     assert sagc.with_dropped_members([100, 0, 90, 0, 60, 80]) == [100, 150, 90, 112.5, 60, 80]
     assert sagc.with_dropped_members([0, 0, 0, 70]) == [70, 70, 70, 70], "too many were cut to say more"
@@ -623,7 +638,8 @@ def test_a_member_that_was_cut_is_no_shorter_than_those_that_ended() -> None:
 
 @given(seed=st.integers(0, 2**40), steps=st.integers(1, 80), shares=st.permutations([0.6, 0.25, 0.15]))
 @settings(deadline=None, max_examples=30)
-def test_random_sizes_have_their_shares_after_any_number_of_draws(seed: int, steps: int, shares: list[float]) -> None:
+def test_random_sizes_have_their_shares(seed: int, steps: int, shares: list[float]) -> None:
+    """Random sizes have their shares after any number of draws."""
     sizer = RandomSize(random_settings(tuple(shares)), seed)
     drawn: Counter[int] = Counter()
     for _ in range(steps):
@@ -633,7 +649,9 @@ def test_random_sizes_have_their_shares_after_any_number_of_draws(seed: int, ste
         assert abs(drawn[size] - share * steps) <= 1.5
 
 
-def test_random_sizes_are_a_function_of_the_seed_and_held_for_dwell_steps() -> None:
+def test_random_sizes_depend_on_the_seed_and_dwell() -> None:
+    """Random sizes are a function of the seed, and are held for ``dwell`` steps."""
+
     def sizes(seed: int, dwell: int) -> list[int]:
         sizer = RandomSize(random_settings(dwell=dwell), seed)
         return [sizer.observe(calm(sizer.size, 4)).size for _ in range(40)]

@@ -63,10 +63,11 @@ def test_a_step_trains_as_many_prompts_at_every_group_size(composition: str) -> 
     more=st.integers(0, 8),
     ones=st.booleans(),
 )
-def test_what_is_taken_leaves_the_others_trained_in_time_whatever_their_sizes(
+def test_batches_leave_the_others_trained_in_time(
     others: list[tuple[int, int]], size: int, deadline: int, missing: int, more: int, ones: bool
 ) -> None:
-    """Each batch takes what is due first until it is full; the last one to join may take more than is missing."""
+    """A batch leaves the other deferred groups trained in time, for any sizes. Each batch takes what is due first until
+    it is full; the last one to join may take more than is missing."""
     batch = missing + more
     if ones:
         size, others = 1, [(last, 1) for last, _ in others]

@@ -64,7 +64,8 @@ def test_a_cut_group_is_longer_than_where_it_was_cut() -> None:
     assert predictor.predict("early", 30) == pytest.approx(before, rel=0.15)
 
 
-def test_where_every_group_is_cut_predictions_stay_within_what_was_seen() -> None:
+def test_predictions_of_truncated_groups_stay_in_range() -> None:
+    """Where every group is truncated, predictions stay within the lengths that were seen."""
     predictor = PromptLengthPredictor()
     for step in range(20_000):
         predictor.observe(f"p{step % 500}", step % 40, 50 + 37 * step % 400, stopped=True)

@@ -35,18 +35,20 @@ def samples_of_steps(settings: ControlSettings) -> list[int]:
     return [action.samples for action in world.answers if isinstance(action, do.StepOptimizer)]
 
 
-def test_the_end_of_a_run_does_not_shorten_a_long_round_that_is_due() -> None:
+def test_the_end_of_a_run_does_not_shorten_a_long_round() -> None:
+    """The end of a run does not shorten a long round that is due."""
     cycle = [4] * 8 + [16]
     assert samples_of_steps(race(4, 9, prompt_oversampling=1.5, long_round_batches=4)) == cycle
     assert samples_of_steps(race(4, 18, prompt_oversampling=1.5, long_round_batches=4)) == 2 * cycle
 
 
-def test_the_last_step_trains_those_who_would_wait_for_a_round_that_never_comes() -> None:
+def test_the_last_step_trains_prompts_that_would_wait() -> None:
+    """The last step trains the prompts that would wait for a long round that never comes."""
     assert samples_of_steps(race(4, 7, prompt_oversampling=1.5, long_round_batches=4)) == [4] * 6 + [12]
 
 
-def test_a_long_round_takes_whole_batches_once_the_source_is_empty() -> None:
-    """Twelve more than it trains would race in it."""
+def test_a_long_round_at_the_end_takes_whole_batches() -> None:
+    """A long round takes whole batches once the source is empty. Twelve more than it trains would race in it."""
     settings = race(16, 50, prompt_oversampling=1.5, long_round_batches=4)
     world = World(settings)
     view = view_of(world.state, world.core.rules)
@@ -57,8 +59,9 @@ def test_a_long_round_takes_whole_batches_once_the_source_is_empty() -> None:
 
 
 @pytest.mark.parametrize("long_round_batches", [1, 2])
-def test_who_lost_is_trained_in_groups_of_the_size_at_which_it_lost(long_round_batches: int) -> None:
-    """Else a prompt that lost among few would weigh more than those that won against it."""
+def test_deferred_prompts_keep_their_group_size(long_round_batches: int) -> None:
+    """A deferred prompt is trained in groups of the size at which it was deferred. Else a prompt that lost among few
+    would weigh more than those that won against it."""
     tail = TailBatching(prompt_oversampling=1.5, long_round_batches=long_round_batches)
     settings = control_settings(
         rounds=RoundKind.TAIL_BATCHING,
@@ -93,7 +96,8 @@ def test_who_lost_is_trained_in_groups_of_the_size_at_which_it_lost(long_round_b
     assert set(trained) == set(SIZES.sizes)
 
 
-def test_a_size_has_its_long_round_when_it_fills_one_or_half_as_much_again_waits_in_all() -> None:
+def test_a_size_has_its_long_round_when_enough_waits() -> None:
+    """A size has its long round when its prompts fill one, or when half as much again waits in all."""
     sizes = GroupSizing(kind=SizingKind.RANDOM, sizes=(2, 4), shares=(1.0, 1.0), dwell=1)
 
     def due(waiting: list[int], batch: int, long_round_batches: int) -> int:
@@ -123,9 +127,9 @@ def test_a_size_has_its_long_round_when_it_fills_one_or_half_as_much_again_waits
 # ---- cohorts
 
 
-def test_where_sizes_vary_a_cohort_keeps_the_one_that_it_was_drawn_for() -> None:
-    """Its last prompts, which are long, would weigh more or less than its first ones; at a larger size they would be
-    more batches than it promises."""
+def test_a_cohort_keeps_the_size_it_was_drawn_for() -> None:
+    """Where sizes vary, a cohort keeps the size that it was drawn for. Its last prompts, which are long, would weigh
+    more or less than its first ones; at a larger size they would be more batches than it promises."""
     world = World(control_settings(batch_groups=2, group_size=8, steps=48, group_sizing=SIZES, **SORTED))
     world.begin()
     world.run_to_end()
@@ -137,8 +141,9 @@ def test_where_sizes_vary_a_cohort_keeps_the_one_that_it_was_drawn_for() -> None
     assert {cohort[0] for cohort in cohorts} == set(SIZES.sizes)
 
 
-def test_prompts_that_are_predicted_to_be_short_are_launched_first() -> None:
-    """Of a cohort of twelve prompts four are in flight; the more tokens a prompt has here, the shorter its answers."""
+def test_prompts_predicted_to_be_short_are_launched_first() -> None:
+    """Prompts that are predicted to be short are launched first. Of a cohort of twelve prompts four are in flight; the
+    more tokens a prompt has here, the shorter its answers."""
     rounds = LengthSorted(cohort_batches=COHORT, oversubscription=1.0)
     chosen = control_settings(
         rounds=RoundKind.LENGTH_SORTED, length_sorted=rounds, batch_groups=4, group_size=1, steps=36
@@ -157,7 +162,8 @@ def test_prompts_that_are_predicted_to_be_short_are_launched_first() -> None:
 
 
 @pytest.mark.parametrize(("environment", "in_flight"), [(0, 4), (2, 6), (99, 8)])
-def test_those_in_their_environments_leave_room_for_as_many_others_at_most(environment: int, in_flight: int) -> None:
+def test_trajectories_in_environments_leave_bounded_room(environment: int, in_flight: int) -> None:
+    """Trajectories that wait in their environments leave room for as many others at most."""
     rounds = LengthSorted(cohort_batches=COHORT, oversubscription=1.0)
     world = begun(rounds=RoundKind.LENGTH_SORTED, length_sorted=rounds, batch_groups=4, group_size=1)
     assert len(world.running) == 4

@@ -92,7 +92,8 @@ def test_a_fork_of_a_fork_trains_each_copy_of_a_prompt_once() -> None:
     ],
     ids=lambda rounds: str(rounds["rounds"]),
 )
-def test_prompts_that_lost_a_race_are_trained_first_whatever_the_rounds_are_now(rounds: dict[str, Any]) -> None:
+def test_deferred_prompts_are_trained_first_after_a_resume(rounds: dict[str, Any]) -> None:
+    """Prompts that a race deferred are trained first, whatever the rounds are after the resume."""
     racing = settings(
         rounds=TAIL, tail_batching=TailBatching(prompt_oversampling=1.5, deferred_prompts=DeferredPrompts.REGENERATE)
     )
@@ -110,7 +111,8 @@ def test_prompts_that_lost_a_race_are_trained_first_whatever_the_rounds_are_now(
     assert set(deferred) <= set(firsts[: len(deferred) + GROUPS])
 
 
-def test_deferred_prompts_of_a_race_that_regenerates_wait_for_their_long_round_again() -> None:
+def test_regenerated_prompts_wait_for_their_long_round_again() -> None:
+    """Deferred prompts of a race that regenerates wait for their long round again."""
     chosen = settings(
         rounds=TAIL, tail_batching=TailBatching(prompt_oversampling=2.0, deferred_prompts=DeferredPrompts.REGENERATE)
     )
@@ -121,7 +123,8 @@ def test_deferred_prompts_of_a_race_that_regenerates_wait_for_their_long_round_a
     assert all(ref.seed_base is None for ref in kept.queue), "they draw anew"
 
 
-def test_a_cohort_under_way_is_finished_before_the_next_one_is_drawn() -> None:
+def test_a_cohort_is_finished_before_the_next_one() -> None:
+    """A cohort under way is finished before the next one is drawn."""
     chosen = settings(rounds=SORTED, length_sorted=LengthSorted(cohort_batches=3))
     world = killed_at(World(chosen), 1)
     kept = pool_of(world)
@@ -133,7 +136,8 @@ def test_a_cohort_under_way_is_finished_before_the_next_one_is_drawn() -> None:
     assert trained == {ref.prompt_id for ref in kept.queue}
 
 
-def test_a_checkpoint_of_other_rounds_or_sizing_can_be_resumed_from() -> None:
+def test_checkpoints_of_other_rounds_can_be_resumed() -> None:
+    """A run can be resumed from a checkpoint of other rounds or another group sizing."""
     synchronous, auto = control_settings(), control_settings(rounds=RoundKind.AUTO)
     make_round_policy(auto).restore(make_round_policy(synchronous).snapshot())
     sagc = GroupSizing(kind=SizingKind.SAGC, sizes=(4, 8))
@@ -160,7 +164,8 @@ def names(actions: list[do.ControlAction]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
-def test_only_what_is_missing_is_launched_with_its_own_seeds_and_what_is_handed_over_keeps_its_order() -> None:
+def test_only_missing_members_are_launched_again() -> None:
+    """Only missing members are launched, with their own seeds, and finished ones keep their order."""
     control = driven(control_settings(), PROMPTS, scored("b", 1, 0), scored("b", 1, 1), scored("a", 0, 1))
     first, second = (TrajectoryId(prompt_id="b", group_id=1, sample=sample) for sample in (0, 1))
     missing = TrajectoryId(prompt_id="a", group_id=0, sample=0)
@@ -175,7 +180,8 @@ def test_only_what_is_missing_is_launched_with_its_own_seeds_and_what_is_handed_
     assert again[-1] == actions[-1]
 
 
-def test_a_late_result_of_a_deferred_sibling_takes_no_group_out_of_the_batch() -> None:
+def test_a_late_deferred_sibling_removes_no_group() -> None:
+    """A late result of a deferred sibling removes no group from the batch."""
     settings = control_settings(
         rounds=RoundKind.TAIL_BATCHING, tail_batching=TailBatching(prompt_oversampling=1.0, response_oversampling=1.5)
     )
@@ -186,7 +192,8 @@ def test_a_late_result_of_a_deferred_sibling_takes_no_group_out_of_the_batch() -
     assert control.unanswered_orders() == before
 
 
-def test_engines_are_paused_again_before_what_waits_for_the_next_version_is_launched() -> None:
+def test_engines_are_paused_before_next_version_prompts() -> None:
+    """Engines are paused again before the prompts that wait for the next version are launched."""
     settings = control_settings(presubmit=True, batch_groups=1)
     control = driven(settings, PROMPTS, scored("a", 0, 0), scored("a", 0, 1))
     assert names(control.unanswered_orders()) == ["TrainGroupNow", "StepOptimizer", "PauseEngines", "LaunchGroup"]
@@ -201,7 +208,8 @@ def test_a_run_that_had_ended_says_so_again_and_nothing_else() -> None:
     assert control.unanswered_orders() == [do.End(reason="enough")]
 
 
-def test_a_cancelled_evaluation_is_begun_and_cancelled_since_its_end_is_waited_for() -> None:
+def test_a_cancelled_evaluation_is_begun_and_cancelled_again() -> None:
+    """A cancelled evaluation is begun and cancelled again, since its end is waited for."""
     control = driven(control_settings(evaluate_at_start=True), PROMPTS, on.StopRequested(reason="enough"))
     assert control.unanswered_orders() == [
         do.Evaluate(policy_version=0, limit=0),
@@ -209,7 +217,8 @@ def test_a_cancelled_evaluation_is_begun_and_cancelled_since_its_end_is_waited_f
     ]
 
 
-def test_an_old_answer_does_not_stand_for_the_one_that_is_waited_for() -> None:
+def test_an_old_answer_does_not_replace_the_awaited_one() -> None:
+    """An old answer does not replace the answer that is waited for."""
     control = driven(control_settings(batch_groups=1, group_size=1, steps=9, checkpoint_every=1))
     for step in range(2):
         control.handle(on.PromptsDrawn(prompt_ids=(f"p{step}",)))

@@ -65,8 +65,9 @@ def test_a_launch_of_no_groups_means_nothing_now() -> None:
     assert world.finished == "finished"
 
 
-def test_parked_groups_that_fall_due_are_resumed_before_younger_ones() -> None:
-    """One whose last results came after it was parked joins a batch by itself; the places of others are then taken."""
+def test_parked_groups_resume_before_younger_ones() -> None:
+    """Parked groups that fall due are resumed before younger ones. One whose last results came after it was parked
+    joins a batch by itself; the places of others are then taken."""
     settings = control_settings(
         rounds=RoundKind.TAIL_BATCHING,
         batch_groups=8,
@@ -89,8 +90,9 @@ def test_parked_groups_that_fall_due_are_resumed_before_younger_ones() -> None:
         assert world.finished == "finished"
 
 
-def test_a_long_round_of_several_batches_may_drop_as_many_times_more() -> None:
-    """Twenty batches of dropped groups end a run; a batch that is as large as four may drop four times as many."""
+def test_long_rounds_may_drop_more_groups() -> None:
+    """A long round of several batches may drop as many times more groups. Twenty batches of dropped groups end a run; a
+    batch that is as large as four may drop four times as many."""
     settings = control_settings(
         rounds=RoundKind.TAIL_BATCHING,
         batch_groups=2,

@@ -105,7 +105,8 @@ def test_what_cannot_change_is_refused_with_the_reason(change: str, why: str) ->
         settings_change(load_recipe(EXAMPLE), begun().state, change.split(), 0)
 
 
-def test_changes_that_wait_are_checked_with_those_before_and_after_them() -> None:
+def test_pending_changes_are_checked_together() -> None:
+    """Changes that wait are checked together with the changes before and after them."""
     recipe, world = load_recipe(EXAMPLE), begun(steps=9)
     world.tell(settings_change(recipe, world.state, ["rollout.rounds=continuous", "rollout.max_staleness=1"], 7))
     for step, change in ((6, "rollout.advanced.presubmit=true"), (8, "rollout.max_staleness=0")):
@@ -114,8 +115,9 @@ def test_changes_that_wait_are_checked_with_those_before_and_after_them() -> Non
     assert settings_change(recipe, world.state, ["training.learning_rate=0.5"], 6).values
 
 
-def test_a_recipe_that_is_given_other_steps_after_they_were_changed_wins() -> None:
-    """And one that is resumed as it is does not."""
+def test_a_recipe_with_other_steps_wins_after_a_change() -> None:
+    """A resumed recipe that sets other steps wins over steps that were changed before. And one that is resumed as it is
+    does not."""
     world = begun(steps=3)
     world.tell(on.SettingsChanged(values={"run.steps": 5}, recipe_steps=3))
     while not world.state.steering.changed:
@@ -128,7 +130,8 @@ def test_a_recipe_that_is_given_other_steps_after_they_were_changed_wins() -> No
     assert (world.state.steps, world.state.steering.changed, world.state.steering.recipe_steps) == (8, {}, 0)
 
 
-def test_a_recipe_that_is_given_other_steps_wins_over_a_change_that_waits_and_ends_no_pause() -> None:
+def test_other_steps_win_over_pending_changes_and_pauses() -> None:
+    """A resumed recipe with other steps wins over a change that waits, and ends no pause."""
     world = begun(steps=3)
     world.tell(on.SettingsChanged(values={"run.steps": 5}, step=2, recipe_steps=3))
     world.tell(on.SettingsChanged(values={"run.steps": 6, "sampling.temperature": 0.7}, step=3, recipe_steps=3))
@@ -142,8 +145,9 @@ def test_a_recipe_that_is_given_other_steps_wins_over_a_change_that_waits_and_en
     assert not world.state.steering.paused
 
 
-def test_an_evaluation_that_is_asked_for_takes_the_place_of_a_smaller_one_of_each_step() -> None:
-    """Each lasts longer than a step: a push waits for it, and between two of them there is no time for another one."""
+def test_a_requested_evaluation_replaces_a_smaller_one() -> None:
+    """A requested evaluation takes the place of a smaller one that each step would have. Each lasts longer than a step:
+    a push waits for it, and between two of them there is no time for another one."""
     world = begun(steps=3, evaluate_every=1, evaluate_limit=1)
     for version in (1, 2):
         while world.trainer_version < version:
@@ -157,7 +161,8 @@ def test_an_evaluation_that_is_asked_for_takes_the_place_of_a_smaller_one_of_eac
     assert world.to_evaluate == (2, 0) and not world.state.steering.wanted
 
 
-async def test_a_request_is_answered_whatever_is_wrong_with_it_and_says_where_nothing_is_to_be_done() -> None:
+async def test_every_request_is_answered() -> None:
+    """Every request is answered, whatever is wrong with it, also where there is nothing to do."""
     recipe, world = load_recipe(EXAMPLE), begun()
     unused: Any = None
     service = SteeringService(recipe, RunJournal(None, TrajectoryStore()), unused, unused, unused)

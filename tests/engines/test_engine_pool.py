@@ -224,7 +224,8 @@ class Roll:
             assert told == versions and len(told) == len(segment.token_ids)
 
 
-async def test_a_drained_engine_ends_empty_and_what_it_served_goes_on_elsewhere() -> None:
+async def test_requests_of_a_drained_engine_go_on_elsewhere() -> None:
+    """A drained engine ends empty, and its requests go on elsewhere."""
     roll = Roll(3, 24)
 
     async def during() -> None:
@@ -265,7 +266,8 @@ async def test_a_readmitted_engine_gets_requests_again() -> None:
     await roll.run(during)
 
 
-async def test_what_a_lost_engine_served_is_reported_until_it_has_come_back() -> None:
+async def test_requests_of_a_lost_engine_are_reported() -> None:
+    """The requests of a lost engine are reported until it has come back."""
     roll = Roll(2, 8)
 
     async def during() -> None:
@@ -279,7 +281,8 @@ async def test_what_a_lost_engine_served_is_reported_until_it_has_come_back() ->
     assert roll.pool.open_requests() == {"engine-1": ()}
 
 
-async def test_while_no_engine_serves_requests_wait_and_an_aborted_one_comes_back_cut() -> None:
+async def test_requests_wait_while_no_engine_serves() -> None:
+    """While no engine serves, requests wait, and an aborted one comes back truncated."""
     roll = Roll(2, 8)
 
     async def during() -> None:
@@ -308,7 +311,8 @@ async def waited_for(pool: EnginePool, count: int) -> list[str]:
     return list(pool._waiting)
 
 
-async def test_an_absent_engine_joins_later_and_another_may_leave_before_it() -> None:
+async def test_an_absent_engine_joins_while_another_leaves() -> None:
+    """An absent engine joins later, and another one may leave before that."""
     engines = [RecordingEngine(0), RecordingEngine(1)]
     pool = pool_of(engines[:1], unavailable=["engine-1"])
     await pool.start()
@@ -324,7 +328,8 @@ async def test_an_absent_engine_joins_later_and_another_may_leave_before_it() ->
     assert pool.serving == ("engine-1",)
 
 
-async def test_an_engine_that_two_have_drained_serves_when_both_have_readmitted_it(make_request: MakeRequest) -> None:
+async def test_an_engine_drained_twice_needs_two_readmissions(make_request: MakeRequest) -> None:
+    """An engine that two callers have drained serves when both have readmitted it."""
     engines = [RecordingEngine(0), RecordingEngine(1)]
     pool = pool_of(engines)
     for by in ("release", "weights"):
@@ -424,7 +429,8 @@ async def test_a_stopped_engine_is_replaced_by_one_of_the_same_model() -> None:
         max_size=20,
     )
 )
-async def test_whatever_is_drained_or_moved_nothing_is_lost_or_sampled_twice(script: list[tuple[str, int]]) -> None:
+async def test_drains_and_moves_lose_and_repeat_nothing(script: list[tuple[str, int]]) -> None:
+    """Whatever is drained or moved, no request is lost or sampled twice."""
     roll = Roll(3, 12)
 
     async def during() -> None:

@@ -37,7 +37,8 @@ async def samples_with(one: Controller, name: str) -> set[int]:
     return {span.policy_version for span in completion.version_spans}
 
 
-async def test_what_a_killed_engine_served_is_sampled_by_the_others_and_its_successor_takes_the_live_version() -> None:
+async def test_requests_of_a_killed_engine_are_sampled_elsewhere() -> None:
+    """Requests of a killed engine are sampled by the others, and its successor takes the live version."""
     async with controlled(2) as one:
         await one.launch(40)
         await tokens_made(one, "engine-1")
@@ -56,7 +57,8 @@ async def test_what_a_killed_engine_served_is_sampled_by_the_others_and_its_succ
     one.assert_whole()
 
 
-async def test_a_host_that_takes_the_next_ones_orders_while_it_ends_does_not_keep_them() -> None:
+async def test_an_ending_host_does_not_keep_its_successors_orders() -> None:
+    """A host that receives its successor's orders while it ends does not keep them."""
     async with controlled(2) as one:
         one.kill("engine-1")
         await one.until(lambda: one.lost("engine-1") == 1)
@@ -69,7 +71,8 @@ async def test_a_host_that_takes_the_next_ones_orders_while_it_ends_does_not_kee
     one.assert_whole()
 
 
-async def test_while_no_engine_is_there_a_version_becomes_live_and_requests_wait() -> None:
+async def test_versions_and_requests_wait_without_an_engine() -> None:
+    """While no engine is there, a version becomes live and requests wait."""
     async with controlled(1) as one:
         await one.launch(20)
         await tokens_made(one, "engine-0")
@@ -127,9 +130,8 @@ async def test_an_engine_that_stalls_is_ended_and_replaced() -> None:
     one.assert_whole()
 
 
-async def test_an_engine_whose_streams_break_first_because_it_stalls_is_ended_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stalled_engine_with_broken_streams_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose streams break first because it stalls is ended, too."""
     monkeypatch.setattr(socket_options, "HEARTBEAT_INTERVAL_MS", 300)
     monkeypatch.setattr(socket_options, "HEARTBEAT_TIMEOUT_MS", 1500)
     async with controlled(1, silence_timeout_s=8.0) as one:
@@ -145,8 +147,9 @@ async def test_an_engine_whose_streams_break_first_because_it_stalls_is_ended_to
     one.assert_whole()
 
 
-async def test_an_engine_that_says_it_is_well_and_samples_nothing_is_ended() -> None:
-    """What counts is whether requests get on, not what a host says of itself."""
+async def test_a_healthy_engine_that_samples_nothing_is_ended() -> None:
+    """An engine that says it is healthy and samples nothing is ended. What counts is whether requests get on, not what
+    a host says of itself."""
     async with controlled(2, behaviour={"engine-1": "deaf"}, progress_timeout_s=5.0) as one:
         await one.launch(30)
         (one.supervisor.run_directory / "behaviour" / "engine-1").unlink()

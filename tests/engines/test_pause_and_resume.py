@@ -173,7 +173,8 @@ class Roll:
         return self.finished[index].segments[0].token_ids
 
 
-async def test_paused_trajectories_leave_the_engine_and_go_on_from_their_tokens(bench: Bench) -> None:
+async def test_paused_trajectories_go_on_from_their_tokens(bench: Bench) -> None:
+    """Paused trajectories leave the engine and go on from their tokens."""
     prompts, whole = await unending(bench, 12, "pause")
     roll = Roll(bench.engine, prompts)
     old = bench.weights.version
@@ -202,7 +203,8 @@ async def test_paused_trajectories_leave_the_engine_and_go_on_from_their_tokens(
         assert roll.tokens(i) == whole[i].token_ids and roll.spans(i) == [(0, LONGEST, old)]
 
 
-async def test_what_is_submitted_while_paused_is_computed_by_the_next_version_alone(bench: Bench) -> None:
+async def test_requests_of_a_pause_use_the_next_version_alone(bench: Bench) -> None:
+    """Requests submitted during a pause are computed by the next version alone."""
     prompts = prompts_of(8, length=300)  # two full blocks of the prefix cache, and more
     old = await bench.greedy(prompts, "old", tokens=40)
     done: dict[str, Completion] = {}
@@ -233,10 +235,11 @@ async def test_what_is_submitted_while_paused_is_computed_by_the_next_version_al
         assert not np.allclose(before.behavior_logprobs[:1], after.behavior_logprobs[:1], atol=1e-3), "same weights?"
 
 
-async def test_an_engine_joins_takes_over_and_stops_while_trajectories_run(
+async def test_an_engine_joins_serves_and_stops(
     bench: Bench, hosted: Any, tiny_options: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Two real engines: a host is started, brought to the live version, gets half of the requests, drains and ends."""
+    """An engine joins, takes requests over and stops while trajectories run. Two real engines: a host is started,
+    brought to the live version, gets half of the requests, drains and ends."""
     pool = EnginePool({"engine-0": bench.engine}, unavailable=["engine-1"])
     await pool.start()
     with tempfile.TemporaryDirectory(prefix="srl") as directory:

@@ -94,7 +94,8 @@ def walk(router: Router[int], script: Script) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(SCRIPTS)
-def test_a_turn_goes_to_the_engine_of_the_turn_before_where_that_serves_samples_and_is_near(script: Script) -> None:
+def test_a_turn_goes_to_the_engine_of_the_turn_before(script: Script) -> None:
+    """A turn goes to the engine of the turn before, where that engine serves, samples and has a similar load."""
     walk(Router(range(ENGINES)), script)
 
 
@@ -180,7 +181,8 @@ def test_misses_have_their_cause(second: tuple, tokens: tuple[int, ...], of_poss
     assert not unregistered(found) and turns.hits.take() == {}
 
 
-def test_an_engine_that_was_lost_and_a_trajectory_that_has_ended_are_forgotten() -> None:
+def test_lost_engines_and_ended_trajectories_are_forgotten() -> None:
+    """The router forgets an engine that was lost and a trajectory that has ended."""
     turns = Turns()
     turns.turn()
     turns.hits.forget_engine("a")

@@ -56,9 +56,8 @@ async def test_a_number_is_found_by_halving_and_siblings_have_the_same(monkeypat
 
 
 @pytest.mark.parametrize("said", ["7", "[8]", ""])
-async def test_a_turn_without_a_number_is_answered_and_the_second_ends_the_game(
-    said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_turn_without_a_number_is_answered(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn without a number is answered, and the second one ends the game."""
     game = adapter("textarena", monkeypatch).GuessTheNumber()
     await game.reset(seed=3)
     answer, reward, ended, *_ = await game.step(said)

@@ -64,7 +64,8 @@ def test_one_mistake_makes_it_wrong(task: ModuleType, name: str) -> None:
     assert not task.is_right("3b:418", WRONG[name])
 
 
-def test_what_the_rule_writes_is_right_for_every_row_and_no_letter_of_it_may_change(task: ModuleType) -> None:
+def test_the_rules_answer_is_right_and_exact(task: ModuleType) -> None:
+    """The answer that the rule writes is right for every row, and no letter of it may change."""
     rng = random.Random(3)
     for row in (*task.COMMON, *task.RARE):
         prompt = f"{row}:{rng.randrange(1000):03d}"
@@ -83,7 +84,8 @@ async def test_the_reward_needs_a_stop_of_its_own(task: ModuleType) -> None:
     assert await right_row(WRONG["another digit"], prompt="3b:418", finish_reason="stop") == 0.0
 
 
-def test_prompt_files_are_what_the_task_writes_and_share_no_prompt(task: ModuleType) -> None:
+def test_prompt_files_equal_the_tasks_rows(task: ModuleType) -> None:
+    """Prompt files hold the rows that the task writes, and share no prompt."""
     files = {name: prompts_of(HEAVY / f"{name}.jsonl") for name in ("train", "held_out")}
     held_out = task.held_out_prompts()
     assert files["held_out"] == held_out and len(set(held_out)) == task.HELD_OUT_PROMPTS

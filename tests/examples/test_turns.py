@@ -74,9 +74,10 @@ def test_the_examples_of_verifiers_are_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "script"), [("calculator", "questions"), ("game", "games")])
-def test_prompt_files_are_what_the_script_writes_and_no_held_out_row_is_trained_on(
+def test_prompt_files_equal_the_scripts_rows(
     name: str, script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Prompt files hold the rows that the script writes, and no held-out row is trained on."""
     module = example(name, script, monkeypatch)
     monkeypatch.setattr(module, "__file__", str(tmp_path / "script.py"))
     module.main()
@@ -87,7 +88,8 @@ def test_prompt_files_are_what_the_script_writes_and_no_held_out_row_is_trained_
     assert len(set(held_out)) == len(held_out) == 512 and not trained & set(held_out)
 
 
-def test_the_vocabulary_takes_its_chats_and_they_are_continued_by_tokens(maker: ModuleType, tmp_path: Path) -> None:
+def test_the_vocabulary_takes_the_chats(maker: ModuleType, tmp_path: Path) -> None:
+    """The vocabulary takes the chats of the example, and they are continued by tokens."""
     from streamrl.learning.small_model.chats import BEGIN, END, Chats
 
     chats = list(islice(maker.chats(3), 200))

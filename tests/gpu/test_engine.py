@@ -166,7 +166,8 @@ def test_logprobs_are_those_of_the_trainer(served: Served, record_property: Any)
 
 
 @on_the_engine
-def test_a_seed_gives_its_tokens_again_alone_in_a_batch_and_resumed(served: Served, record_property: Any) -> None:
+def test_a_seed_repeats_its_tokens(served: Served, record_property: Any) -> None:
+    """A seed gives its tokens again alone, in a batch and after a resume."""
     (alone,) = served.portal.call(served.sample, 1, 60)
     among = served.portal.call(served.sample, 16, 60)[0]
     whole = request(0, 60)

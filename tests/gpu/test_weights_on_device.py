@@ -134,7 +134,8 @@ def changed(bits: Bits, seed: int, density: float = 0.01) -> Bits:
 
 
 @ON_BOTH
-def test_live_weights_are_written_checked_undone_and_audited_there(device: str, record_property: Any) -> None:
+def test_live_weights_on_the_device_can_be_undone(device: str, record_property: Any) -> None:
+    """Live weights on the device are written, checked, undone and audited."""
     receiver, random = Receiver(ROWS[device], device), np.random.default_rng(0)
     specs = receiver.specs.items()
     bits = {name: (random.integers(0, 65_536, spec.elements) & 0xBFFF).astype(np.uint16) for name, spec in specs}

@@ -22,7 +22,8 @@ RunAlone = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.long
-def test_every_module_of_the_kernel_is_imported_without_a_package(alone: Path, run_alone: RunAlone) -> None:
+def test_kernel_modules_are_imported_without_the_package(alone: Path, run_alone: RunAlone) -> None:
+    """Every module of the kernel can be imported without the rest of the package."""
     paths = (path.relative_to(alone).with_suffix("") for path in (alone / "streamrl").rglob("*.py"))
     names = sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
     code = (

@@ -50,9 +50,8 @@ def save(run: Path, version: int, *, damaged: bool = False) -> Path:
     return checkpoint
 
 
-def test_runs_that_begin_at_the_same_moment_have_a_directory_each(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simultaneous_runs_have_a_directory_each(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that begin at the same moment have one directory each."""
     monkeypatch.setattr("streamrl.launch.pipeline.time.strftime", lambda _: "20261122-031500")
     parent, together = Path(recipe.run.directory), threading.Barrier(AT_ONCE)
 
@@ -87,7 +86,8 @@ async def test_a_run_that_was_refused_is_not_held(run: Path) -> None:
     lock.close()
 
 
-def test_a_run_without_its_journal_is_not_begun_over_its_own_files(run: Path) -> None:
+def test_a_run_without_a_journal_is_not_begun_again(run: Path) -> None:
+    """A run without its journal is not begun over its own files."""
     refuse_lost_journal(run)  # it was killed before it had begun: nothing is lost
     (run / METRICS).write_text("what happened\n")
     checkpoints = run / "checkpoints"

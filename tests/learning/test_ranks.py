@@ -221,17 +221,17 @@ def test_ranks_equal_one_over_8_steps(launch: Trainers, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["one-resumed", "four-resumed", "layers-resumed"])
-def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(launch: Trainers, name: str) -> None:
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_four(launch: Trainers, name: str) -> None:
+    """A checkpoint of two ranks goes on with one rank and with four."""
     through = launch.outputs("two")
     assert distance(launch.outputs(name), through) < 4e-6
     assert_same_curve(launch.outputs(name), through, HALF)
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("updates", 1), ("ordered", 2)])
-def test_updates_on_one_batch_take_the_same_groups_on_any_number_of_ranks(
-    launch: Trainers, kind: str, steps: int
-) -> None:
-    """In turn; or by length, in two passes, with values of a model whose gradients come from all ranks."""
+def test_updates_take_equal_groups_on_any_number_of_ranks(launch: Trainers, kind: str, steps: int) -> None:
+    """Updates on one batch take the same groups on any number of ranks. In turn; or by length, in two passes, with
+    values of a model whose gradients come from all ranks."""
     one, four = launch.outputs(f"one-{kind}"), launch.outputs(f"four-{kind}")
     for version in range(1, steps + 1):
         assert metrics_of(four[0], version) == pytest.approx(metrics_of(one[0], version), rel=1e-3, abs=1e-5)

@@ -115,7 +115,8 @@ def test_given_experts_are_used_and_the_router_learns(mixture: Path, wide: bool)
     assert any("gate.weight" in name and gradient.abs().max() > 1e-3 for name, gradient in gradients.items())
 
 
-def test_what_no_engine_returned_is_counted_and_chosen_by_the_router(mixture: Path) -> None:
+def test_missing_routes_are_counted_and_recomputed(mixture: Path) -> None:
+    """Tokens whose routes no engine returned are counted, and the router chooses for them."""
     [first, second], _ = with_experts(list(make_groups(0, [2], seed=3)[0].samples))
     row = pack([PreparedSample(first), PreparedSample(second)], 0, CPU)
     assert row.routed is not None
@@ -177,9 +178,8 @@ def test_a_run_that_cannot_replay_is_told_why(mixture: Path) -> None:
         assert not replays_routing(recipe)
 
 
-def test_the_load_of_experts_is_measured_and_replay_without_experts_is_warned_of(
-    mixture: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_expert_load_is_measured_and_empty_replay_warned_of(mixture: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The load of experts is measured, and replay without experts leads to a warning."""
     options = TrainerOptions(model_path="", run_id="", weights_endpoint="", routing_replay=True)
     join(options, CPU)
     policy, sample = load_policy(str(mixture), CPU), make_groups(0, [1], seed=3)[0].samples[0]

@@ -39,7 +39,8 @@ def test_arrival_order_and_streaming_change_no_gradient(start_trainer: StartTrai
 
 
 @pytest.mark.long
-def test_training_takes_the_threads_of_freed_engines_and_gives_them_back(start_trainer: StartTrainer) -> None:
+def test_training_borrows_threads_of_freed_engines(start_trainer: StartTrainer) -> None:
+    """Training uses the threads of freed engines, and returns them."""
     groups = make_groups(0, SIZES)
     trainer = start_trainer(threads=1, freed_threads=(2, 3))
     seen = []

@@ -13,7 +13,8 @@ SEVEN_B = TrainingSizes(
 ROOM = 72 << 30
 
 
-def test_layer_by_layer_falls_with_ranks_and_whole_batches_do_not() -> None:
+def test_layerwise_memory_falls_with_ranks() -> None:
+    """Memory of layers falls with the number of ranks, and memory of whole batches does not."""
     by_layer, by_batch = (
         [bytes_per_rank(msgspec.structs.replace(SEVEN_B, ranks=n), kind).total for n in (8, 16, 32, 1024)]
         for kind in (Gathered.LAYER, Gathered.BATCH)

@@ -231,7 +231,8 @@ def test_other_paths_are_refused_in_a_sentence(run: Path, path: str, status: int
     assert answer.status_code == status and text in answer.text and "import" not in answer.text
 
 
-def test_only_this_host_is_answered_and_no_script_of_a_text_may_run(run: Path) -> None:
+def test_only_this_host_is_answered(run: Path) -> None:
+    """Only requests of this host are answered, and no script in a text can run."""
     page = client(run)
     assert page.get("/api/runs", headers={"Host": "evil.example:7788"}).status_code == 400
     assert page.get("/api/runs", headers={"Host": "localhost:7000"}).status_code == 200
@@ -240,7 +241,8 @@ def test_only_this_host_is_answered_and_no_script_of_a_text_may_run(run: Path) -
     assert "script-src 'self';" in policy and "unsafe" not in policy and policy.startswith("default-src 'none'")
 
 
-def test_runs_that_are_half_there_are_shown_and_no_run_is_refused(run: Path) -> None:
+def test_unfinished_runs_are_shown(run: Path) -> None:
+    """Runs whose files are incomplete are shown, and a folder that is no run is refused."""
     (run / "recipe.toml").unlink()
     (run / "trace.jsonl").unlink()
     (listed,) = client(run).get("/api/runs").json()
@@ -276,9 +278,8 @@ def test_a_port_in_use_is_one_sentence(run: Path) -> None:
         serve([run], other.getsockname()[1], print)
 
 
-def test_a_client_gets_each_trajectory_once_and_goes_on_from_its_last_event(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_gets_each_trajectory_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client gets each trajectory once, and continues from its last event."""
     rows: list[int] = []
     made = live_events.step_row
     monkeypatch.setattr(live_events, "step_row", lambda step: rows.append(step.policy_version) or made(step))
@@ -320,7 +321,8 @@ async def test_a_client_that_takes_nothing_is_left(run: Path, monkeypatch: pytes
     assert sent == ["http.response.start", "http.response.body"]
 
 
-def test_a_report_holds_texts_as_data_and_runs_its_own_scripts_alone(run: Path) -> None:
+def test_a_report_runs_its_own_scripts_alone(run: Path) -> None:
+    """A report holds texts as data and runs its own scripts alone."""
     files = {
         "index.html": b'<head></head><link rel="stylesheet" href="/assets/a.css"><script src="/assets/a.js"></script>',
         "a.css": b"p{}",
@@ -336,7 +338,8 @@ def test_a_report_holds_texts_as_data_and_runs_its_own_scripts_alone(run: Path) 
     assert json.loads(data) == {"/api/runs": [{"name": HOSTILE}]}
 
 
-def test_a_chrome_trace_has_trajectories_on_their_engines_steps_and_events(run: Path) -> None:
+def test_a_chrome_trace_has_trajectories_steps_and_events(run: Path) -> None:
+    """A Chrome trace has trajectories on their engines, steps and events."""
     timeline = TimelineColumns(RunFiles(run))
     timeline.refresh()
     trace, left_out = trace_run("sort", timeline)
@@ -350,9 +353,8 @@ def test_a_chrome_trace_has_trajectories_on_their_engines_steps_and_events(run: 
     assert sum(name in spans for name in ("training", "push", "evaluation")) == 3
 
 
-def test_turns_and_the_times_in_the_environment_between_them_are_in_columns_live_rows_and_the_chrome_trace(
-    run: Path,
-) -> None:
+def test_turns_and_environment_times_are_shown(run: Path) -> None:
+    """Turns and the times in the environment between them are in columns, live rows and the Chrome trace."""
     trace, turns = TrajectoryTrace(run / "trace.jsonl", trace_header(), goes_on=True), (0.5, 1.0, 2.0, 2.25, 2.5)
     times = ((3, 0.5, 7, 0.5), (4, 1.0, 3, 0.25), (0, 0.25, 0, 0.0))
     trace.append(trajectory(0.25, 2.5, 6.0, group=7, turns=times, returned_s=3.0, queued_s=0.5))

@@ -27,7 +27,8 @@ def group_of(number: int, size: int) -> Group:
     )  # fmt: skip
 
 
-async def test_tokens_so_far_are_shared_out_among_what_an_engine_runs_and_exact_at_the_end() -> None:
+async def test_tokens_so_far_are_shared_out_and_exact_at_the_end() -> None:
+    """Tokens so far are divided among the requests that an engine runs, and are exact at the end."""
     gate = anyio.Semaphore(0)
 
     async def one_step(seconds: float) -> None:

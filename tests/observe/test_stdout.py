@@ -180,7 +180,8 @@ def test_a_terminal_of_one_column_ends_no_run(tmp_path: Path, monkeypatch: pytes
     assert "engine-0" in without_escapes(stream.getvalue())
 
 
-def test_one_completion_is_shown_on_one_line_without_control_characters() -> None:
+def test_a_completion_is_one_line_without_control_characters() -> None:
+    """A completion is shown on one line without control characters."""
     stream = io.StringIO()
     with StdoutReporter(stream, clock=Clock()) as report:
         report(SAMPLE)
@@ -382,8 +383,9 @@ def test_a_curve_of_many_steps_has_not_many_points(steps: int) -> None:
     assert [step for step, _ in points] == sorted({step for step, _ in points})
 
 
-def test_two_points_of_an_evaluation_are_not_joined_and_three_are() -> None:
-    """A straight line between start and end looks like a measurement."""
+def test_two_evaluations_are_not_joined_and_three_are() -> None:
+    """Two points of an evaluation are not joined by a line, and three are. A straight line between start and end looks
+    like a measurement."""
     two, three = (Curve("eval", tuple((10 * i, float(i)) for i in range(n)), marked=True) for n in (2, 3))
     dots = [sum(c > "\u2800" for line in terminal_plot([curve]) for c in line) for curve in (two, three)]
     assert dots[0] <= 2 + len(" ┤└─") * 0 + 70 and dots[1] > dots[0]
@@ -434,7 +436,8 @@ RESTORED = dict.fromkeys(
 )
 
 
-def test_curve_and_summary_of_a_resumed_run_cover_all_of_its_lives(tmp_path: Path) -> None:
+def test_curve_and_summary_cover_all_lives_of_a_run(tmp_path: Path) -> None:
+    """The curve and the summary of a resumed run cover all of its lives."""
     lived(tmp_path, 40)
     text = go_on(tmp_path, 41, 42)
     assert "finished: 42 of 42 steps; 2 since it was resumed, in 0.0 s" in text
@@ -462,7 +465,8 @@ def test_the_run_says_after_20_steps_whether_it_learns(
     assert told[0].startswith(f"after 20 steps: reward (mean of 10 steps) {change}: {verdict}")
 
 
-def test_the_verdict_is_that_of_the_first_held_out_set_where_it_was_asked_twice() -> None:
+def test_the_verdict_is_of_the_first_held_out_set() -> None:
+    """The verdict is that of the first held-out set that was evaluated twice."""
     stream = io.StringIO()
     with StdoutReporter(stream, clock=Clock()) as report:
         report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=40, parameters=1))

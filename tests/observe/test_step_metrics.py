@@ -465,7 +465,8 @@ async def test_engines_are_measured_since_the_last_time(tmp_path: Path) -> None:
     assert (lines[1].token_s, lines[1].mean_running, lines[1].generated_tokens) == (0.004, 8.0, 800)
 
 
-async def test_a_run_that_is_restored_and_one_without_engines_wait_for_recovery() -> None:
+async def test_restored_runs_wait_for_recovery() -> None:
+    """A run that is restored, and one without engines, wait for recovery."""
     base = JournalBase(schema=JOURNAL_SCHEMA, control=make_control(SETTINGS).snapshot(), events=0, elapsed_s=2.0)
     recovered = RecoveredRun(base, lambda snapshot: make_control(SETTINGS, snapshot), 0)
     story = Story(resumption=Resumption(recovered, SimpleNamespace(policy_version=0), Waits()))

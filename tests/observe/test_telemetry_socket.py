@@ -56,7 +56,8 @@ def test_a_plain_zeromq_subscriber_reads_what_the_document_says(publisher: Telem
     }
 
 
-def test_late_joiner_gets_the_last_message_of_each_topic_then_live_ones(publisher: TelemetryPublisher) -> None:
+def test_a_late_subscriber_gets_last_then_live_messages(publisher: TelemetryPublisher) -> None:
+    """A late subscriber gets the last message of each topic, then live ones."""
     publisher.publish("run", {"state": "started"})
     for step in range(1, 6):
         publisher.publish("step", {"step": step})
@@ -87,7 +88,8 @@ def test_topics_are_filtered_and_silence_is_none(publisher: TelemetryPublisher) 
         assert subscriber.receive(0.2) is None
 
 
-def test_what_cannot_be_written_is_dropped_and_the_socket_goes_on(publisher: TelemetryPublisher) -> None:
+def test_unwritable_messages_are_dropped(publisher: TelemetryPublisher) -> None:
+    """Messages that cannot be written are dropped, and the socket goes on."""
     with TelemetrySubscriber(publisher.endpoint) as subscriber:
         for body in ({"text": "\ud800"}, {"value": object()}):
             publisher.publish("step", body)
@@ -97,7 +99,8 @@ def test_what_cannot_be_written_is_dropped_and_the_socket_goes_on(publisher: Tel
         assert publisher.dropped == 2
 
 
-def test_a_stalled_subscriber_never_blocks_and_its_loss_is_counted(tmp_path: Path) -> None:
+def test_a_stalled_subscriber_never_blocks(tmp_path: Path) -> None:
+    """A stalled subscriber never blocks the run, and its lost messages are counted."""
     publisher = TelemetryPublisher(f"ipc://{tmp_path}/m", run_id="run-1", high_water=20)
     body = {"filler": "x" * 20_000}
     publisher.publish("run", {"state": "started"})

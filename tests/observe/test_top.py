@@ -177,7 +177,8 @@ def test_starts_and_lost_engines_are_said_in_words() -> None:
     assert "engine lost: engine-1, killed, requests 3" in text and "start: engine-0, engine-1, ready, 0.9 s" in text
 
 
-def test_a_run_that_dies_or_is_stopped_is_said_and_its_last_picture_stays() -> None:
+def test_a_run_that_ends_keeps_its_last_picture() -> None:
+    """A run that dies or is stopped is reported, and its last picture stays."""
     now, listens = [0.0], [True]
     picture = picture_of(MESSAGES[:-1], listens=lambda: listens[0], clock=lambda: now[0])
     before = text_of(picture).splitlines()[1:]

@@ -167,9 +167,10 @@ def test_a_follower_that_is_killed_misses_and_repeats_no_step(
         ("wandb", 40_000, ".wandb for 2 s: is its disk full?"),
     ],
 )
-def test_a_full_disk_ends_the_follower_and_leaves_a_gap_in_nothing(
+def test_a_full_disk_ends_the_follower_without_gaps(
     tracker: str, most_bytes: int, said: str, written: Callable[..., WrittenRun]
 ) -> None:
+    """A full disk ends the follower, and no tracker has a gap."""
     run = written()
     for step in range(1, 31):
         run.write(step)
@@ -189,10 +190,11 @@ def test_a_full_disk_ends_the_follower_and_leaves_a_gap_in_nothing(
         assert all([*file.read()] and file.end == file.path.stat().st_size for file in files) and len(files) == 2
 
 
-def test_completions_of_an_evaluation_are_sent_when_their_file_comes(
+def test_completions_of_an_evaluation_wait_for_their_file(
     written: Callable[..., WrittenRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run writes it after the line. One of an earlier evaluation of that step is none, and the cursor waits."""
+    """Completions of an evaluation are sent when their file is there. The run writes it after the line. One of an
+    earlier evaluation of that step is none, and the cursor waits."""
     run, sent = written(), []
     path, cursor = run.directory / "evaluations" / "step-000010.jsonl", run.directory / "trackers" / "notes.cursor"
     line = {"step": 10, "prompt_id": "p", "prompt": "q", "reward": 1.0, "rewards": {}, "tokens": 1, "finish_reason": ""}
@@ -310,9 +312,10 @@ async def test_followers_that_hang_or_die_are_given_up(
 
 
 @pytest.mark.usefixtures("plug_ins")
-async def test_a_follower_in_its_pause_is_started_once_more_when_the_run_ends(
+async def test_a_paused_follower_restarts_once_at_the_end(
     written: Callable[..., WrittenRun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A follower in its pause is started once more when the run ends."""
     run = written()
     run.write(1)
     (run.directory / "logs").mkdir()
@@ -392,9 +395,8 @@ def test_prometheus_answers_every_query_of_the_grafana_file(tmp_path: Path, free
         assert ask(own, "label/run/values?match[]=streamrl_step") == [tmp_path.name]
 
 
-def test_every_metric_is_scraped_and_the_grafana_file_asks_for_what_is_there(
-    tmp_path: Path, free_ports: Callable[[int], int]
-) -> None:
+def test_every_metric_is_scraped_and_in_the_grafana_file(tmp_path: Path, free_ports: Callable[[int], int]) -> None:
+    """Every metric is scraped, and the Grafana file asks for metrics that exist."""
     tracker, free_port = Prometheus(), free_ports(1)
     info = RunInfo(directory=tmp_path, run_id="r", project="p", tags=(), recipe={}, options={"port": str(free_port)})
     tracker.open(info)

@@ -138,8 +138,9 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: st
         read_trace(tmp_path / "t")
 
 
-def test_a_trajectory_has_its_engine_and_the_time_that_it_was_queued_and_paused(tmp_path: Path) -> None:
-    """Queued until its version is live on the engine that has it; a pause counts from when it left the engine."""
+def test_a_trajectory_has_its_engine_and_waiting_times(tmp_path: Path) -> None:
+    """A trajectory has its engine, and the times for which it was queued and paused. Queued until its version is live
+    on the engine that has it; a pause counts from when it left the engine."""
     trace = TrajectoryTrace(tmp_path / "t", trace_header())
     stats = TrajectoryStats(trace)
     ids = tuple(TrajectoryId(prompt_id="p", group_id=1, sample=sample) for sample in range(4))

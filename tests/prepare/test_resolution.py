@@ -122,9 +122,8 @@ def test_what_cannot_be_had(
 
 @pytest.mark.started
 @pytest.mark.long
-def test_only_what_is_needed_comes_once_and_a_moved_branch_moves_nothing_that_is_pinned(
-    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_downloads_are_minimal_and_pinned(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the needed files are downloaded, once, and a moved branch changes nothing that is pinned."""
     prompts = "hf:org/rows?config=main&split=train&prompt=question"
     first = with_hub_folders(recipe(prompts=prompts))
     folder = Path(first.model.path)

@@ -153,7 +153,8 @@ def test_files_that_are_not_one_model_are_refused_by_name(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", UNTRAINABLE)
-def test_what_is_no_causal_model_of_text_is_refused_by_its_configuration(tmp_path: Path, name: str) -> None:
+def test_configurations_of_other_models_are_refused(tmp_path: Path, name: str) -> None:
+    """A model that is no causal language model of text is refused by its configuration."""
     config, tensor, said = UNTRAINABLE[name]
     folder = folder_of(tmp_path, {}, None)
     write_weights(folder / "model.safetensors", tensor, shape=(2, 4))
@@ -259,7 +260,8 @@ def test_a_model_that_could_never_end_a_completion_is_refused(tmp_path: Path, fi
         load_tokenizer(tokens_of(tmp_path, **files))
 
 
-def test_a_token_that_the_model_has_no_embedding_for_is_found_in_its_line(tmp_path: Path) -> None:
+def test_a_token_without_embedding_is_found_in_its_line(tmp_path: Path) -> None:
+    """A token for which the model has no embedding is found in its line."""
     tokenizer = load_tokenizer(tokens_of(tmp_path, config=2))
     rows = [{"prompt": "a"}, {"prompt": "a <new>"}, {"prompt_token_ids": [1, 8]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

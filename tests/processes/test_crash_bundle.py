@@ -58,7 +58,8 @@ def test_a_bundle_holds_what_tells_and_no_secret(run: Path) -> None:
     assert bundle.stat().st_mode & 0o077 == 0, "for its owner to pass on"
 
 
-def test_it_never_grows_beyond_its_limit_and_says_what_is_missing(run: Path) -> None:
+def test_a_bundle_respects_its_limit_and_lists_omissions(run: Path) -> None:
+    """A crash bundle never exceeds its limit, and lists the files that are missing."""
     (run / "metrics.jsonl").write_bytes(os.urandom(1 << 18).hex().encode())
     limit = 600 << 10
     bundle = write_crash_bundle(run, "failed", variables={}, largest=limit)

@@ -113,7 +113,8 @@ async def test_no_bundle_is_written_where_secrets_cannot_be_known(recipe: Recipe
     assert "no crash bundle could be written: " in str(died.value) and not (run / "crash").exists()
 
 
-async def test_only_processes_of_a_run_that_catch_the_signal_are_asked_for_stacks() -> None:
+async def test_stacks_are_asked_only_of_catching_processes() -> None:
+    """Only processes of a run that catch the signal are asked for stacks."""
     catches = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: open('caught', 'w')); "
     waits = "print(flush=True); time.sleep(7200)"
     commands = {

@@ -89,9 +89,10 @@ def recipe(*overrides: str) -> Recipe:
         ("NoDevFiles", ""),
     ],
 )
-def test_gpus_are_those_that_nvml_lists_and_the_environment_leaves(
+def test_gpus_are_those_of_nvml_and_the_environment(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, found: str
 ) -> None:
+    """The GPUs are those that NVML lists and the variables of the process leave."""
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus.visible_gpus() == tuple(Gpu(name, 80 * GIB) for name in found.split())
@@ -102,9 +103,8 @@ def test_memory_that_a_gpu_shares_with_the_host_is_not_known(cuda: Any) -> None:
     assert visible_gpus.visible_gpus() == (Gpu("0", 0),)
 
 
-def test_a_cpu_build_has_no_gpus_and_an_installed_build_is_what_decides(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_builds_decide_whether_gpus_are_used(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU build has no GPUs, and the installed build decides."""
     monkeypatch.setattr("streamrl.engines.vllm.visible_gpus.installed_device", lambda: "cpu")
     assert visible_gpus.visible_gpus() == ()
     installed: dict[str, str] = {}
@@ -192,9 +192,8 @@ async def test_a_run_gives_them_to_its_processes(cuda: Any, tmp_path: Path, monk
 
 
 @pytest.mark.long
-def test_the_dry_run_shows_who_has_which_gpu_and_refuses_what_does_not_fit(
-    cuda: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_shows_gpus_and_refuses_misfits(cuda: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The dry run shows which process has which GPU, and refuses a demand that does not fit."""
     cuda.gib = [80.0, 80.0, 80.0]
     asked = ["train", str(SORT / "recipe.toml"), "--dry-run", "--set", "engines.count=2", "--set", "engines.kind=vllm"]
     assert main(asked) == 0
@@ -220,9 +219,8 @@ def test_a_cuda_build_without_a_gpu_is_refused_before_the_start(cuda: Any) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("of_several", ["engines.tensor_parallel_size=2", "training.ranks=2"])
-def test_shared_memory_that_is_too_small_for_several_gpus_is_refused(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, of_several: str
-) -> None:
+def test_too_small_shared_memory_is_refused(cuda: Any, monkeypatch: pytest.MonkeyPatch, of_several: str) -> None:
+    """Shared memory that is too small for several GPUs is refused."""
     monkeypatch.setattr("streamrl.prepare.preflight.shared_memory", lambda: 64 << 20)
     with pytest.raises(RecipeError) as caught:
         preflight(recipe(of_several))

@@ -40,7 +40,8 @@ def test_values_of_secret_names_are_replaced_by_their_names() -> None:
     )
 
 
-def test_secrets_of_rewards_that_the_recipe_does_not_have_are_replaced_too() -> None:
+def test_secrets_of_unlisted_rewards_are_replaced_too() -> None:
+    """Secrets of rewards that the recipe does not have are replaced, too."""
     options = {"headers": [{"access_token": "swordfish-5678"}], "api_key_variable": "LATER_KEY", "style": "terse-style"}
     attached = Reward(function="judges.py:strict", options=options, environment=("OPINION_TOO",))
     environment = ENVIRONMENT | {"LATER_KEY": "canary-of-a-judge", "OPINION_TOO": "canary-of-another"}

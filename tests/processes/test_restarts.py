@@ -33,14 +33,16 @@ RESTING = ProcessPlan(role=Role.ENGINE, index=1, starts_inactive=True)
 # ---- budgets ---------------------------------------------------------------------------------------
 
 
-def test_a_budget_pauses_longer_each_time_and_is_whole_again_after_long_service() -> None:
+def test_a_budget_pauses_longer_and_recovers() -> None:
+    """A restart budget pauses longer each time, and is complete again after long service."""
     one = Restarts(4)
     assert [one.next_pause(0.1) for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, None]
     assert one.next_pause(RENEWED_AFTER_S - 1) is None
     assert one.next_pause(RENEWED_AFTER_S) == 0.0 and one.remaining == 3
 
 
-def test_who_lived_for_a_while_is_not_made_to_wait_for_its_successor() -> None:
+def test_a_successor_of_a_long_lived_process_starts_at_once() -> None:
+    """The successor of a process that lived for a while starts without a pause."""
     one = Restarts(4)
     assert [one.next_pause(uptime_s) for uptime_s in (0.0, SETTLED_AFTER_S, SETTLED_AFTER_S - 1)] == [0.0, 0.0, 1.0]
     assert one.remaining == 1, "the budget is spent as before"
@@ -56,9 +58,8 @@ def test_a_controller_that_ends_the_run_on_purpose_says_so(error: Exception) -> 
 
 
 @pytest.mark.parametrize("name", ["engine-0", "reward-0"])
-async def test_who_serves_is_started_again_alone_with_nothing_left_of_the_last_one(
-    name: str, trial: Callable[..., Trial]
-) -> None:
+async def test_a_serving_process_restarts_alone(name: str, trial: Callable[..., Trial]) -> None:
+    """A serving process is started again alone, and nothing is left of the one before."""
     one = trial(**{name.replace("-", "_"): "orphan"})
     async with surviving(one, alone=2) as supervisor, watched(supervisor):
         (one.directory / "behaviour" / name).write_text("serve")
@@ -80,7 +81,8 @@ async def test_who_takes_a_broken_stream_for_the_end_is_replaced(name: str, tria
     one.assert_nothing_left()
 
 
-async def test_a_reward_worker_is_replaced_as_often_as_it_asks_until_that_is_spent(trial: Callable[..., Trial]) -> None:
+async def test_a_reward_worker_is_replaced_within_its_budget(trial: Callable[..., Trial]) -> None:
+    """A reward worker is replaced as often as it asks until its budget is spent."""
     one = trial(reward_0="restart")
     async with one.supervisor(restarts=2) as supervisor:
         text = await death_in(supervisor)
@@ -107,9 +109,10 @@ async def test_who_cannot_take_the_model_is_not_started_again(name: str, trial: 
     one.assert_nothing_left()
 
 
-async def test_an_engine_that_dies_too_often_is_retired_and_the_last_one_ends_the_run_by_the_first_cause(
+async def test_the_last_retired_engine_ends_the_run(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An engine that dies too often is retired, and the last one ends the run with the first cause."""
     monkeypatch.setattr(restart_policy, "FIRST_PAUSE_S", 0.05)
     one = trial()
     async with surviving(one, ENGINE_1, alone=1) as supervisor, anyio.create_task_group() as tasks:
@@ -149,9 +152,10 @@ async def test_with_fewer_engines_than_must_serve_the_run_ends(trial: Callable[.
 
 
 @pytest.mark.parametrize("victim", ["controller", "trainer-1"])
-async def test_the_death_of_controller_or_rank_resumes_the_run_with_processes_that_are_all_new(
+async def test_a_dead_controller_or_rank_resumes_the_run(
     victim: str, trial: Callable[..., Trial], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The death of the controller or a rank resumes the run with new processes only."""
     one = trial(trainer_0="hang", engine_0="orphan")
     names = (*NAMES, "trainer-1")
     async with surviving(one, RANK_1, resumes=2) as supervisor, anyio.create_task_group() as tasks:
@@ -230,7 +234,8 @@ async def test_a_controller_that_dies_while_it_drains_ends_the_run(trial: Callab
     one.assert_nothing_left()
 
 
-async def test_a_drain_that_finds_no_controller_is_meant_for_its_successor(trial: Callable[..., Trial]) -> None:
+async def test_a_drain_without_controller_is_for_its_successor(trial: Callable[..., Trial]) -> None:
+    """A drain that finds no controller is kept for its successor."""
     one = trial()
     async with surviving(one, resumes=2) as supervisor:
 
@@ -244,9 +249,10 @@ async def test_a_drain_that_finds_no_controller_is_meant_for_its_successor(trial
 
 
 @pytest.mark.parametrize("victim", ["reward-0", "controller"])
-async def test_a_run_may_be_left_while_it_is_resumed_or_a_dead_process_is_cleared_up(
+async def test_a_run_can_be_drained_during_recovery(
     victim: str, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A run can be left while it is resumed, or while a dead process is cleaned up."""
     clearing, end = threading.Event(), LocalLauncher._end_left_behind
 
     def end_slowly(*arguments: Any) -> Any:
@@ -269,7 +275,8 @@ async def test_a_run_may_be_left_while_it_is_resumed_or_a_dead_process_is_cleare
 # ---- engines, as the controller orders -------------------------------------------------------------
 
 
-async def test_an_engine_may_be_stopped_and_started_while_the_run_goes_on(trial: Callable[..., Trial]) -> None:
+async def test_engines_stop_and_start_while_the_run_goes_on(trial: Callable[..., Trial]) -> None:
+    """An engine can be stopped and started while the run goes on."""
     one = trial(engine_0="orphan")
     async with surviving(one) as supervisor, watched(supervisor):
         with pytest.raises(StreamRLError, match="engine-0 was not stopped"):
@@ -290,7 +297,8 @@ async def test_an_engine_may_be_stopped_and_started_while_the_run_goes_on(trial:
     one.assert_nothing_left()
 
 
-async def test_an_engine_of_a_set_that_does_not_serve_is_started_when_it_does(trial: Callable[..., Trial]) -> None:
+async def test_an_idle_sets_engine_starts_with_its_set(trial: Callable[..., Trial]) -> None:
+    """An engine of a set that does not serve is started when the set does."""
     one = trial()
     async with surviving(one, RESTING) as supervisor, watched(supervisor):
         assert not (one.directory / "logs" / "engine-1.log").exists(), "there is one from the moment of its start"
@@ -301,9 +309,8 @@ async def test_an_engine_of_a_set_that_does_not_serve_is_started_when_it_does(tr
     one.assert_nothing_left()
 
 
-async def test_the_death_of_an_engine_before_it_should_stop_or_after_it_was_started_again_is_a_death(
-    trial: Callable[..., Trial],
-) -> None:
+async def test_deaths_before_a_stop_or_after_a_restart_count(trial: Callable[..., Trial]) -> None:
+    """The death of an engine before its stop, or after its restart, counts as a death."""
     one = trial()
     async with surviving(one) as supervisor:
         await supervisor.stop_engine("engine-0")
@@ -338,7 +345,8 @@ async def is_killed(supervisor: Supervisor, order: KillEngine) -> bool:
     return bool(killed)
 
 
-async def test_orders_to_kill_mean_one_host_and_its_death_is_one_like_another(trial: Callable[..., Trial]) -> None:
+async def test_an_order_to_kill_means_one_host(trial: Callable[..., Trial]) -> None:
+    """An order to kill means one engine host, and its death counts like another."""
     one = trial(engine_0="hang")
     async with surviving(one, alone=3) as supervisor, anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
@@ -361,7 +369,8 @@ async def test_orders_to_kill_mean_one_host_and_its_death_is_one_like_another(tr
     one.assert_nothing_left()
 
 
-async def test_orders_of_a_controller_that_died_mean_nothing_to_the_next_life(trial: Callable[..., Trial]) -> None:
+async def test_orders_of_a_dead_controller_expire(trial: Callable[..., Trial]) -> None:
+    """Orders of a controller that died mean nothing to the next life."""
     one, patience_s = trial(), 550.0
     async with surviving(one, RESTING, resumes=1) as supervisor, anyio.create_task_group() as tasks:
         orders = EngineOrders(supervisor)
@@ -447,9 +456,10 @@ async def test_an_engine_that_is_ordered_is_tried_again(
     one.assert_nothing_left()
 
 
-async def test_an_engine_that_the_kernel_does_not_let_go_is_in_nobody_s_way(
+async def test_an_engine_held_by_the_kernel_blocks_nothing(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An engine that the kernel does not release blocks no other process."""
     one = trial()
     async with surviving(one) as supervisor:
         held = supervisor.children["engine-0"].process

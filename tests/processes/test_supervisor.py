@@ -29,9 +29,8 @@ async def running(one: Trial, **options: float) -> AsyncIterator[Supervisor]:
 
 
 @pytest.mark.parametrize("victim", NAMES)
-async def test_killing_any_process_ends_a_run_without_restarts_and_names_it(
-    trial: Callable[..., Trial], victim: str
-) -> None:
+async def test_killing_any_process_ends_a_run_without_restarts(trial: Callable[..., Trial], victim: str) -> None:
+    """The death of any process ends a run without restarts, which names it."""
     one = trial()
     async with running(one) as supervisor:
         os.kill(one.pid(victim), signal.SIGKILL)
@@ -138,9 +137,10 @@ async def test_a_part_that_ends_well_while_the_run_goes_on(trial: Callable[..., 
     one.assert_nothing_left()
 
 
-async def test_after_the_last_word_of_the_controller_a_death_is_only_logged(
+async def test_deaths_after_the_controllers_end_are_logged(
     trial: Callable[..., Trial], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """After the last message of the controller a death is only logged."""
     one = trial(trainer_0="raise")
     async with surviving(one, resumes=3) as supervisor, anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
@@ -156,7 +156,8 @@ async def test_after_the_last_word_of_the_controller_a_death_is_only_logged(
 # ---- orphans ---------------------------------------------------------------------------------------
 
 
-async def test_what_a_killed_process_left_behind_is_ended_with_its_shared_memory(trial: Callable[..., Trial]) -> None:
+async def test_leftovers_of_a_killed_process_are_removed(trial: Callable[..., Trial]) -> None:
+    """Children and shared memory of a killed process are removed."""
     one = trial(engine_0="orphan")
     async with running(one) as supervisor:
         os.kill(one.pid("engine-0"), signal.SIGKILL)
@@ -197,7 +198,8 @@ anyio.run(run)
 """
 
 
-async def test_nothing_outlives_a_killed_supervisor_but_what_a_resume_removes(trial: Callable[..., Trial]) -> None:
+async def test_a_killed_supervisor_leaves_only_resumable_files(trial: Callable[..., Trial]) -> None:
+    """Nothing outlives a killed supervisor, except files that a resume removes."""
     one = trial(engine_0="orphan", trainer_0="hang")
     arguments = [sys.executable, "-c", PARENT, str(STAND_IN.parent), str(one.directory.parent)]
     with subprocess.Popen(arguments) as process:  # noqa: ASYNC220
@@ -226,7 +228,8 @@ async def test_another_user_s_directory_is_left_alone(
     assert not one.sockets.exists()
 
 
-async def test_a_whole_run_that_is_killed_at_once_ends_by_the_first_cause(trial: Callable[..., Trial]) -> None:
+async def test_a_run_killed_at_once_ends_by_the_first_cause(trial: Callable[..., Trial]) -> None:
+    """A run whose processes are all killed at once ends with the first cause."""
     one = trial(engine_0="orphan")
     other = ProcessPlan(role=Role.ENGINE, index=1)
     async with surviving(one, other) as supervisor:

@@ -92,7 +92,8 @@ class Trial:
         self.watch.follow(self.state, rollout, lambda: load, lambda: 0, lambda: self.answers, lambda: 0, self.waits)
 
 
-def test_waits_are_open_while_they_last_and_the_longest_comes_first() -> None:
+def test_open_waits_are_listed_longest_first() -> None:
+    """Waits are open while they last, and the longest comes first."""
     clock = Clock()
     waits = Waits(clock)
     with waits.waiting_for("engine-0 to stage version 7", who="publisher"):
@@ -201,9 +202,8 @@ async def test_stacks_of_coroutines_go_down_to_where_they_wait() -> None:
     assert places == sorted(places)
 
 
-async def test_a_loop_that_does_not_answer_is_lag_then_stacks_once_then_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stuck_loop_is_lag_then_stacks_then_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that does not answer is reported as lag, then by its stacks once, then ended."""
     clock, ended = Clock(), list[int]()
     monkeypatch.setattr(watchdog.os, "_exit", ended.append)
     watch = Trial(tmp_path, clock=clock).watch

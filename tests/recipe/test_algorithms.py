@@ -70,7 +70,8 @@ def test_the_document_lists_each_method_as_it_is(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", METHODS)
-def test_the_kl_estimator_that_is_left_out_has_the_gradient_of_the_kl(algorithm: str) -> None:
+def test_the_omitted_kl_estimator_has_the_gradient_of_the_kl(algorithm: str) -> None:
+    """The KL estimator that a recipe leaves out has the gradient of the KL."""
     assert resolved(algorithm=algorithm, kl_in=KlPlace.LOSS).kl_estimator is KlEstimator.K2
     assert resolved(algorithm=algorithm, kl_in=KlPlace.REWARD).kl_estimator is KlEstimator.K1
     methods_with_kl_in_reward = {"rloo", "reinforce_plus_plus", "ppo"}
@@ -107,7 +108,9 @@ def test_what_compares_with_the_whole_batch_does_not_stream(algorithm: str) -> N
     assert why_not_streaming(resolved(algorithm="grpo"), 1, 2).startswith("training.epochs_per_batch = 2 ")
 
 
-def test_a_part_with_keys_of_its_own_is_the_one_that_the_recipe_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_part_with_its_own_keys_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several parts, the one with keys of its own is filled by the recipe."""
+
     class Bounded(GroupStd, frozen=True):
         """as group_std, bounded"""
 

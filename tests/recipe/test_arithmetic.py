@@ -105,7 +105,8 @@ def test_staleness_sentences() -> None:
     )
 
 
-def test_what_a_recipe_of_one_line_leaves_to_group_sizing_is_shown() -> None:
+def test_settings_of_group_sizing_are_shown() -> None:
+    """The settings that a one-line recipe leaves to group sizing are shown."""
     lines = arithmetic_lines(change(group_sizing=GroupSizing(kind=SizingKind.SAGC)))
     measured = "budget measured in the first 8 steps at size 16, tradeoff = 1, stragglers in tokens"
     assert f"group size  sagc over 4, 8, 16: {measured}" in lines
@@ -163,9 +164,8 @@ def change(**sections: msgspec.Struct) -> Recipe:
         (1e-6, 494_000_000, 16, "is low for adapters of a model of 494,000,000 parameters"),
     ],
 )
-def test_a_learning_rate_that_is_unusual_for_the_size_is_warned_of(
-    rate: float, parameters: int, rank: int, range_: str
-) -> None:
+def test_unusual_learning_rates_are_warned_of(rate: float, parameters: int, rank: int, range_: str) -> None:
+    """A learning rate that is unusual for the size of the model leads to a warning."""
     facts = msgspec.structs.replace(FACTS, parameters=parameters)
     chosen = change(training=Training(learning_rate=rate), lora=Lora(rank=rank))
     warnings = [line for line in arithmetic_lines(chosen, facts) if line.startswith("warning")]
@@ -240,9 +240,10 @@ def test_the_lines_say_what_is_asked_for() -> None:
         ),
     ],
 )
-def test_what_corrects_stale_tokens_is_said_by_the_keys_that_have_an_effect(
+def test_corrections_of_stale_tokens_list_effective_keys(
     rounds: RoundKind, off_policy: OffPolicy, expected: str
 ) -> None:
+    """The correction of stale tokens lists the keys that have an effect."""
     recipe = change(rollout=Rollout(rounds=rounds, max_staleness=4), off_policy=off_policy)
     assert off_policy_text(recipe).startswith(expected)
 
@@ -297,7 +298,8 @@ def test_the_base_below_adapters_is_counted() -> None:
     assert sizes(lora=Lora(rank=8), facts=FACTS).adapted == 2 * 96**2 * 4
 
 
-def test_sets_of_engines_are_shown_and_the_larger_one_is_reckoned_with() -> None:
+def test_engine_sets_count_with_the_larger_one() -> None:
+    """Sets of engines are shown, and the arithmetic counts the larger one."""
     deep = EngineShape(count=1, tensor_parallel_size=4, rounds=("long",))
     recipe = msgspec.structs.replace(RECIPE, engines=Engines(count=2, sets=(deep,)))
     [line] = [line for line in arithmetic_lines(recipe) if line.startswith("engines")]

@@ -63,7 +63,8 @@ def test_a_recipe_that_an_earlier_run_recorded_is_read(tmp_path: Path) -> None:
     assert "transport.engines: unknown key" in problem
 
 
-def test_the_files_of_the_command_of_an_mcp_server_are_beside_the_recipe(tmp_path: Path) -> None:
+def test_files_of_an_mcp_command_are_beside_the_recipe(tmp_path: Path) -> None:
+    """Files in the command of an MCP server are relative to the recipe."""
     (tmp_path / "my server.py").touch()
     text = f"{GOOD}\n[environment]\ntools = ['mcp:python -u \"my server.py\" rows.csv', 'tools.py:add']\n"
     recipe = load_recipe(write(tmp_path, text))
@@ -301,9 +302,10 @@ def test_written_values_are_toml(value: str, number: float) -> None:
     ),
     section=st.sampled_from(["model", "rewards", "rollout", "training", "nonsense", ""]),
 )
-def test_whatever_is_in_the_file_gives_problems_and_never_another_exception(
+def test_any_file_gives_problems_and_no_other_exception(
     tmp_path_factory: pytest.TempPathFactory, junk: Any, section: str
 ) -> None:
+    """A file with any content leads to problems and never to another exception."""
     from streamrl.recipe.check_fields import CheckedTable
     from streamrl.recipe.dialects.foreign_keys import foreign_answer
     from streamrl.recipe.problems import Origin

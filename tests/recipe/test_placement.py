@@ -54,15 +54,15 @@ def names(found: Placement) -> dict[str, str]:
         (recipe(1, 1, device="cuda:0"), 2, "0", "0"),
     ],
 )
-def test_engines_and_ranks_share_a_gpu_only_where_there_are_too_few(
-    made: Recipe, there: int, engines: str, ranks: str
-) -> None:
+def test_gpus_are_shared_only_where_there_are_too_few(made: Recipe, there: int, engines: str, ranks: str) -> None:
+    """Engines and ranks share a GPU only where there are too few."""
     expected = {f"engine-{number}": name for number, name in enumerate(engines.split())}
     expected |= {f"trainer-{number}": name for number, name in enumerate(ranks.split())}
     assert names(place(made, gpus(there), SMALL)) == expected
 
 
-def test_engines_of_one_gpu_divide_its_share_and_the_processes_know() -> None:
+def test_engines_of_one_gpu_divide_its_share() -> None:
+    """Engines of one GPU divide its share, and their processes know it."""
     made = recipe(2, 1)
     found = place(made, gpus(1), SMALL)
     assert found.lines() == ["  GPU 0      76.0 of 80.0 GiB: engine-0 34.0, engine-1 34.0, trainer-0 8.0"]
@@ -73,7 +73,8 @@ def test_engines_of_one_gpu_divide_its_share_and_the_processes_know() -> None:
     assert plans["controller"].gpus == plans["reward-0"].gpus == ()
 
 
-def test_judge_and_reward_models_have_gpus_of_their_own_or_go_where_most_is_left() -> None:
+def test_judge_and_reward_models_have_gpus() -> None:
+    """The judge and reward models have GPUs of their own, or the one with the most room."""
     demand = Demand(rank=20 * GIB, rewards=16 * GIB)
     made = recipe(1, 1, judge="j")
     wide = names(place(made, gpus(8), demand))
@@ -85,7 +86,8 @@ def test_judge_and_reward_models_have_gpus_of_their_own_or_go_where_most_is_left
     )
 
 
-def test_prepared_sets_have_the_same_gpus_and_the_memory_of_one_set() -> None:
+def test_prepared_sets_share_gpus_and_memory() -> None:
+    """Prepared sets have the same GPUs and the memory of one set."""
     found = place(recipe(4, 4, sets=(EngineShape(count=2, tensor_parallel_size=2),)), gpus(8), SMALL)
     expected = {f"engine-{number}": str(number) for number in range(4)} | {"engine-4": "0,1", "engine-5": "2,3"}
     assert names(found) == expected | {f"trainer-{number}": str(number + 4) for number in range(4)}
@@ -160,5 +162,6 @@ def test_what_does_not_fit_is_one_sentence_with_a_remedy(
     assert place(made, gpus(there), demand).problems == [problem]
 
 
-def test_a_gpu_whose_memory_is_not_known_is_used_and_not_reckoned_with() -> None:
+def test_a_gpu_of_unknown_memory_is_used() -> None:
+    """A GPU whose memory is unknown is used and does not count in the arithmetic."""
     assert names(place(recipe(), [Gpu("0", 0)], SMALL)) == {"engine-0": "0", "trainer-0": "0"}

@@ -32,7 +32,8 @@ def test_what_does_not_fit_is_refused_with_a_remedy(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", rows("allowed.txt"))
-def test_what_fits_is_allowed_and_the_core_has_the_slots_that_the_recipe_counts(row: str) -> None:
+def test_fitting_settings_have_the_slots_of_the_recipe(row: str) -> None:
+    """Settings that fit are allowed, and control has the slots that the recipe counts."""
     made = load_recipe(SMALL, row.split(" ; "))
     if made.rollout.rounds is not RoundKind.CUSTOM:
         rules = make_control(control_settings(made)).rules

@@ -50,9 +50,8 @@ def rates_of_transformers(name: str, options: Options, warmup: int) -> list[floa
 @pytest.mark.torch
 @pytest.mark.parametrize("warmup", [0, 5])
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_rates_are_those_of_transformers_behind_a_warm_up_that_begins_above_zero(
-    name: str, options: Options, warmup: int
-) -> None:
+def test_rates_equal_transformers_behind_the_warm_up(name: str, options: Options, warmup: int) -> None:
+    """Rates equal those of transformers behind a warm-up that begins above zero."""
     training = Training(schedule=name, schedule_options=options, warmup_steps=warmup)
     rates = [rate_factor(training, version, STEPS) for version in range(1, STEPS + 1)]
     assert rates[:warmup] == [(step + 1) / 5 for step in range(warmup)]
@@ -61,7 +60,8 @@ def test_rates_are_those_of_transformers_behind_a_warm_up_that_begins_above_zero
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_a_rate_depends_on_its_version_and_stays_at_the_end_of_the_schedule(name: str) -> None:
+def test_a_rate_depends_on_its_version_and_ends_flat(name: str) -> None:
+    """A rate depends on its version alone, and stays at the end of the schedule."""
     training = Training(schedule=name, warmup_steps=3, schedule_steps=STEPS)
     there, back = range(1, 2 * STEPS), range(2 * STEPS - 1, 0, -1)
     rates = [rate_factor(training, version, 2 * STEPS) for version in there]
@@ -106,7 +106,8 @@ def test_epochs_are_as_many_steps_as_draw_every_prompt(epochs: float, limit: str
         with_steps_of_epochs(endless)
 
 
-def test_held_out_sets_have_names_and_what_they_leave_out_is_that_of_the_section(tmp_path: Path) -> None:
+def test_held_out_sets_take_omitted_keys_from_the_section(tmp_path: Path) -> None:
+    """Held-out sets have names, and take the keys that they omit from the section."""
     sets = '{a = "a.jsonl", b = {prompts = "b.jsonl?limit=9", every = 6}, c = {prompts = "c.jsonl", limit = 3}}'
     made = load_recipe(SMALL, [f"evaluation.prompts={sets}", "evaluation.every=4", "evaluation.limit=5"])
     found = {name: (Path(one.prompts).name, one.every, one.limit) for name, one in made.evaluation.sets.items()}

@@ -37,7 +37,8 @@ def test_an_example_is_the_line_alone_and_passes_the_dry_run(
     assert all(f"{line.split()[0]} " in explained for line in lines) and len(lines) >= 3
 
 
-def test_each_key_beside_it_overrides_also_with_what_is_the_default_without_a_system(tmp_path: Path) -> None:
+def test_keys_beside_a_system_override_it(tmp_path: Path) -> None:
+    """Each key beside a system overrides it, also with the default value of the key."""
     own = {"response_oversampling": 1.0, "prompt_oversampling": 1.5, "deferred_prompts": "replay"}
     table = {**CODE, "rollout": {"system": "rollpacker"}, "tail_batching": own, "engines": {"count": 2}}
     recipe, lines = read_recipe(table)

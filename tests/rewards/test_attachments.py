@@ -68,9 +68,10 @@ def test_paths_of_a_command_are_relative_to_where_it_is_given(
 
 
 @pytest.mark.long
-async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
+async def test_live_changes_lose_no_sample(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
+    """Live changes lose no sample, and the log says which version scored which sample."""
     recipe = make_recipe("length")
     attachments = RewardAttachments()
     log: list[Any] = []

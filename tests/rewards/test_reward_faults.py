@@ -115,9 +115,8 @@ async def test_fault_is_recorded_and_its_siblings_are_as_without_it(
     assert torch.equal(with_it, without_it)
 
 
-async def test_function_that_forks_answers_once_and_its_copies_do_not_stay(
-    pool: Pool, make_trajectory: MakeTrajectory
-) -> None:
+async def test_a_forking_function_answers_once(pool: Pool, make_trajectory: MakeTrajectory) -> None:
+    """A function that forks answers once, and its copies do not stay."""
     values, forked = await strike(pool, make_trajectory, "fault_forks")
     assert (values, forked.reward) == ([3.0, 1.0, 2.0], 1.0)
 
@@ -152,9 +151,10 @@ def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reward:
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("hang", TIMED_OUT), ("exit", RAISED), ("write", RAISED)])
-async def test_of_calls_that_a_process_has_only_the_one_that_runs_fails(
+async def test_only_the_running_call_of_a_process_fails(
     pool: Pool, make_trajectory: MakeTrajectory, noted: Reward, tmp_path: Path, fault: str, kind: RewardFailureKind
 ) -> None:
+    """Of the calls that a process has, only the one that runs fails."""
     rewards = await pool.open(noted, processes=1)
     outcomes = await rewards.score([make_trajectory(text, sample=i) for i, text in enumerate(["aa", fault, "ccc"])])
     assert [o.kind for o in outcomes if isinstance(o, RewardFailure)] == [kind]
@@ -192,9 +192,10 @@ async def test_calls_behind_a_slow_one_go_to_another_process(
     assert (tmp_path / "begun").read_text().split() == ["slow", "a", "bb"]
 
 
-async def test_process_without_cpu_time_begins_its_oldest_call_although_those_behind_it_went_elsewhere(
+async def test_a_starved_process_begins_its_oldest_call(
     pool: Pool, make_trajectory: MakeTrajectory, noted: Reward, tmp_path: Path
 ) -> None:
+    """A process without CPU time begins its oldest call, although the calls behind it went elsewhere."""
     rewards = await pool.open(noted, processes=1)
     assert len(await rewards.score([make_trajectory("warm")])) == 1
     processes = [process for process in own_children(recursive=True) if not process.children()]
@@ -208,9 +209,10 @@ async def test_process_without_cpu_time_begins_its_oldest_call_although_those_be
     assert sorted((tmp_path / "begun").read_text().split()) == ["a", "bb", "warm"]
 
 
-async def test_process_that_is_replaced_loses_no_call_and_begins_none_twice(
+async def test_a_replaced_process_loses_and_repeats_no_call(
     pool: Pool, make_trajectory: MakeTrajectory, noted: Reward, tmp_path: Path
 ) -> None:
+    """A process that is replaced loses no call, and begins none twice."""
     rewards = await pool.open(noted, processes=1)
     outcomes = await rewards.score([make_trajectory("ab", sample=i) for i in range(100)])  # each keeps a thread
     assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [2.0] * 100
@@ -264,9 +266,10 @@ async def test_what_a_module_prints_while_it_is_imported_is_cut(
     assert len(caplog.text) + len("".join(capfd.readouterr())) < 100 << 10
 
 
-async def test_what_a_killed_call_had_started_is_killed_with_it_and_the_log_says_where_it_was(
+async def test_children_of_a_killed_call_are_killed(
     pool: Pool, make_trajectory: MakeTrajectory, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Processes that a killed call had started are killed with it, and the log says where the call was."""
     caplog.set_level("INFO", logger="streamrl.rewards")
     before, _ = everything_left()
     rewards = await pool.open(Reward(function=f"{KILLERS}:fault_forks_and_hangs", timeout_s=1.0), processes=1)
@@ -344,9 +347,10 @@ def threaded_module(directory: Path, *, second_import: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["plain", "coroutine"])
-async def test_process_that_never_begins_is_replaced_and_its_calls_are_made_by_another(
+async def test_a_process_that_never_begins_is_replaced(
     pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """A process that never begins is replaced, and another one makes its calls."""
     monkeypatch.setattr("streamrl.rewards.calls.pool._READY_LIMIT_S", 5.0)
     module = threaded_module(tmp_path, second_import="threading.Event().wait()")
     rewards = await pool.open(Reward(function=f"{module}:{name}", timeout_s=3.0), processes=1)
@@ -369,18 +373,16 @@ async def test_processes_that_never_begin_are_given_up_with_the_reason(
     assert re.search(r"5 reward processes in a row .*was not ready within 0\.2 s", str(error))
 
 
-async def test_call_that_leaves_its_output_blocked_is_late_and_its_process_is_replaced(
-    pool: Pool, make_trajectory: MakeTrajectory
-) -> None:
+async def test_a_call_that_leaves_its_output_blocked_is_late(pool: Pool, make_trajectory: MakeTrajectory) -> None:
+    """A call that leaves its output blocked is late, and its process is replaced."""
     rewards = await pool.open(Reward(function=f"{KILLERS}:stalls_after_z", timeout_s=1.0), processes=1)
     outcomes = [(await rewards.score([make_trajectory(text)]))[0] for text in ("z", "ab")]
     assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [2.0]
     assert isinstance(outcomes[0], RewardFailure) and outcomes[0].kind is TIMED_OUT
 
 
-async def test_nothing_is_left_behind_and_shutdown_does_not_wait_for_user_code(
-    model_directory: Path, make_trajectory: MakeTrajectory
-) -> None:
+async def test_shutdown_does_not_wait_for_user_code(model_directory: Path, make_trajectory: MakeTrajectory) -> None:
+    """Shutdown leaves nothing behind and does not wait for user code."""
     before = everything_left()
     async with asyncio.TaskGroup() as tasks:
         pool = Pool(model_directory, tasks)

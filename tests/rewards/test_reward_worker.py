@@ -90,9 +90,10 @@ def one_message(*trajectories: Trajectory) -> ScoreGroups:
     return message.message()
 
 
-async def test_what_is_scored_together_is_answered_together_and_waits_for_nobody_slow(
+async def test_batches_are_answered_together_without_slow_calls(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
+    """Samples that are scored together are answered together, and wait for no slow call."""
     orders = one_message(*[make_trajectory("z" if i == 3 else "a" * (i + 1), group=i) for i in range(30)])
     *batches, slow = await message_answers(make_recipe("slow_on_z", trusted=True), orders)
     together = [group for batch in batches for group in batch]
@@ -101,16 +102,16 @@ async def test_what_is_scored_together_is_answered_together_and_waits_for_nobody
     assert [(g.order_id, g.rewards[0].reward) for g in slow] == [(3, 1.0)]
 
 
-async def test_plain_functions_that_take_long_let_the_loop_turn_between_them(
-    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
-) -> None:
+async def test_long_plain_functions_let_the_loop_run(make_recipe: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
+    """Plain functions that take long let the loop run between them."""
     orders = one_message(*[make_trajectory("a", group=i) for i in range(12)])
     messages = await message_answers(make_recipe("burns", trusted=True), orders)
     assert [g.order_id for groups in messages for g in groups] == list(range(12))
     assert len(messages) >= 3, "answers, heartbeat and everything else waited for all of them"
 
 
-def test_a_message_has_each_prompt_once_and_the_sampled_tokens_only(make_trajectory: MakeTrajectory) -> None:
+def test_a_message_has_each_prompt_once(make_trajectory: MakeTrajectory) -> None:
+    """A message has each prompt once, and the sampled tokens only."""
     first = make_trajectory("ab", answer="x")
     sibling = msgspec.structs.replace(first, id=msgspec.structs.replace(first.id, sample=1, attempt=2))
     turns = (*first.segments, Segment(token_ids=token_array([7, 7]), trained=False), *first.segments)
@@ -199,9 +200,10 @@ def order(number: int, *trajectories: Trajectory) -> ScoreGroups:
 
 
 @pytest.mark.long
-async def test_trusted_function_that_holds_the_interpreter_ends_the_process_with_75(
+async def test_a_trusted_function_that_blocks_ends_with_75(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
+    """A trusted function that holds the interpreter ends the process with exit code 75."""
     async with worker_process(make_recipe("holds_interpreter", timeout_s=0.3, trusted=True)) as worker:
         await worker.orders.send(order(1, make_trajectory()))
         with pytest.raises(StreamBroken):
@@ -212,11 +214,12 @@ async def test_trusted_function_that_holds_the_interpreter_ends_the_process_with
 
 
 @pytest.mark.long
-async def test_the_time_that_user_code_may_hold_the_loop_follows_what_is_attached(
+async def test_the_loop_limit_follows_the_attached_rewards(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
-    """Importing may take long, as it may at first; so may a function that was attached with a long limit; and what is
-    attached with a short one is guarded by that."""
+    """The time for which user code may hold the loop follows the rewards that are attached. Importing may take long, as
+    it may at first; so may a function that was attached with a long limit; and what is attached with a short one is
+    guarded by that."""
     module = tmp_path / "slow_import.py"
     module.write_text("import time\ntime.sleep(3.5)\ndef reward(completion):\n    time.sleep(3.5)\n    return 1.0\n")
     slow = Reward(function=f"{module}:reward", timeout_s=300.0, trusted=True)
@@ -247,9 +250,10 @@ async def test_answers_before_the_end_are_not_lost(make_recipe: MakeRecipe, make
         assert await worker.process.wait() == 75
 
 
-async def test_too_many_coroutines_left_behind_ends_the_process_when_idle(
+async def test_too_many_abandoned_coroutines_end_an_idle_process(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
+    """Too many abandoned coroutines end the process once it is idle."""
     async with worker_process(make_recipe("never_ends_on_z", timeout_s=1.0, trusted=True)) as worker:
         group = [make_trajectory("z", sample=i) for i in range(9)] + [make_trajectory("a", sample=9)]
         await worker.orders.send(order(1, *group))

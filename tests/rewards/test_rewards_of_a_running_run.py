@@ -205,9 +205,11 @@ ADAPTIVE = Reward(
 
 
 @pytest.mark.long
-async def test_what_is_attached_and_learnt_outlives_the_worker_and_the_run(
+async def test_attached_rewards_outlive_worker_and_run(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
+    """Attached rewards, and the state that they learned, outlive the worker and the run."""
+
     def call(scored: list[ScoredTrajectory], name: str = "takes") -> Any:
         return next(call for call in scored[0].calls if call.function == name)
 
@@ -245,9 +247,10 @@ async def test_what_is_attached_and_learnt_outlives_the_worker_and_the_run(
 
 
 @pytest.mark.long
-async def test_the_next_controller_of_a_run_scores_with_what_was_attached(
+async def test_the_next_controller_scores_with_attached_rewards(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
+    """The next controller of a run scores with the rewards that were attached."""
     async with live_run().going_on() as run:
         await run.attachments.attach(f"{KILLERS}:half", name="half", weight=2.0)
         (before,) = await run.score(make_trajectory("ab", group=0))
@@ -322,9 +325,10 @@ def test_limits_that_were_learnt_belong_to_one_attachment() -> None:
 
 
 @pytest.mark.long
-async def test_built_in_rewards_give_back_what_they_hold_when_they_are_detached(
+async def test_detached_builtin_rewards_release_resources(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory
 ) -> None:
+    """Built-in rewards release their resources when they are detached."""
     pytest.importorskip("httpx")
     left = asyncio.Event()
 

@@ -190,9 +190,10 @@ async def test_time_limit_of_trusted_coroutines_holds(
 
 
 @pytest.mark.parametrize(("seconds", "kinds"), [(0.3, []), (300.0, [TIMED_OUT])])
-async def test_time_in_which_the_loop_is_held_is_not_counted_against_others(
+async def test_blocked_loop_time_is_not_counted_against_others(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory, seconds: float, kinds: list[RewardFailureKind]
 ) -> None:
+    """Time in which one function holds the loop is not counted against the others."""
     async with scoring(trusted("waits", timeout_s=2.0)) as rewards:
         scored = asyncio.create_task(rewards.score([make_trajectory(seconds=seconds)]))
         await asyncio.sleep(0.05)
@@ -213,9 +214,10 @@ async def test_arguments_are_columns_and_what_is_provided(
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-async def test_group_function_sees_one_group_at_a_time_with_lists_as_trl_gives_them(
+async def test_group_functions_get_one_group_as_in_trl(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, trusted: bool
 ) -> None:
+    """A group function gets one group at a time, with lists as TRL gives them."""
     texts = ["abc", "a", "ab", "abcd", "a"]
     groups = [0, 0, 0, 1, 1]
     order = [
@@ -239,9 +241,10 @@ async def test_functions_of_other_systems_get_what_these_give(
     ], outcomes  # fmt: skip
 
 
-async def test_special_tokens_are_seen_where_the_recipe_says_so_and_said_where_not(
+async def test_special_tokens_are_shown_where_the_recipe_says_so(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
+    """Special tokens are shown to rewards where the recipe says so, and mentioned where not."""
     (segment,) = make_trajectory("a").segments
     with_unk = msgspec.structs.replace(segment, token_ids=token_array([2, *segment.token_ids]))
     order = [msgspec.structs.replace(make_trajectory("a"), segments=(s,)) for s in (segment, with_unk, with_unk)]
@@ -341,9 +344,10 @@ async def test_late_is_wrong_only_where_the_recipe_says_so(
     assert (raised.kind, raised.policy) == (RAISED, "stop")
 
 
-async def test_first_failure_of_the_recipe_is_named_and_a_failure_is_never_outvoted(
+async def test_the_first_failure_is_named_and_never_outvoted(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
+    """The first failure in the order of the recipe is named, and a failure is never outvoted."""
     (outcome,) = await score(trusted("half", "nan", "raises"), make_trajectory())
     assert isinstance(outcome, RewardFailure)
     assert (outcome.function, outcome.kind) == ("nan", NOT_FINITE)
@@ -444,7 +448,8 @@ def result_of(value: Any, seconds: float = 0.0) -> CallResult:
     return CallResult(check_returned(value, 1, per_group=False), seconds)
 
 
-async def test_a_queue_bounds_its_calls_and_takes_the_smallest_rank_first() -> None:
+async def test_a_queue_bounds_calls_and_takes_the_smallest_rank() -> None:
+    """A queue bounds its calls, and takes the smallest rank first."""
     queue = RewardQueue(Reward(function="m:f", concurrency=2), 64)
     began: list[int] = []
     ends = {rank: asyncio.Event() for rank in range(1, 7)}

@@ -149,8 +149,9 @@ def test_a_keeper_knows_of_no_more_versions_than_there_are(tmp_path: Path) -> No
     anyio.run(scenario)
 
 
-def test_a_run_that_goes_back_keeps_what_it_writes_and_not_the_future_that_it_left(tmp_path: Path) -> None:
-    """Resumed from version 4 where 8 was the last: what is written now is newest, whatever its number."""
+def test_a_run_that_goes_back_keeps_its_new_checkpoints(tmp_path: Path) -> None:
+    """A run that goes back keeps its new checkpoints and not those of the future that it left. Resumed from version 4
+    where 8 was the last: what is written now is newest, whatever its number."""
     for name in ("step-000004", "step-000006", "step-000008", ".step-000010.partial"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-000006" / "old").touch()
@@ -217,8 +218,9 @@ def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(tmp_path: Path,
         (directory / f"step-{damaged:06d}" / "weights").write_bytes(b"rot")
 
 
-def test_what_ranks_hold_beyond_the_last_checkpoint_leaves_it_the_last(tmp_path: Path) -> None:
-    """The controller died alone."""
+def test_uncommitted_rank_state_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    """State that ranks hold beyond the last checkpoint leaves that checkpoint the last one. The controller died
+    alone."""
     written_by(tmp_path, 2, 4)
 
     async def scenario() -> None:
@@ -248,8 +250,9 @@ def test_a_failed_save_moves_and_removes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "latest").readlink() == Path("step-000001")
 
 
-async def test_what_control_keeps_reaches_a_checkpoint_whatever_its_size(tmp_path: Path) -> None:
-    """Waiting prompts of more bytes than a message may have; and what was left by a kill goes."""
+async def test_large_control_state_reaches_a_checkpoint(tmp_path: Path) -> None:
+    """The state of control reaches a checkpoint, whatever its size. Waiting prompts of more bytes than a message may
+    have; and what was left by a kill goes."""
     waiting = b"prompts " * (WireLimits().body_bytes // 8 + 1)
     left = tmp_path / ".step-000002.beside.partial"
     left.mkdir()
@@ -276,7 +279,8 @@ async def test_what_control_keeps_reaches_a_checkpoint_whatever_its_size(tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-000003"]
 
 
-def test_files_beside_a_checkpoint_are_those_that_the_controller_wrote(tmp_path: Path) -> None:
+def test_sidecars_are_files_of_the_controller(tmp_path: Path) -> None:
+    """The files beside a checkpoint are those that the controller wrote."""
     directory, into = tmp_path / "step-000003", tmp_path / ".step-000003.partial"
     into.mkdir()
     digests = stage_sidecar(directory, {"control.msgpack": b"kept"})

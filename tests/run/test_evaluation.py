@@ -119,7 +119,8 @@ def test_figures_of_four_samples_each() -> None:
     assert lenient["eval/held_out/pass@1"] == pytest.approx((0.5 + 1 + 0.5) / 3)
 
 
-def test_weights_that_add_up_to_one_but_for_rounding_are_a_success() -> None:
+def test_rounded_weights_that_add_up_to_one_are_a_success() -> None:
+    """Weights that add up to one, except for rounding, are a success."""
     total = 0.7 * 1.0 + 0.2 * 1.0 + 0.1 * 1.0
     assert total < 1.0
     assert evaluation_metrics(rewarded(0, total), 1)["eval/held_out/pass@1"] == 1
@@ -141,7 +142,8 @@ def shaped(prompt: int, exact: float | None, brief: float) -> Scored:
     return Scored(outcome=scored)
 
 
-def test_a_reward_that_shapes_changes_neither_the_score_nor_what_is_solved() -> None:
+def test_a_shaping_reward_changes_no_score() -> None:
+    """A reward that shapes changes neither the score nor the share of solved prompts."""
     outcomes = [shaped(0, 1.0, -0.27), shaped(1, 0.0, -0.1), shaped(2, 1.0, 0.3), shaped(3, None, 9.0)]
     metrics = evaluation_metrics(outcomes, 1, reward="exact")
     assert metrics["eval/held_out/avg@1"] == metrics["eval/held_out/pass@1"] == pytest.approx(2 / 3)
@@ -151,7 +153,8 @@ def test_a_reward_that_shapes_changes_neither_the_score_nor_what_is_solved() -> 
     assert metrics["eval/held_out/func/brief/mean"] == pytest.approx((-0.27 - 0.1 + 0.3 + 9) / 4)
 
 
-def test_the_score_is_the_first_reward_that_is_no_shadow_or_the_one_that_the_recipe_names(tmp_path: Path) -> None:
+def test_the_score_is_the_first_counted_or_named_reward(tmp_path: Path) -> None:
+    """The score is the first reward that is no shadow, or the one that the recipe names."""
     text = "".join(f'[[rewards]]\nfunction = "m:{n}"\nshadow = {s}\n' for n, s in (("a", "true"), ("b", "false")))
     (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n{text}')
     assert load_recipe(tmp_path / "r.toml").score == "b"
@@ -201,7 +204,8 @@ class Launched:
         self.ended += 1
 
 
-async def test_at_most_so_many_requests_are_open_and_every_sample_is_its_own() -> None:
+async def test_open_requests_are_bounded_and_samples_distinct() -> None:
+    """The number of open requests is bounded, and every sample is its own."""
     evaluation, orders = EvaluationRun(held_out(4, 3, in_flight=5), 7, limit=3, seed=1), Launched()
     figures: dict[str, float] = {}
 
@@ -239,9 +243,10 @@ def lines_below(directory: Path) -> list[dict[str, Any]]:
         (2, 2, {}),
     ],
 )
-async def test_of_several_sets_those_are_asked_that_are_due_and_each_has_its_figures_and_its_lines(
+async def test_due_sets_are_asked_and_have_their_figures(
     version: int, limit: int, asked: dict[str, list[str]], tmp_path: Path
 ) -> None:
+    """Of several sets the due ones are evaluated, each with its figures and its lines."""
     every = {"a": (4, 2, 3), "b": (6, 0, 2), "c": (0, 0, 1)}
     sets = {name: (EvaluationSet(prompts="x", every=e, limit=most), size) for name, (e, most, size) in every.items()}
     events: list[RunEvent] = []
@@ -286,7 +291,8 @@ async def test_of_several_sets_those_are_asked_that_are_due_and_each_has_its_fig
     ]
 
 
-async def test_a_cancelled_evaluation_ends_when_what_was_launched_has_ended() -> None:
+async def test_a_cancelled_evaluation_ends_with_its_requests() -> None:
+    """A cancelled evaluation ends when the requests that it launched have ended."""
     evaluation, orders = EvaluationRun(held_out(9, 1, in_flight=3), 7, limit=0, seed=1), Launched()
     ended = anyio.Event()
 
@@ -336,7 +342,8 @@ async def test_every_sample_is_a_line_with_its_text(tmp_path: Path) -> None:
     ]
 
 
-async def test_samples_that_cannot_be_written_name_the_path_and_the_remedy(tmp_path: Path) -> None:
+async def test_unwritable_samples_name_path_and_remedy(tmp_path: Path) -> None:
+    """Samples that cannot be written lead to a message with the path and the remedy."""
     (tmp_path / "evaluations").write_text("a file in the way")
     with pytest.raises(StreamRLError, match=r"step 3 could not be written to .*store_samples = false"):
         await write_evaluation(tmp_path / "evaluations", None, 3, rewarded(0, 1.0))
@@ -355,13 +362,15 @@ def told(rule: AlarmRule, values: list[float | None]) -> list[int]:
 RULE = AlarmRule(metric="m", bound=0.5, advice="look there")
 
 
-def test_an_alarm_is_reported_when_it_begins_and_again_while_it_lasts() -> None:
+def test_alarms_are_reported_at_begin_and_while_they_last() -> None:
+    """An alarm is reported when it begins, and again while it lasts."""
     assert told(RULE, [0.4, 0.5, 0.6, 0.7] + [0.6] * 2 * REPEAT_STEPS) == [3, 3 + REPEAT_STEPS, 3 + 2 * REPEAT_STEPS]
     assert told(RULE, [0.6, 0.4] * REPEAT_STEPS) == [1, 1 + REPEAT_STEPS], "a value around the bound tells each time"
     assert told(RULE, [0.6] + [0.1] * REPEAT_STEPS + [0.6]) == [1, 2 + REPEAT_STEPS]
 
 
-def test_a_rule_may_want_several_steps_in_a_row_and_an_absent_metric_says_nothing() -> None:
+def test_rules_may_need_several_steps_in_a_row() -> None:
+    """A rule may need several steps in a row, and an absent metric raises no alarm."""
     patient = AlarmRule(metric="m", bound=0.5, steps=3, advice="look there")
     assert told(patient, [0.6, 0.6, 0.4, 0.6, None, 0.6, 0.6]) == [7]
 

@@ -96,9 +96,8 @@ async def test_lives_of_a_controller_make_one_run(settings: ControlSettings, dam
 
 
 @pytest.mark.long
-async def test_of_a_step_that_began_in_another_life_no_time_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_steps_of_another_life_have_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time is reported for a step that began in another life."""
     untimed = 0
     for events in range(10, 34):
         directory = tmp_path / str(events)
@@ -144,7 +143,8 @@ async def test_what_was_whole_and_not_scored_is_not_sampled_again(tmp_path: Path
 
 
 @pytest.mark.long
-async def test_an_evaluation_that_died_with_its_controller_is_done_again_or_given_up_aloud(tmp_path: Path) -> None:
+async def test_an_evaluation_that_died_is_repeated_or_given_up(tmp_path: Path) -> None:
+    """An evaluation that died with its controller is repeated, or given up with a message."""
     settings, given_up = control_settings(evaluate_every=1, evaluate_at_end=True), 0
     for life, events in enumerate([*range(6, 40, 2), *range(7, 40, 2), *range(6, 40)]):
         if life >= 17 and given_up:  # where a life ends in an evaluation hangs on how fast files are written

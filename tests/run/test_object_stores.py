@@ -148,9 +148,9 @@ async def test_copies_follow_what_is_kept_and_come_back_whole(tmp_path: Path, ur
     assert not [key for key in later.store.list_keys() if "step-000008" in key and key.endswith("digests")]
 
 
-async def test_a_store_that_is_away_when_a_life_begins_keeps_no_older_copies(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_absent_store_keeps_no_older_copies(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that cannot be reached when a life begins keeps no older copies."""
+
     def away(*_: object) -> list[str]:
         raise StoreError("away")
 
@@ -180,9 +180,8 @@ def failing_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None
         yield
 
 
-def test_a_version_that_was_half_written_is_read_by_nobody_and_removed(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_written_versions_are_unread_and_removed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that was half written is read by nobody, and is removed."""
     bits, store = random_bits(0), ObjectStore(url)
     with publisher_of(url, threads=1) as killed, failing_writes(monkeypatch, 2), pytest.raises(KeyboardInterrupt):
         killed.publish(0, bits)
@@ -215,9 +214,8 @@ def test_an_earlier_life_of_a_rank_writes_and_removes_nothing(url: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.torch
-def test_a_run_with_weights_and_checkpoints_in_a_store_and_one_that_goes_on_from_there(
-    tmp_path: Path, url: str
-) -> None:
+def test_a_run_resumes_from_weights_in_a_store(tmp_path: Path, url: str) -> None:
+    """A run keeps weights and checkpoints in a store, and another one goes on from there."""
     pytest.importorskip("torch")
     (tmp_path / "reward.py").write_text("async def reward(completion):\n    return len(completion) % 7 / 6\n")
     settings = {

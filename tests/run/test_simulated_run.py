@@ -60,7 +60,8 @@ async def test_the_journal_rebuilds_the_control_state(tmp_path: Path) -> None:
     assert 0 < failed <= live.accounting().dropped["reward_failed"]
 
 
-async def test_continuous_rounds_change_weights_while_requests_are_in_flight(tmp_path: Path) -> None:
+async def test_continuous_rounds_change_weights_in_flight(tmp_path: Path) -> None:
+    """Continuous rounds change weights while requests are in flight."""
     run = SimulatedRun(run_settings(**CONTINUOUS, steps=8), tmp_path)
     await run.run()
     versions = [(s.oldest_version, s.newest_version) for rank in run.ranks for batch in rank.batches for s in batch]
@@ -86,7 +87,8 @@ async def test_a_drain_at_any_moment_ends_everything(rounds: str, moment: tuple[
     assert run.summary().accounting == run.controller.state.accounting()
 
 
-async def test_a_drain_that_is_asked_for_when_the_run_has_ended_changes_nothing(tmp_path: Path) -> None:
+async def test_a_drain_after_the_end_changes_nothing(tmp_path: Path) -> None:
+    """A drain that is requested when the run has ended changes nothing."""
     run = SimulatedRun(run_settings(steps=3), tmp_path, ranks=2)
     assert await run.run(stop_at=("ended", 0)) == "finished"
     assert run.history[-1][0] == "ended", "the ranks end last, and it was asked for then"
@@ -122,7 +124,8 @@ async def test_the_next_batch_is_trained_while_an_evaluation_runs(rounds: dict[s
     assert min(steps[1], steps[3], steps[5]) > 0.3 > 0.1 > max(steps[2], steps[4], steps[6])
 
 
-async def test_evaluation_samples_are_on_disk_and_agree_with_the_figure(tmp_path: Path) -> None:
+async def test_evaluation_samples_agree_with_the_figure(tmp_path: Path) -> None:
+    """Evaluation samples are on disk, and agree with the figure."""
     chosen = run_settings(steps=2, evaluate_every=1, evaluate_limit=2, evaluate_at_end=True)
     run = SimulatedRun(chosen, tmp_path, held_out=5, samples=3)
     await run.run()
@@ -146,7 +149,8 @@ async def test_a_drain_cancels_the_evaluation_that_runs(tmp_path: Path) -> None:
     assert run.ranks[0].saved == [f"step-{run.controller.state.live_version}"]
 
 
-async def test_an_evaluation_whose_version_is_gone_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_an_evaluation_of_a_lost_version_is_given_up(tmp_path: Path) -> None:
+    """An evaluation whose version is gone is given up, and the run goes on."""
     run = SimulatedRun(
         run_settings(steps=3, evaluate_every=2), tmp_path, held_out=4000, evaluation_in_flight=24, kept=False
     )
@@ -185,7 +189,8 @@ async def test_an_alarm_is_reported_and_logged(tmp_path: Path) -> None:
     assert "policy/mismatch_abs_mean is 0.125, above 0.05" in warning.message
 
 
-async def test_a_reward_that_always_fails_ends_the_run_with_its_message(tmp_path: Path) -> None:
+async def test_a_reward_that_always_fails_ends_the_run(tmp_path: Path) -> None:
+    """A reward that always fails ends the run with its message."""
     run = SimulatedRun(run_settings(failure_window=16), tmp_path, failing=1)
     with pytest.raises(BaseExceptionGroup) as raised:
         await run.run()
@@ -232,7 +237,8 @@ DEEP = PreparedSet(count=1, tensor_parallel_size=2, kv_tokens=9_000, rounds=("lo
 SETS = (WIDE, DEEP)
 
 
-async def test_each_kind_of_round_is_served_by_its_set_with_the_weights_of_its_version(tmp_path: Path) -> None:
+async def test_each_kind_of_round_has_its_engine_set(tmp_path: Path) -> None:
+    """Each kind of round is served by its set, with the weights of its version."""
     chosen = run_settings(batch_groups=8, steps=11, evaluate_every=3, evaluate_at_start=True, **TAIL)
     run = SimulatedRun(chosen, tmp_path, engines=2, ranks=2, sets=SETS, held_out=60, evaluation_in_flight=24)
     assert await run.run() == "finished"
@@ -260,10 +266,9 @@ async def test_each_kind_of_round_is_served_by_its_set_with_the_weights_of_its_v
     assert len(run.scorer.held_out) == 4 * 60, "also what a change of engines cut"
 
 
-async def test_sets_freed_engines_and_the_next_round_in_advance_in_one_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Freed engines return before the next round is submitted, and it goes to the set that was chosen for it alone."""
+async def test_sets_and_freed_engines_work_with_advance_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets, freed engines and the next round in advance work together in one run. Freed engines return before the next
+    round is submitted, and it goes to the set that was chosen for it alone."""
     chosen = run_settings(batch_groups=8, steps=11, presubmit=True, **TAIL)
     wide = msgspec.structs.replace(WIDE, count=3)
     deep = msgspec.structs.replace(DEEP, first=3, count=2)
@@ -301,7 +306,8 @@ async def test_a_drain_while_engines_change(when: tuple[str, int], tmp_path: Pat
     assert run.ranks[0].saved == [f"step-{run.controller.state.live_version}"]
 
 
-async def test_evaluations_beside_rounds_that_free_engines_see_one_version(tmp_path: Path) -> None:
+async def test_evaluations_beside_freeing_see_one_version(tmp_path: Path) -> None:
+    """Evaluations beside rounds that free engines see one version."""
     chosen = run_settings(batch_groups=8, evaluate_every=2, evaluate_at_start=True)
     run = SimulatedRun(
         chosen, tmp_path, engines=3, held_out=120, samples=2, evaluation_in_flight=24, release=ReleaseKind.DRAIN

@@ -34,7 +34,8 @@ def group_of(group_id: int, tokens: int) -> TrainingGroup:
     return TrainingGroup(group_id=group_id, batch_id=0, samples=(sample,))
 
 
-async def test_an_answer_after_the_caller_was_cancelled_is_no_error_of_its_own() -> None:
+async def test_an_answer_after_a_cancellation_is_no_error() -> None:
+    """An answer that comes after its caller was cancelled is no error."""
     orders, taken = memory_stream(4)
     answers, events = memory_stream(4)
     ranks = TrainerRanks([(orders, events)])
@@ -50,7 +51,8 @@ async def test_an_answer_after_the_caller_was_cancelled_is_no_error_of_its_own()
     assert ranks.answers() == 1
 
 
-async def test_who_waits_for_an_answer_and_cannot_be_cancelled_is_notified_that_the_ranks_are_gone() -> None:
+async def test_uncancellable_waits_end_when_the_ranks_are_gone() -> None:
+    """A caller that waits for an answer and cannot be cancelled gets an error once the ranks are gone."""
     orders, taken = memory_stream(4)
     _, events = memory_stream(4)
     ranks = TrainerRanks([(orders, events)])
@@ -72,7 +74,8 @@ async def test_who_waits_for_an_answer_and_cannot_be_cancelled_is_notified_that_
     assert told == ["the trainer ranks are gone: they answer nothing any more"] * 2
 
 
-async def test_an_anchor_of_a_version_that_ranks_had_left_before_they_greeted_is_not_asked_of_them() -> None:
+async def test_anchors_that_ranks_had_left_are_not_requested() -> None:
+    """An anchor of a version that the ranks had left before their hello is not requested from them."""
     orders, _ = memory_stream(4)
     answers, events = memory_stream(4)
     ranks = TrainerRanks([(orders, events)])
@@ -82,7 +85,8 @@ async def test_an_anchor_of_a_version_that_ranks_had_left_before_they_greeted_is
         await ranks.publish_anchor(6)
 
 
-async def test_an_engine_that_joins_after_the_last_step_is_refused_and_fails_nobody() -> None:
+async def test_an_engine_that_joins_after_the_last_step_is_refused() -> None:
+    """An engine that joins after the last step is refused, and nothing fails."""
     orders, _ = memory_stream(4)
     ranks = TrainerRanks([(orders, memory_stream(4)[1])])
     await ranks.aclose()
@@ -112,8 +116,9 @@ async def test_two_questions_reach_all_ranks_in_one_order() -> None:
 close = CloseBatch(batch_id=0, policy_version=1, groups=1, samples=1, trained_tokens=1, engines_idle=False)
 
 
-async def test_ranks_that_compute_together_are_ordered_to_at_the_same_place() -> None:
-    """Once 40 tokens wait, whichever rank has them, and counted anew after each order and each close."""
+async def test_ranks_that_compute_together_get_ordered_together() -> None:
+    """Ranks that compute together get the order at the same place. Once 40 tokens wait, whichever rank has them, and
+    counted anew after each order and each close."""
     lengths = [12, 30, 5, 40, 7, 8, 30]
     groups = [group_of(index, length) for index, length in enumerate(lengths)]
     wires = [(memory_stream(32), memory_stream(4)) for _ in range(2)]

@@ -131,8 +131,9 @@ def test_what_was_submitted_in_advance_waits_for_the_push() -> None:
 
 
 @pytest.mark.parametrize(("name", "sizing"), COMBINATIONS)
-def test_every_run_waits_for_something_with_a_name_at_every_instant(name: str, sizing: str) -> None:
-    """Replayed event by event: what is said fits what control has open, and the seconds sum to the wall time."""
+def test_every_run_has_a_named_wait_at_every_instant(name: str, sizing: str) -> None:
+    """Every run waits for something with a name at every instant. Replayed event by event: what is said fits what
+    control has open, and the seconds sum to the wall time."""
     random = Random(f"{name} {sizing}")
     world = random_run(random, name, sizing, world_of=Watched)
     assert isinstance(world, Watched)

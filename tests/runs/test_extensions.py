@@ -69,9 +69,10 @@ def fail() -> None:
 @pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.usefixtures("nothing_left")
-async def test_the_page_is_a_run_and_what_misbehaves_neither_ends_nor_delays_it(
+async def test_the_page_of_extensions_is_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The examples of the page are a run, and faulty extensions neither end nor delay it."""
     pytest.importorskip("torch")
     monkeypatch.setattr(user_calls, "CLOSE_S", 0.5)  # in this process, for the sink that blocks
     monkeypatch.chdir(tmp_path)

@@ -72,8 +72,9 @@ def test_each_task_trains_on_simulated_engines(task: str, tmp_path: Path, endpoi
 
 
 @pytest.mark.long
-def test_a_task_of_ones_own_trains_on_the_small_model_that_was_made(tmp_path: Path) -> None:
-    """The warm-up shows its progress, and leaves something to learn; vLLM and the trainer agree about its weights."""
+def test_a_new_task_trains_on_its_small_model(tmp_path: Path) -> None:
+    """A task of one's own trains on the small model that was made for it. The warm-up shows its progress, and leaves
+    something to learn; vLLM and the trainer agree about its weights."""
     report = streamrl(tmp_path, "init", "new", "--task", "own", "--model", "tiny", "--warm-up-steps", "50")
     assert "warm-up: step 25 of at most 50  loss " in report
     shown = streamrl(tmp_path / "new", "train", "recipe.toml", *SMALL)

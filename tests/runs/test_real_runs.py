@@ -122,10 +122,9 @@ def _command(process: psutil.Process) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_two_engines_and_two_ranks_train_on_policy_and_the_example_goes_on_apart_over_tcp(
-    tmp_path: Path, free_ports: Callable[[int], int]
-) -> None:
-    """What the first run exported, the second one loads: trainer and vLLM."""
+def test_two_engines_and_two_ranks_train_on_policy(tmp_path: Path, free_ports: Callable[[int], int]) -> None:
+    """Two engines and two ranks train on-policy, and the example goes on from their export over tcp. What the first run
+    exported, the second one loads: trainer and vLLM."""
     run = Run(tmp_path, run__steps=3, engines__count=2, training__ranks=2, **ANY_TWO_DIFFER)
     output = run.end()
     assert run.process.returncode == 0, output
@@ -155,7 +154,8 @@ def test_two_engines_and_two_ranks_train_on_policy_and_the_example_goes_on_apart
 
 @pytest.mark.seconds(10)
 @pytest.mark.usefixtures("nothing_left")
-def test_continuous_rounds_update_weights_in_flight_within_the_staleness_bound(tmp_path: Path) -> None:
+def test_continuous_rounds_respect_the_staleness_bound(tmp_path: Path) -> None:
+    """Continuous rounds update weights in flight within the staleness bound."""
     run = Run(
         tmp_path,
         run__steps=6,
@@ -175,7 +175,8 @@ def test_continuous_rounds_update_weights_in_flight_within_the_staleness_bound(t
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
+def test_a_signal_drains_and_the_run_resumes_with_more_ranks(tmp_path: Path) -> None:
+    """A signal drains the run and saves it, and the run goes on with more ranks."""
     method = {
         "objective__algorithm": "ppo",
         "objective__kl_coefficient": 0.01,
@@ -239,7 +240,8 @@ FREED = {
 @pytest.mark.started
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_an_engine_is_freed_late_in_a_round_and_is_back_with_the_weights_of_the_next(tmp_path: Path) -> None:
+def test_a_freed_engine_is_back_with_the_next_weights(tmp_path: Path) -> None:
+    """An engine is freed late in a round, and is back with the weights of the next one."""
     run = Run(tmp_path, run__steps=5, weights__advanced__audit_interval=1, **FREED, **ANY_TWO_DIFFER)
     output = run.end()
     assert run.process.returncode == 0, output
@@ -262,8 +264,8 @@ SETS = {
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_another_set_of_engines_serves_the_long_round_and_the_first_one_comes_back(tmp_path: Path) -> None:
-    """Processes end and others begin."""
+def test_another_engine_set_serves_the_long_round(tmp_path: Path) -> None:
+    """Another set of engines serves the long round, and the first one comes back. Processes end and others begin."""
     run = Run(tmp_path, run__steps=3, weights__advanced__audit_interval=1, **SETS, **ANY_TWO_DIFFER)
     output = run.end()
     assert run.process.returncode == 0, output
@@ -293,8 +295,9 @@ def assert_right_weights(run: Run, steps: list[dict[str, float]], serving: list[
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_rollpacker_goes_on_after_a_killed_engine_and_a_killed_rank(tmp_path: Path) -> None:
-    """``benchmarks/chaos.py`` kills the others; ``test_systems.py`` kills runs of every system, simulated."""
+def test_rollpacker_survives_a_killed_engine_and_rank(tmp_path: Path) -> None:
+    """RollPacker goes on after a killed engine and a killed rank. ``benchmarks/chaos.py`` kills the others;
+    ``test_systems.py`` kills runs of every system, simulated."""
     run = Run(tmp_path, ROLLPACKER, run__steps=100_000)
     run.wait_for_step(1)
     [core] = run.engine_cores()

@@ -131,7 +131,8 @@ def _trajectories_on_the_page(runs: Path, training: subprocess.Popen[str]) -> in
 
 
 @pytest.mark.long
-def test_a_run_that_was_killed_before_it_began_is_begun_by_resume(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_start_begins_by_resume(tmp_path: Path) -> None:
+    """A run that was killed before it began is begun by ``resume``."""
     command = [sys.executable, "-m", "streamrl"]
     runs = tmp_path / "runs"
     with subprocess.Popen(
@@ -182,7 +183,9 @@ def test_a_run_is_made_longer_after_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_that_lost_its_journal_names_what_begins_another_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_lost_journal_names_the_way_from_a_checkpoint(tmp_path: Path) -> None:
+    """A run that lost its journal names the command that begins another run from its checkpoint."""
+
     def streamrl(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "streamrl", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
@@ -214,7 +217,8 @@ def reward(completion, *, prompt_id):
 
 
 @pytest.mark.long
-def test_prompts_whose_reward_crashes_its_process_do_not_end_the_run(tmp_path: Path) -> None:
+def test_crashing_rewards_do_not_end_the_run(tmp_path: Path) -> None:
+    """Prompts whose reward crashes its process do not end the run."""
     flags = _flags(tmp_path, run__steps=12, rollout__group_size=8, sampling__max_tokens=8)
     (tmp_path / "reward.py").write_text(CRASHES_ON_A_TENTH)
     command = [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags]
@@ -229,7 +233,8 @@ def test_prompts_whose_reward_crashes_its_process_do_not_end_the_run(tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_a_reward_that_always_raises_ends_the_run_with_its_message(tmp_path: Path) -> None:
+def test_a_reward_that_always_raises_ends_the_run(tmp_path: Path) -> None:
+    """A reward that always raises ends the run with its message."""
     flags = _flags(tmp_path, run__steps=500, reward_limits__advanced__window=32)
     (tmp_path / "reward.py").write_text(
         "async def reward(completion, **columns):\n    raise LookupError('no such answer')\n"
@@ -253,7 +258,8 @@ async def reward(completion, **columns):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_a_reward_that_blocks_now_and_then_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_reward_that_blocks_at_times_is_recorded(tmp_path: Path) -> None:
+    """A reward that blocks now and then is recorded, and the run goes on."""
     limits = {"rewards__0__timeout_s": 1.0, "reward_limits__max_failed_share": 0.9}
     flags = _flags(tmp_path, run__steps=4, **limits)
     (tmp_path / "reward.py").write_text(STUCK_NOW_AND_THEN)
@@ -355,11 +361,9 @@ def test_processes_note_what_they_do_while_they_start(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("talks", [False, True])
-def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_left_alone(
-    tmp_path: Path, talks: bool
-) -> None:
-    """Controller, rank, engine host, reward or environment worker, then the supervisor: real kills of a run with
-    simulated engines."""
+def test_a_run_of_kills_ends_with_the_weights_of_a_calm_one(tmp_path: Path, talks: bool) -> None:
+    """A run whose processes are killed ends with the weights of an undisturbed one. Controller, rank, engine host,
+    reward or environment worker, then the supervisor: real kills of a run with simulated engines."""
     steps, temporary = 14 if talks else 24, Path(tempfile.mkdtemp(prefix="srl"))
     environment = os.environ | {"TMPDIR": str(temporary)}
     common = {"run__steps": steps, "run__deterministic": True, "checkpoint__every": 4}
@@ -484,7 +488,8 @@ def begun_steered(root: Path) -> tuple[subprocess.Popen[bytes], Path]:
 
 
 @pytest.mark.long
-def test_settings_that_change_in_a_run_that_is_killed_train_the_batches_of_one_that_is_not(tmp_path: Path) -> None:
+def test_settings_changed_under_kills_train_equal_batches(tmp_path: Path) -> None:
+    """Settings that change in a killed run train the batches of an undisturbed run."""
     process, whole = begun_steered(tmp_path / "whole")
     assert process.wait(900) == 0
     process, killed = begun_steered(tmp_path / "killed")
@@ -519,8 +524,9 @@ class Sleeper(Tracker):
 
 
 @pytest.mark.long
-def test_trackers_change_nothing_in_a_run_not_even_one_that_sleeps_for_ever(tmp_path: Path) -> None:
-    """The sleeper is ended when its time at the end of the run is over."""
+def test_trackers_change_nothing_in_a_run(tmp_path: Path) -> None:
+    """Trackers change nothing in a run, not even one that sleeps for ever. The sleeper is ended when its time at the
+    end of the run is over."""
     site = tmp_path / "site"
     (site / "sleeper-1.0.dist-info").mkdir(parents=True)
     (site / "sleeper.py").write_text(SLEEPER)

@@ -53,9 +53,10 @@ def run(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is missing: apt-get install chromium")
-def test_a_run_is_seen_in_a_terminal_and_on_the_page_and_its_death_is_said(
+def test_a_run_is_seen_in_a_terminal_and_on_the_page(
     run: subprocess.Popen[bytes], tmp_path: Path, socket_directory: Path
 ) -> None:
+    """A run is seen in a terminal and on the page, and its death is reported."""
     while not list(tmp_path.glob("runs/latest/topology.json")):
         assert run.poll() is None
         time.sleep(0.1)

@@ -32,9 +32,8 @@ def recipe(**transport: object) -> Recipe:
     return small_recipe(transport=Transport(**transport))  # type: ignore[arg-type]
 
 
-def test_the_command_makes_files_for_their_owner_alone_and_prints_no_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_key_files_are_private_and_never_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command makes files that only their owner can read, and prints no key."""
     previous = os.umask(0)  # whatever the umask is
     try:
         assert main(["keys", str(tmp_path / "new" / "keys")]) == 0

@@ -245,10 +245,9 @@ def test_a_process_that_would_let_strangers_in_does_not_start(
         pytest.fail("it started")
 
 
-def test_the_self_test_does_not_rely_on_the_enforced_domain_alone(
-    act_as: ActAs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """libzmq without a gate and without an enforced domain lets everybody in: the trap of M3."""
+def test_the_self_test_needs_more_than_an_enforced_domain(act_as: ActAs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test does not rely on the enforced domain alone. libzmq without a gate and without an enforced domain
+    lets everybody in: the trap of M3."""
     act_as(KeyRole.CONTROLLER)
 
     def unenforced(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> KeyGate:
@@ -281,9 +280,10 @@ def break_gate(gate: KeyGate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_answer", fail)
 
 
-async def test_the_death_of_the_gate_ends_the_streams_and_lets_nobody_in(
+async def test_a_dead_gate_ends_streams_and_admits_nobody(
     keys: Path, act_as: ActAs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The death of the gate ends the streams, and nobody is admitted."""
     act_as(KeyRole.CONTROLLER)
     context = GuardedContext()
     monkeypatch.setattr(GuardedContext, "_instance", context)  # its gate does not come back
@@ -300,9 +300,10 @@ async def test_the_death_of_the_gate_ends_the_streams_and_lets_nobody_in(
 
 
 @pytest.mark.parametrize("kind", ["metrics", "weights"])
-def test_the_death_of_the_gate_ends_who_serves_metrics_or_weights(
+def test_a_dead_gate_ends_servers_of_metrics_and_weights(
     keys: Path, act_as: ActAs, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    """The death of the gate ends the processes that serve metrics or weights."""
     serves, admits, _, partner = ENDPOINTS[kind]
     act_as(serves)
     serving: Any = (

@@ -125,7 +125,8 @@ def test_a_file_of_absurd_size_is_refused_before_it_is_read(folder: Path, name: 
 
 
 @pytest.mark.torch
-def test_the_trainer_refuses_it_before_anything_is_imported_for_it(folder: Path) -> None:
+def test_the_trainer_refuses_foreign_code_before_imports(folder: Path) -> None:
+    """The trainer refuses a folder with code before anything is imported for it."""
     torch = pytest.importorskip("torch")
     from streamrl.learning.model.loading import load_policy
 
@@ -169,7 +170,8 @@ def test_a_model_reached_by_a_link_is_taken(folder: Path, tmp_path: Path) -> Non
         (b"\x80\x04cos\nsystem\n(S'touch ran'\ntR.", "broken model.safetensors"),
     ],
 )
-def test_weights_that_lie_are_refused_before_memory_is_taken_for_them(folder: Path, content: bytes, said: str) -> None:
+def test_lying_weight_files_are_refused_before_allocation(folder: Path, content: bytes, said: str) -> None:
+    """Weight files with false sizes are refused before memory is allocated for them."""
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelDirectoryError, match=said):
         read_model_facts(folder)

@@ -57,7 +57,8 @@ def test_a_terminal_is_shown_and_not_commanded(name: str, capsys: pytest.Capture
 
 
 @given(st.text())
-def test_whatever_it_is_it_is_harmless_and_plain_text_is_as_it_was(text: str) -> None:
+def test_any_text_is_harmless_and_plain_text_unchanged(text: str) -> None:
+    """Any text from elsewhere is printed harmless, and plain text is unchanged."""
     shown = printable(text)
     assert not DANGEROUS.search(shown)
     if not DANGEROUS.search(text) and not re.search("[\u061c\u200e\u200f]", text):

@@ -53,7 +53,8 @@ def agreed(run: RecordedRun, recipe: Recipe, fitted: RecordedRun | None = None) 
 
 
 @pytest.mark.long
-def test_a_run_that_is_simulated_well_leaves_forecasts_as_they_are(synchronous: RecordedRun) -> None:
+def test_a_well_simulated_run_leaves_forecasts_unchanged(synchronous: RecordedRun) -> None:
+    """A run that is simulated well leaves forecasts as they are."""
     told = agreed(synchronous, recipe_of())
     assert abs(told.mismatch) < 0.03
     assert told.slower(report_of(**RACE)) == pytest.approx(1.0, abs=0.03)
@@ -64,7 +65,8 @@ def test_a_run_that_is_simulated_well_leaves_forecasts_as_they_are(synchronous: 
     assert len(told.notes()) == 1 and "as recorded / as simulated" in told.notes()[0]
 
 
-def test_what_is_missed_scales_forecasts_and_other_forms_cannot_be_known(synchronous: RecordedRun) -> None:
+def test_errors_scale_forecasts_of_similar_rounds_only(synchronous: RecordedRun) -> None:
+    """The error of a simulation scales forecasts; other forms of rounds cannot be known."""
     told = agreed(stretched(synchronous, 1.5), recipe_of(), fitted=synchronous)
     assert told.mismatch > 0.2 and "WARNING" in told.notes()[-1]
     report = report_of()
@@ -92,7 +94,9 @@ def test_each_kind_of_round_is_scaled_by_its_own_seconds() -> None:
     assert told.slower(report_of()) == pytest.approx(told.recorded[""] / told.simulated[""]), "by all, as of a new kind"
 
 
-def test_the_fixed_cost_of_each_kind_and_the_constant_part_of_training_are_fitted(synchronous: RecordedRun) -> None:
+def test_fixed_costs_and_constant_training_are_fitted(synchronous: RecordedRun) -> None:
+    """The fixed cost of each kind of round and the constant part of training are fitted."""
+
     def changed(line: object, number: int) -> object:
         samples = 64 if number % 2 else 128
         worked = 1e-4 * line.trained_tokens + 1e-3 * samples + 0.05

@@ -52,7 +52,8 @@ def samples_of(slowdown: float, noise: float, seed: int = 3) -> StepSamples:
     return StepSamples(seconds=seconds, weights=np.full(600, 40.0), running=running, training=training)
 
 
-def test_a_step_that_grows_with_the_root_and_training_beside_it_are_found() -> None:
+def test_root_growth_and_parallel_training_are_fitted() -> None:
+    """A step that grows with the root of the load, and training beside it, are found."""
     fit = fit_step(samples_of(slowdown=0.3, noise=0.0))
     assert (fit.cost.base_s, fit.cost.per_running_s, fit.cost.per_root_running_s) == pytest.approx(
         (2e-3, 1e-5, 8e-4), rel=0.02
@@ -114,7 +115,8 @@ def test_a_run_too_short_to_fit_and_a_missing_trace_are_named(tmp_path: Path) ->
 RACE = {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(prompt_oversampling=1.25), "presubmit": True}
 
 
-def test_a_race_that_submits_in_advance_gives_its_constants_back_too() -> None:
+def test_a_race_with_advance_rounds_gives_its_constants() -> None:
+    """A race that submits in advance leads to the constants that produced it."""
     # Closing a batch takes long enough for all requests to arrive before the engine goes on.
     truth = with_part(with_part(TRUTH, "engine", presubmitted_s=0.3e-3), "trainer", optimizer_s=0.3)
     run = Recorder(truth, 15, **RACE).recorded()
@@ -145,8 +147,9 @@ def test_the_trainer_begins_when_enough_tokens_wait() -> None:
 
 
 @pytest.mark.long
-def test_the_fitted_cluster_predicts_what_a_race_gains_on_another_seed() -> None:
-    """The line of the acceptance, against a world whose truth is known."""
+def test_the_fitted_cluster_predicts_the_gain_of_a_race() -> None:
+    """The fitted cluster predicts how much a race gains on another seed. The line of the acceptance, against a world
+    whose truth is known."""
     heavy = msgspec.structs.replace(TRUTH, lengths=HEAVY.lengths)
     truth = with_part(
         with_part(heavy, "engine", base_s=2e-3, per_running_s=1e-5, per_root_running_s=8e-4),

@@ -51,9 +51,8 @@ def test_simulate_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "short" in shown and "goodput" in shown
 
 
-def test_simulate_compares_rounds_and_systems_of_a_recipe_that_names_a_system(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_simulate_compares_rounds_and_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command ``simulate`` compares rounds and systems of a recipe that names a system."""
     recipe = RECIPE.parents[1] / "systems" / "rollpacker.toml"
     assert main(["simulate", str(recipe), *SMALL, "--json", "--compare", "synchronous,rollpacker,sortedrl"]) == 0
     rounds = [one["report"]["rounds"] for one in json.loads(capsys.readouterr().out)]

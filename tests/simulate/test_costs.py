@@ -45,7 +45,8 @@ def test_decoding_is_slower_only_while_a_judge_works() -> None:
     assert steps_of(with_part(TINY, "reward", rollout_slowdown=3.0)).step_s_mean == steps_of(TINY).step_s_mean
 
 
-def test_an_adaptive_limit_ends_rewards_at_a_multiple_of_the_slowest_correct_one() -> None:
+def test_adaptive_limits_end_slow_rewards() -> None:
+    """An adaptive limit ends rewards at a multiple of the slowest correct one."""
     limits = AdaptiveTimeout(factor=1.5, min_s=0.5)
     servers = RewardServers(RewardModel(median_s=1.0, sigma=1.0, timeout_s=9.0, adaptive_timeout=limits), seed=1)
     slowest, stopped = 0.0, 0

@@ -72,9 +72,9 @@ def test_the_trainer_has_the_share_of_the_freed_engines() -> None:
 
 
 @pytest.mark.long
-def test_the_reference_gain_of_freeing_half_of_the_engines_is_met() -> None:
-    """On RollPacker's math task, by a model in closed form, a synchronous round with streaming is 1.17 times as
-    fast."""
+def test_the_reference_gain_of_freeing_half_is_met() -> None:
+    """The reference gain of freeing half of the engines is met. On RollPacker's math task, by a model in closed form, a
+    synchronous round with streaming is 1.17 times as fast."""
     chosen = control_settings(batch_groups=128, group_size=8)
     never, drain = (
         simulate(chosen, PRESETS["rollpacker-14b-16k"], 5, warm_up=1, engines=plan) for plan in (EnginePlan(), DRAIN)
@@ -92,14 +92,16 @@ DEEP = PreparedSet(count=2, tensor_parallel_size=2, kv_tokens=3300, max_num_seqs
 BOTH = EnginePlan(sets=(WIDE, DEEP))
 
 
-def test_a_load_that_preempts_goes_to_the_set_with_more_room_and_stays() -> None:
+def test_a_preempting_load_goes_to_the_roomier_set() -> None:
+    """A load that preempts goes to the set with more room, and stays there."""
     alone, both = accounted(TIGHT, EnginePlan()), accounted(TIGHT, BOTH)
     assert both.reasons["engine_set"] == 1
     assert alone.preemptions > 50 and both.preemptions < 0.8 * alone.preemptions, "four rounds are waited for a sign"
     assert both.goodput > alone.goodput
 
 
-def test_a_load_that_has_room_goes_where_steps_are_faster_and_a_dear_switch_is_not_made() -> None:
+def test_a_fitting_load_goes_to_the_faster_set() -> None:
+    """A load with room goes where steps are faster, and an expensive switch is not made."""
     roomy = with_part(TIGHT, "engine", kv_tokens=200_000)
     sets = tuple(msgspec.structs.replace(one, kv_tokens=200_000) for one in (WIDE, DEEP))
     alone, both = accounted(roomy, EnginePlan()), accounted(roomy, EnginePlan(sets=sets))

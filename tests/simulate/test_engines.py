@@ -87,7 +87,8 @@ def test_without_context_cost_the_times_are_exact() -> None:
     assert together.busy_s == pytest.approx(2 * 0.018 + 15 * 0.0011)
 
 
-def test_what_runs_beyond_the_capacity_does_not_pay_for_what_idles_later() -> None:
+def test_overload_does_not_pay_for_later_idleness() -> None:
+    """Requests beyond the capacity do not pay for slots that idle later."""
     model = EngineModel(base_s=1e-3, per_running_s=0.0)
     together = RunningTogether()
     together.capacity = 2
@@ -132,7 +133,8 @@ def test_siblings_share_the_prompt_in_cache_and_prefill() -> None:
     assert shared.held_kv == pytest.approx(0, abs=1e-6)
 
 
-def test_a_paused_engine_runs_nothing_and_then_what_came_meanwhile_cheaply() -> None:
+def test_a_paused_engine_runs_nothing() -> None:
+    """A paused engine runs nothing, and then the requests that came meanwhile at low cost."""
     model = EngineModel(base_s=1e-3, per_running_s=0.0, max_num_seqs=8, admission_s=5e-3, presubmitted_s=1e-3)
     engine = EngineClock(model)
     engine.submit(request(0, 100))
@@ -146,7 +148,8 @@ def test_a_paused_engine_runs_nothing_and_then_what_came_meanwhile_cheaply() -> 
     assert [item.id.sample for item in engine.finished(1.051)] == [0, 1]
 
 
-def test_prefill_that_was_due_when_an_engine_was_paused_is_done_after_it() -> None:
+def test_prefill_due_at_a_pause_is_done_after_it() -> None:
+    """Prefill that was due when an engine was paused is done after the pause."""
     model = EngineModel(base_s=1e-3, per_running_s=0.0, max_num_seqs=8, prefill_tokens_s=1e3)
     engine = EngineClock(model)
     engine.submit(request(0, 10, prompt_tokens=100))
@@ -165,7 +168,8 @@ def test_prefill_that_was_due_when_an_engine_was_paused_is_done_after_it() -> No
     assert engine.next_event() == pytest.approx(3.0 + 0.01), "what was taken off needs no prefill"
 
 
-def test_a_stopped_request_keeps_its_tokens_and_goes_on_elsewhere() -> None:
+def test_a_stopped_request_keeps_its_tokens() -> None:
+    """A stopped request keeps its tokens, and goes on elsewhere."""
     engine, other = EngineClock(MODEL), EngineClock(MODEL)
     first = request(0, 100, prompt_tokens=7)
     engine.submit(first)

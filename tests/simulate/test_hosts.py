@@ -63,7 +63,8 @@ def test_a_chain_takes_one_copy_and_a_piece_a_host(hosts: int) -> None:
     assert model.push_s(range(hosts)) == pytest.approx(HOP_S * (39 + hosts - 1) / 39)
 
 
-def test_many_hosts_and_few_pieces_take_a_tree_and_each_level_its_latency() -> None:
+def test_many_hosts_and_few_pieces_take_a_tree() -> None:
+    """Many hosts and few pieces take a tree, and each of its levels adds its latency."""
     far = Link(gbit_s=0.1, latency_s=0.1)
     model = HostsModel(count=126, push_bytes=2 << 20, link=far, trainer_link=far)
     piece_s = HUNDRED.seconds(1 << 20)
@@ -72,9 +73,8 @@ def test_many_hosts_and_few_pieces_take_a_tree_and_each_level_its_latency() -> N
 
 
 @pytest.mark.long
-def test_a_push_takes_what_the_transfer_takes_and_the_report_has_its_share(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_push_takes_its_transfer_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A push takes the time of its transfer, and the report has its share."""
     plain, slow = simulated(FOUR), simulated(on_hosts(push_bytes=40e6, link=HUNDRED, trainer_link=HUNDRED))
     before, after = plain.said, slow.said  # type: ignore[attr-defined]
     assert after.transfer_s == pytest.approx(HOP_S * 42 / 39)

@@ -44,7 +44,8 @@ def test_siblings_are_as_correlated_as_asked() -> None:
     assert pairs.std() == pytest.approx(0.8, rel=0.03)
 
 
-def test_a_replayed_draw_is_equal_and_a_regenerated_one_keeps_only_the_prompt() -> None:
+def test_a_replayed_draw_is_equal_and_a_new_one_is_not() -> None:
+    """A replayed draw is equal, and a regenerated one keeps only the prompt."""
     source = ModelledLengths(PRESETS["rollpacker-14b-16k"].lengths, seed=5)
     again = ModelledLengths(PRESETS["rollpacker-14b-16k"].lengths, seed=5)
     assert source.draw(7, 11, 8, 0) == again.draw(7, 11, 8, 3)
@@ -115,7 +116,8 @@ def test_a_group_keeps_its_longest_when_prompts_are_resampled() -> None:
     assert np.mean(blocks) == pytest.approx(1 - math.exp(-1), abs=0.015), "drawn independently of each other"
 
 
-def test_a_prompt_beyond_its_record_takes_after_its_neighbours_in_length() -> None:
+def test_prompts_beyond_the_record_resemble_their_neighbours() -> None:
+    """A prompt beyond its record has lengths as its neighbours have."""
     run = recorded_run([(f"p{number}", [10 + number, 12 + number]) for number in range(60)])
     source = RecordedLengths(run, resample=False)
     assert source.draw(30, 7, 2, 0) == [40, 42], "its own at first"
@@ -126,7 +128,8 @@ def test_a_prompt_beyond_its_record_takes_after_its_neighbours_in_length() -> No
     assert longer[:2] == [40, 42] and all(37 <= value <= 47 for value in longer), "more samples than were recorded"
 
 
-def test_deferred_prompts_are_counted_once_and_stopped_samples_are_longer() -> None:
+def test_deferred_prompts_count_once() -> None:
+    """Deferred prompts are counted once, and stopped samples are longer."""
     run = recorded_run(
         [("late", [5, -20, -8]), ("winner", [6, 7, 30]), ("late", [5, 25, 9]), ("open", [4, -28]), ("last", [-60])]
     )

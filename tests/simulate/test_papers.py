@@ -32,8 +32,9 @@ def raced(
     return simulate(chosen, model, steps)
 
 
-def test_four_short_rounds_to_a_long_one_and_their_longest_completions() -> None:
-    """RollPacker (arXiv 2509.21009): short rounds of code reach 1800 to 2403 tokens, long ones the cap."""
+def test_four_short_rounds_precede_a_long_one() -> None:
+    """Four short rounds precede a long one, with the longest completions of the paper. RollPacker (arXiv 2509.21009):
+    short rounds of code reach 1800 to 2403 tokens, long ones the cap."""
     racing = TailBatching(
         prompt_oversampling=1.25, response_oversampling=1.25, deferred_prompts=DeferredPrompts.REGENERATE
     )

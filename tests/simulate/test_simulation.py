@@ -47,7 +47,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_ends_accounted_for_and_within_its_staleness(name: str) -> None:
+def test_every_policy_accounts_for_all_within_its_staleness(name: str) -> None:
+    """Every policy ends with all trajectories accounted for, and within its staleness."""
     chosen = control_settings(**POLICIES[name])
     model = with_part(TINY, "reward", median_s=0.01, sigma=1.0, concurrency=3)
     model = with_part(model, "push", seconds=0.02, pause_s=0.01)
@@ -71,10 +72,9 @@ def test_a_run_repeats_exactly_and_another_seed_differs() -> None:
 
 
 @pytest.mark.parametrize(("prompts", "model_s", "measured_s"), [(8, 0.86, 0.91), (16, 1.23, 1.09), (32, 1.87, 1.87)])
-def test_synchronous_rollouts_of_the_demo_take_what_the_reference_says(
-    prompts: int, model_s: float, measured_s: float
-) -> None:
-    """A model in closed form, and what was measured on this machine."""
+def test_synchronous_rollouts_take_the_reference_time(prompts: int, model_s: float, measured_s: float) -> None:
+    """Synchronous rollouts of the demo take the time that the reference says. A model in closed form, and what was
+    measured on this machine."""
     report = simulate(control_settings(batch_groups=prompts, group_size=8), DEMO, 16)
     assert report.kinds[0].rollout_s == pytest.approx(model_s, rel=0.06)
     assert report.kinds[0].rollout_s == pytest.approx(measured_s, rel=0.15)
@@ -94,8 +94,9 @@ def test_tail_batching_of_the_demo_takes_what_the_reference_says() -> None:
     assert report.wait_max == 4
 
 
-def test_a_replayed_prompt_keeps_its_length_and_a_regenerated_one_gets_shorter() -> None:
-    """Selection cancels over the cycle when deferred prompts keep their seed."""
+def test_replayed_prompts_keep_their_length() -> None:
+    """A replayed prompt keeps its length, and a regenerated one becomes shorter. Selection cancels over the cycle when
+    deferred prompts keep their seed."""
     ratio = {}
     for deferred in (DeferredPrompts.REPLAY, DeferredPrompts.REGENERATE):
         racing = TailBatching(deferred_prompts=deferred)
@@ -130,8 +131,9 @@ def test_verified_prompts_equal_replayed_ones_and_take_less_time() -> None:
     assert replayed.goodput < verified.goodput <= at_once.goodput
 
 
-def test_tokens_of_deferred_prompts_that_never_run_again_are_not_kept_for_ever() -> None:
-    """Responses that come too late for their prompt, which won."""
+def test_tokens_of_dropped_prompts_are_not_kept_for_ever() -> None:
+    """Tokens of deferred prompts that never run again are not kept for ever. Responses that come too late for their
+    prompt, which won."""
     racing = TailBatching(prompt_oversampling=1.0, response_oversampling=1.5, deferred_prompts=DeferredPrompts.VERIFY)
     chosen = control_settings(steps=150, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
     simulation = Simulation(chosen, TINY, ModelledLengths(TINY.lengths))
@@ -165,8 +167,9 @@ def test_presubmission_hides_the_arrivals() -> None:
     assert gain[0.3] == pytest.approx(1.40 / 1.07, rel=0.1)
 
 
-def test_nothing_runs_in_paused_engines_before_its_weights_are_live() -> None:
-    """How long a push by itself pauses the engines does not matter where control holds them anyway."""
+def test_paused_engines_wait_for_live_weights() -> None:
+    """Nothing runs in paused engines before their weights are live. How long a push by itself pauses the engines does
+    not matter where control holds them anyway."""
     rollouts = [
         simulate(
             control_settings(presubmit=True), with_part(TINY, "push", seconds=0.2, pause_s=pause_s), 6, warm_up=1
@@ -177,7 +180,8 @@ def test_nothing_runs_in_paused_engines_before_its_weights_are_live() -> None:
     assert all(row.free_slots > 0.2 for row in rollouts[0])
 
 
-def test_streaming_hides_training_and_shared_cores_slow_the_rollout() -> None:
+def test_streaming_hides_training_and_shared_cores_cost() -> None:
+    """Streaming hides training, and shared cores slow the rollout."""
     slow = with_part(TINY, "trainer", token_s=2e-4)
     at_close, beside, shared = (
         simulate(control_settings(), with_part(slow, "trainer", **changes), 20)
@@ -246,8 +250,9 @@ def test_a_step_counts_the_groups_of_its_own_batch() -> None:
 
 
 @pytest.mark.long
-def test_bubbles_are_measured_against_a_batch_whatever_the_rounds_have_in_flight() -> None:
-    """As ``launch.sampling.capacity`` does; a capacity that the cluster names is taken as it is."""
+def test_bubbles_are_measured_against_a_batch() -> None:
+    """Bubbles are measured against a batch, whatever the rounds have in flight. As ``launch.sampling.capacity`` does; a
+    capacity that the cluster names is taken as it is."""
     named = msgspec.structs.replace(TINY, engines=ClusterEngines(count=2, prompt_tokens=10, capacity=20))
     for name, policy in POLICIES.items():
         assert simulate(control_settings(**policy), TINY, 2).capacity == 4 * 4, name

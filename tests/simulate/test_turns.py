@@ -73,7 +73,8 @@ ROUNDS = ("continuous at 3", "race on both axes", "deferred prompts resumed", "p
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
-def test_rounds_pause_and_cancel_trajectories_in_their_environments(rounds: str) -> None:
+def test_rounds_pause_and_cancel_waiting_trajectories(rounds: str) -> None:
+    """Rounds pause and cancel trajectories in their environments."""
     settings = control_settings(batch_groups=4, group_size=4, seed=3, **COMPOSITIONS[rounds])
     environment = EnvironmentModel(turn_tokens=8, appended_tokens=5, seconds=0.05)
     lengths = RecipeLengths(RECIPE, environment, ModelledLengths(TINY.lengths, 3))

@@ -160,7 +160,8 @@ def test_the_fragment_turns_the_recipe_into_the_recommendation(tmp_path: Path) -
     assert recipe_fragment(recipe, recipe) == ""
 
 
-def test_a_candidate_that_cannot_be_simulated_is_left_out_and_told(tmp_path: Path) -> None:
+def test_an_unsimulated_candidate_is_left_out_by_name(tmp_path: Path) -> None:
+    """A candidate that cannot be simulated is left out and named."""
     recipe = load_recipe(write_recipe(tmp_path, 4))
 
     class Few(ModelledLengths):
@@ -281,9 +282,8 @@ def test_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.long
-def test_a_forecast_of_what_was_never_seen_is_none_where_the_record_is_missed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unseen_forecasts_are_none_where_records_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A forecast of rounds that were never seen is none where the record does not fit."""
     run = record_run(tmp_path, stalled_s=2.0)
     assert main(["what-if", str(run), "--steps", "24", "--warm-up", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -185,7 +185,8 @@ def assert_joined(bench: Bench, sample: int) -> Trajectory:
     return finished
 
 
-async def test_what_is_paused_leaves_the_engine_and_goes_on_from_its_tokens_under_the_next_version() -> None:
+async def test_a_paused_trajectory_goes_on_with_the_next_version() -> None:
+    """A paused trajectory leaves the engine and goes on from its tokens with the next version."""
     at_pause: list[float] = []
 
     async def during(bench: Bench) -> None:
@@ -214,7 +215,9 @@ async def test_what_is_paused_leaves_the_engine_and_goes_on_from_its_tokens_unde
     assert [span.policy_version for span in assert_joined(bench, 1).segments[0].version_spans] == [0, 1]
 
 
-async def test_a_paused_trajectory_that_is_cancelled_is_lost_with_its_tokens() -> None:
+async def test_a_cancelled_paused_trajectory_loses_its_tokens() -> None:
+    """A paused trajectory that is cancelled is lost with its tokens."""
+
     async def during(bench: Bench) -> None:
         await bench.steps(20)
         bench.order(pause(0))
@@ -242,7 +245,8 @@ class LateEngine(RecordingEngine):
         await super().abort(self.late)
 
 
-async def test_a_resume_that_overtakes_the_abort_of_its_pause_loses_nothing() -> None:
+async def test_a_resume_that_overtakes_an_abort_loses_nothing() -> None:
+    """A resume that overtakes the abort of its pause loses nothing."""
     engine = LateEngine()
 
     async def during(bench: Bench) -> None:
@@ -291,7 +295,8 @@ async def test_what_is_paused_at_the_end_is_lost_and_the_episodes_end() -> None:
     }
 
 
-async def test_a_trajectory_may_be_paused_or_cancelled_as_soon_as_it_is_launched() -> None:
+async def test_trajectories_can_be_paused_right_after_launch() -> None:
+    """A trajectory can be paused or cancelled as soon as it is launched."""
     bench = Bench(RecordingEngine())
     await bench.engine.start()
     async with bench.stage.running():
@@ -344,7 +349,8 @@ async def test_a_part_that_is_refused_tells_the_tokens_that_it_had() -> None:
 
 
 @pytest.mark.parametrize("between", range(4))
-async def test_requests_go_on_when_the_one_that_was_to_advance_time_is_aborted_before_it_could(between: int) -> None:
+async def test_requests_survive_the_abort_of_the_timekeeper(between: int) -> None:
+    """Requests go on when the one that would have advanced time is aborted first."""
     engine = RecordingEngine()
     await engine.start()
     async with anyio.create_task_group() as group:
@@ -520,7 +526,9 @@ class PausesKept(Journal):
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-async def test_a_later_life_is_given_only_what_was_sampled_of_a_first_turn(turns: int) -> None:
+async def test_a_later_life_gets_only_the_first_turns_tokens(turns: int) -> None:
+    """A later life is given only the tokens that were sampled in a first turn."""
+
     async def during(bench: Bench) -> None:
         await bench.until(lambda: len(bench.engine.asked) == turns)
         await bench.steps(5)
@@ -542,7 +550,8 @@ async def survives_its_end(model: OpenTrajectory) -> None:
 
 
 @pytest.mark.parametrize("episode", [one_completion, survives_its_end, samples_nothing])
-async def test_an_episode_without_a_whole_completion_is_lost_once_and_its_siblings_hear_of_it(episode: Any) -> None:
+async def test_an_episode_without_completion_is_lost_once(episode: Any) -> None:
+    """An episode without a whole completion is lost once, and its siblings get notice of it."""
     bench = Bench(RecordingEngine(), scorer=(rewards := Rewards()), episode=episode)
     await bench.engine.start()
     async with bench.stage.running():
@@ -569,7 +578,8 @@ async def test_a_trajectory_that_waits_for_its_reward_holds_no_engine() -> None:
     assert len(bench.of(Scored)) == len(bench.seen) == 2
 
 
-async def test_what_is_cancelled_after_its_last_token_is_lost_with_all_of_them() -> None:
+async def test_cancelled_finished_trajectories_are_lost_whole() -> None:
+    """A trajectory that is cancelled after its last token is lost with all of its tokens."""
     sampled, ends = anyio.Event(), anyio.Event()
 
     async def works_on(model: OpenTrajectory) -> None:

@@ -96,7 +96,9 @@ def settings(*, per_group: bool = False, timeout_s: float = 300.0, concurrency: 
     return RewardSettings(functions="f", per_group=per_group, timeout_s=timeout_s, concurrency=concurrency)
 
 
-async def test_what_a_replaced_worker_had_not_overdone_is_scored_by_its_successor() -> None:
+async def test_a_successor_scores_unanswered_samples() -> None:
+    """A successor scores the samples that a replaced worker had not answered."""
+
     async def die_at_once(orders: Any, results: Any) -> None:
         await orders.receive()
         await orders.abort("killed")
@@ -106,7 +108,9 @@ async def test_what_a_replaced_worker_had_not_overdone_is_scored_by_its_successo
     assert sorted(o.outcome.reward for o in outcomes if isinstance(o.outcome, ScoredTrajectory)) == [0.0, 1.0, 2.0]
 
 
-async def test_a_worker_whose_stream_breaks_after_its_last_answer_has_no_successor() -> None:
+async def test_no_successor_follows_a_last_answer() -> None:
+    """A worker whose stream breaks after its last answer has no successor."""
+
     async def break_at_the_end(orders: Any, results: Any) -> None:
         await results.send(RewardWorkerReady(worker=0))
         async for order in orders:
@@ -116,7 +120,9 @@ async def test_a_worker_whose_stream_breaks_after_its_last_answer_has_no_success
     assert len(await score(settings(), [break_at_the_end], 2)) == 2
 
 
-async def test_what_hung_for_longer_than_its_limit_is_recorded_as_timed_out() -> None:
+async def test_calls_beyond_their_limit_are_timed_out() -> None:
+    """A call that hung for longer than its limit is recorded as timed out."""
+
     async def hang_then_die(orders: Any, results: Any) -> None:
         await orders.receive()
         await anyio.sleep(0.05)
@@ -129,7 +135,8 @@ async def test_what_hung_for_longer_than_its_limit_is_recorded_as_timed_out() ->
     assert len(outcomes) == 2
 
 
-async def test_a_function_that_scores_groups_gets_whole_groups_even_when_a_sibling_is_lost() -> None:
+async def test_group_functions_get_whole_groups() -> None:
+    """A function that scores groups gets whole groups, even when a sibling is lost."""
     seen: list[int] = []
 
     async def note_sizes(orders: Any, results: Any) -> None:
@@ -168,7 +175,8 @@ async def test_an_answer_that_nobody_waits_for_any_more_ends_nothing() -> None:
     assert [outcome.outcome.trajectory.id.sample for outcome in scores.outcomes] == [1]
 
 
-async def test_what_comes_together_travels_together_and_what_closes_a_round_soonest_goes_first() -> None:
+async def test_urgent_batches_travel_first_and_together() -> None:
+    """Samples that come together travel together, and those that close a round soonest go first."""
     messages: list[list[tuple[int, int]]] = []
     many = anyio.Event()
 
@@ -201,7 +209,8 @@ async def test_what_comes_together_travels_together_and_what_closes_a_round_soon
     assert len(outcomes) == len({str(o.outcome.trajectory.id) for o in outcomes}) == 7
 
 
-async def test_of_a_batch_whose_worker_dies_each_is_scored_once_and_an_answer_counts_once() -> None:
+async def test_samples_of_a_dead_worker_are_scored_once() -> None:
+    """Each sample of a batch whose worker dies is scored once, and an answer counts once."""
     seen: list[list[int]] = []
 
     async def answer_half_twice_and_die(orders: Any, results: Any) -> None:
@@ -306,7 +315,8 @@ class VersionedWorker:
         await results.aclose()
 
 
-async def test_functions_are_replaced_between_orders_and_each_sample_is_scored_by_one_version() -> None:
+async def test_one_version_of_a_function_scores_each_sample() -> None:
+    """Functions are replaced between orders, and one version scores each sample."""
     worker = VersionedWorker()
     noted: list[int] = []
     async with scoring(settings(), repeat(worker.run)) as scores:
@@ -347,8 +357,9 @@ async def test_functions_are_replaced_between_orders_and_each_sample_is_scored_b
 
 
 @pytest.mark.parametrize("deadly_loads", [1, 100])
-async def test_functions_that_end_each_process_that_loads_them_are_refused_after_one_retry(deadly_loads: int) -> None:
-    """The first death may have had another reason: one successor is asked."""
+async def test_functions_that_end_processes_get_one_retry(deadly_loads: int) -> None:
+    """Functions that end each process that loads them are refused after one retry. The first death may have had another
+    reason: one successor is asked."""
     asked: list[int] = []
 
     async def die_of_loading(orders: Any, results: Any) -> None:

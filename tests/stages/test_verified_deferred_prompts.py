@@ -65,7 +65,8 @@ class Rollout:
         return lost.tokens
 
 
-async def test_a_deferred_prompt_that_is_launched_again_continues_where_it_was() -> None:
+async def test_a_relaunched_deferred_prompt_continues() -> None:
+    """A deferred prompt that is launched again continues from its tokens."""
     async with Rollout(verifies=False) as plain:
         expected, whole_s = await plain.finish(launch(0))
     async with Rollout() as rollout:
@@ -86,7 +87,8 @@ async def test_a_deferred_prompt_that_is_launched_again_continues_where_it_was()
     assert seconds < 0.5 * whole_s
 
 
-async def test_nothing_is_kept_of_other_draws_of_evaluation_or_where_deferred_prompts_are_replayed() -> None:
+async def test_other_draws_and_replays_keep_no_tokens() -> None:
+    """No tokens are kept of other draws, of evaluations, or where deferred prompts are replayed."""
     async with Rollout() as rollout:
         await rollout.lose(launch(0), 60)
         await rollout.lose(launch(1, seed=50, evaluation=True), 60)

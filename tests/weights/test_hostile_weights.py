@@ -71,7 +71,8 @@ def test_every_bit_of_a_small_delta_may_flip_on_its_way(push: SmallPush) -> None
     assert flips > 3000
 
 
-def test_every_bit_of_a_small_patch_may_be_wrong_behind_valid_digests(push: SmallPush) -> None:
+def test_wrong_bits_behind_valid_digests_are_harmless(push: SmallPush) -> None:
+    """Every bit of a small patch may be wrong behind valid digests."""
     sample, _ = small_delta(push)
     true = changed(push.bits, 1, density=0.01)
     payload = b"".join(sample.part.chunks)
@@ -205,7 +206,8 @@ def bombs() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", list(bombs()))
-def test_a_decompression_bomb_is_refused_before_memory_is_taken_for_it(kind: str) -> None:
+def test_decompression_bombs_are_refused_before_allocation(kind: str) -> None:
+    """A decompression bomb is refused before memory is allocated for it."""
     encoded, base = bombs()[kind], np.zeros(64, dtype=np.uint16)
     tracemalloc.start()
     try:
@@ -216,8 +218,9 @@ def test_a_decompression_bomb_is_refused_before_memory_is_taken_for_it(kind: str
         tracemalloc.stop()
 
 
-def test_a_manifest_that_lists_more_than_was_announced_is_refused() -> None:
-    """Before memory is taken for it, and before any of its chunks is asked for."""
+def test_manifests_beyond_the_announcement_are_refused() -> None:
+    """A manifest that lists more than was announced is refused. Before memory is taken for it, and before any of its
+    chunks is asked for."""
     sample = world().samples[1]
     *others, last = sample.manifest.units
     (shard,) = last.unit.shards

@@ -19,7 +19,8 @@ def imported(source: str) -> set[str]:
     return {f"{n.module}.{alias.name}" for n in found if (n.module or "").startswith("streamrl") for alias in n.names}
 
 
-def test_everything_listed_is_there_and_everything_there_is_listed() -> None:
+def test_the_public_list_is_complete_and_true() -> None:
+    """Every name in the list is there, and every public name is in the list."""
     assert all(getattr(weights, name) is not None for name in weights.__all__)
     homes = [name for names in weights._HOMES.values() for name in names]
     direct = [name for name in weights.__all__ if name not in homes]

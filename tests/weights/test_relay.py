@@ -136,7 +136,8 @@ def test_a_slow_relay_costs_a_piece_and_a_slow_link_a_few() -> None:
     assert slow.asked[NEXT] + slow.asked[TRAINER] <= 3
 
 
-def test_a_relay_that_was_slow_again_and_again_is_not_waited_for_without_end() -> None:
+def test_slow_relays_are_not_awaited_for_ever() -> None:
+    """A relay that was slow again and again is not waited for without end."""
     asked, now = list[tuple[PieceSource, int]](), 0.0
     relay = RelayState(lambda source, ask: asked.append((source, ask.piece)), lambda *_: None)
     source = WeightSource(0, "trainer", DIGEST, 0, 0, 0)
@@ -201,9 +202,8 @@ def sent_by_trainer(relay: Relay) -> int:
     return sum(count for source, count in relay.state.delivered.items() if not source.is_relay)
 
 
-def test_versions_go_from_relay_to_relay_and_one_that_joins_takes_the_chain_from_there(
-    hosts: tuple[SmallPush, list[Relay]],
-) -> None:
+def test_versions_travel_along_relays(hosts: tuple[SmallPush, list[Relay]]) -> None:
+    """Versions travel from relay to relay, and one that joins takes the chain from there."""
     push, (first, second, joins) = hosts
     held, bits = [CheckpointReplica() for _ in range(3)], random_bits(0)
     announced = push.publish(0, bits)

@@ -94,7 +94,8 @@ def left(bin: Path) -> list[int]:
     return [pid for pid in map(int, os.listdir(bin / "left")) if psutil.pid_exists(pid)]
 
 
-def test_what_a_start_of_ray_that_gave_up_has_left_is_gone_before_the_next_one(bin: Path) -> None:
+def test_leftovers_of_a_failed_ray_start_are_removed(bin: Path) -> None:
+    """Processes left by a start of Ray that gave up are gone before the next attempt."""
     with socket.create_server(("127.0.0.1", 0)) as head:
         (bin / "t").touch()
         with host(bin, 1, head.getsockname()[1]) as worker:
@@ -105,7 +106,8 @@ def test_what_a_start_of_ray_that_gave_up_has_left_is_gone_before_the_next_one(b
     assert not left(bin)
 
 
-def test_a_host_of_a_launch_by_ssh_that_loses_the_head_has_failed(bin: Path) -> None:
+def test_a_host_that_loses_the_head_has_failed(bin: Path) -> None:
+    """A host of a launch by ssh that loses the head node has failed."""
     with socket.create_server(("127.0.0.1", 0)) as head, host(bin, 1, head.getsockname()[1], stdin=LINE) as worker:
         await_second_start(bin, worker)
         head.close()

@@ -131,7 +131,8 @@ async def started(rounds: Rounds) -> Rounds:
     return rounds
 
 
-async def test_half_of_the_engines_are_freed_once_and_everything_ends_on_the_others() -> None:
+async def test_half_of_the_engines_are_freed_once() -> None:
+    """Half of the engines are freed once, and all requests end on the others."""
     rounds = await started(Rounds())
     freed = rounds.elastic.freed
     assert len(freed) == 2 and len(rounds.pool.serving) == 2
@@ -154,7 +155,8 @@ async def test_without_a_pace_or_once_the_run_ends_nothing_is_freed() -> None:
         assert rounds.elastic.freed == () and not rounds.looks and not rounds.cores
 
 
-async def test_an_engine_that_others_drained_gets_nothing_and_is_not_readmitted() -> None:
+async def test_an_engine_drained_by_others_is_left_alone() -> None:
+    """An engine that others drained gets no requests, and is not readmitted."""
     rounds = Rounds()
     await rounds.pool.start()
     await rounds.pool.drain("engine-2", "weights")
@@ -190,7 +192,8 @@ def patch_migrate(
     rounds.pool.migrate = migrating  # type: ignore[method-assign]
 
 
-async def test_an_engine_that_is_lost_while_it_is_drained_serves_again_when_it_is_back() -> None:
+async def test_an_engine_lost_while_drained_serves_again() -> None:
+    """An engine that is lost while it is drained serves again when it is back."""
     rounds, lost = Rounds(fatal_deaths=9), list[str]()
 
     def lose(to: str) -> None:
@@ -220,7 +223,8 @@ async def test_an_engine_that_requests_were_to_move_to_is_lost_before() -> None:
     assert len(targets) == 1, "the plan had two"
 
 
-async def test_freed_engines_serve_again_when_those_that_served_are_lost() -> None:
+async def test_freed_engines_replace_lost_ones() -> None:
+    """Freed engines serve again when the engines that served are lost."""
     rounds, freed = Rounds(fatal_deaths=9), list[str]()
     share_cores: Callable[[int], Awaitable[None]] = rounds.share_cores
 

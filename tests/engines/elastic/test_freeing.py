@@ -37,7 +37,8 @@ def plan_of(*engines: ServingEngine, lengths: Lengths = LENGTHS, finished: int =
     return plan_release(finished, 100, engines, lengths)
 
 
-def test_the_engines_with_the_least_to_move_are_freed_and_each_request_learns_where_it_goes() -> None:
+def test_engines_with_the_least_to_move_are_freed() -> None:
+    """The engines with the least to move are freed, and each request has a destination."""
     plan = plan_of(*(engine(i, [(20, 100)] * n) for i, n in enumerate((4, 1, 3, 2))))
     assert plan.free == ("e1", "e3")
     assert sorted(move.request_id for move in plan.moves) == ["1.0", "3.0", "3.1"]
@@ -74,7 +75,8 @@ def identities(prompt: str, count: int) -> list[TrajectoryId]:
     return [TrajectoryId(prompt_id=prompt, group_id=0, sample=number) for number in range(count)]
 
 
-def test_engines_are_freed_in_the_window_after_each_step_of_progress_and_once() -> None:
+def test_engines_are_freed_once_in_their_window() -> None:
+    """Engines are freed in the window after each step of progress, and only once."""
     full, spare = engine(0, [(20, 100)]), engine(1, [])
     one = Round()
     assert not one.due_at(19) and one.due_at(20)
@@ -147,9 +149,10 @@ def peak_by_stepping(requests: list[OpenRequest], ends: list[int], block: int) -
     finished=st.integers(20, 50),
     lengths=st.lists(st.integers(1, 400), min_size=20, max_size=60),
 )
-def test_a_plan_never_goes_beyond_capacity_and_moves_everything_once(
+def test_plans_respect_capacity_and_move_requests_once(
     engines: list[tuple[list[tuple[int, int]], int]], finished: int, lengths: list[int]
 ) -> None:
+    """A plan never exceeds the capacity and moves every request once."""
     known, constants = Lengths(ascending=tuple(sorted(lengths)), cap=400), FreeingSettings()
     serving = [engine(i, contexts, kv_tokens=kv_tokens) for i, (contexts, kv_tokens) in enumerate(engines)]
     plan = plan_release(finished, 100, serving, known, constants)
@@ -167,9 +170,8 @@ def test_a_plan_never_goes_beyond_capacity_and_moves_everything_once(
 
 
 @given(contexts=CONTEXTS, more=st.lists(st.integers(0, 100), min_size=12, max_size=12))
-def test_the_projected_peak_is_that_of_stepping_through_the_tokens(
-    contexts: list[tuple[int, int]], more: list[int]
-) -> None:
+def test_the_projected_peak_equals_a_token_walk(contexts: list[tuple[int, int]], more: list[int]) -> None:
+    """The projected peak equals the peak of stepping through the tokens."""
     requests = [OpenRequest(request_id=str(i), prompt=p, sampled=s) for i, (p, s) in enumerate(contexts)]
     ends = [s + extra for (_, s), extra in zip(contexts, more, strict=False)]
     assert projected_peak(requests, ends) == peak_by_stepping(requests, ends, 1)

@@ -129,9 +129,8 @@ async def started(
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-async def test_a_set_stops_before_the_next_one_is_started_which_serves_with_the_live_version(
-    tcp: bool, free_ports: Callable[[int], int]
-) -> None:
+async def test_a_set_stops_before_the_next_one_starts(tcp: bool, free_ports: Callable[[int], int]) -> None:
+    """A set stops before the next one is started, which serves with the live version."""
     async with started(first_port=free_ports(4) if tcp else None) as one:
         await one.assert_serves("engine-0", 0)
         await one.hosts.use(["engine-1"])
@@ -144,7 +143,8 @@ async def test_a_set_stops_before_the_next_one_is_started_which_serves_with_the_
 
 
 @pytest.mark.parametrize("pushed_first", [False, True])
-async def test_what_was_submitted_in_advance_waits_for_the_set_and_for_the_version(pushed_first: bool) -> None:
+async def test_advance_requests_wait_for_set_and_version(pushed_first: bool) -> None:
+    """Requests submitted in advance wait for their set and for their version."""
     completions = []
 
     async def sample() -> None:
@@ -168,7 +168,8 @@ async def test_what_was_submitted_in_advance_waits_for_the_set_and_for_the_versi
     assert {span.policy_version for span in completions[0].version_spans} == {1}
 
 
-async def test_an_engine_that_dies_is_started_again_within_its_set_and_not_when_another_set_is_used() -> None:
+async def test_a_dead_engine_restarts_within_its_set_only() -> None:
+    """An engine that dies is started again within its set, and not when another set is used."""
     async with started() as one:
         one.scopes["engine-0"].cancel()
         while not one.events:
@@ -189,7 +190,8 @@ async def test_an_engine_that_dies_is_started_again_within_its_set_and_not_when_
         await one.assert_serves("engine-0", 0)
 
 
-async def test_an_engine_that_dies_while_its_set_is_started_serves_when_it_is_back() -> None:
+async def test_an_engine_that_dies_starting_serves_once_back() -> None:
+    """An engine that dies while its set is started serves when it is back."""
     async with started() as one, anyio.create_task_group() as group:
         one.host_lives = "dies"
         group.start_soon(one.hosts.use, ["engine-1"])
@@ -242,7 +244,8 @@ async def cancel_when(scope: anyio.CancelScope, event: anyio.Event) -> None:
 
 
 @pytest.mark.parametrize("lives", ["dies", "loads"])
-async def test_where_no_engine_is_started_again_one_that_does_not_become_ready_ends_the_run(lives: str) -> None:
+async def test_an_unready_engine_ends_a_run_without_restarts(lives: str) -> None:
+    """Where no engine is started again, an engine that does not become ready ends the run."""
     with pytest.raises(BaseExceptionGroup) as raised:
         async with started(restarts=0) as one:
             one.host_lives = lives
@@ -253,9 +256,8 @@ async def test_where_no_engine_is_started_again_one_that_does_not_become_ready_e
 
 
 @pytest.mark.parametrize("restarts", [0, 3])
-async def test_an_engine_that_sleeps_wakes_with_the_live_version_and_is_started_at_its_next_use_where_it_died_asleep(
-    restarts: int,
-) -> None:
+async def test_sleeping_engines_wake_with_the_live_version(restarts: int) -> None:
+    """A sleeping engine wakes with the live version, and is started at its next use where it died asleep."""
     async with started(sleeps=True, restarts=restarts) as one:
         await one.hosts.use(["engine-1"])
         assert one.orders() == [StopEngine(engine="engine-0", sleeps=True), START_1]

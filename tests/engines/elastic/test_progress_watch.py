@@ -21,7 +21,8 @@ def test_a_slow_engine_is_never_taken_for_dead(slower: int) -> None:
         assert watch.check(now, received=received, progress=(tokens,), busy=True) == ""
 
 
-def test_what_a_looker_missed_because_it_was_held_up_itself_counts_for_little() -> None:
+def test_a_held_up_watcher_counts_missed_time_little() -> None:
+    """Time that the watcher missed because it was held up itself counts for little."""
     watch = ProgressWatch(ENGINES)
     assert [watch.check(now, received=1, progress=(1,), busy=True) for now in (0.0, 600.0, 1200.0)] == ["", "", ""]
 
@@ -29,7 +30,8 @@ def test_what_a_looker_missed_because_it_was_held_up_itself_counts_for_little() 
 @pytest.mark.parametrize(
     ("received", "busy", "says"), [(0, False, "nothing was heard"), (1, True, "none of its requests")]
 )
-def test_an_engine_that_is_silent_or_gets_nowhere_is_taken_for_dead(received: int, busy: bool, says: str) -> None:
+def test_a_silent_or_stuck_engine_is_taken_for_dead(received: int, busy: bool, says: str) -> None:
+    """An engine that is silent or makes no progress is taken for dead."""
     watch = ProgressWatch(ENGINES)
     found = [watch.check(look * 0.5, received=received * look, progress=(7,), busy=busy) for look in range(300)]
     first = next(index for index, reason in enumerate(found) if reason)

@@ -69,7 +69,8 @@ def rhythm(cycles: int) -> list[str]:
     return ["short", "short", "short", "short", "long"] * cycles
 
 
-def test_the_papers_figures_lead_to_the_set_that_suits_each_kind_of_round() -> None:
+def test_figures_of_papers_select_the_suitable_set() -> None:
+    """Figures of the papers lead to the set that suits each kind of round."""
     world = World(lambda kind, name: PAPER[kind, name])
     served = world.run(rhythm(12))
     assert served[:4] == ["8x1"] * 4, "nothing is tried on the first sign"
@@ -98,7 +99,9 @@ def test_without_preemption_a_larger_set_is_never_tried() -> None:
     assert set(World(lambda kind, name: (100.0, 0)).run(["r"] * 60)) == {"8x1"}
 
 
-def test_a_rise_is_a_sign_at_once_and_kinds_are_not_compared_with_each_other() -> None:
+def test_rises_count_at_once_and_kinds_are_not_compared() -> None:
+    """A rise is a sign at once, and kinds of rounds are not compared with each other."""
+
     def rising(preemptions: list[int]) -> list[str]:
         left = iter(preemptions)
         return World(lambda kind, name: (1000.0, next(left)), switch_s=1.0).run(["r"] * len(preemptions))
@@ -192,9 +195,9 @@ LOADS = st.builds(
 
 
 @given(load=LOADS, kv_tokens=st.integers(100, 10**6), more=st.integers(0, 10**6))
-def test_more_room_never_takes_longer_and_the_longest_completion_bounds_it(
-    load: RoundMeasured, kv_tokens: int, more: int
-) -> None:
+def test_more_room_never_takes_longer(load: RoundMeasured, kv_tokens: int, more: int) -> None:
+    """More room never takes longer, and the longest completion bounds the time."""
+
     def seconds(tokens: int, base_s: float = 0.01) -> float:
         one = PreparedSet(count=4, tensor_parallel_size=1, kv_tokens=tokens)
         return expected_seconds(one, load, StepCost(base_s=base_s, per_running_s=0.0001))
@@ -206,7 +209,8 @@ def test_more_room_never_takes_longer_and_the_longest_completion_bounds_it(
     assert two == pytest.approx(one / 1.6) and four == pytest.approx(one / 1.6**2)
 
 
-def test_memory_that_is_not_taken_by_weights_twice_is_room_for_kv() -> None:
+def test_memory_saved_on_weights_is_room_for_kv() -> None:
+    """Memory that no second copy of the weights takes is room for KV cache."""
     assert expected_kv_tokens(40_000, 2, of=1, weight_tokens=10_000) == 90_000
     assert expected_kv_tokens(90_000, 1, of=2, weight_tokens=10_000) == 40_000
     assert expected_kv_tokens(0, 2, of=1, weight_tokens=10_000) == 0, "no limit is known"

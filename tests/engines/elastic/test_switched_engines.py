@@ -113,7 +113,8 @@ class World:
         return decided[0] if decided else None
 
 
-async def test_rounds_that_preempt_lead_to_the_other_set_and_its_engines_take_over_in_order() -> None:
+async def test_preempting_rounds_switch_to_the_other_set() -> None:
+    """Rounds that preempt lead to the other set, and its engines take over in order."""
     world = World()
     assert [await world.round(version, 100.0, 5) for version in range(4)] == [None] * 4 and world.told == []
     assert world.elastic.figures["engines/set"] == 0
@@ -135,7 +136,8 @@ async def test_rounds_that_preempt_lead_to_the_other_set_and_its_engines_take_ov
     assert [await world.round(version, 40.0, 0) for version in range(5, 12)] == [None] * 7
 
 
-async def test_nothing_changes_shortly_before_the_end_or_once_the_run_ends() -> None:
+async def test_no_switch_happens_near_the_end() -> None:
+    """The set does not change shortly before the end, nor once the run ends."""
     short, ending = World(steps=5), World()
     for version in range(5):
         await short.round(version, 10.0, 5)
@@ -148,9 +150,8 @@ async def test_nothing_changes_shortly_before_the_end_or_once_the_run_ends() -> 
 
 
 @pytest.mark.parametrize("how", ["stop", "end", "last version"])
-async def test_a_switch_that_the_end_of_the_run_overtakes_is_not_waited_for_but_the_last_evaluation_needs_it(
-    how: str,
-) -> None:
+async def test_a_switch_overtaken_by_the_end_is_not_awaited(how: str) -> None:
+    """A switch that the end of the run overtakes is not waited for, but the last evaluation needs it."""
     world = World()
     for version in range(4):
         await world.round(version, 100.0, 5)
@@ -172,7 +173,8 @@ async def test_a_switch_that_the_end_of_the_run_overtakes_is_not_waited_for_but_
     assert world.chooser.current == ("1x2" if switched else "2x1")
 
 
-async def test_a_round_that_was_submitted_in_advance_is_measured_from_its_version_on() -> None:
+async def test_an_advance_round_is_measured_from_its_version() -> None:
+    """A round that was submitted in advance is measured from the moment of its version."""
     world = World()
     await world.round(0, 10.0, 0)
     ids = [TrajectoryId(prompt_id="p", group_id=1, sample=n) for n in range(8)]

@@ -92,7 +92,8 @@ async def pushing(*engines: ComputingEngine) -> AsyncIterator[Pushing]:
         group.cancel_scope.cancel()
 
 
-async def test_each_engine_is_asked_once_a_version_and_the_next_push_tells() -> None:
+async def test_each_engine_is_asked_once_a_version() -> None:
+    """Each engine is asked once a version, and the next push reports the answer."""
     one, other = ComputingEngine(0.01), ComputingEngine(0.02)
     async with pushing(one, other) as this:
         assert (await this.push(5)).canary is None
@@ -134,7 +135,8 @@ async def test_who_is_off_after_an_anchor_as_before_ends_the_run() -> None:
             await this.push(7)
 
 
-async def test_full_engines_hold_nothing_up_and_answer_for_the_version_that_scored() -> None:
+async def test_full_engines_delay_no_push_and_answer_in_order() -> None:
+    """Full engines delay nothing, and answer for the version that scored."""
     engine = ComputingEngine()
     engine.room = anyio.Event()
     async with pushing(engine) as this:
@@ -147,7 +149,8 @@ async def test_full_engines_hold_nothing_up_and_answer_for_the_version_that_scor
         assert (await this.push(8)).canary == CanaryReport(7, pytest.approx(0.01, rel=1e-4), 1)  # type: ignore[arg-type]
 
 
-async def test_a_question_that_is_aborted_or_whose_engine_dies_is_no_answer() -> None:
+async def test_an_aborted_question_is_no_answer() -> None:
+    """A question that is aborted, or whose engine dies, is no answer."""
     aborting, dying, sound = ComputingEngine(), ComputingEngine(), ComputingEngine()
     aborting.aborts = dying.dies_asked = True
     async with pushing(aborting, dying, sound) as this:
@@ -180,7 +183,8 @@ async def test_nothing_is_said_where_the_trainer_did_not_score() -> None:
             assert (report.canary, report.reanchored) == (None, 0)
 
 
-async def test_the_middle_token_counts_and_what_is_no_number_is_far_off() -> None:
+async def test_the_median_token_counts_and_nan_is_far_off() -> None:
+    """The median token counts, and a value that is not a number is far off."""
     expected = [-1.0, -2.0, -3.0]
     assert deviation([-1.25, -2.25, -90.0], expected) == pytest.approx(0.25)
     assert deviation([math.nan, math.nan, -3.0], expected) == math.inf

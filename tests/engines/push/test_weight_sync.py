@@ -123,7 +123,8 @@ class Run:
 TAKEN = ["pause keep", "commit 5", "resume"]
 
 
-async def test_an_engine_on_another_base_is_reanchored_and_the_others_take_the_delta() -> None:
+async def test_an_engine_on_another_base_gets_the_anchor() -> None:
+    """An engine on another base gets the anchor, and the others take the delta."""
     run = Run(Recorded(4), Recorded(2))
     assert ((await run.sync.push(announced(5, 4))).reanchored, run.trainer.asked) == (1, [5])
     assert (await run.sync.push(announced(6, 5))).reanchored == 0, "after the anchor both hold the same base"
@@ -134,7 +135,8 @@ async def test_an_engine_on_another_base_is_reanchored_and_the_others_take_the_d
     assert run.routes == [*delta[:2], *anchor, *delta[2:], (5, *joined), (None, *joined)]
 
 
-async def test_an_engine_goes_on_as_soon_as_it_has_committed_whatever_the_others_do() -> None:
+async def test_an_engine_resumes_as_soon_as_it_has_committed() -> None:
+    """An engine goes on as soon as it has committed, whatever the others do."""
     fast, slow = Recorded(4), Recorded(4, waits="stage")
     run = Run(fast, slow)
     async with anyio.create_task_group() as group:
@@ -147,7 +149,8 @@ async def test_an_engine_goes_on_as_soon_as_it_has_committed_whatever_the_others
 
 
 @pytest.mark.parametrize("tolerates", [False, True])
-async def test_what_refuses_the_anchor_too_is_left_out_or_ends_the_run_with_its_reason(tolerates: bool) -> None:
+async def test_an_engine_that_refuses_the_anchor_is_left_out(tolerates: bool) -> None:
+    """An engine that refuses the anchor too is left out, or ends the run with its reason."""
     sound, broken = Recorded(4), Recorded(4, refusals=9)
     run = Run(sound, broken, tolerates=tolerates)
     reason = "engine-1 refused version 5 as delta and as anchor: planted"
@@ -230,7 +233,8 @@ async def test_a_pause_without_a_push_samples_by_the_live_version() -> None:
     assert run.pauses == [True, False] * 2, "it computes nothing while it commits"
 
 
-async def test_a_paused_engine_that_refuses_the_delta_is_reanchored_and_only_then_resumed() -> None:
+async def test_a_paused_engine_resumes_after_its_anchor() -> None:
+    """A paused engine that refuses the delta gets the anchor, and resumes only then."""
     refuses, behind, sound = Recorded(4, refusals=1), Recorded(2), Recorded(4)
     run = Run(refuses, behind, sound)
     await run.sync.pause()
@@ -244,7 +248,8 @@ async def test_a_paused_engine_that_refuses_the_delta_is_reanchored_and_only_the
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("step", ["stage", "pause", "commit", "resume"])
-async def test_an_engine_that_fails_at_any_step_is_left_out_and_another_takes_its_place(step: str, late: bool) -> None:
+async def test_an_engine_that_fails_in_a_push_is_replaced(step: str, late: bool) -> None:
+    """An engine that fails at any step of a push is left out, and another takes its place."""
     failing = Recorded(4, waits=step) if late else Recorded(4, dies=step)
     sound = Recorded(4)
     run = Run(sound, failing, timeout_s=0.1 if late else 300.0)
@@ -263,7 +268,8 @@ async def test_an_engine_that_fails_at_any_step_is_left_out_and_another_takes_it
     assert (await run.sync.push(announced(7, 6))).reanchored == 0 and fresh.told[-2:] == ["commit 7", "resume"]
 
 
-async def test_all_may_fail_and_the_next_to_come_takes_the_version_that_is_live() -> None:
+async def test_the_next_engine_takes_the_live_version_if_all_fail() -> None:
+    """All engines may fail; the next one to come takes the version that is live."""
     run = Run(Recorded(4, dies="commit"))
     assert (await run.sync.push(announced(5, 4))).paused_s == 0.0
     fresh = Recorded(4)
@@ -271,7 +277,8 @@ async def test_all_may_fail_and_the_next_to_come_takes_the_version_that_is_live(
     assert fresh.told == TAKEN and not run.trainer.asked
 
 
-async def test_an_engine_that_joins_before_or_in_a_push_is_brought_to_its_version() -> None:
+async def test_an_engine_that_joins_is_brought_to_its_version() -> None:
+    """An engine that joins before or during a push is brought to the version of that push."""
     slow, first, second = Recorded(4, waits="stage"), Recorded(4), Recorded(-1)
     run = Run(slow)
     async with anyio.create_task_group() as group:
@@ -287,10 +294,9 @@ async def test_an_engine_that_joins_before_or_in_a_push_is_brought_to_its_versio
 
 
 @pytest.mark.parametrize(("refusals", "commits"), [(0, ["commit 5"]), (2, ["commit 5", "commit 5"])])
-async def test_an_engine_that_a_push_overtakes_serves_only_by_the_newer_version(
-    refusals: int, commits: list[str]
-) -> None:
-    """Also where the push had the trainer drop the anchor that the engine was fetching."""
+async def test_an_overtaken_engine_serves_only_the_newer_version(refusals: int, commits: list[str]) -> None:
+    """An engine that a push overtakes serves only with the newer version. Also where the push had the trainer drop the
+    anchor that the engine was fetching."""
     slow = Recorded(-1, waits="commit", refusals=refusals)
     run = Run(Recorded(-1))
     await run.sync.push(announced(5, None))
@@ -331,7 +337,8 @@ async def test_a_started_engine_that_refuses_the_anchor_is_named() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_where_the_trainer_has_left_the_live_version_the_next_one_is_waited_for(others: int) -> None:
+async def test_the_next_version_is_awaited_if_the_live_one_is_gone(others: int) -> None:
+    """Where the trainer has left the live version, the next version is waited for."""
     run = Run(*(Recorded(4) for _ in range(others)), Recorded(4, dies="commit"))
     left: list[bool] = []
     run.sync.on_version_left = lambda: left.append(True)
@@ -346,7 +353,8 @@ async def test_where_the_trainer_has_left_the_live_version_the_next_one_is_waite
     assert fresh.told == ["pause keep", "commit 6", "resume"]
 
 
-async def test_after_a_failed_push_no_engine_goes_back_to_the_version_before() -> None:
+async def test_no_engine_goes_back_after_a_failed_push() -> None:
+    """After a failed push no engine goes back to the version before."""
     first, slow, joining = Recorded(-1), Recorded(-1), Recorded(-1)
     run = Run(first, slow)
     await run.sync.push(announced(4, None))

@@ -151,7 +151,8 @@ async def test_engines_hold_what_is_published_bit_for_bit(pushes: Pushes) -> Non
     assert not [t for t in threading.enumerate() if t.name.startswith("weight staging")]
 
 
-async def test_what_was_announced_wrongly_or_written_by_somebody_else_is_refused(pushes: Pushes) -> None:
+async def test_wrongly_announced_weights_are_refused(pushes: Pushes) -> None:
+    """Weights that were announced wrongly, or written by somebody else, are refused."""
     [engine, other] = pushes.engines
     first = pushes.publish()
     with pytest.raises(WeightError, match="state hash"):

@@ -105,7 +105,8 @@ def test_cores_bind_only_the_engine_they_are_given_to(model_directory: Path) -> 
     assert environments[0]["VLLM_RPC_BASE_PATH"] == "/run/s"
 
 
-def test_cache_never_exceeds_its_gibibyte_nor_falls_below_one_request() -> None:
+def test_the_cache_is_between_one_request_and_a_gibibyte() -> None:
+    """The cache never exceeds its gibibyte, nor falls below one request."""
     large = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32, "num_hidden_layers": 32}
     block_bytes = 2 * 32 * 4096 * 4 * CPU_BLOCK_TOKENS
     assert cache_blocks(large, "float32", 512, 256) == CPU_CACHE_BYTES // block_bytes
@@ -129,7 +130,8 @@ def test_workers_share_the_heads_and_each_has_cores_of_its_own(
         engine_options(both, 3, "/s", device="cpu")
 
 
-def test_engines_of_a_set_on_cuda_sleep_and_take_the_share_that_they_were_given(model_directory: Path) -> None:
+def test_engines_of_a_cuda_set_sleep_with_their_share(model_directory: Path) -> None:
+    """Engines of a set on CUDA sleep, and take the share of memory that they were given."""
     both = recipe(model_directory, count=4, sets=(EngineShape(count=2, tensor_parallel_size=2),), kv_tokens=1000)
     options = [engine_options(both, index, "/s", device="cuda", gpu_memory_utilization=0.2) for index in range(6)]
     assert options[0].sleeps and (options[0].cache_blocks, options[0].block_tokens) == (64, 16)
@@ -140,9 +142,8 @@ def test_engines_of_a_set_on_cuda_sleep_and_take_the_share_that_they_were_given(
 
 
 @pytest.mark.parametrize(("asked", "gib", "given"), [(0, 80, 16_384), (0, 24, 0), (0, 0, 0), (4_096, 80, 4_096)])
-def test_tokens_of_a_step_follow_the_card_unless_the_recipe_gives_them(
-    model_directory: Path, asked: int, gib: int, given: int
-) -> None:
+def test_tokens_of_a_step_follow_the_card(model_directory: Path, asked: int, gib: int, given: int) -> None:
+    """The tokens of a step follow the card unless the recipe gives them."""
     made = recipe(model_directory, max_num_batched_tokens=asked)
     memory = gib * 2**30 * 995 // 1000  # a card of 80 GB shows a little less
     assert batched_tokens(engine_options(made, 0, "/s", device="cuda"), memory) == given
@@ -156,9 +157,8 @@ def test_fewer_tokens_of_a_step_than_requests_are_refused(model_directory: Path)
     )
 
 
-def test_a_set_that_the_machine_cannot_run_is_named_with_a_remedy(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_that_cannot_run_is_named_with_a_remedy(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set that the machine cannot run is named with a remedy."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     made = recipe(
         model_directory,
@@ -173,7 +173,8 @@ def test_a_set_that_the_machine_cannot_run_is_named_with_a_remedy(
     assert problem == "the model has 2 attention heads, which 3 workers cannot share: set one of 1, 2"
 
 
-def test_the_room_of_a_set_that_was_never_started_is_known_or_estimated(model_directory: Path) -> None:
+def test_the_room_of_an_unstarted_set_is_known_or_estimated(model_directory: Path) -> None:
+    """The room of a set that was never started is known or estimated."""
     made = recipe(model_directory, count=2, max_num_seqs=8, max_model_len=256, sets=(EngineShape(count=1),))
     assert expected_room(made, 5_000, device="cpu") == {
         "2x1": 5_000,

@@ -165,7 +165,8 @@ def test_the_host_gets_the_same_in_one_piece(operations: list[Any]) -> None:
         assert held[name] == alone[name], name
 
 
-def test_many_steps_are_joined_and_pieces_of_the_prefill_are_kept() -> None:
+def test_steps_are_joined_and_pieces_of_prefill_kept() -> None:
+    """Outputs of many steps are joined, and pieces of the prefill are kept."""
     core = Core()
     for step in range(1000):
         core.step({"a-1": 1, "b-0": 1}, {"a-1"} if step == 999 else set())
@@ -177,7 +178,8 @@ def test_many_steps_are_joined_and_pieces_of_the_prefill_are_kept() -> None:
     assert core.outputs._pending == {} and core.sent.empty()
 
 
-def test_steps_are_counted_and_what_a_pause_preempts_is_no_want_of_memory() -> None:
+def test_a_pauses_preemptions_are_no_want_of_memory() -> None:
+    """Steps are counted, and requests that a pause preempts are no sign of scarce memory."""
     core, counters = Core(), EngineCounters()
     for preempts in (0, 1):
         core.scheduler._preempt_request("by a pause")

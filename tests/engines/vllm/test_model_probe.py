@@ -41,7 +41,8 @@ def model(config: Any, directory: Path) -> EngineOptions:
 
 @pytest.mark.started
 @pytest.mark.long
-def test_the_model_is_tried_with_the_trainer_and_vllm_before_a_start(tmp_path: Path) -> None:
+def test_the_probe_tries_trainer_and_vllm(tmp_path: Path) -> None:
+    """The probe tries the model with the trainer and with vLLM before a start."""
     ids = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2}
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     short = model(transformers.GPT2Config(**ids, n_embd=64, n_layer=1, n_head=2, n_positions=128), tmp_path / "gpt2")

@@ -12,7 +12,8 @@ from streamrl.launch.steering.steering_messages import SteeringRequest, Steering
 from streamrl.launch.steering.steering_requests import SteeringRequests
 
 
-async def test_the_next_controller_gets_only_requests_whose_askers_still_wait(tmp_path: Path) -> None:
+async def test_only_requests_with_waiting_askers_survive(tmp_path: Path) -> None:
+    """The next controller gets only the requests whose askers still wait."""
     steering, endpoint = SteeringRequests(), f"ipc://{tmp_path}/steering"
     unanswered: list[str] = []
 

@@ -81,7 +81,9 @@ def test_rows_do_not_depend_on_arrival_and_keep_to_the_budget(budget: int) -> No
         assert len([g for i, g in enumerate(groups) if not i or groups[i - 1] != g]) == len(set(groups))
 
 
-def test_group_with_a_long_prompt_is_cut_only_when_no_row_can_hold_it() -> None:
+def test_only_unpackable_groups_are_split() -> None:
+    """A group with a long prompt is split only when no row can hold it."""
+
     def group_of(index: int, completions: int) -> list[PreparedSample]:
         prompt = [3 + place % 7 for place in range(50)]
         made = [
@@ -100,9 +102,8 @@ def test_group_with_a_long_prompt_is_cut_only_when_no_row_can_hold_it() -> None:
     (0, 20, "cpu", 512), (0, 60, "cpu", 960), (0, 300, "cpu", 2048), (700, 20, "cpu", 700),
     (0, 20, "cuda", 2048), (700, 20, "cuda", 700),
 ])  # fmt: skip
-def test_rows_that_nobody_sized_are_small_on_a_cpu_and_repeat_few_prompts(
-    given: int, prompt: int, device: str, row: int
-) -> None:
+def test_default_rows_on_a_cpu_are_small(given: int, prompt: int, device: str, row: int) -> None:
+    """Rows whose size nobody set are small on a CPU, and repeat few prompts."""
     options = TrainerOptions(model_path="", run_id="", weights_endpoint="", micro_batch_tokens=given)
     assert options.row_tokens(device, 299_136, prompt) == row
     assert msgspec.structs.replace(options, device="cpu").row_tokens("cuda", 15 << 20) == (given or 960)
@@ -199,10 +200,11 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[tuple[bool, int, int | None]
 
 @settings(max_examples=150, deadline=None)
 @given(members=st.lists(trees(), min_size=1, max_size=4), budget=st.integers(4, 60), whole=st.booleans())
-def test_each_sampled_token_of_any_tree_is_trained_once_behind_its_own_context(
+def test_each_token_of_a_tree_is_trained_once(
     members: list[tuple[list[int], list[tuple[bool, int, int | None]]]], budget: int, whole: bool
 ) -> None:
-    """Sampled tokens are numbered from 100, each once; contexts are alike, so that there is much to share."""
+    """Each sampled token of any tree is trained once, behind its own context. Sampled tokens are numbered from 100,
+    each once; contexts are alike, so that there is much to share."""
     number, prepared, expected = count(100), [], {}
     for member, (prompt, tree) in enumerate(members):
         paths, segments = {-1: prompt}, []
@@ -238,7 +240,8 @@ def test_each_sampled_token_of_any_tree_is_trained_once_behind_its_own_context(
     assert not whole or len(set(members_of)) == len(members_of)
 
 
-def test_a_solver_and_a_checker_share_their_contexts_with_their_siblings() -> None:
+def test_a_solver_and_a_checker_share_contexts() -> None:
+    """A solver and a checker share their contexts with their siblings."""
     contexts, prepared = ([3] * 20, [4] * 30), []
     for member in range(4):
         segments = [Segment(token_array(context), trained=False, follows=-1) for context in contexts]

@@ -65,7 +65,8 @@ def advantages(group: TrainingGroup, options: TrainerOptions, scores: dict[Traje
     return [item.advantage for item in prepare_group(group, scores, options)]
 
 
-def test_rewards_that_are_compared_alone_are_a_signal_where_their_totals_are_equal() -> None:
+def test_rewards_compared_alone_signal_at_equal_totals() -> None:
+    """Rewards that are compared alone are a signal where their totals are equal."""
     rewards = [
         {"right": 1.0, "form": 0.0, "short": 1.0},
         {"right": 1.0, "form": 1.0, "short": 0.0},
@@ -85,7 +86,8 @@ def test_rewards_that_are_compared_alone_are_a_signal_where_their_totals_are_equ
 
 
 @pytest.mark.parametrize("penalty", [0.01, 0.1, 1.0, 10.0])
-def test_the_overlong_penalty_weighs_what_the_recipe_says_beside_rewards_compared_alone(penalty: float) -> None:
+def test_the_overlong_penalty_has_the_recipes_weight(penalty: float) -> None:
+    """The overlong penalty has the recipe's weight beside rewards that are compared alone."""
     rewards = [{"right": float(index % 2)} for index in range(4)]
     group, buffer = group_of(rewards), 30
     shaped = [-min(1.0, max(0.0, (s.trained_tokens - (40 - buffer)) / buffer)) for s in group.samples]
@@ -97,7 +99,8 @@ def test_the_overlong_penalty_weighs_what_the_recipe_says_beside_rewards_compare
 
 
 @pytest.mark.parametrize("coefficient", [1e-3, 0.1, 1.0])
-def test_kl_in_the_reward_weighs_its_coefficient_beside_rewards_compared_alone(coefficient: float) -> None:
+def test_kl_in_the_reward_has_its_coefficient(coefficient: float) -> None:
+    """KL in the reward has its coefficient beside rewards that are compared alone."""
     rewards = [{"right": float(index % 2)} for index in range(4)]
     group, rng = group_of(rewards), np.random.default_rng(0)
     away = [rng.normal(0, 0.3, s.trained_tokens).astype(np.float32) for s in group.samples]
@@ -120,7 +123,8 @@ def test_kl_in_the_reward_weighs_its_coefficient_beside_rewards_compared_alone(c
     assert advantages(group, options, scores) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_a_sample_without_trained_tokens_is_left_out_also_where_a_critic_says_nothing_of_it() -> None:
+def test_a_sample_without_trained_tokens_is_left_out() -> None:
+    """A sample without trained tokens is left out, also where a critic has no value for it."""
     group = group_of([{"right": 1.0}, {"right": 0.0}], separate=False)
     first, second = group.samples
     group = msgspec.structs.replace(
@@ -155,7 +159,8 @@ def test_ppo_credits_the_first_of_many_tokens_as_the_last() -> None:
     assert wrong.tolist() == [-1.0] * 200
 
 
-def test_a_completion_of_one_token_is_trained_and_one_of_none_is_counted() -> None:
+def test_a_completion_of_one_token_is_trained() -> None:
+    """A completion of one token is trained, and one without tokens is counted."""
     made = [trajectory(tokens, tokens=[2] * tokens, logprob=-0.5, version=0) for tokens in range(4)]
     scored = [ScoredTrajectory(trajectory=each, reward=float(tokens)) for tokens, each in enumerate(made)]
     group = TrainingGroup(group_id=0, batch_id=0, samples=tuple(map(to_training_sample, scored)))
@@ -173,9 +178,10 @@ def test_a_completion_of_one_token_is_trained_and_one_of_none_is_counted() -> No
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.1 + 0.2, 0.3, 0.3]])
 @pytest.mark.parametrize("normalization", LossNormalization)
 @pytest.mark.parametrize("kind", ADVANTAGES)
-def test_trajectories_of_one_two_and_five_sequences_are_compared_as_single_sequences(
+def test_multi_sequence_samples_compare_as_single_ones(
     kind: str, normalization: LossNormalization, rewards: list[float]
 ) -> None:
+    """Trajectories of one, two and five sequences are compared as single sequences are."""
     options = options_of(advantages=kind, loss_normalization=normalization, overlong_buffer=38, overlong_penalty=0.5)
     found = []
     for sequences in ([1, 1, 1], [1, 2, 5]):

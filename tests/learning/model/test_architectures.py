@@ -173,7 +173,8 @@ def own_model(path: str | Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", quick_only(SUPPORTED, QUICK))
-def test_packed_rows_give_the_models_own_logprobs_gradients_and_export(family: str, tmp_path: Path) -> None:
+def test_packed_rows_equal_the_models_own_results(family: str, tmp_path: Path) -> None:
+    """Packed rows give the logprobs, the gradients and the export of the model itself."""
     path = save_model(SUPPORTED[family](), tmp_path / "model")
     policy, model, row = load_policy(path, CPU), own_model(path), one_row()
     assert len(decoder_layers(policy.hugging_face)) == 2
@@ -226,8 +227,9 @@ def test_each_rank_reads_its_rows_of_every_tensor(family: str, tmp_path: Path) -
             torch.distributed.destroy_process_group()
 
 
-def test_gradients_of_gathered_weights_are_float32_also_beside_tensor_parallel_ones(tmp_path: Path) -> None:
-    """FSDP2 reduces a layer's gradients together, of one type only. Four ranks of which one is real."""
+def test_gathered_gradients_are_float32(tmp_path: Path) -> None:
+    """Gradients of gathered weights are float32, also beside tensor-parallel ones. FSDP2 reduces a layer's gradients
+    together, of one type only. Four ranks of which one is real."""
     path = save_model(SUPPORTED["qwen2"](), tmp_path / "model")
     torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
@@ -305,7 +307,8 @@ def test_chunked_masks_are_no_windows() -> None:
     assert packing_check._reach(lambda batch, head, query, key: key <= query) == packing_check._EVERYTHING
 
 
-def test_sequences_that_would_change_the_angles_of_others_are_refused(tmp_path: Path) -> None:
+def test_sequences_that_change_others_angles_are_refused(tmp_path: Path) -> None:
+    """Sequences that would change the rotary angles of others are refused."""
     config = transformers.Phi3Config(**SHAPE, original_max_position_embeddings=20, rope_parameters=LONG_ROPE)
     path = save_model(config, tmp_path)
     policy, row = load_policy(path, CPU), one_row()
@@ -338,7 +341,8 @@ def test_pieces_of_a_sharded_parameter_are_ranges_of_it(tmp_path: Path) -> None:
     assert served == {piece.name: 48 * 32 for piece in pieces}
 
 
-def test_a_family_without_a_plan_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+def test_a_family_without_a_plan_is_refused_early(tmp_path: Path) -> None:
+    """A family without a plan is refused before its weights are read."""
     for family, split, words in (
         ("gpt 2", (2, 1), r"'gpt2' has no tensor parallel plan .*: set training.advanced.tensor_parallel_size = 1"),
         ("qwen2", (2, 2), r"'qwen2' has no expert parallel plan .*: set training.advanced.expert_parallel_size = 1"),

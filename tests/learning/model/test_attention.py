@@ -64,9 +64,10 @@ def packed_gradients(policy: PackedPolicy, row: list[PreparedSample]) -> tuple[A
 
 
 @pytest.mark.parametrize("long_prefix", [0, 32, 1000], ids=["attended once", "as shipped", "repeated"])
-def test_shared_prompts_give_logprobs_and_gradients_of_single_sequences(
+def test_shared_prompts_equal_single_sequences(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch, long_prefix: int
 ) -> None:
+    """Shared prompts give the logprobs and gradients of single sequences."""
     monkeypatch.setattr(attention, "LONG_PREFIX", long_prefix)
     row = groups_of(SHAPES)
     assert {bucket.queries == bucket.keys for bucket in pack(row, 0, CPU).layout.buckets} == (
@@ -207,10 +208,9 @@ def test_checkpointed_layers_keep_less_and_give_the_same_bits(tiny_model: str) -
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-def test_compiled_layers_give_the_gradients_and_are_compiled_once(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three rows of different shapes, checkpointed as well: one compilation. Traced as for inductor, which is slow."""
+def test_compiled_layers_give_equal_gradients(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers give the same gradients, and are compiled once. Three rows of different shapes, checkpointed as
+    well: one compilation. Traced as for inductor, which is slow."""
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

@@ -22,7 +22,8 @@ from streamrl.recipe.objectives.ppo import ValueModel  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-def test_values_are_float32_also_where_the_policy_computes_in_bfloat16() -> None:
+def test_values_are_float32_beside_bfloat16() -> None:
+    """Values are float32, also where the policy computes in bfloat16."""
     head = Critic(TrainerOptions(model_path="", run_id="", weights_endpoint=""), 8, torch.device("cpu"))
     row = empty_micro_batch(torch.device("cpu"))
     with torch.no_grad():
@@ -35,10 +36,9 @@ def test_values_are_float32_also_where_the_policy_computes_in_bfloat16() -> None
     assert values.tolist() == plain.tolist()
 
 
-def test_the_head_learns_what_every_sample_earns_at_the_rate_of_a_large_policy(
-    start_trainer: Callable[..., Any],
-) -> None:
-    """20 steps at the policy's default rate of 1e-6. The squared error of V = 0 is 1, halved."""
+def test_the_head_learns_the_samples_return(start_trainer: Callable[..., Any]) -> None:
+    """The value head learns the reward of every sample at the learning rate of a large policy. 20 steps at the policy's
+    default rate of 1e-6. The squared error of V = 0 is 1, halved."""
     settings = objective_settings(Objective(algorithm="ppo"))
     trainer = start_trainer(objective=settings, learning_rate=1e-6, warmup_steps=100, streaming=False)
     losses = []
@@ -49,9 +49,8 @@ def test_the_head_learns_what_every_sample_earns_at_the_rate_of_a_large_policy(
     assert losses[-1] < 0.4
 
 
-def test_a_value_model_of_its_own_is_trained_and_goes_on_from_a_checkpoint(
-    start_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_separate_value_model_resumes(start_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """A separate value model is trained, and goes on from a checkpoint."""
     settings = objective_settings(Objective(algorithm="ppo", value_model=ValueModel.OWN))
 
     def train(trainer: Any, steps: range) -> tuple[list[float], dict[str, Any]]:

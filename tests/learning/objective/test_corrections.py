@@ -84,7 +84,8 @@ def test_staleness_discount() -> None:
 
 
 @pytest.mark.parametrize("level", [RatioLevel.TOKEN, RatioLevel.SEQUENCE, RatioLevel.GEOMETRIC])
-def test_tokens_of_the_trained_version_are_corrected_only_on_demand(level: RatioLevel) -> None:
+def test_current_tokens_are_corrected_only_on_demand(level: RatioLevel) -> None:
+    """Tokens of the trained version are corrected only where the recipe asks for it."""
     options = {"truncate": level, "cap": 0.5, "mask": level, "mask_low": 2.0, "mask_high": 3.0}
     fresh = correct([0] * 5, **options)
     assert fresh.weight_N.tolist() == [1.0] * 5

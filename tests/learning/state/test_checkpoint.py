@@ -145,10 +145,9 @@ def whole_directory(directory: Path, text: str) -> None:
     durable_files.write_digests(directory, [durable_files.flush_and_digest(directory, ["a"])])
 
 
-def test_whenever_it_is_killed_and_however_often_a_checkpoint_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Replacing step 4 is killed before each of what it does, twice in a row: a whole one can be found every time."""
+def test_a_whole_checkpoint_survives_any_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever and however often the writer is killed, a whole checkpoint can be read. Replacing step 4 is killed
+    before each of what it does, twice in a row: a whole one can be found every time."""
 
     class Killed(BaseException):
         pass
@@ -193,7 +192,8 @@ def test_whenever_it_is_killed_and_however_often_a_checkpoint_is_left(
     assert deaths == 0, "the last pair was killed nowhere"
 
 
-def test_what_a_crash_left_aside_of_another_version_gets_its_name_back(tmp_path: Path) -> None:
+def test_files_set_aside_by_a_crash_get_their_name_again(tmp_path: Path) -> None:
+    """A checkpoint that a crash left aside, of another version, gets its name again."""
     whole_directory(tmp_path / ".step-000004.replaced", "the only one")
     whole_directory(tmp_path / ".step-000006.replaced", "replaced already")
     whole_directory(tmp_path / "step-000006", "six")
@@ -203,9 +203,10 @@ def test_what_a_crash_left_aside_of_another_version_gets_its_name_back(tmp_path:
     assert kept == {"step-000004": "the only one", "step-000006": "six", "step-000008": "eight"}
 
 
-def test_files_of_the_controller_are_listed_with_digests_and_go_with_a_write_that_fails(
+def test_controller_files_go_with_a_failed_write(
     tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Files of the controller are listed with digests, and are removed with a write that fails."""
     directory = tmp_path / "checkpoints" / "step-7"
     weights, optimizer, _ = part(1)
 
@@ -257,7 +258,8 @@ def _writer_that_fails(path: str) -> object:
     return Full(path, save_distributed=True)
 
 
-def test_a_disk_that_would_become_too_full_is_refused_with_numbers(tmp_path: Path, model_path: Path) -> None:
+def test_a_disk_that_would_be_too_full_is_refused(tmp_path: Path, model_path: Path) -> None:
+    """A disk that would become too full is refused with numbers."""
     weights, optimizer, _ = part(1)
     where = tmp_path / "checkpoints"
     with pytest.raises(StreamRLError) as refused:
@@ -283,9 +285,10 @@ def test_a_disk_that_would_become_too_full_is_refused_with_numbers(tmp_path: Pat
                 assert not fits
 
 
-def test_a_crash_between_the_renames_of_a_replacement_loses_nothing(
+def test_a_crash_between_renames_loses_nothing(
     tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A crash between the renames of a replacement loses nothing."""
     saved(tmp_path / "step-7", model_path)
     (tmp_path / "latest").symlink_to("step-7")
     rename = Path.rename

@@ -29,7 +29,8 @@ def split(values_L: Tensor) -> tuple[Tensor, SplitMasters]:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("high", [0x3F80, 0x3F81, 0x0000, 0x7F7E])  # even, odd, subnormal, the largest finite ones
-def test_every_low_half_is_read_back_but_for_the_tie_that_has_no_room(high: int, sign: float) -> None:
+def test_low_halves_are_read_but_for_one_tie(high: int, sign: float) -> None:
+    """Every low half is read again, except for the tie that has no room."""
     values_L = sign * patterns(high << 16, (high + 1) << 16)
     forward_L, masters = split(values_L)
     assert torch.equal(forward_L, values_L.bfloat16().float())  # the published bits, ties to even

@@ -57,7 +57,8 @@ def adamw_in_float64(start_L: Any, gradients: list[Any], rate: float, decay: flo
 
 
 @pytest.mark.parametrize("kind", [OptimizerKind.ADAMW, OptimizerKind.ADAMW_8BIT])
-def test_steps_are_those_of_the_paper_with_decay_on_matrices_only(kind: OptimizerKind) -> None:
+def test_steps_equal_the_papers_adamw(kind: OptimizerKind) -> None:
+    """Optimizer steps equal those of the paper, with decay on matrices only."""
     start_L, gradients, decayed = start_vector(), some_gradients(8), [slice(0, 300), slice(700, 1200)]
     masters_L, optimizer = optimizer_on(start_L, kind, decayed, weight_decay=0.5)
     for gradient in gradients:

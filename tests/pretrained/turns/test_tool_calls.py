@@ -52,9 +52,8 @@ def test_a_recipe_may_name_every_format_that_is_read() -> None:
 
 
 @pytest.mark.parametrize(("call_format", "text", "calls"), GOOD)
-def test_a_good_call_is_read_and_no_prefix_of_it_calls_anything_else(
-    call_format: str, text: str, calls: list[ToolCall]
-) -> None:
+def test_a_call_is_read_and_its_prefixes_call_nothing(call_format: str, text: str, calls: list[ToolCall]) -> None:
+    """A good call is read, and no prefix of it calls anything else."""
     assert_no_prefix_calls(call_format, text, calls)
 
 

@@ -133,7 +133,8 @@ async def test_an_order_of_another_start_of_the_run_is_refused(run: Path) -> Non
         assert not answer.processes
 
 
-async def test_the_reason_of_an_end_comes_home_and_so_does_a_failure_to_start(run: Path) -> None:
+async def test_exit_reasons_and_failed_starts_are_reported(run: Path) -> None:
+    """The reason of an exit is reported to the supervisor, and so is a failure to start."""
     (run / "behaviour" / "engine-0").write_text("raise")
     (run / "go").touch()
     async with agent_of(setup_of(run)) as agent:
@@ -309,7 +310,8 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
 
 
 @pytest.mark.long
-async def test_two_lost_hosts_that_are_back_have_their_own_engines_also_where_one_fails_at_first(run: Path) -> None:
+async def test_two_hosts_that_are_back_have_their_own_engines(run: Path) -> None:
+    """Two lost hosts that are back have their own engines, also where one fails at first."""
     hosts = LoopbackHosts(run.parent, ["h0", "h1", "h2"])
     async with running(run, hosts, recipe(run, engine_hosts=2)) as (supervisor, _), anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
@@ -329,7 +331,8 @@ async def test_two_lost_hosts_that_are_back_have_their_own_engines_also_where_on
 
 
 @pytest.mark.long
-async def test_of_engines_of_a_lost_host_the_one_that_is_wanted_is_started_when_a_host_joins(run: Path) -> None:
+async def test_a_joining_host_starts_the_requested_engine(run: Path) -> None:
+    """Of the engines of a lost host, the requested one is started when a host joins."""
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     async with running(run, hosts, recipe(run)) as (supervisor, launcher), anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
@@ -349,7 +352,8 @@ async def test_of_engines_of_a_lost_host_the_one_that_is_wanted_is_started_when_
 
 
 @pytest.mark.long
-async def test_a_host_that_is_back_before_the_cluster_missed_it_has_each_engine_once(run: Path) -> None:
+async def test_a_host_back_early_has_each_engine_once(run: Path) -> None:
+    """A host that is back before the cluster missed it has each engine once."""
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     async with running(run, hosts, recipe(run)) as (supervisor, _), anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
@@ -368,7 +372,8 @@ async def test_a_host_that_is_back_before_the_cluster_missed_it_has_each_engine_
 
 
 @pytest.mark.long
-async def test_a_rank_of_a_lost_host_has_the_run_resumed_on_what_is_left(run: Path) -> None:
+async def test_a_rank_of_a_lost_host_resumes_the_run(run: Path) -> None:
+    """A lost host with a rank has the run resumed on the hosts that are left."""
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     one = recipe(run, trainer_hosts=1, engine_hosts=1)
     hosts.names = ["h1", "h0"]  # the rank is away from the controller
@@ -387,7 +392,8 @@ async def test_a_rank_of_a_lost_host_has_the_run_resumed_on_what_is_left(run: Pa
 
 
 @pytest.mark.long
-async def test_a_run_that_is_ended_while_it_waits_for_a_host_starts_nothing_any_more(run: Path) -> None:
+async def test_a_run_ended_while_waiting_starts_nothing(run: Path) -> None:
+    """A run that is ended while it waits for a host starts nothing any more."""
     hosts = LoopbackHosts(run.parent, ["h1", "h0"])  # the rank is away from the controller
     async with (
         running(run, hosts, recipe(run, engine_hosts=2)) as (supervisor, launcher),
@@ -405,7 +411,8 @@ async def test_a_run_that_is_ended_while_it_waits_for_a_host_starts_nothing_any_
         assert set(supervisor.starts.values()) == {1}
 
 
-async def test_a_host_that_does_not_see_the_run_or_its_gpus_is_refused_before_anything_starts(run: Path) -> None:
+async def test_hosts_without_the_run_or_its_gpus_are_refused(run: Path) -> None:
+    """A host that does not see the run or its GPUs is refused before a process starts."""
     one = recipe(run)
     hosts = LoopbackHosts(run.parent, ["h0", "h1"], blind=["h0", "h1"])
     hosts.gpus = 2

@@ -41,7 +41,8 @@ def hosts_of(one: Recipe, hosts: list[HostRoom], need: GpuNeed = ON_CPU) -> dict
     return {name: f"{place.host}:{','.join(place.gpus)}" for name, place in assign(one, hosts, need).items()}
 
 
-def test_ranks_are_together_on_the_controllers_host_and_engines_on_the_others() -> None:
+def test_ranks_share_the_controllers_host() -> None:
+    """Ranks are together on the controller's host, and engines on the others."""
     found = hosts_of(recipe(engines__count=4, training__ranks=2), rooms(0, 0, 0))
     assert found == {f"trainer-{r}": "h0:" for r in (0, 1)} | {f"engine-{e}": f"h{1 + e // 2}:" for e in range(4)}
 
@@ -58,7 +59,8 @@ def test_a_recipe_says_how_many_hosts_share_ranks_and_engines() -> None:
     assert found == {"trainer-0": "h0:", "trainer-1": "h1:", "engine-0": "h2:", "engine-1": "h0:"}
 
 
-def test_ranks_take_the_fewest_hosts_and_engines_whole_groups_of_what_is_left() -> None:
+def test_ranks_take_the_fewest_hosts() -> None:
+    """Ranks take the fewest hosts, and engines take whole groups of the GPUs that are left."""
     one = recipe(engines__count=3, engines__tensor_parallel_size=2, training__ranks=5)
     found = hosts_of(one, rooms(2, 4, 8), GpuNeed(engine=2, rank=1))
     assert found["trainer-0"] == "h2:0" and found["trainer-4"] == "h2:4"
@@ -83,7 +85,8 @@ def test_too_small_a_cluster_is_refused_with_the_arithmetic(
     assert says in str(refused.value)
 
 
-def test_a_run_that_has_lost_hosts_goes_on_with_the_ranks_that_there_is_room_for() -> None:
+def test_a_smaller_cluster_runs_the_ranks_that_fit() -> None:
+    """A run that has lost hosts goes on with the ranks for which there is room."""
     one = recipe(engines__count=2, training__ranks=4, cluster__hosts=3, cluster__advanced={"trainer_hosts": 2})
     need = GpuNeed(engine=1, rank=1)
     fewer = on_fewer_ranks(one, rooms(2, 3), need)

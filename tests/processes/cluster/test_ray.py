@@ -77,9 +77,8 @@ def ports_of(process: psutil.Process) -> set[int]:
 
 
 @pytest.mark.long
-def test_a_run_over_two_hosts_whose_command_is_killed_is_resumed_and_leaves_nothing(
-    ray: RayNodes, tmp_path: Path
-) -> None:
+def test_a_killed_run_over_two_hosts_is_resumed(ray: RayNodes, tmp_path: Path) -> None:
+    """A run over two hosts whose command is killed is resumed, and leaves nothing behind."""
     head, other = ray.lab.hosts
     command = begin(ray, tmp_path, *train(ray, tmp_path, "run.steps=100000"))
     steps = tmp_path / "runs" / "latest" / "metrics.jsonl"
@@ -117,10 +116,11 @@ def test_a_directory_that_the_hosts_do_not_share_is_refused(ray: RayNodes, tmp_p
     ("variable", "value", "sentence"),
     [("RAY_AUTH_MODE", "disabled", "RAY_AUTH_MODE=token"), ("address", "10.81.0.1:1", "nobody answers there")],
 )
-def test_what_cannot_be_reached_or_is_open_to_everybody_is_refused(
+def test_unreachable_and_open_clusters_are_refused(
     ray: RayNodes, tmp_path: Path, variable: str, value: str, sentence: str
 ) -> None:
-    """Each sentence is of a check before Ray is asked to connect, which would try for 20 seconds and more."""
+    """A cluster that cannot be reached, or is open to everybody, is refused. Each sentence is of a check before Ray is
+    asked to connect, which would try for 20 seconds and more."""
     more = {variable: value} if variable != "address" else {}
     arguments = [value if one == ray.address and not more else one for one in train(ray, tmp_path)]
     assert begin(ray, tmp_path, *arguments, **more).wait(60) == 2

@@ -70,7 +70,8 @@ def keys(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_cut_of_one_direction_breaks_both_ends_and_a_bad_line_neither(lab: Lab, keys: Path, tmp_path: Path) -> None:
+def test_a_cut_of_one_direction_breaks_both_ends(lab: Lab, keys: Path, tmp_path: Path) -> None:
+    """A cut of one direction breaks both ends, and a bad line breaks neither."""
     head, *others = lab.hosts
     ends: dict[str, list[subprocess.Popen[bytes]]] = {}
     for host in others:

@@ -136,7 +136,8 @@ def run(reward: RewardFunction, *completions: str, **columns: Any) -> list[Any]:
     return asyncio.run(all_of_them())
 
 
-def test_the_judge_sees_prompt_and_completion_and_its_score_is_scaled(judge, server: Server) -> None:
+def test_the_judge_gets_prompt_and_completion(judge, server: Server) -> None:
+    """The judge gets prompt and completion, and its score is scaled."""
     assert run(judge(system="Be strict."), "4 {not a field}") == [0.7]
     ((route, body),) = server.calls
     assert route == "/v1/chat/completions"
@@ -254,9 +255,8 @@ def test_the_key_comes_from_the_environment(judge, server: Server, monkeypatch) 
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 
-def test_a_judge_elsewhere_is_asked_through_the_proxy_of_the_environment_and_one_here_never(
-    judge, server: Server, monkeypatch
-) -> None:
+def test_remote_judges_use_the_proxy_and_local_ones_do_not(judge, server: Server, monkeypatch) -> None:
+    """A judge elsewhere is asked through the proxy of the process variables, and one on this host never."""
     for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", server.root)
@@ -403,7 +403,8 @@ def serving(listening: Server) -> Iterator[Server]:
 
 
 @pytest.mark.usefixtures("soon")
-def test_without_an_endpoint_the_runs_own_judge_is_asked_and_waited_for(make, monkeypatch, tmp_path: Path) -> None:
+def test_without_endpoint_the_runs_own_judge_is_asked(make, monkeypatch, tmp_path: Path) -> None:
+    """Without an endpoint the run's own judge is asked, and waited for."""
     path = tmp_path / "http"
     monkeypatch.setenv(JUDGE_SOCKET, str(path))
     monkeypatch.setenv(JUDGE_MODEL, "/models/judge")
@@ -423,7 +424,9 @@ def test_without_an_endpoint_the_runs_own_judge_is_asked_and_waited_for(make, mo
     assert asyncio.run(scenario()) == 0.7
 
 
-def test_a_judge_that_nobody_could_ask_is_refused_when_it_is_made(make, monkeypatch, tmp_path: Path) -> None:
+def test_an_unreachable_judge_is_refused_at_its_making(make, monkeypatch, tmp_path: Path) -> None:
+    """A judge that cannot be asked is refused when it is made."""
+
     def refused(**options: Any) -> str:
         with pytest.raises(RecipeError) as caught:
             make("judge", **options)

@@ -44,9 +44,8 @@ RECIPE = Recipe(
 
 @pytest.mark.started
 @pytest.mark.long
-async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(
-    make, tmp_path: Path, socket_directory: Path, monkeypatch
-) -> None:
+async def test_a_real_engine_judges_in_batches(make, tmp_path: Path, socket_directory: Path, monkeypatch) -> None:
+    """A real engine judges in batches when the actor leaves it room."""
     topology = plan_topology(RECIPE, socket_directory)
     path = judge_socket(topology)
     monkeypatch.setenv(JUDGE_SOCKET, str(path))

@@ -89,19 +89,22 @@ def test_only_what_is_boxed(make, score) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, True, float("nan"), float("inf"), []])
-def test_what_is_no_answer_of_the_dataset_is_a_failure_and_no_zero(make, score, answer) -> None:
+def test_a_bad_dataset_answer_is_a_failure_and_no_zero(make, score, answer) -> None:
+    """A value that is no answer of the dataset is a failure, and no zero."""
     with pytest.raises(ValueError, match=r"is no answer: correct it|is an empty list"):
         score(make("math"), r"\boxed{None}", answer=answer)
 
 
-def test_an_answer_of_the_dataset_that_is_no_mathematics_is_a_failure_and_no_zero(make, score) -> None:
+def test_an_answer_without_mathematics_is_a_failure(make, score) -> None:
+    """An answer of the dataset that is no mathematics is a failure, and no zero."""
     with pytest.raises(ValueError, match="the answer '' of this prompt cannot be read as mathematics: correct it"):
         score(make("math"), r"\boxed{1}", answer="")
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "leg_counting", "countdown", "sudoku", "rearc", "knights_knaves"])
-def test_the_verifier_knows_the_answers_of_its_task_after_the_trip_through_columns(make, score, task) -> None:
-    """``rearc`` compares tuples, ``knights_knaves`` brings NumPy's text, ``sudoku`` nested lists."""
+def test_the_verifier_reads_answers_back_from_columns(make, score, task) -> None:
+    """The verifier knows the answers of its task after they were written to columns and read. ``rearc`` compares
+    tuples, ``knights_knaves`` brings NumPy's text, ``sudoku`` nested lists."""
     rows = TaskRows(read_spec(f"reasoning_gym:{task}?size=2&seed=3"))
     row = msgspec.msgpack.decode(msgspec.msgpack.encode(rows.row(1)))
     reward = make("reasoning_gym")

@@ -61,7 +61,8 @@ async def ask(reward: RewardFunction, *completions: str, **columns: Any) -> list
         await reward.call.aclose()  # type: ignore[attr-defined]
 
 
-async def test_scores_are_those_of_each_text_alone_whatever_shares_its_batch(make: Callable, classifier: Path) -> None:
+async def test_scores_do_not_depend_on_the_batch(make: Callable, classifier: Path) -> None:
+    """The score of a text does not depend on the other texts of its batch."""
     texts = ["4", "five, I think", "", "it is 4 and nothing else at all"]
     reward = make("reward_model", path=str(classifier), batch=3)
     assert reward.signature.is_async

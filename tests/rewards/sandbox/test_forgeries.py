@@ -94,7 +94,8 @@ CHECKS = [
 ]
 
 
-async def test_the_checks_are_compared_outside_and_honest_code_passes_them(reward: CodeReward) -> None:
+async def test_checks_are_compared_outside_the_sandbox(reward: CodeReward) -> None:
+    """Checks are compared outside the sandbox, and honest code passes them."""
     outcome = await reward.judge(HONEST, CHECKS)
     assert [(case.end, case.inside) for case in outcome.cases] == [(CaseEnd.PASSED, False)] * len(CHECKS), outcome
 

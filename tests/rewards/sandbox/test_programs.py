@@ -201,7 +201,8 @@ async def test_tests_that_are_none_are_named(tests: Any) -> None:
 
 
 @pytest.mark.long
-async def test_each_case_of_a_prompt_has_the_limit_that_runs_which_passed_it_have_taught(sandbox: Sandbox) -> None:
+async def test_cases_have_limits_learned_from_passing_programs(sandbox: Sandbox) -> None:
+    """Each case of a prompt has a time limit learned from the programs that passed it."""
     adaptive = AdaptiveTimeout(factor=10.0, min_s=1.0)
     reward = make(sandbox, timeout_s=100.0, value="share", whole=True)
     late = Reward(function="code", timeout_s=100.0, adaptive_timeout=adaptive, late_is_wrong=True)

@@ -70,9 +70,10 @@ print(float("HF_TOKEN" in seen))
 
 @pytest.mark.long
 @pytest.mark.parametrize(("code", "reward", "turns"), [(ASKS, 1.0, 2), ("print('no')", None, 0), (SEES, 0.0, 0)])
-async def test_an_agent_knows_the_endpoint_and_its_last_line_is_the_reward(
+async def test_an_agents_last_line_is_the_reward(
     code: str, reward: float | None, turns: int, session: EndpointSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An agent knows the endpoint, and its last line is the reward."""
     for name in ("HF_TOKEN", "SEARCH_KEY"):
         monkeypatch.setenv(name, "secret")
     assert await run(session, "python", "-c", code, agent_variables=("SEARCH_KEY",)) == reward

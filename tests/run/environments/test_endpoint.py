@@ -208,7 +208,8 @@ async def test_a_turn_that_the_template_rewrites_begins_a_sequence(of_family: Ca
     assert thought == "Hm." and talk.sampler.appended[3] == tokenizer.encode_fragment(prompt)
 
 
-async def test_a_forked_or_summed_up_chat_goes_on_from_where_it_is_equal(of_family: Callable[[str], Tokenizer]) -> None:
+async def test_a_forked_chat_goes_on_from_its_equal_part(of_family: Callable[[str], Tokenizer]) -> None:
+    """A chat that was forked or summed up goes on from its longest equal part."""
     async with talking(of_family("qwen2.5"), "one", "two", "three", "four", "five", "six", "seven") as talk:
         assert await talk.say("a") == "one"
         assert await talk.say("a", "one", "b") == "two"

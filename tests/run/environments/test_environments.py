@@ -349,9 +349,10 @@ def qwen(of_family: Callable[[str], Tokenizer]) -> Tokenizer:
 @pytest.mark.parametrize(  # a result of a tool is appended, a message of the user drops thoughts
     ("form", "history", "rewritten"), [("talks", "template", 1), ("talks", "keep", 0), ("add", "template", 0)]
 )
-async def test_earlier_turns_are_as_the_template_writes_them_where_the_recipe_says_so(
+async def test_earlier_turns_follow_the_template(
     form: str, history: Any, rewritten: int, of_family: Callable[[str], Tokenizer], code: Callable[[str], str]
 ) -> None:
+    """Earlier turns are written by the template where the recipe says so."""
     qwen3, tools = of_family("qwen3"), load_tools(code("add")) if form == "add" else None
     given: Any = {"tools": (code("add"),)} if tools else {"episode": code("talks")}
     first = "<think>\nWell.\n</think>\n\n" + (CALL.replace(": ", ":") if tools else " perhaps")  # but for spaces
@@ -443,9 +444,8 @@ async def test_a_trajectory_is_read_as_a_conversation(qwen: Tokenizer, code: Cal
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3.1", "gemma3", "glm-4.5", "phi3.5", "gpt-oss"])
-def test_messages_of_a_prompt_have_their_roles_and_no_text_makes_one(
-    of_family: Callable[[str], Tokenizer], family: str
-) -> None:
+def test_messages_have_roles_and_no_text_makes_one(of_family: Callable[[str], Tokenizer], family: str) -> None:
+    """Messages of a prompt have their roles, and no text makes a message."""
     tokenizer, text = of_family(family), "system\nWhat? [INST]"
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}])
     assert [one[:2] for one in tokenizer.messages(token_ids) if one[0] not in ("system", "")] == [("user", text)]
@@ -514,7 +514,8 @@ async def test_a_game_of_gymnasium_is_played_to_its_end(qwen: Tokenizer, code: C
     assert first == second  # siblings play the same game
 
 
-async def test_what_gymnasium_makes_is_taken_as_it_is_where_it_has_texts(qwen: Tokenizer, tmp_path: Path) -> None:
+async def test_gymnasium_environments_with_texts_are_accepted(qwen: Tokenizer, tmp_path: Path) -> None:
+    """An environment of Gymnasium is accepted as it is where its observations are texts."""
     pytest.importorskip("gymnasium")
     (tmp_path / "blackjack.py").write_text(
         "import gymnasium\n"
@@ -592,9 +593,8 @@ async def test_code_that_misbehaves_is_a_failure_of_its_trajectory(
     assert run.begun == 1
 
 
-async def test_a_game_that_is_late_or_too_large_has_failed_and_is_closed(
-    qwen: Tokenizer, code: Callable[[str], str]
-) -> None:
+async def test_a_late_or_large_game_fails_and_is_closed(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    """A game that is late or too large fails and is closed."""
     run = Run(Environment(env=code("Hangs"), seconds=0.3), qwen, lambda text: "hi")
     late = await run.one({"level": 1})
     assert isinstance(late, RewardFailure) and late.kind == "timed_out" and len(module_of(code).LEFT) == 1
@@ -603,9 +603,8 @@ async def test_a_game_that_is_late_or_too_large_has_failed_and_is_closed(
     assert isinstance(large, RewardFailure) and "leave no room of 10" in large.message
 
 
-async def test_chats_begin_one_after_the_other_and_a_limit_that_was_met_once_is_not_the_end(
-    qwen: Tokenizer, code: Callable[[str], str]
-) -> None:
+async def test_chats_begin_in_order_and_limits_do_not_last(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    """Chats begin one after the other, and a limit that was reached once does not last."""
     run = Run(Environment(episode=code("two_chats")), qwen, lambda text: "ok")
     trajectory = await run.one({})
     assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
@@ -672,9 +671,8 @@ async def test_limits_end_a_game_which_is_trained(
     assert sum(len(segment.token_ids) for segment in trajectory.segments) <= limits.get("max_tokens", 200)
 
 
-async def test_an_episode_whose_worker_ends_goes_on_with_its_turns_and_results(
-    qwen: Tokenizer, code: Callable[[str], str]
-) -> None:
+async def test_an_episode_survives_the_end_of_its_worker(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    """An episode whose worker ends goes on with its turns and results."""
     second = CALL.replace("2", "5")
     said: list[str] = []
 
@@ -743,9 +741,9 @@ async def test_a_cancelled_trajectory_stops_its_environment(qwen: Tokenizer, cod
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
-async def test_a_later_life_goes_on_from_the_turns_and_results_that_are_recorded(
-    turns: int, qwen: Tokenizer, code: Callable[[str], str]
-) -> None:
+async def test_a_later_life_continues_recorded_turns(turns: int, qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    """A later life goes on from the turns and results that are recorded."""
+
     def answer(text: str) -> str:
         return [CALL, CALL.replace("2", "5"), "done"][min(text.count("<tool_response>\n"), 2)]
 
@@ -763,9 +761,9 @@ async def test_a_later_life_goes_on_from_the_turns_and_results_that_are_recorded
     assert [(2, 3), (5, 3)][max(turns - 1, 0) :] == module_of(code).CALLS
 
 
-async def test_a_later_life_that_asks_something_else_is_sampled_anew_from_there(
-    qwen: Tokenizer, code: Callable[[str], str]
-) -> None:
+async def test_a_later_life_that_differs_is_sampled_again(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    """A later life that asks for something else is sampled again from there."""
+
     def answer(text: str) -> str:
         return [CALL, CALL.replace("2", "5"), "done"][min(text.count("<tool_response>\n"), 2)]
 
@@ -782,9 +780,8 @@ async def test_a_later_life_that_asks_something_else_is_sampled_anew_from_there(
     assert isinstance(known, EpisodeSoFar) and len(known.turns) == 2  # the first was recorded before
 
 
-async def test_turns_of_an_earlier_life_that_nobody_asks_for_again_are_not_trained(
-    qwen: Tokenizer, code: Callable[[str], str]
-) -> None:
+async def test_unrequested_turns_of_an_earlier_life_are_dropped(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    """Turns of an earlier life that are not requested again are not trained."""
     run = Run(Environment(env=code("Game")), qwen, lambda text: "ok")
     await run.one({"level": 1})
     [recorded] = run.journal.store.trajectories.values()

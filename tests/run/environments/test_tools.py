@@ -135,7 +135,8 @@ async def test_a_call_has_a_result_whatever_the_tool_does(
     assert result.text[: len(text)] == text
 
 
-async def test_a_class_is_made_for_a_trajectory_and_closed_whatever_happens() -> None:
+async def test_a_tool_class_is_closed_with_its_trajectory() -> None:
+    """A class is made for a trajectory, and closed whatever happens."""
     Counter.log.clear()
     box = ToolBox([Counter])
     with pytest.raises(ZeroDivisionError):

@@ -183,10 +183,9 @@ async def test_what_a_crash_left_unfinished_is_removed(tmp_path: Path) -> None:
     assert content(tmp_path) == [b"newer"] and not list(path.parent.glob("*.unfinished"))
 
 
-async def test_the_last_group_is_written_again_when_a_journal_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a failed flush Linux reads it from its cache and would never write it."""
+async def test_the_last_group_is_written_again_on_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last group is written again when a journal is opened. After a failed flush Linux reads it from its cache and
+    would never write it."""
     path = await write(tmp_path, BASE, MORE)
     raw, begin = path.read_bytes(), ends_of_frames(path)[-2]
     calls: list[tuple[str, bytes, int]] = []
@@ -262,7 +261,8 @@ async def test_a_failure_is_final_and_reaches_what_waits(tmp_path: Path, monkeyp
     assert disk.flushes == 1, "a flush was tried again"
 
 
-async def test_closing_writes_what_waits_also_for_a_caller_that_is_cancelled(tmp_path: Path) -> None:
+async def test_closing_writes_for_cancelled_callers_too(tmp_path: Path) -> None:
+    """Closing writes the entries that wait, also for a caller that is cancelled."""
     await write(tmp_path, BASE, [])
     journal = JournalFile(tmp_path / "journal")
     journal.append(b"waits")

@@ -38,7 +38,8 @@ def rows(count: int) -> Rows:
     return Rows(["code" if n % 4 == 3 else "math" for n in range(count)])
 
 
-async def test_any_number_of_prompts_has_the_shares_and_a_resumed_run_gets_those_that_follow() -> None:
+async def test_any_number_of_prompts_has_the_shares() -> None:
+    """Any number of prompts has the shares, and a resumed run gets the prompts that follow."""
     mixed = MixedPrompts(rows(400), "kind", SHARES)
     drawn = [prompt for _ in range(60) for prompt in await mixed.draw(3)]
     for end in range(1, len(drawn) + 1):
@@ -49,7 +50,8 @@ async def test_any_number_of_prompts_has_the_shares_and_a_resumed_run_gets_those
     assert [prompt.prompt_id for prompt in resumed] == [prompt.prompt_id for prompt in drawn[50:70]]
 
 
-async def test_an_exhausted_source_gives_all_that_it_has_whatever_the_shares() -> None:
+async def test_an_exhausted_source_gives_all_its_prompts() -> None:
+    """An exhausted source gives all of its prompts, whatever the shares."""
     mixed = MixedPrompts(rows(20), "kind", SHARES)
     assert len(await mixed.draw(30)) == 20
     assert await mixed.draw(5) == []

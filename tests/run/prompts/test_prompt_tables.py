@@ -99,9 +99,8 @@ async def draw(spec: str, tokenizer: Tokenizer, count: int, **options: Any) -> l
 
 
 @pytest.mark.parametrize("kind", list(SOURCES))
-async def test_the_same_rows_give_the_same_prompts_ids_and_order_from_any_source(
-    kind: str, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+async def test_equal_rows_give_equal_prompts_from_any_source(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The same rows give the same prompts, ids and order from any source."""
     expected = await draw(str(write_jsonl(tmp_path / "rows.jsonl")), tokenizer, 100)
     found = await draw(SOURCES[kind](tmp_path), tokenizer, 100)
     assert found == expected
@@ -111,9 +110,8 @@ async def test_the_same_rows_give_the_same_prompts_ids_and_order_from_any_source
     assert await draw(SOURCES[kind](tmp_path), tokenizer, 30, start=70) == expected[70:]
 
 
-def test_a_missing_column_is_one_problem_of_the_table_and_names_what_is_there(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_missing_column_is_one_problem_of_the_table(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A missing column is one problem of the table, which names the columns that are there."""
     (problem,) = check_prompts(str(write_parquet(tmp_path / "r.parquet")), tokenizer, {"math": ("solution",)})
     assert 'r.parquet has no column "solution", which the reward math needs (it has answer, level,' in problem
     rows = [{"question": "q", "answer": 1}] * 3
@@ -229,9 +227,10 @@ GSM8K = {"question": "2+2", "answer": "it is #### 4", "no": {"it": 3}, "gold ans
     ],
 )
 @pytest.mark.parametrize("write", [write_parquet, write_jsonl])
-async def test_prompt_and_answer_are_made_of_columns_by_a_template_or_an_expression(
+async def test_prompts_are_made_of_columns_by_templates(
     write: Callable[..., Path], template: str, answer: str, prompt: str, gold: Any, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
+    """Prompt and answer are made of columns by a template or an expression."""
     path = write(
         tmp_path / ("rows.parquet" if write is write_parquet else "rows.jsonl"),
         [GSM8K | ({} if template else {"prompt": "asked"})] * 2,

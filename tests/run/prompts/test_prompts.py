@@ -137,7 +137,8 @@ async def draw_all(source: OpenPrompts, *counts: int) -> list[list[Prompt]]:
 # ---- tokenizer -----------------------------------------------------------------------------------
 
 
-def test_truncation_and_padding_of_the_file_are_off_and_not_in_the_digest(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_truncation_and_padding_of_tokenizers_are_off(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Truncation and padding of the tokenizer's file are off, and not in the digest."""
     cut = tokenizer_text(
         truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
         padding={"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
@@ -185,7 +186,8 @@ async def test_rows_become_prompts(tokenizer: Tokenizer, write_rows) -> None:
     assert len(second.prompt_id) == 16
 
 
-async def test_epochs_are_permutations_that_depend_on_seed_and_epoch_only(tokenizer: Tokenizer, write_rows) -> None:
+async def test_epochs_are_permutations_by_seed_and_epoch(tokenizer: Tokenizer, write_rows) -> None:
+    """Epochs are permutations that depend on the seed and the epoch only."""
     path = write_rows(*({"prompt": f"p{i}"} for i in range(50)))
     rows = [f"p{i}" for i in range(50)]
 
@@ -365,9 +367,8 @@ async def test_generator_runs_on_its_own_thread_and_is_closed(tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("name", ["gated", "agated"])
-async def test_blocking_iterator_leaves_the_loop_free_and_a_cancelled_draw_loses_nothing(
-    tokenizer: Tokenizer, module: Path, name: str
-) -> None:
+async def test_a_blocking_iterator_leaves_the_loop_free(tokenizer: Tokenizer, module: Path, name: str) -> None:
+    """A blocking iterator leaves the loop free, and a cancelled draw loses nothing."""
     from streamrl.recipe.user_code import load_user_object
 
     source = open_prompts(f"{module}:{name}", tokenizer, seed=0, shuffle=True)
@@ -429,7 +430,8 @@ def test_check_draws_the_first_row_in_another_process(
         assert 'row 1 has no column "level", which the reward exact needs' in problem
 
 
-async def test_rows_that_are_edited_while_they_are_read_are_not_trained(tmp_path: Path) -> None:
+async def test_rows_edited_while_read_are_not_trained(tmp_path: Path) -> None:
+    """Rows that are edited while they are read are not trained."""
     file, tokenizer = tmp_path / "rows.jsonl", load_tokenizer(str(write_model(tmp_path / "model")))
     file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     source = open_prompts(str(file), tokenizer, seed=0, shuffle=False)

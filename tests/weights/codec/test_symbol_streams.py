@@ -66,7 +66,8 @@ def test_refuses_another_number_of_symbols(count: int, claimed: int) -> None:
         decoded(encoded, np.empty(claimed, dtype=U32))
 
 
-def test_refuses_rice_symbols_that_do_not_fit_and_bits_beyond_the_end() -> None:
+def test_misfitting_rice_symbols_are_refused() -> None:
+    """Rice symbols that do not fit, and bits beyond the end, are refused."""
     one = np.empty(1, dtype=U16)
     assert decoded(bytes((4, 0b1, 0x0F)), one).tolist() == [15]
     with pytest.raises(WeightError, match="bits beyond its end"):

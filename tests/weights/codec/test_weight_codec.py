@@ -189,7 +189,8 @@ def test_refuses_a_header_that_does_not_add_up(field: int, value: object) -> Non
         decode_patch(with_header(encoded, header), "bfloat16", COUNT, "layer", base)
 
 
-def test_refuses_a_class_twice_or_out_of_order_or_with_more_changes() -> None:
+def test_repeated_or_disordered_classes_are_refused() -> None:
+    """A class that comes twice, out of order or with more changes is refused."""
     base, encoded = a_delta()
     first, second, *others = header_of(encoded)[CLASSES]
     more = [first[0], first[1] + 1, *first[2:]]
@@ -229,8 +230,9 @@ def test_refuses_every_truncation_and_anything_appended(anchor: bool) -> None:
 
 
 @pytest.mark.parametrize("changed", [1, 60, 600])
-def test_any_flipped_bit_is_refused_or_decodes_to_a_patch_of_this_shard(changed: int) -> None:
-    """What is left to the digests: another patch. Never a crash, a position outside, or an unordered one."""
+def test_a_flipped_bit_is_refused_or_another_valid_patch(changed: int) -> None:
+    """Any flipped bit is refused, or decodes to another patch of this shard. What is left to the digests: another
+    patch. Never a crash, a position outside, or an unordered one."""
     base = normal_bits(COUNT, "bfloat16")
     new = base.copy()
     new[np.random.default_rng(1).choice(COUNT, changed, replace=False)] += 1
@@ -259,7 +261,8 @@ def assert_fits(patch: WeightPatch, base: np.ndarray) -> None:
     assert bool(np.all(patch.values != base[patch.positions]))
 
 
-def test_refuses_a_delta_on_another_base_where_its_changes_have_no_place() -> None:
+def test_a_delta_on_another_base_is_refused() -> None:
+    """A delta on another base is refused where its changes have no place."""
     base = normal_bits(20_000, "bfloat16")
     new = base.copy()
     new[-1] += 1
@@ -296,8 +299,9 @@ def test_refuses_an_element_that_does_not_change() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_exponent_of_the_base_is_a_class_and_rare_ones_share_one(dtype: str) -> None:
-    """So that what changes at one rate is counted by itself; nothing about it travels."""
+def test_base_exponents_are_classes_and_rare_ones_share_one(dtype: str) -> None:
+    """Every exponent of the base is a class, and rare ones share one. So that what changes at one rate is counted by
+    itself; nothing about it travels."""
     lowest, exponents = exponent_field(dtype)
     common = np.repeat(np.arange(exponents), 64)
     base = (common << lowest).astype(bit_type(dtype, "t"))
@@ -319,7 +323,8 @@ def test_steps_are_a_bijection_of_all_patterns(edge: int) -> None:
     assert np.array_equal(apply_steps(base, symbols), every)
 
 
-def test_order_is_that_of_the_numbers_and_neighbours_are_one_step_apart() -> None:
+def test_order_is_that_of_the_numbers() -> None:
+    """The order of bit patterns is that of the numbers, and neighbours are one step apart."""
     every = np.arange(65536, dtype=U16)
     assert np.array_equal(from_ordered(to_ordered(every)), every)
     numbers = (every.astype(np.uint32) << 16).view(np.float32)

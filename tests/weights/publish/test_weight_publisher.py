@@ -139,7 +139,8 @@ def test_anchor_then_deltas_arrive_bit_for_bit(make_ranks: Callable[[int], Ranks
         assert run.replica.state_hash == announcement.state_hash
 
 
-def test_a_delta_for_other_weights_of_the_same_version_is_refused(make_ranks: Callable[[int], Ranks]) -> None:
+def test_a_delta_of_other_weights_is_refused(make_ranks: Callable[[int], Ranks]) -> None:
+    """A delta for other weights of the same version is refused."""
     run, other = make_ranks(1), make_ranks(1)
     bits = random_bits(0)
     run.commit(run.publish(0, bits))
@@ -347,8 +348,9 @@ assert len(os.listdir("/proc/self/fd")) == files, "a file more since a large par
 """
 
 
-def test_a_process_does_not_grow_with_the_first_large_part_that_it_serves(tmp_path: Path) -> None:
-    """In a process of its own: pyzmq's thread for frames that are not copied is made once."""
+def test_serving_a_large_part_does_not_grow_the_process(tmp_path: Path) -> None:
+    """A process does not grow with the first large part that it serves. In a process of its own: pyzmq's thread for
+    frames that are not copied is made once."""
     script = [sys.executable, "-c", SERVES, f"ipc://{tmp_path}/weights"]
     variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run(script, check=True, cwd=Path(__file__).parent, env=variables, timeout=900)

@@ -91,9 +91,10 @@ def test_whatever_was_missed_is_committed_as_one(make_ranks: Callable[..., Ranks
 
 
 @pytest.mark.parametrize("ranks", quick_only([1, 3], [1]))
-def test_the_first_version_is_a_delta_on_the_checkpoint_and_a_restarted_engine_takes_all_since(
+def test_the_first_version_is_a_delta_on_the_checkpoint(
     make_ranks: Callable[..., Ranks], tmp_path: Path, ranks: int
 ) -> None:
+    """The first version is a delta on the checkpoint, and a restarted engine takes all deltas since."""
     first = random_bits(0)
     path = save_checkpoint(tmp_path / "model", first, publishing.TENSORS)
     run = make_ranks(ranks, checkpoint=path)
@@ -116,9 +117,8 @@ def test_the_first_version_is_a_delta_on_the_checkpoint_and_a_restarted_engine_t
     assert commit_late(restarted, again).base_version == 2, "from here on as everybody"
 
 
-def test_a_run_that_goes_on_begins_with_what_differs_from_the_checkpoint(
-    make_ranks: Callable[..., Ranks], tmp_path: Path
-) -> None:
+def test_a_resumed_run_begins_with_a_delta_on_the_checkpoint(make_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    """A resumed run begins with the elements that differ from the checkpoint."""
     first = random_bits(0)
     path = save_checkpoint(tmp_path / "model", first, publishing.TENSORS)
     run, bits = make_ranks(2, checkpoint=path), changed(first, 7)
@@ -127,9 +127,8 @@ def test_a_run_that_goes_on_begins_with_what_differs_from_the_checkpoint(
     assert_equal(replica, 40, bits)
 
 
-def test_a_checkpoint_that_takes_long_to_read_is_no_silence_of_the_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_a_checkpoint_is_no_silence_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that takes long to read does not count as silence of the source."""
     first = small_bits(0)
     path = save_checkpoint(tmp_path / "model", first, SMALL_TENSORS)
     push, read = SmallPush(tmp_path, checkpoint=path), CheckpointBase.of
@@ -198,9 +197,8 @@ def test_a_fault_of_any_one_frame_of_a_chain_does_not_matter(
     push.assert_holds(3, new)
 
 
-def test_a_chain_that_was_cut_off_goes_on_where_it_stopped_also_for_a_newer_version(
-    push: SmallPush, tmp_path: Path
-) -> None:
+def test_a_cut_chain_goes_on_where_it_stopped(push: SmallPush, tmp_path: Path) -> None:
+    """A chain that was cut off goes on where it stopped, also for a newer version."""
     kept, stop = KeptParts(), threading.Event()
 
     def stop_at_the_last_chunk(number: int, frames: list[bytes]) -> list[list[bytes]]:
@@ -222,9 +220,8 @@ def test_a_chain_that_was_cut_off_goes_on_where_it_stopped_also_for_a_newer_vers
     push.assert_holds(4, new)
 
 
-def test_a_chain_that_does_not_lead_to_what_is_held_is_refused_before_its_bytes_are_asked_for(
-    push: SmallPush, tmp_path: Path
-) -> None:
+def test_chains_from_elsewhere_are_refused_unfetched(push: SmallPush, tmp_path: Path) -> None:
+    """A chain that does not lead to the version that is held is refused before its bytes are requested."""
     push.publisher._chain._budget_bytes = 0
     missed = push.publish(3, small_changed(push.bits, 3))
     push.publisher.acknowledge(3)
@@ -235,7 +232,8 @@ def test_a_chain_that_does_not_lead_to_what_is_held_is_refused_before_its_bytes_
     push.assert_holds(0, push.bits)
 
 
-def test_an_earlier_version_that_is_not_the_one_before_is_refused(push: SmallPush) -> None:
+def test_chains_with_gaps_are_refused(push: SmallPush) -> None:
+    """An earlier version that is not the one before is refused."""
     announced = push.publish(3, small_changed(push.bits, 3))
     newest = served(push.publisher, announced)
     honest = decode_manifest(newest.manifest, newest.manifest_digest, "")
@@ -266,7 +264,8 @@ def test_an_earlier_version_that_is_not_the_one_before_is_refused(push: SmallPus
         taken(units=(huge,), chunks=chunks)
 
 
-def test_a_chain_that_takes_more_than_complete_weights_is_not_followed(push: SmallPush) -> None:
+def test_chains_above_complete_weights_are_not_followed(push: SmallPush) -> None:
+    """A chain that takes more bytes than complete weights is not followed."""
     announced = push.publish(3, small_changed(push.bits, 3))
     (source,) = announced.sources
     chain = ReceivedChain(msgspec.structs.replace(source, total_elements=5000), announced, {})

@@ -105,7 +105,8 @@ def assert_become(shards: Sequence[ShardSpec], old: Bits, new: Bits, arrived: Se
         assert old or covered[name] == expected.size
 
 
-def test_units_are_filled_with_shards_of_one_dtype_and_cut_where_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_hold_shards_of_one_dtype_up_to_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are filled with shards of one dtype, and end where they are full."""
     monkeypatch.setattr(manifest, "UNIT_ELEMENTS", 300)
     sizes = [("a", 30), ("large", 700), ("b", 0), ("half", 5), ("c", 170), ("d", 1)]
     shards = [ShardSpec(n, "float16" if n == "half" else "bfloat16", (size,), 0, size) for n, size in sizes]
@@ -120,8 +121,9 @@ def test_units_are_filled_with_shards_of_one_dtype_and_cut_where_they_are_full(m
 
 
 @pytest.mark.parametrize("density", [0.005, 0.01, 0.03])
-def test_a_model_of_many_small_tensors_costs_what_one_tensor_does(density: float) -> None:
-    """166 of them; each by itself would take two bytes a change."""
+def test_many_small_tensors_cost_what_one_tensor_does(density: float) -> None:
+    """A model of many small tensors costs as many bytes as one tensor. 166 of them; each by itself would take two bytes
+    a change."""
     rate = learning_rate_for(density, draw_weights(1 << 17, seed=3, place=0))
     tensors, counts = [], UpdateCounts()
     for place, shape in enumerate(synthetic_model(300_000)):
@@ -162,7 +164,8 @@ def test_the_names_of_many_tensors_do_not_outweigh_their_changes() -> None:
     assert len(made._server._parts[delta.source.manifest_digest].manifest) < 1.0 * delta.source.changed_elements
 
 
-def test_a_manifest_that_unfolds_beyond_its_limit_is_refused_before_it_does() -> None:
+def test_an_oversized_manifest_is_refused_compressed() -> None:
+    """A manifest that decompresses beyond its limit is refused before that happens."""
     bomb = zstandard.compress(bytes(manifest.MANIFEST_LIMIT + 1))
     tracemalloc.start()
     try:

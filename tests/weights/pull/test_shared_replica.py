@@ -84,7 +84,8 @@ def assert_live(bits: Bits, *workers: Receiver) -> None:
             assert np.array_equal(worker.model.bits(name), expected), name
 
 
-def test_two_workers_fetch_each_version_once_and_hold_one_set_of_bits(machine: Machine) -> None:
+def test_two_workers_fetch_once_and_share_bits(machine: Machine) -> None:
+    """Two workers fetch each version once and hold one set of bits."""
     push, bits = machine.push, machine.push.bits
     first, second = machine.worker(), machine.worker()
     for version in range(5):
@@ -107,8 +108,9 @@ def test_two_workers_fetch_each_version_once_and_hold_one_set_of_bits(machine: M
             assert np.array_equal(expected, first.model.bits(name)), "version 4, now that 5 is announced on it"
 
 
-def test_a_worker_that_was_late_and_one_that_begins_take_all_from_memory(machine: Machine) -> None:
-    """No delta from their version is kept by the publisher, and no byte is sent for them."""
+def test_late_and_new_workers_take_all_from_memory(machine: Machine) -> None:
+    """A worker that was late and one that begins take all versions from memory. No delta from their version is kept by
+    the publisher, and no byte is sent for them."""
     push = machine.push
     fast, late = machine.worker(), machine.worker()
     machine.commit(push.publish(0, push.bits), fast, late)
@@ -186,7 +188,8 @@ def test_a_failed_commit_is_undone_though_others_went_on(machine: Machine, monke
     assert_live(changed(once, 2), failing)
 
 
-def test_workers_begin_on_one_checkpoint_and_a_restarted_one_joins(tmp_path: Path) -> None:
+def test_a_restarted_worker_joins_on_the_checkpoint(tmp_path: Path) -> None:
+    """Workers begin on one checkpoint, and a restarted one joins."""
     first = random_bits(0)
     path = save_checkpoint(tmp_path / "model", first, TENSORS)
     push = SmallPush(tmp_path, checkpoint=path)
@@ -206,7 +209,8 @@ def test_workers_begin_on_one_checkpoint_and_a_restarted_one_joins(tmp_path: Pat
     push.close()
 
 
-def test_a_worker_that_did_not_load_the_checkpoint_takes_the_anchor_from_memory(tmp_path: Path) -> None:
+def test_a_worker_without_the_checkpoint_takes_the_anchor(tmp_path: Path) -> None:
+    """A worker that did not load the checkpoint takes the anchor from memory."""
     first = random_bits(0)
     path = save_checkpoint(tmp_path / "model", first, TENSORS)
     push = SmallPush(tmp_path, checkpoint=path)
@@ -268,10 +272,11 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("point", quick_only(["fetching", "writing", "afterwards"], ["writing"]))
-def test_a_worker_that_is_killed_holds_up_nobody_and_leaves_no_memory(
+def test_a_killed_worker_delays_nobody_and_leaves_no_memory(
     machine: Machine, tmp_path: Path, point: str, late: bool
 ) -> None:
-    """``late``: the survivor has only staged version 1, which the other one is writing when it dies."""
+    """A worker that is killed delays nobody and leaves no memory. ``late``: the survivor has only staged version 1,
+    which the other one is writing when it dies."""
     push = machine.push
     paths = []
 
@@ -335,7 +340,9 @@ def test_memory_whose_holders_are_gone_is_begun_anew(machine: Machine) -> None:
 
 
 @pytest.mark.long
-def test_the_last_one_removes_the_directory_and_no_descriptor_is_left(machine: Machine) -> None:
+def test_the_last_worker_removes_the_directory(machine: Machine) -> None:
+    """The last worker removes the directory, and no descriptor is left."""
+
     def held() -> int:
         opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
         return sum("streamrl-weights" in path or str(machine.directory) in path for path in opened)
@@ -354,7 +361,8 @@ def test_the_last_one_removes_the_directory_and_no_descriptor_is_left(machine: M
     assert held() <= before
 
 
-def test_a_descriptor_that_was_used_again_is_not_taken_for_the_memory() -> None:
+def test_a_reused_descriptor_is_not_taken_for_the_memory() -> None:
+    """A descriptor that was used again is not taken for the memory."""
     memory, other = SharedMemory.create(100), SharedMemory.create(100)
     segment = memory.held_with()
     swapped = msgspec.structs.replace(segment, holders=(Holder(os.getpid(), other.descriptor),))

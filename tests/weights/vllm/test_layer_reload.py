@@ -200,9 +200,8 @@ class FailingMethod:
         raise RuntimeError("no room")
 
 
-def test_a_foreign_write_to_a_quantised_tensor_is_noticed_and_an_anchor_repairs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_foreign_writes_to_quantised_tensors_are_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A foreign write to a quantised tensor is noticed, and an anchor repairs it."""
     bits = random_bits(0)
     model, live, replica = anchored(monkeypatch, bits)
     model.second.weight.data[0, 0] += 1

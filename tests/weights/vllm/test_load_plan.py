@@ -139,7 +139,8 @@ def test_nan_payloads_and_signed_zero_reach_a_float32_engine() -> None:
     assert np.array_equal(stored, new["norm"].astype(np.uint32) << 16)
 
 
-def test_a_foreign_write_is_noticed_and_undo_restores_what_was_touched() -> None:
+def test_a_foreign_write_is_noticed_and_undone() -> None:
+    """A foreign write is noticed, and undo restores the elements that were touched."""
     worker = Worker()
     old = random_bits(0)
     live, replica = anchored(worker, old)
@@ -373,7 +374,8 @@ class LateBias(Worker):
             super().load(name, tensor)
 
 
-def test_a_parameter_that_the_loader_makes_anew_keeps_its_memory_and_its_values() -> None:
+def test_a_parameter_made_by_the_loader_keeps_its_memory() -> None:
+    """A parameter that the loader makes again keeps its memory and its values."""
     worker, bits = LateBias(), random_bits(3)
     with torch.no_grad():
         for name, values in bits.items():
@@ -386,7 +388,9 @@ def test_a_parameter_that_the_loader_makes_anew_keeps_its_memory_and_its_values(
     assert torch.equal(worker.norm.detach(), as_tensor("norm", new["norm"]).float())
 
 
-def test_refuses_a_loader_that_needs_values_and_one_that_makes_a_parameter_of_them() -> None:
+def test_loaders_that_depend_on_values_are_refused() -> None:
+    """A loader that needs values, and one that makes a parameter from them, is refused."""
+
     def asks(self: Worker, name: str, tensor: torch.Tensor) -> None:
         self.norm.data.copy_(tensor) if float(tensor.sum()) else None
 

@@ -34,7 +34,8 @@ def test_what_is_listed_is_written_and_nothing_else(size: int, runtime: str) -> 
 
 @pytest.mark.parametrize("runtime", ["uint16", "uint32"])
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_elements_that_are_something_else_are_counted_and_nothing_is_new(size: int, runtime: str) -> None:
+def test_different_elements_are_counted_and_unchanged(size: int, runtime: str) -> None:
+    """Elements that hold something else are counted, and nothing is written."""
     for index in {0, size // 2, size - 1}:
         live, elements, old, new = update(size, runtime)
         before = live.copy()

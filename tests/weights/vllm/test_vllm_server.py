@@ -81,7 +81,8 @@ def test_a_push_is_staged_before_the_pause_and_committed_in_it(server: Threading
     assert server.calls[5][1] == {"weight_version": "7"}  # type: ignore[attr-defined]
 
 
-def test_a_commit_that_does_not_verify_is_rolled_back_and_the_server_goes_on(server: ThreadingHTTPServer) -> None:
+def test_an_unverified_commit_is_rolled_back(server: ThreadingHTTPServer) -> None:
+    """A commit that does not verify is rolled back, and the server goes on."""
     server.answers["streamrl_apply"] = (200, {"results": [{**HELD, "state_hash": 5}]})  # type: ignore[attr-defined]
     with pytest.raises(WeightError, match="the live weights of 1 workers add up to state hash 0x0000000000000005"):
         asyncio.run(push(client_of(server), ANNOUNCED))
@@ -90,7 +91,8 @@ def test_a_commit_that_does_not_verify_is_rolled_back_and_the_server_goes_on(ser
     assert "/finish_weight_update" not in paths
 
 
-def test_a_server_of_which_nobody_knows_what_it_holds_stays_paused(server: ThreadingHTTPServer) -> None:
+def test_a_server_in_unknown_state_stays_paused(server: ThreadingHTTPServer) -> None:
+    """A server whose weights are unknown stays paused."""
     server.answers["streamrl_apply"] = (500, {"error": "lost"})  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match="version 7 could not be committed"):
         asyncio.run(push(client_of(server), ANNOUNCED))
@@ -111,7 +113,8 @@ def test_a_push_that_is_given_up_in_its_pause_ends_it_first(server: ThreadingHTT
     assert [path for path, _ in server.calls[-2:]] == ["/finish_weight_update", "/resume"]  # type: ignore[attr-defined]
 
 
-def test_an_answer_that_is_an_error_names_the_route_and_the_remedy(server: ThreadingHTTPServer) -> None:
+def test_an_error_answer_names_route_and_remedy(server: ThreadingHTTPServer) -> None:
+    """An answer that is an error names the route and the remedy."""
     server.answers["pause"] = (404, {"detail": "Not Found"})  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match=r"/pause\?mode=keep.* answered 404: .*Not Found.*VLLM_SERVER_DEV_MODE=1"):
         asyncio.run(client_of(server).pause_generation())

@@ -130,9 +130,10 @@ class CrashAt:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("number", range(ROUTES))
-def test_a_crash_at_any_write_is_undone_and_the_delta_may_be_committed_again(
+def test_a_crash_at_any_write_is_undone(
     push: SmallPush, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, number: int, after: bool
 ) -> None:
+    """A crash at any write is undone, and the delta can be committed again."""
     new = changed(push.bits, 1)
     announced = push.publish(1, new)
     with monkeypatch.context() as planted:
@@ -186,9 +187,8 @@ def test_a_crash_of_the_undoing_taints_and_an_anchor_heals(
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_replica_that_fails_to_catch_up_does_so_with_the_next_version(
-    push: SmallPush, receiver: Receiver, number: int
-) -> None:
+def test_a_replica_catches_up_with_the_next_version(push: SmallPush, receiver: Receiver, number: int) -> None:
+    """A replica that fails to catch up does so with the next version."""
     once, twice = changed(push.bits, 1), changed(changed(push.bits, 1), 2)
     receiver.commit(push.publish(1, once))
     push.publisher.acknowledge(1)
@@ -258,9 +258,10 @@ def test_weights_that_a_sleep_dropped_are_no_version(push: SmallPush, receiver: 
     receiver.assert_holds(2, once)
 
 
-def test_a_newer_version_does_not_wait_in_the_engine_for_the_staging_before(
+def test_newer_versions_do_not_wait_for_earlier_staging(
     push: SmallPush, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A newer version does not wait in the engine for the staging before."""
     announced, replica, reading = (
         push.publish(1, changed(push.bits, 1)),
         receiver.transaction.replica,
@@ -330,7 +331,8 @@ def on_checkpoint(tmp_path: Path) -> Iterator[OnCheckpoint]:
     push.close()
 
 
-def test_a_restarted_worker_takes_all_deltas_on_the_checkpoint_that_it_has_loaded(on_checkpoint: OnCheckpoint) -> None:
+def test_a_restarted_worker_takes_deltas_on_its_checkpoint(on_checkpoint: OnCheckpoint) -> None:
+    """A restarted worker takes all deltas on the checkpoint that it has loaded."""
     first, path, push = on_checkpoint
     push.bits = first
     push.publish(0, first)
@@ -349,7 +351,8 @@ def test_a_restarted_worker_takes_all_deltas_on_the_checkpoint_that_it_has_loade
     restarted.assert_holds(2, changed(new, 2))
 
 
-def test_a_worker_that_did_not_load_the_checkpoint_it_says_needs_an_anchor(on_checkpoint: OnCheckpoint) -> None:
+def test_a_worker_on_another_checkpoint_needs_an_anchor(on_checkpoint: OnCheckpoint) -> None:
+    """A worker that did not load the checkpoint that it names needs an anchor."""
     first, path, push = on_checkpoint
     delta = push.publish(0, first)
     wrong = Receiver(push, checkpoint=path)
@@ -384,9 +387,9 @@ def test_a_crash_before_the_first_version_leaves_what_was_loaded(
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_receiver_that_is_killed_disturbs_nobody_and_comes_back_by_an_anchor(
-    push: SmallPush, tmp_path: Path, point: str
-) -> None:
+def test_a_killed_receiver_comes_back_by_an_anchor(push: SmallPush, tmp_path: Path, point: str) -> None:
+    """A receiver that is killed disturbs nobody, and comes back by an anchor."""
+
     def saved(announced: WeightAnnouncement) -> str:
         path = tmp_path / f"{announced.policy_version}-{announced.base_version}"
         path.write_bytes(msgspec.msgpack.encode(announced))
