@@ -1,1 +1,1 @@
-"""What is tried for hours: simulated faults, fuzzed decoders, hostile peers, families of models, people's files."""
+"""What is tried for hours: simulated faults, fuzzed decoders, hostile peers, killed processes, people's files."""

@@ -9,6 +9,9 @@
     python -m campaigns followers [shots | pairs]    # trackers that are killed, stopped, out of disk or asleep
     python -m campaigns hosts shots [--shots N] [--kinds ...] [--python PATH]   # three hosts in namespaces, with Ray
     python -m campaigns hosts equality [--kinds hsdp2x2]   # over hosts, and on one: the same model bit for bit
+    python -m campaigns chaos [--kills N] [--engines vllm]   # processes of real runs that are killed or stopped
+    python -m campaigns soak [--minutes N]           # whether a long run with faults grows
+    python -m campaigns twins --out FOLDER [--kills N]   # killed and resumed runs, beside one that is left alone
     python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
     python -m campaigns suite_faults [NAME ...]      # faults of the product that the tests must see
 
@@ -22,7 +25,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from campaigns import control_walks, endpoint_requests, followers, model_families, suite_faults
+from campaigns import control_walks, endpoint_requests, followers, model_families, resume_twins, soak, suite_faults
+from campaigns.chaos import campaign as chaos
 from campaigns.faults import campaign as faults
 from campaigns.front_door import campaign as front_door
 from campaigns.fuzz import campaign as fuzz
@@ -38,7 +42,7 @@ def main() -> int:
     campaigns = parser.add_subparsers(required=True, metavar="CAMPAIGN")
     plain = {"faults": faults, "fuzz": fuzz, "families": model_families, "front_door": front_door}
     plain |= {"followers": followers, "endpoint": endpoint_requests, "walks": control_walks, "hosts": hosts}
-    plain["suite_faults"] = suite_faults
+    plain |= {"suite_faults": suite_faults, "chaos": chaos, "soak": soak, "twins": resume_twins}
     for name, module in {**plain, **HOSTILE}.items():
         command = campaigns.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         if name in HOSTILE:

@@ -1,18 +1,16 @@
-"""The judge of the chaos runs (``benchmarks/chaos_oracle.py``) sees each of the faults that it is there to see."""
+"""The judge of the chaos runs (``campaigns/chaos/chaos_oracle.py``) sees each of the faults that it is there to see."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from chaos_oracle import Verdict, judge
-from chaos_plan import MUST_RESUME, Cell, Phase, plan
+from campaigns.chaos.chaos_oracle import Verdict, judge
+from campaigns.chaos.chaos_plan import MUST_RESUME, Cell, Phase, plan
 
 CELL = Cell(number=0, engines="vllm", seed=0, rounds="synchronous", engine_count=2, ranks=1, shots=())
 Lines = list[dict[str, Any]]

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 
 from gpu_cases import ON_A_GPU
-from kill_engine import host_of, short_demo
 
+from campaigns.chaos.kill_engine import host_of, short_demo
 from streamrl.base.run_events import EngineBack, EngineLost, RunFinished, StepFinished
 from streamrl.launch.pipeline import Pipeline
 from streamrl.recipe.sections import EngineKind

@@ -296,7 +296,7 @@ def assert_right_weights(run: Run, steps: list[dict[str, float]], serving: list[
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_rollpacker_survives_a_killed_engine_and_rank(tmp_path: Path) -> None:
-    """RollPacker goes on after a killed engine and a killed rank. ``benchmarks/chaos.py`` kills the others;
+    """RollPacker goes on after a killed engine and a killed rank. ``python -m campaigns chaos`` kills the others;
     ``test_systems.py`` kills runs of every system, simulated."""
     run = Run(tmp_path, ROLLPACKER, run__steps=100_000)
     run.wait_for_step(1)

@@ -1,8 +1,8 @@
 """Does a run grow? Real processes for an hour, with faults, and the memory, files and threads of every one of them.
 
-    python benchmarks/soak.py --minutes 60                      # simulated engines, a fault a minute on average
-    python benchmarks/soak.py --minutes 60 --engines vllm --faults-per-minute 0.2 --out soak.json
-    python benchmarks/soak.py --minutes 60 --faults-per-minute 0
+    python -m campaigns soak --minutes 60                      # simulated engines, a fault a minute on average
+    python -m campaigns soak --minutes 60 --engines vllm --faults-per-minute 0.2 --out soak.json
+    python -m campaigns soak --minutes 60 --faults-per-minute 0
 
 Every few seconds each process of the run is asked for its resident and proportional memory, its file descriptors and
 threads; ``/dev/shm`` and the run's socket directory are counted. A fault ends a process, and its successor starts
@@ -26,10 +26,19 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from chaos_oracle import judge
-from chaos_plan import Cell, Method, Phase, Shot
-from chaos_processes import become_subreaper, labelled, living, mapped_segments, residue, send, shared_memory
-from chaos_run import ChaosRun, drawn_prompts, end_run, shoot
+
+from campaigns.chaos.chaos_oracle import judge
+from campaigns.chaos.chaos_plan import Cell, Method, Phase, Shot
+from campaigns.chaos.chaos_processes import (
+    become_subreaper,
+    labelled,
+    living,
+    mapped_segments,
+    residue,
+    send,
+    shared_memory,
+)
+from campaigns.chaos.chaos_run import ChaosRun, drawn_prompts, end_run, shoot
 
 MIB = 1 << 20
 WARM_S = 60.0
@@ -236,16 +245,18 @@ def _shot(source: random.Random) -> Shot:
     return Shot(victims=(source.choice(victims),), phase=Phase.ANY, method=method, delay_s=0.0, stopped_s=stopped_s)
 
 
-def main() -> int:
-    """Soak, report; exit code 1 when something grows or is wrong."""
-    arguments = argparse.ArgumentParser(description="Look for growth in a long run.")
+def add_arguments(arguments: argparse.ArgumentParser) -> None:
     arguments.add_argument("--minutes", type=float, default=60.0)
     arguments.add_argument("--engines", choices=["simulated", "vllm"], default="simulated")
     arguments.add_argument("--faults-per-minute", type=float, default=1.0)
     arguments.add_argument("--sample-s", type=float, default=5.0)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--out", type=Path, help="write all samples as JSON")
-    options = arguments.parse_args()
+    arguments.set_defaults(work=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Soak, then report; 1 when something grows or is wrong."""
     become_subreaper()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     series, faults = Series(), list[str]()
@@ -258,7 +269,3 @@ def main() -> int:
         samples = msgspec.to_builtins({"samples": series.samples, "whole": series.whole, "faults": [*faults, *grows]})
         options.out.write_text(json.dumps(samples))
     return 1 if faults or grows else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
 """Runs that are killed and resumed, beside one that is not: batches and weights must be equal (design, invariant 7).
 
-    python benchmarks/resume_twins.py --out twins --engines simulated --kills 50
-    python benchmarks/resume_twins.py --out twins_vllm --engines vllm --kills 10
+    python -m campaigns twins --out twins --engines simulated --kills 50
+    python -m campaigns twins --out twins_vllm --engines vllm --kills 10
 
-    python benchmarks/resume_twins.py --out twins_all --engines vllm --rounds rollpacker --victims parts --kills 1
+    python -m campaigns twins --out twins_all --engines vllm --rounds rollpacker --victims parts --kills 1
 
 Every twin is a real run with ``run.deterministic``, whose whole process tree is killed with SIGKILL at a random moment
 (some of them twice: a resume is resumed) and which ``streamrl resume`` ends; with ``--victims parts`` an engine is
@@ -92,8 +92,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     weights: dict[str, str]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engines", choices=("simulated", "vllm"), default="simulated")
     parser.add_argument("--rounds", nargs="+", choices=list(ROUNDS), default=list(ROUNDS)[:3])
@@ -102,7 +101,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep the directories of twins that differ")
-    options = parser.parse_args()
+    parser.set_defaults(work=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Kill twins, then compare them with the runs that were left alone; 1 where one differs."""
     options.out.mkdir(parents=True, exist_ok=True)
     whole = {name: _unkilled(options, name) for name in options.rounds}
     twins = []
@@ -325,7 +328,3 @@ def _differences(whole: Fingerprint, twin: Fingerprint) -> list[str]:
         for name in sorted(whole.weights.keys() | twin.weights.keys())
         if whole.weights.get(name) != twin.weights.get(name)
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

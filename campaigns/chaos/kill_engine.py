@@ -1,4 +1,4 @@
-"""A short demo whose engine hosts can be found, to be killed: ``chaos.py`` kills, a test on a GPU does."""
+"""A short demo whose engine hosts can be found, to be killed: a test on a GPU kills them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from chaos_processes import log_name
 
+from campaigns.chaos.chaos_processes import log_name
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import EngineKind, Recipe
 
-DEMO = Path(__file__).parents[1] / "examples" / "sort" / "recipe.toml"
+DEMO = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 
 
 def short_demo(kind: EngineKind, steps: int, directory: str) -> Recipe:

@@ -1,14 +1,14 @@
 """Kills real processes of real runs, at random and at the worst moments, and looks for what was lost, and what is left.
 
-    python benchmarks/chaos.py --engines simulated --kills 270 --out chaos-cells     # goes on where it was stopped
-    python benchmarks/chaos.py --engines vllm --kills 30 --steps 30 --out chaos-cells
-    python benchmarks/chaos.py --out chaos-cells --report
+    python -m campaigns chaos --engines simulated --kills 270 --out chaos-cells     # goes on where it was stopped
+    python -m campaigns chaos --engines vllm --kills 30 --steps 30 --out chaos-cells
+    python -m campaigns chaos --out chaos-cells --report
 
 A *cell* is one run of a small version of the demo and the shots it gets (``chaos_plan``): SIGKILL, or SIGSTOP and then
 SIGCONT or SIGKILL, to the controller, engine hosts and vLLM's own process, trainer ranks, the reward worker and what it
 started, the supervisor, two at once, all at once; at random, or as a phase is seen to begin. A run must
 go on by itself, after the death of its supervisor by ``streamrl resume``. Then it is judged by what the runner's own
-witnesses wrote (``chaos_tap``, ``chaos_reward``, ``chaos_oracle``). A shot that hit nothing is vacuous and does not
+witnesses wrote (``tap``, ``chaos_reward``, ``chaos_oracle``). A shot that hit nothing is vacuous and does not
 count. Each cell is one JSON file; what a faulty run left is kept beside it."""
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from chaos_plan import Cell, plan
-from chaos_processes import become_subreaper
-from chaos_report import read_results, report
-from chaos_run import CellResult, run_cell
 
+from campaigns.chaos.chaos_plan import Cell, plan
+from campaigns.chaos.chaos_processes import become_subreaper
+from campaigns.chaos.chaos_report import read_results, report
+from campaigns.chaos.chaos_run import CellResult, run_cell
 from streamrl.base.atomic_files import write_atomic
 
 
-def main() -> int:
-    """Run what is missing, then report; exit code 1 when a cell has a fault."""
-    arguments = argparse.ArgumentParser(description="Kill processes of runs, and judge what became of the runs.")
+def add_arguments(arguments: argparse.ArgumentParser) -> None:
     arguments.add_argument("--engines", choices=["simulated", "vllm"], default="simulated")
     arguments.add_argument("--kills", type=int, default=270)
     arguments.add_argument("--seed", type=int, default=0)
@@ -46,7 +44,11 @@ def main() -> int:
     arguments.add_argument("--out", type=Path, default=Path("chaos-cells"))
     arguments.add_argument("--keep", action="store_true", help="keep what good runs left, too")
     arguments.add_argument("--report", action="store_true", help="only print what there is")
-    options = arguments.parse_args()
+    arguments.set_defaults(work=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run what is missing, then report; 1 when a cell has a fault."""
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.report:
@@ -85,7 +87,3 @@ def _line(result: CellResult) -> str:
         f"cell {result.cell.number} ({result.cell.rounds}, {result.cell.ranks} ranks, {result.seconds:.0f} s, "
         f"{result.verdict.steps} steps): {shots}{wrong}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

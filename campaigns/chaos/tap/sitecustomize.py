@@ -1,7 +1,7 @@
 """Writes down what the processes of a run really do: Python imports this by itself, the product knows nothing of it.
 
-``benchmarks/chaos.py`` puts this directory on ``PYTHONPATH`` and names a file in ``STREAMRL_CHAOS_TAP``. Each line
-there is one JSON object, appended in one write: ``t`` (monotonic seconds, one clock for the machine), ``born`` (when
+``python -m campaigns chaos`` puts this directory on ``PYTHONPATH``, and names a file in ``STREAMRL_CHAOS_TAP``. A line
+of it is one JSON object, appended in one write: ``t`` (monotonic seconds, one clock for the machine), ``born`` (when
 the process began), ``pid``, ``role`` (``engine-0``), ``kind``, and what is known of it. Nothing of streamrl is imported
 here: a few methods are wrapped as their module is imported."""
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from chaos_plan import Method, Phase, Shot
-from chaos_run import CellResult, ShotResult
+
+from campaigns.chaos.chaos_plan import Method, Phase, Shot
+from campaigns.chaos.chaos_run import CellResult, ShotResult
 
 
 def read_results(folder: Path) -> list[CellResult]:

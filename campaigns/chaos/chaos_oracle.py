@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from chaos_plan import Cell
-from chaos_records import Record
 from safetensors import deserialize
+
+from campaigns.chaos.chaos_plan import Cell
+from campaigns.chaos.chaos_records import Record
 
 BEHIND = {"synchronous": 0, "tail_batching": 5, "continuous": 4}
 """Batches of prompts that may be drawn and not trained yet: in flight, or deferred to a long round."""

@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 import psutil
-from chaos_oracle import Verdict, judge
-from chaos_plan import MUST_RESUME, SEEN_BY, TREE, Cell, Method, Phase, Shot
-from chaos_processes import (
+from training_run import StreamrlCommand
+
+from campaigns.chaos.chaos_oracle import Verdict, judge
+from campaigns.chaos.chaos_plan import MUST_RESUME, SEEN_BY, TREE, Cell, Method, Phase, Shot
+from campaigns.chaos.chaos_processes import (
     describe,
     directories_for_clean,
     labelled,
@@ -26,11 +28,11 @@ from chaos_processes import (
     shared_memory,
     wait_until_none,
 )
-from chaos_records import Record, Witness
-from training_run import StreamrlCommand
+from campaigns.chaos.chaos_records import Record, Witness
 
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parent / "examples" / "sort"
+ROOT = HERE.parents[1]
+EXAMPLE = ROOT / "examples" / "sort"
 GONE_S = 50.0
 ENDLESS = 10**6
 DRAIN_S = 300.0
@@ -68,7 +70,7 @@ class ChaosRun(StreamrlCommand):
 
     def __init__(self, cell: Cell, folder: Path, temporary: Path, *, steps: int) -> None:
         tap, self.ledger = folder / "tap.jsonl", folder / "ledger.jsonl"
-        path = os.pathsep.join([str(HERE / "chaos_tap"), str(HERE.parent)])
+        path = os.pathsep.join([str(HERE / "tap"), str(ROOT)])
         super().__init__(folder, {"PYTHONPATH": path, "STREAMRL_CHAOS_TAP": str(tap), "TMPDIR": str(temporary)})
         self.cell, self.temporary, self.steps = cell, temporary, steps
         self.witness = Witness(tap, self.ledger)
