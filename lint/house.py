@@ -53,7 +53,7 @@ LIMITS = {
     "imports of wings that are not listed": 0,
     "circles of rooms and folders": 0,
     "circles of files": 0,
-    "circles of files in campaigns": 1,
+    "circles of files in campaigns": 0,
     "circles of files in benchmarks": 0,
     "files above 15 in a folder": 0,
     f"classes above {STATEMENTS_A_CLASS} statements": 0,

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import anyio
@@ -20,10 +20,11 @@ import msgspec
 from anyio._backends import _asyncio
 
 from campaigns.faults import simulated_parts as parts
-from campaigns.faults.simulated_machine import SimulatedLauncher
+from campaigns.faults.simulated_machine import Machine, SimulatedLauncher
 from campaigns.faults.simulated_trainer import SimulatedTrainer
 from campaigns.faults.stamped_engine import StampedEngine
 from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
+from campaigns.faults.world_state import WorldState
 from streamrl.base.atomic_files import hold_lock
 from streamrl.comm import zmq_stream
 from streamrl.comm.stream_protocol import Hello
@@ -60,9 +61,6 @@ from streamrl.run.journal import journal_file
 from streamrl.run.prompts import open_prompts as prompts_module
 from streamrl.stages import training
 
-if TYPE_CHECKING:
-    from campaigns.faults.world import World
-
 _ROLES = (run_controller, supervisor)  # imported before anything is looked for
 _INIT, _HANDLE, _SNAPSHOT = Control.__init__, Control.handle, Control.snapshot
 _PLAN = topology_module.plan_topology
@@ -92,8 +90,8 @@ def _places_of(original: Any) -> list[tuple[Any, str]]:
 
 
 @contextmanager
-def patched_product(world: World) -> Iterator[None]:
-    """The product on ``world``."""
+def patched_product(world: WorldState, machine: Machine) -> Iterator[None]:
+    """The product on ``world`` and its ``machine``."""
     with ExitStack() as stack:
 
         def put(owner: Any, name: str, value: Any) -> None:
@@ -120,7 +118,8 @@ def patched_product(world: World) -> Iterator[None]:
 
         _walked_in_order(put)
         _files_and_user_code(world, put, put_for)
-        _processes(world, put, put_for)
+        put(os, "_exit", machine.leave)
+        _processes(world, machine, put, put_for)
         _parts(world, put)
         put(journal_file, "os", SimulatedOs(world))
         put(journal_file, "to_thread", SimulatedThread(world))
@@ -161,7 +160,7 @@ def _walked_in_order(put: Any) -> None:
     put(RemoteEngine, "__hash__", number_of)
 
 
-def _files_and_user_code(world: World, put: Any, put_for: Any) -> None:
+def _files_and_user_code(world: WorldState, put: Any, put_for: Any) -> None:
     def open_prompts(source: str, tokenizer: Any, **named: Any) -> parts.SimulatedPrompts:
         held_out = "held_out" in source
         limit = 10 if held_out else 10**9
@@ -173,7 +172,6 @@ def _files_and_user_code(world: World, put: Any, put_for: Any) -> None:
     tokenizer = parts.StubTokenizer()
     put_for(load_tokenizer, lambda _: tokenizer)
     put_for(open_timer, lambda: None)
-    put(os, "_exit", world.machine.leave)
     put_for(prompts_module.open_prompts, open_prompts)
     put_for(TelemetryPublisher, parts.SilentSink)
     put_for(installed_device, lambda: "cuda" if world.shape.seed % 2 else "cpu")
@@ -181,7 +179,7 @@ def _files_and_user_code(world: World, put: Any, put_for: Any) -> None:
     put_for(inspect_in_subprocess, inspect)
 
 
-def _processes(world: World, put: Any, put_for: Any) -> None:
+def _processes(world: WorldState, machine: Machine, put: Any, put_for: Any) -> None:
     def plan_topology(recipe: Any, sockets: Path) -> Any:
         world.topology = _PLAN(recipe, Path(world.sockets))
         return world.topology
@@ -196,7 +194,6 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     async def no_control_socket(*_: Any, **__: Any) -> AsyncIterator[None]:
         yield
 
-    machine = world.machine
     put_for(preflight, lambda *_: None)
     put_for(clean_up.remove_killed_life, lambda *_: [])
     put_for(refuse_changes, lambda *_, **__: [])
@@ -227,7 +224,7 @@ def _named_everywhere(put: Any, name: str, value: Any) -> None:
         put(owner, name, value)
 
 
-def _control(world: World, put: Any) -> None:
+def _control(world: WorldState, put: Any) -> None:
     """Nothing is replaced: the ledger sees what control takes, orders, writes down, and begins with."""
 
     def init(control: Control, settings: Any, policy: Any, sizer: Any, snapshot: Any = None, *more: Any) -> None:
@@ -250,7 +247,7 @@ def _control(world: World, put: Any) -> None:
     put(Control, "snapshot", snapshot)
 
 
-def _parts(world: World, put: Any) -> None:
+def _parts(world: WorldState, put: Any) -> None:
     def engine(options: Any, *_: Any) -> StampedEngine:
         shape = world.shape
         chosen = SimulationOptions(

@@ -8,9 +8,10 @@ import asyncio
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
+from campaigns.faults.world_state import WorldState
 from streamrl.base.errors import StreamRLError
 from streamrl.launch.roles import role_main
 from streamrl.processes import run_role
@@ -19,9 +20,6 @@ from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, failur
 from streamrl.processes.launcher import ChildProcess
 from streamrl.processes.run_role import ChildContext, Terminated
 from streamrl.recipe.topology import ProcessPlan, Topology
-
-if TYPE_CHECKING:
-    from campaigns.faults.world import World
 
 FIRST_PID = 100
 DECLARED = (StreamRLError, OSError, SystemExit)
@@ -63,7 +61,7 @@ class SimulatedPopen:
 class Machine:
     """Processes of one world by pid. ``exited`` is called at every end."""
 
-    def __init__(self, world: World, exited: Callable[[SimulatedPopen], None]) -> None:
+    def __init__(self, world: WorldState, exited: Callable[[SimulatedPopen], None]) -> None:
         self.world = world
         self.by_pid: dict[int, SimulatedPopen] = {}
         self.incarnations: dict[str, int] = {}

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 
 from campaigns.faults.fault_plan import Phase
 from campaigns.faults.ledger import digest_of
 from campaigns.faults.virtual_time import PROCESS
+from campaigns.faults.world_state import WorldState
 from streamrl.base.types import Prompt, token_array
 
-if TYPE_CHECKING:
-    from campaigns.faults.world import World
-
-WORLDS: list[World] = []
+WORLDS: list[WorldState] = []
 """The world that runs now: user code and patched classes find it here."""
 
 TOKENIZER_DIGEST = "simulated"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from campaigns.faults.ledger import digest_of
 from campaigns.faults.simulated_parts import TOKENIZER_DIGEST
 from campaigns.faults.virtual_time import PROCESS
+from campaigns.faults.world_state import PublishedPart, WorldState
 from streamrl.base.atomic_files import take_sidecar
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import (
@@ -24,17 +24,6 @@ from streamrl.base.messages import (
 from streamrl.base.types import TrainingGroup
 from streamrl.learning.state.durable_files import files_below, flush_and_digest, move_into_place, write_digests
 
-if TYPE_CHECKING:
-    from campaigns.faults.world import World
-
-
-class PublishedPart(msgspec.Struct, frozen=True):
-    """One rank's part of a version, as bytes would be: what it makes of ``base`` (None: of anything)."""
-
-    base: int | None
-    content: int
-    life: object
-
 
 class RankState(msgspec.Struct, frozen=True):
     """What a checkpoint keeps of one rank."""
@@ -44,9 +33,9 @@ class RankState(msgspec.Struct, frozen=True):
 
 
 class SimulatedTrainer:
-    """A ``stages.training.Trainer``. Weights are a number: the hash of all batches that made them."""
+    """A trainer in place of ``learning.trainer.TorchTrainer``: its weights are a hash of all batches that made them."""
 
-    def __init__(self, world: World, rank: int, ranks: int, directory: Path | None) -> None:
+    def __init__(self, world: WorldState, rank: int, ranks: int, directory: Path | None) -> None:
         self.world, self.rank, self.ranks = world, rank, ranks
         self.life = PROCESS.get()
         self.version, self.content = 0, digest_of("initial", rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -13,14 +13,12 @@ import msgspec
 from campaigns.faults.fault_plan import Phase
 from campaigns.faults.ledger import MODULUS, digest_of, stamp_of
 from campaigns.faults.virtual_time import PROCESS
+from campaigns.faults.world_state import WorldState
 from streamrl.base.errors import RequestRefused, WeightError
 from streamrl.base.messages import Generate, OrderDone, WeightAnnouncement
 from streamrl.base.types import Completion, FloatArray, float_array
 from streamrl.engines.simulated import engine as simulated_engine
 from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
-
-if TYPE_CHECKING:
-    from campaigns.faults.world import World
 
 
 class _OpenRequests(dict[str, Any]):
@@ -40,7 +38,7 @@ class StampedEngine(SimulatedEngine):
     """An engine whose tokens say by which weights they were sampled. Weights are numbers, one for each rank, made from
     what was fetched: nobody can claim to hold what it did not take."""
 
-    def __init__(self, world: World, name: str, options: SimulationOptions) -> None:
+    def __init__(self, world: WorldState, name: str, options: SimulationOptions) -> None:
         super().__init__(options, clock=world.loop.time, sleep=asyncio.sleep)
         self._open: Any = _OpenRequests(self)
         self.world, self.name = world, name

@@ -8,14 +8,12 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
-
-if TYPE_CHECKING:
-    from campaigns.faults.world import World
+from campaigns.faults.world_state import WorldState
 
 FLUSH_S = 0.004
 ERRORS = {"disk_full": errno.ENOSPC, "write_error": errno.EIO}
@@ -24,7 +22,7 @@ ERRORS = {"disk_full": errno.ENOSPC, "write_error": errno.EIO}
 class SimulatedOs:
     """``os`` for the journal: its files are closed when the process that opened them ends, and its writes can fail."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: WorldState) -> None:
         self._world = world
         self._open: set[int] = set()
 
@@ -66,7 +64,7 @@ class SimulatedOs:
 class SimulatedThread:
     """``anyio.to_thread`` for the journal: a write is done at the end of the time that a flush takes."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: WorldState) -> None:
         self._world = world
 
     async def run_sync(self, write: Callable[..., None], *arguments: Any) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
 
 from campaigns.faults.fault_plan import Fault, Phase
+from campaigns.faults.simulated_machine import Machine
 from campaigns.faults.simulated_network import Link, Wire
 from campaigns.faults.virtual_time import SimulatedProcess
+from campaigns.faults.world_state import WorldState
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.comm.stream_protocol import Kind
 from streamrl.comm.wire import parse_header
-
-if TYPE_CHECKING:
-    from campaigns.faults.world import World
 
 CHECKED_BYTES = 6
 """Of the header: who made it, and which version of it."""
@@ -36,13 +34,14 @@ Twist = Callable[[list[bytes]], list[list[bytes]]]
 class Faults:
     """The faults of one world. ``fired``: cells, in order; ``suspects``: the processes that they hit."""
 
-    def __init__(self, world: World, plan: list[Fault]) -> None:
+    def __init__(self, world: WorldState, machine: Machine, plan: list[Fault]) -> None:
         self.plan = plan
         self.fired: list[str] = []
         self.suspects: set[str] = set()
         self.last_s = 0.0
         self.slow_flush_s = 0.0
         self._world = world
+        self._machine = machine
         self._active: Counter[Phase] = Counter()
         self._begun: Counter[Phase] = Counter()
         self._at: dict[tuple[Phase, int], list[Fault]] = defaultdict(list)
@@ -121,7 +120,7 @@ class Faults:
     def _do(self, fault: Fault) -> bool:
         """Whether it is done, or will be as soon as it can be noticed."""
         name = self._target(fault)
-        process = self._world.machine.living(name)
+        process = self._machine.living(name)
         if process is None and fault.component in PROCESSES:
             return False
         match fault.kind:
@@ -145,9 +144,9 @@ class Faults:
         if fault.kind == "stop":
             return world.operator.ask_to_stop()
         if fault.kind == "restart":  # a worker finds that it is stuck, and asks to be replaced
-            world.machine._left(world.machine.lives[name], REWARD_RESTART_EXIT_CODE)
+            self._machine._left(self._machine.lives[name], REWARD_RESTART_EXIT_CODE)
             return True
-        return world.operator.kill_everything() if name == "tree" else world.machine.kill(name)
+        return world.operator.kill_everything() if name == "tree" else self._machine.kill(name)
 
     def _take_time(self, fault: Fault, process: SimulatedProcess | None) -> bool:
         world = self._world

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from campaigns.faults.fault_plan import ENDS_RUNS, Phase
+from campaigns.faults.simulated_machine import Machine
+from campaigns.faults.world_faults import Faults
+from campaigns.faults.world_state import WorldState
 from streamrl.base.run_events import RunFinished, RunResumed
 from streamrl.launch.pipeline import Pipeline
 from streamrl.recipe.topology import JOURNAL_DIRECTORY
-
-if TYPE_CHECKING:
-    from campaigns.faults.world import World
 
 PARENT = "parent"
 REFUSED = {"refuse_delta", "corrupt_delta"}
@@ -22,10 +20,12 @@ class Operator:
     """``lives``: how often the run was started; ``result``: kind and message of how it ended for good;
     ``asked_to_stop``: in this life."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: WorldState, machine: Machine, faults: Faults) -> None:
         self.result: tuple[str, str] | None = None
         self.lives = 0
         self._world = world
+        self._machine = machine
+        self._faults = faults
         self._pipeline: Pipeline | None = None
         self.asked_to_stop = False
         self._faults_before = 0
@@ -35,9 +35,9 @@ class Operator:
         world = self._world
         resumes = (world.directory / "run" / JOURNAL_DIRECTORY).is_dir()
         self.lives += 1
-        self.asked_to_stop, self._faults_before = False, len(world.faults.fired)
-        world.faults.over(Phase.START)
-        world.faults.begin(Phase.START)
+        self.asked_to_stop, self._faults_before = False, len(self._faults.fired)
+        self._faults.over(Phase.START)
+        self._faults.begin(Phase.START)
         world.progressed()
 
         async def main() -> int:
@@ -45,11 +45,11 @@ class Operator:
             world.loop.call_soon(self._ended, kind, message, context=world.context)
             return 0
 
-        world.machine.spawn(PARENT, main)
+        self._machine.spawn(PARENT, main)
 
     def ask_to_stop(self) -> bool:
         """Ctrl-C, once."""
-        if self.asked_to_stop or self._pipeline is None or self._world.machine.living(PARENT) is None:
+        if self.asked_to_stop or self._pipeline is None or self._machine.living(PARENT) is None:
             return False
         self.asked_to_stop = True
         self._pipeline.drain()
@@ -61,10 +61,9 @@ class Operator:
 
     def kill_everything(self) -> bool:
         """SIGKILL to all at once; a while later it is resumed."""
-        world = self._world
-        if world.machine.living(PARENT) is None:
+        if self._machine.living(PARENT) is None:
             return False
-        for popen in list(world.machine.lives.values()):
+        for popen in list(self._machine.lives.values()):
             popen.kill()
         self._again()
         return True
@@ -79,7 +78,7 @@ class Operator:
                 async for event in pipeline.events():
                     world.note("told", type(event).__name__)
                     if isinstance(event, RunResumed):
-                        world.faults.over(Phase.START)
+                        self._faults.over(Phase.START)
                     if isinstance(event, RunFinished):
                         reason = event.reason
         except Exception as error:  # noqa: BLE001 - how a run fails is what is looked at
@@ -91,10 +90,10 @@ class Operator:
     def _ended(self, kind: str, message: str) -> None:
         world = self._world
         world.note("life over", kind, message.splitlines()[0] if message else "")
-        world.faults.over(Phase.DRAIN)
+        self._faults.over(Phase.DRAIN)
         if kind == "drained" and world.ledger.max_version == world.recipe.run.steps:
             kind = "finished"  # it was asked to stop when all was done
-        left = [name for name, popen in world.machine.lives.items() if popen.code is None and name != PARENT]
+        left = [name for name, popen in self._machine.lives.items() if popen.code is None and name != PARENT]
         if left:
             world.ledger.violated("residue", f"the run has ended ({kind}) and left {', '.join(left)} behind")
         self._judge(kind, message)
@@ -127,7 +126,7 @@ class Operator:
     def _judge(self, kind: str, message: str) -> None:
         """A life of the run is over."""
         ledger = self._world.ledger
-        fired = self._world.faults.fired[self._faults_before :]
+        fired = self._faults.fired[self._faults_before :]
         kinds = {cell.split("/")[1] for cell in fired}
         if kind == "drained" and not self.asked_to_stop:
             ledger.violated("progress", "the run ended as if it had been asked to, and nobody did")
@@ -139,11 +138,11 @@ class Operator:
             ledger.violated("blame", f"the run failed and does not say why: {message!r}")
         elif "StreamBroken" in message and kinds & DELAYS:
             pass  # the first cause was too late to be seen: what followed from it was blamed
-        elif not any(suspect in message for suspect in (*self._world.faults.suspects, "disk", "journal")):
+        elif not any(suspect in message for suspect in (*self._faults.suspects, "disk", "journal")):
             ledger.violated("blame", f"nothing was done to what the run blames: {message}")
         elif self._world.recipe.run.restarts and not kinds & ENDS_RUNS:
             ledger.violated("progress", f"restarts are allowed, and the run failed: {message}")
         elif sum(cell.split("/")[1] in REFUSED for cell in fired) > 1:
             pass  # an engine that refuses a version as delta and as anchor, too
-        elif not any(fault.ends_something for fault in self._world.faults.plan if fault.cell in fired):
+        elif not any(fault.ends_something for fault in self._faults.plan if fault.cell in fired):
             ledger.violated("progress", f"no fault that ends anything fired, and the run failed: {message}")
