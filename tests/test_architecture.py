@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.files import ROOT
 
 from lint.rooms import nodes_of
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "streamrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BASE = {"base", "recipe"}

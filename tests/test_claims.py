@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import claims
 import pytest
+from builders.files import ROOT
 from cpu_time import CpuTree
 from step_accounting import CLOSE, DECODE, GAP, PREFILL, PUSH, Span, core_spans, seconds_of
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_page_is_current() -> None:

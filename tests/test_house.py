@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from builders.files import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PLANTS = {
     "against the order": (
         "base/a.py",

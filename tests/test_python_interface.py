@@ -9,13 +9,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from builders.files import SORT as DEMO
 
 import streamrl
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.sections import Rollout
 from streamrl.recipe.user_code import load_user_object
-
-DEMO = Path(__file__).parents[1] / "examples" / "sort"
 
 CELLS = {
     "<cell 1>": "import re\nimport math as maths\nfrom pathlib import Path\nfile, LIST = object(), re.compile(r'\\d')\n"

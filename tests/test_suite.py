@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from builders.files import ROOT
 from forks.call import call_in_process
 from forks.server import Threads, serve
 from forks.starts import ForkServer
 
 from campaigns.suite_faults import FAULTS
-
-ROOT = Path(__file__).parents[1]
 
 SLOW_TESTS = """
 import pytest

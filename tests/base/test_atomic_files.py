@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from builders.files import SORT_RECIPE as DEMO
 
 from streamrl.base.atomic_files import make_directory, stage_sidecar, write_durable
 from streamrl.launch.pipeline import _make_run_directory
 from streamrl.recipe.rules.load_recipe import load_recipe
-
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
 
 class Disk:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from builders import trajectory
+from builders.base import trajectory
 
 from streamrl.base.types import Prompt, ScoredTrajectory, Segment, VersionSpan, float_array, token_array
 from streamrl.buffers.trajectory_store import FEW_PROMPTS, TrajectoryStore

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import anyio
 import pytest
-from builders import MODEL_CONFIG, write_model
+from builders.files import ROOT
+from builders.pretrained import MODEL_CONFIG, write_model
 
 import streamrl.cli.train
 from streamrl.base.errors import ProcessDied, RecipeError
@@ -28,8 +29,6 @@ from streamrl.observe.telemetry import Telemetry, TelemetryPublisher, TelemetryS
 from streamrl.prepare.preflight import preflight, recipe_of_resumed_run
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
-
-ROOT = Path(__file__).resolve().parents[2]
 
 RECIPE = """\
 [run]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.files import SORT_RECIPE as RECIPE
 
 from streamrl.cli.compare.comparison import Comparison, typical_step
 from streamrl.cli.compare.measured_run import SPARE_STEPS, ComparedRun, measured_recipe
@@ -15,7 +16,6 @@ from streamrl.cli.compare.run_figures import WARM_UP_STEPS
 from streamrl.cli.main import main
 from streamrl.recipe.rules.load_recipe import load_recipe
 
-RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 SECONDS = (9.0, 9.0, 1.0, 3.0, 2.0, 50.0)
 """Of the steps of a run: two of warm-up, three that count, one of the drain."""
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import MODEL_CONFIG, write_model
+from builders.files import rows_of_table
+from builders.pretrained import MODEL_CONFIG, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,15 +35,10 @@ PATHS = set(paths_in_view(Recipe, with_advanced=True))
 GOOD = '[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n[[rewards]]\nfunction = "a:b"\n'
 
 
-def rows(name: str) -> list[str]:
-    text = (HERE / name).read_text()
-    return [row for row in text.replace("\n    ", " -> ").splitlines() if row and not row.startswith("#")]
-
-
 # ---- keys and values -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", rows("foreign.txt"))
+@pytest.mark.parametrize("row", rows_of_table(HERE / "foreign.txt"))
 def test_a_foreign_setting_is_translated_or_answered(row: str) -> None:
     """What is set passes the check of a recipe; what is answered names the system whose key it is. What the rules say
     of the recipe is in the report."""
@@ -90,7 +86,7 @@ def test_the_page_is_of_now() -> None:
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", rows("mistakes.txt"))
+@pytest.mark.parametrize("row", rows_of_table(HERE / "mistakes.txt"))
 def test_a_mistake_is_answered_with_key_value_and_remedy(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

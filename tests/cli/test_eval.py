@@ -12,13 +12,14 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from local_hub import LocalHub
+from builders.files import SORT_MODEL as MODEL
+from builders.files import json_lines
+from builders.hub import LocalHub
 
 from streamrl.cli.main import main
 from streamrl.cli.trained_models.model_evaluation import scores_of
 from streamrl.recipe.sections import Evaluation
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "sort" / "model"
 REWARD = """
 def right(completion, *, answer):
     if completion[-1:].isdigit():
@@ -52,7 +53,7 @@ def test_scores_are_those_of_the_completions_that_are_written(work: Path, capfd:
     code, out, _ = evaluate(capfd, str(MODEL), "recipe.toml", "--out", "all.jsonl", "--json")
     assert code == 0
     report = json.loads(out)
-    lines = [json.loads(line) for line in (work / "all.jsonl").read_text().splitlines()]
+    lines = json_lines(work / "all.jsonl")
     assert len(lines) == 3 * 4 + 3
     sampled, greedy = lines[:12], lines[12:]
     for one, rows, samples in zip(report["passes"], (sampled, greedy), (4, 1), strict=True):
@@ -83,7 +84,7 @@ def test_what_is_chosen_on_the_command_line(work: Path, capfd: pytest.CaptureFix
     rows = [line.split() for line in out.splitlines()]
     assert code == 0 and [row[1] for row in rows[1:5]] == ["avg@3", "pass@1", "pass@2", "pass@3"]
     assert "model, at most 5 tokens" in out and "random text" in out
-    lines = [json.loads(line) for line in (work / "some.jsonl").read_text().splitlines()]
+    lines = json_lines(work / "some.jsonl")
     assert len(lines) == 6 and all(len(line["token_ids"]) <= 5 for line in lines)
 
 

@@ -11,9 +11,9 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from builders.files import ROOT, json_lines
 from tiers import quick_only
 
 import streamrl.cli.init.start_models
@@ -22,7 +22,6 @@ from streamrl.cli.init.tasks import TASKS
 from streamrl.cli.main import main
 from streamrl.recipe.rules.load_recipe import load_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "sort" / "model")
 
 Init = Callable[..., tuple[int, str]]
@@ -41,10 +40,6 @@ def init(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     return run
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("task", quick_only(TASKS, ["own"]))
 def test_a_folder_of_each_task_is_checked_and_its_reward_tested(task: str, init: Init, tmp_path: Path) -> None:
     code, written = init("new", "--task", task, "--model", MODEL, "--json")
@@ -54,7 +49,7 @@ def test_a_folder_of_each_task_is_checked_and_its_reward_tested(task: str, init:
     recipe = load_recipe(folder / "recipe.toml")
     assert recipe.run.name == "new" and recipe.evaluation.prompts != recipe.prompts.train
     if task != "reasoning-gym":
-        trained, held_out = (rows_of(folder / name) for name in ("train.jsonl", "held_out.jsonl"))
+        trained, held_out = (json_lines(folder / name) for name in ("train.jsonl", "held_out.jsonl"))
         assert len(trained) >= 128 and len(held_out) == 64
         assert not {row["prompt"] for row in trained} & {row["prompt"] for row in held_out}
         assert all(column in row for row in trained for column in TASKS[task].columns)
@@ -92,7 +87,7 @@ def test_rows_are_the_same_each_time_and_can_be_made_again(init: Init, tmp_path:
 def test_rows_of_ones_own(lines: list[str], columns: set[str], init: Init, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("\n".join(lines))
     assert init("new", "--task", "own", "--model", MODEL, "--corpus", "mine")[0] == 0
-    trained, held_out = (rows_of(tmp_path / "new" / name) for name in ("train.jsonl", "held_out.jsonl"))
+    trained, held_out = (json_lines(tmp_path / "new" / name) for name in ("train.jsonl", "held_out.jsonl"))
     assert len(trained) == 35 and len(held_out) == 5 and trained[0].keys() == {"prompt"} | columns
     assert not (tmp_path / "new" / "make_rows.py").exists()
     assert main(["train", "new/recipe.toml", "--dry-run", "--set", "engines.kind=simulated"]) == 0

@@ -15,7 +15,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from local_hub import TOKEN, LocalHub
+from builders.files import SORT, json_lines
+from builders.hub import TOKEN, LocalHub
 
 from streamrl.cli.main import main
 from streamrl.recipe.toml_text import toml_value
@@ -23,7 +24,6 @@ from streamrl.recipe.toml_text import toml_value
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-SORT = Path(__file__).resolve().parents[2] / "examples" / "sort"
 REWARD = "def reward(completion, *, prompt):\n    return float(sum(map(ord, completion)) % 2)\n"
 BASE_CARD = "---\nlicense: other\nlicense_name: sorting\nlanguage: en\ntags: [mine]\n---\n# the base\n"
 SETTINGS: dict[str, Any] = {
@@ -168,7 +168,7 @@ def test_the_card_describes_training_and_not_the_machine(run: Path, tmp_path: Pa
     assert main(["export", str(run), str(tmp_path / "best"), "--version", "best"]) == 0
     card = ModelCard.load(tmp_path / "best" / "README.md")
     scores = {result.metric_type: result.metric_value for result in card.data.eval_results}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(run / "metrics.jsonl")
     (last,) = [line for line in lines if line["kind"] == "evaluation" and line["step"] == 2]
     assert scores == {name: last[f"eval/held_out/{name}"] for name in ("avg@2", "pass@1", "pass@2")}
     assert {result.dataset_type for result in card.data.eval_results} == {"held.jsonl"}
@@ -179,10 +179,10 @@ def test_eval_of_a_run_is_the_evaluation_that_the_run_had(run: Path, tmp_path: P
     """The same completions of the same prompts, scored by the same reward."""
     assert main(["eval", f"{run}@2", "--out", str(tmp_path / "out.jsonl"), "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
-    ours = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()][:6]
-    theirs = [json.loads(line) for line in (run / "evaluations/step-000002.jsonl").read_text().splitlines()]
+    ours = json_lines(tmp_path / "out.jsonl")[:6]
+    theirs = json_lines(run / "evaluations/step-000002.jsonl")
     assert sorted(ours, key=lambda line: (line["number"], line["sample"])) == theirs
-    listed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    listed = json_lines(run / "metrics.jsonl")
     (last,) = [line for line in listed if line["kind"] == "evaluation" and line["step"] == 2]
     scores = {
         f"eval/held_out/{name}": score["value"] for name, score in report["passes"][0]["scores"]["held_out"].items()
@@ -203,7 +203,7 @@ def test_vllm_serves_an_export_as_transformers_does(run: Path, tmp_path: Path) -
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     sampled, greedy = json.loads(done.stdout)["passes"]
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    lines = json_lines(tmp_path / "out.jsonl")
     solved = [sum(line["reward"] == 1 for line in lines[:24] if line["number"] == n) for n in range(3)]
     by_hand = {k: fmean(1 - comb(8 - c, k) / comb(8, k) for c in solved) for k in (1, 2, 4, 8)}
     assert {k: sampled["scores"]["held_out"][f"pass@{k}"]["value"] for k in by_hand} == pytest.approx(by_hand)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -11,12 +10,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from builders.files import SORT_RECIPE as EXAMPLE
+from builders.files import json_lines
 
 from streamrl.processes.exit_reason import Death
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.toml_text import toml_value
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 STREAMRL = shlex.join([sys.executable, "-m", "streamrl"])
 
 
@@ -67,7 +67,7 @@ def test_a_screen_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:
     command = f"{STREAMRL} train {shlex.join(arguments(tmp_path))} >/dev/full 2>&1 <&-"
     assert shell(command, PYTHONIOENCODING="ascii").returncode == 0
     run = tmp_path / "runs" / "latest"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2]
     log = (run / "logs" / "supervisor.log").read_text()
     assert log.count("stdout cannot be written (No space left on device)") == 1

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.files import SORT_MODEL as MODEL
 
 from streamrl.base.types import token_array
 from streamrl.cli.main import main
 from streamrl.cli.try_rewards.trial_completions import PlainText
 from streamrl.cli.try_rewards.trial_report import histogram, signal_of, spread
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "sort" / "model"
 REWARD = """
 import os
 def right(completion, *, answer):

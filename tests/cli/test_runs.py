@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 
 from streamrl.base.atomic_files import hold_lock
 from streamrl.base.errors import RecipeError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from builders import trajectory
+from builders.base import trajectory
 
 from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
 from streamrl.base.types import EnvironmentResult, ScoredTrajectory, Segment, TrajectoryId

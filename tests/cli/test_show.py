@@ -8,6 +8,7 @@ from unittest import mock
 
 import anyio
 import pytest
+from builders.files import SORT_RECIPE as DEMO
 
 import streamrl.cli.main
 from streamrl.buffers.rollout_buffer import RolloutBuffer
@@ -16,7 +17,6 @@ from streamrl.processes.crash_bundle import write_crash_bundle
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from tests.run.scripted_parts import Killed, SimulatedRun
 
-DEMO = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 CHOSEN = ["run.steps=6", "rollout.prompts_per_batch=4", "rollout.group_size=4", "evaluation.every=0"]
 CHOSEN += ["evaluation.at_start=false", "evaluation.at_end=false", "checkpoint.every=2"]
 

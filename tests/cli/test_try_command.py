@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from builders import small_recipe
+from builders.files import SORT_MODEL as MODEL
+from builders.recipe import small_recipe
 
 from streamrl.cli.main import main
 from streamrl.cli.try_rewards.recipe_report import RecipeTrial, advice_of, proposed_rate, report_page
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Lora, Training
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "sort" / "model"
 RECIPE = f"""
 [model]
 path = "{MODEL}"

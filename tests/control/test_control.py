@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 
 import msgspec
 import pytest
-from builders import trajectory as finished
+from builders.base import trajectory as finished
+from builders.files import SORT_RECIPE as DEMO
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -36,8 +36,6 @@ from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.scheduling import LengthSorted, RoundKind, StalePolicy
 from streamrl.run.controller import event_of
 from streamrl.run.journal.records import JOURNAL_SCHEMA, JournalBase, JournalCodec
-
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
 
 @pytest.mark.parametrize(("composition", "sizing"), quick_only(COMBINATIONS, QUICK_COMBINATIONS))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 import pytest
-from builders import unregistered
+from builders.observe import unregistered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.control_world import World, control_settings

@@ -3,13 +3,13 @@ of what may change."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
+from builders.files import SORT_RECIPE as EXAMPLE
 from oracle.control_walks import COMBINATIONS, ON_POLICY, QUICK_COMBINATIONS, random_run
 from oracle.control_world import begun
 from oracle.steered_world import SteeredWorld
@@ -25,8 +25,6 @@ from streamrl.launch.steering.steering import SteeringService
 from streamrl.launch.steering.steering_messages import ChangeSettings, SteeringTaken, SteerRun
 from streamrl.recipe.rules.load_recipe import load_recipe, overridden_recipe
 from streamrl.run.journal.run_journal import RunJournal
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
 
 @pytest.mark.parametrize(("composition", "sizing"), quick_only(COMBINATIONS, QUICK_COMBINATIONS))

@@ -15,7 +15,7 @@ import anyio
 import anyio.abc
 import msgspec
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineEvent, EngineOrder, Generate

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
-from builders import episodes_on
+from builders.stages import episodes_on
 
 from streamrl.base.messages import Generate, WeightAnnouncement, WeightSource
 from streamrl.base.run_events import EngineBack, EngineLost, SupervisorOrder

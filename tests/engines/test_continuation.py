@@ -7,16 +7,10 @@ import random
 from collections.abc import Callable
 from functools import cache
 
+from builders.base import identity
+
 from streamrl.base.messages import Generate
-from streamrl.base.types import (
-    Completion,
-    FinishReason,
-    TokenArray,
-    TrajectoryId,
-    VersionSpan,
-    float_array,
-    token_array,
-)
+from streamrl.base.types import Completion, FinishReason, TokenArray, VersionSpan, float_array, token_array
 from streamrl.engines.resumption import (
     FEWEST_KEPT,
     ROUNDS_KEPT,
@@ -118,10 +112,6 @@ def test_kept_tokens_in_a_request(make_request: Callable[..., Generate]) -> None
     )
     assert resumed_request(asked, nothing, seed=plain.seed).unverified_tokens == 3
     assert join_completions(nothing, part) == part
-
-
-def identity(sample: int, group: int = 0) -> TrajectoryId:
-    return TrajectoryId(prompt_id="p", group_id=group, sample=sample)
 
 
 def tokens_of(count: int) -> TokenArray:

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 import pytest
-from builders import InstantClock, episodes_on
+from builders.base import InstantClock
+from builders.stages import episodes_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

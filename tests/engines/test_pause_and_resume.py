@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
-from builders import ZeroRewards
+from builders.processes import until
+from builders.stages import ZeroRewards
 
 from streamrl.base.messages import Generate, WeightAnnouncement
 from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryOutcome, TrajectoryPaused
@@ -122,11 +123,6 @@ async def bench(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterat
 
     async with owned(opened) as made:
         yield made
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await anyio.sleep(0.01)
 
 
 def prompts_of(count: int, length: int = 4) -> list[TokenArray]:

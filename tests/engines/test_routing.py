@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
-from builders import unregistered
+from builders.observe import unregistered
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from builders import ZeroRewards, small_recipe, write_tokenizer
+from builders.pretrained import write_tokenizer
+from builders.recipe import small_recipe
+from builders.stages import ZeroRewards
 
 torch = pytest.importorskip("torch")
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.files import EXAMPLES
 
 from streamrl.recipe.rules.load_recipe import load_recipe
 
-ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
+ADAPTERS = EXAMPLES / "adapters"
 
 
 def adapter(package: str, monkeypatch: pytest.MonkeyPatch) -> Any:

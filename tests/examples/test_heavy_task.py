@@ -11,10 +11,11 @@ from statistics import median
 from types import ModuleType
 
 import pytest
+from builders.files import EXAMPLES
 
 from streamrl.recipe.rules.load_recipe import load_recipe
 
-HEAVY = Path(__file__).parents[2] / "examples" / "heavy"
+HEAVY = EXAMPLES / "heavy"
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from builders.files import ROOT
 
-SCRIPT = Path(__file__).resolve().parents[2] / "requirements" / "install.sh"
+SCRIPT = ROOT / "requirements" / "install.sh"
 PIP = """#!/usr/bin/env bash
 site={venv}/lib/python3.11/site-packages
 for name in a b c; do echo "Collecting $name"; mkdir -p "$site/$name.dist-info"; sleep 0.3; done

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from builders.files import ROOT, json_lines
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
@@ -33,7 +33,7 @@ def test_its_cells_train(tmp_path: Path) -> None:
     assert names == sorted(
         ["Observer", "Pipeline", "Recipe", "RoundPolicy", "Sink", "live_curve", "load_recipe", "try_recipe"]
     )
-    lines = [json.loads(line) for line in Path(directory, "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(Path(directory, "metrics.jsonl"))
     assert all(0 < line["reward/func/sorted_list.in_order/mean"] <= 1 for line in lines if line["kind"] == "step")
     (written,) = (tmp_path / "runs" / "cells").glob("sorted_list_*.py")
     assert "def in_order" in written.read_text() and written.name in Path(directory, "recipe.toml").read_text()

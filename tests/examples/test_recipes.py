@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import tokenizer_json
+from builders.files import EXAMPLES
+from builders.pretrained import tokenizer_json
 
 from streamrl.base.types import FinishReason
 from streamrl.cli.try_rewards import trial_completions
@@ -32,7 +33,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
 
-RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.toml"))
+RECIPES = sorted((EXAMPLES / "recipes").glob("*.toml"))
 CONFIGS = Path(__file__).parent / "model_configs"
 PARAMETERS = {
     "Qwen3-0.6B": 596_049_920,

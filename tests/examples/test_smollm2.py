@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 
 import pytest
+from builders.files import EXAMPLES
 
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.run.prompts.open_prompts import open_rows
 from streamrl.run.prompts.prompt_spec import prompt_sources, read_spec
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2"
+EXAMPLE = EXAMPLES / "smollm2"
 
 
 @pytest.mark.parametrize(("recipe", "trained", "held_out"), [("recipe.toml", 131, 40), ("gym.toml", 320, 64)])

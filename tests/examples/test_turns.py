@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from builders.files import EXAMPLES, json_lines
 
 from streamrl.base.types import token_array
 from streamrl.pretrained.tokenizer import load_tokenizer
@@ -19,8 +19,6 @@ from streamrl.recipe.rules.load_recipe import load_recipe
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(params=["calculator", "game"])
@@ -35,7 +33,7 @@ def example(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def rows(name: str, file: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (EXAMPLES / name / f"{file}.jsonl").read_text().splitlines()]
+    return json_lines(EXAMPLES / name / f"{file}.jsonl")
 
 
 def test_the_calculator_works_out_numbers_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

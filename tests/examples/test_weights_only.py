@@ -7,12 +7,13 @@ import importlib
 from pathlib import Path
 
 import pytest
+from builders.files import EXAMPLES
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.filterwarnings("default")]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "weights_only"
+EXAMPLE = EXAMPLES / "weights_only"
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.weights import changed, state_hash
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -17,9 +18,8 @@ from gpu_cases import ON_BOTH  # noqa: E402
 from synthetic_updates import adam_step, draw_weights  # noqa: E402
 
 from streamrl.base.errors import WeightError  # noqa: E402
-from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement  # noqa: E402
+from streamrl.base.messages import WeightAnnouncement  # noqa: E402
 from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_patch  # noqa: E402
-from streamrl.weights.codec.state_hash import hash_range  # noqa: E402
 from streamrl.weights.manifest import ShardSpec  # noqa: E402
 from streamrl.weights.publish.torch_tensors import encode_on_device  # noqa: E402
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, ShardPatch, StagedVersion, TensorSpec  # noqa: E402
@@ -122,15 +122,6 @@ class Receiver:
 
     def assert_holds(self, bits: Bits) -> None:
         assert all(np.array_equal(found, bits[name]) for name, found in self.model.bits().items())
-
-
-def state_hash(bits: Bits) -> int:
-    return sum(hash_range(name, 0, one) for name, one in bits.items()) % HASH_MODULUS
-
-
-def changed(bits: Bits, seed: int, density: float = 0.01) -> Bits:
-    random = np.random.default_rng(seed)
-    return {name: one ^ (random.random(one.size) < density).astype(np.uint16) for name, one in bits.items()}
 
 
 @ON_BOTH

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from builders.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
     "base", "recipe", "pretrained", "comm", "buffers", "control", "learning", "weights", "engines", "rewards", "stages",
     "run",

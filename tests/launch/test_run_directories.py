@@ -10,6 +10,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from builders.files import SORT_RECIPE as DEMO
 
 from streamrl.base.errors import RecipeError
 from streamrl.control.settings import control_settings
@@ -22,7 +23,6 @@ from streamrl.recipe.sections import Recipe
 from streamrl.run.journal.journal_file import JournalFile
 from streamrl.run.journal.log_errors import JournalRefused
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 AT_ONCE = 8
 
 

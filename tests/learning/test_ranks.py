@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from builders.recipe import small_recipe
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from builders import small_recipe  # noqa: E402
 from rank_process import Phase, odd_weights  # noqa: E402
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # noqa: E402

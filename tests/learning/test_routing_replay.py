@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.recipe import small_recipe
 from msgspec import structs
 from sample_groups import VOCABULARY, make_groups
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from builders import small_recipe  # noqa: E402
 
 from streamrl.base.errors import StreamRLError  # noqa: E402
 from streamrl.base.types import RoutedTokens, TrainingSample  # noqa: E402

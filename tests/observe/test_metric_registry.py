@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from builders import unregistered
+from builders.files import ROOT
+from builders.observe import unregistered
 
 from lint.metrics_page import METRICS, find_metric, metrics_page
 from streamrl.observe.terminal.step_line import COLUMNS, FURTHER
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_is_made_from_the_registry() -> None:

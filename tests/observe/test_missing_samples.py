@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from builders.files import SORT as DEMO
 
-DEMO = Path(__file__).parents[2] / "examples" / "sort"
 REWARD = """
 seen = set()
 async def reward(completion, prompt_id):

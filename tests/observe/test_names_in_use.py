@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
-from pathlib import Path
 
-from builders import unregistered
+from builders.files import ROOT
+from builders.observe import unregistered
 
 from lint.metrics_page import METRICS, find_metric
 
-PACKAGE = Path(__file__).resolve().parents[2] / "streamrl"
+PACKAGE = ROOT / "streamrl"
 SECTIONS = sorted({metric.name.partition("/")[0] for metric in METRICS})
 NAME = re.compile(rf"^({'|'.join(SECTIONS)})/[a-z0-9_@/]*[a-z0-9]$")
 # Parts from which a sum is made, which leave the metrics before anybody sees them, and names filled in with known ones.

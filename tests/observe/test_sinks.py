@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from builders.files import json_lines
 
 from streamrl.base.messages import Message
 from streamrl.base.run_events import (
@@ -24,20 +23,16 @@ from streamrl.observe.telemetry import TelemetryPublisher, TelemetrySubscriber
 EVALUATION = EvaluationFinished(step=1, policy_version=1, metrics={"eval/held_out/avg@1": 0.25})
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_each_record_is_on_disk_before_the_call_returns(tmp_path: Path) -> None:
     reporter = Reporter([JsonlSink(tmp_path / "metrics.jsonl", clock=lambda: 17.0)])
     metrics = {"reward/mean": 0.5, "optim/grad_norm": float("nan")}
     reporter.record(StepFinished(step=1, policy_version=1, metrics=metrics))
-    assert lines(tmp_path / "metrics.jsonl") == [
+    assert json_lines(tmp_path / "metrics.jsonl") == [
         {"kind": "step", "time": 17.0, "step": 1, "policy_version": 1, "reward/mean": 0.5, "optim/grad_norm": None}
     ]
     reporter.record(EVALUATION)
     reporter.record(RunWarning(step=1, message="look there"))
-    assert len(lines(tmp_path / "metrics.jsonl")) == 2
+    assert len(json_lines(tmp_path / "metrics.jsonl")) == 2
     reporter.close()
 
 
@@ -47,7 +42,7 @@ def test_half_a_line_of_a_killed_run_does_not_spoil_the_next(tmp_path: Path) -> 
     sink = JsonlSink(path)
     sink.record(StepFinished(step=2, policy_version=2, metrics={}))
     sink.close()
-    assert [line["step"] for line in lines(path)] == [2]
+    assert [line["step"] for line in json_lines(path)] == [2]
 
 
 def test_close_reaches_every_sink_and_then_tells_the_first_error() -> None:

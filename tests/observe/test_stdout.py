@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from builders.base import SetClock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,7 +81,7 @@ def test_the_step_line() -> None:
 def test_the_kl_column_is_the_one_to_the_reference_and_needs_one() -> None:
     """The mismatch of engine and trainer (1e-10 on one machine) stood there, whatever the coefficient."""
     stream = io.StringIO()
-    with StdoutReporter(stream, clock=Clock()) as report:
+    with StdoutReporter(stream, clock=SetClock(0.0)) as report:
         report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=2, parameters=1))
         without = {name: value for name, value in METRICS.items() if name != "policy/reference_kl"}
         report(StepFinished(step=1, policy_version=1, metrics=without))
@@ -117,7 +118,7 @@ def test_the_table_fits_on_79_columns_whatever_moves(steps: int) -> None:
 def test_a_column_is_shown_from_where_it_moves_on() -> None:
     for terminal in (False, True):
         stream = io.StringIO()
-        with StdoutReporter(stream, terminal=terminal, clock=Clock()) as report:
+        with StdoutReporter(stream, terminal=terminal, clock=SetClock(0.0)) as report:
             report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=5, parameters=1))
             for step, metrics in enumerate((SHORT, SHORT, LONG, SHORT), start=1):
                 report(StepFinished(step=step, policy_version=step, metrics=metrics))
@@ -147,7 +148,7 @@ SAMPLE = CompletionSampled(
 def test_everything_fits_on_a_terminal_of_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal breaks what is longer in the middle of a word; a path alone may be longer, to be copied."""
     monkeypatch.setenv("COLUMNS", "80")
-    clock, stream = Clock(), Terminal()
+    clock, stream = SetClock(0.0), Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     handlers, logging.root.handlers = logging.root.handlers, []
     try:
@@ -172,7 +173,7 @@ def test_everything_fits_on_a_terminal_of_80_columns(tmp_path: Path, monkeypatch
 
 def test_a_terminal_of_one_column_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1")
-    clock, stream = Clock(), Terminal()
+    clock, stream = SetClock(0.0), Terminal()
     with StdoutReporter(stream, clock=clock) as report:
         report(StartProgress(process="engine-0", state="starting", seconds=1))
         for event in run_of(clock, Path("/d"), steps=2):
@@ -183,7 +184,7 @@ def test_a_terminal_of_one_column_ends_no_run(tmp_path: Path, monkeypatch: pytes
 def test_a_completion_is_one_line_without_control_characters() -> None:
     """A completion is shown on one line without control characters."""
     stream = io.StringIO()
-    with StdoutReporter(stream, clock=Clock()) as report:
+    with StdoutReporter(stream, clock=SetClock(0.0)) as report:
         report(SAMPLE)
     (line,) = stream.getvalue().splitlines()
     assert line.startswith(
@@ -192,7 +193,7 @@ def test_a_completion_is_one_line_without_control_characters() -> None:
     )
     assert len(line) < 320 and "[... 849 characters ...]" in line
     dimmed = io.StringIO()
-    with StdoutReporter(dimmed, terminal=True, clock=Clock()) as report:
+    with StdoutReporter(dimmed, terminal=True, clock=SetClock(0.0)) as report:
         report(SAMPLE)
     assert "sample at step 10" in without_escapes(dimmed.getvalue())
 
@@ -234,15 +235,7 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def run_of(clock: Clock, directory: Path, steps: int = 4) -> Iterator[object]:
+def run_of(clock: SetClock, directory: Path, steps: int = 4) -> Iterator[object]:
     both = "engine-0, trainer-0"
     yield StartProgress(process=both, state="starting", seconds=3.0)
     yield StartProgress(process="trainer-0", state="ready", seconds=3.0)
@@ -265,7 +258,7 @@ def run_of(clock: Clock, directory: Path, steps: int = 4) -> Iterator[object]:
 
 
 def test_a_whole_run_on_a_pipe(tmp_path: Path) -> None:
-    clock, stream = Clock(), io.StringIO()
+    clock, stream = SetClock(0.0), io.StringIO()
     with StdoutReporter(stream, clock=clock) as report:
         for event in run_of(clock, tmp_path):
             report(event)  # type: ignore[arg-type]
@@ -301,7 +294,7 @@ def test_a_whole_run_on_a_pipe(tmp_path: Path) -> None:
 
 
 def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
-    clock, stream = Clock(), io.StringIO()
+    clock, stream = SetClock(0.0), io.StringIO()
     with StdoutReporter(stream, terminal=True, clock=clock) as report:
         for event in run_of(clock, tmp_path, steps=25):
             report(event)  # type: ignore[arg-type]
@@ -314,7 +307,7 @@ def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
 
 def test_a_watcher_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    clock = Clock()
+    clock = SetClock(0.0)
     with StdoutReporter(io.StringIO(), clock=clock) as report:
         report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=2, parameters=1))
         report(StepFinished(step=1, policy_version=1, metrics=METRICS))
@@ -324,7 +317,7 @@ def test_a_watcher_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_resumed_run_with_an_alarm() -> None:
     stream = io.StringIO()
-    with StdoutReporter(stream, clock=Clock()) as report:
+    with StdoutReporter(stream, clock=SetClock(0.0)) as report:
         report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=9, parameters=1, policy_version=8))
         report(RunWarning(step=8, message="policy/x is 1, above 0.5: look there"))
         report(RunDecided(step=9, subject="group_size", reason="16 straggles less", figures={"risk": 0.1}))
@@ -341,7 +334,7 @@ def test_a_resumed_run_with_an_alarm() -> None:
 
 def test_what_trains_beside_adapters_is_not_counted_as_trained() -> None:
     stream = io.StringIO()
-    with StdoutReporter(stream, clock=Clock()) as report:
+    with StdoutReporter(stream, clock=SetClock(0.0)) as report:
         report(
             RunStarted(
                 run_id="r", directory="", metrics_endpoint="", steps=9, parameters=1_243_360, trained_parameters=24_576
@@ -374,7 +367,7 @@ def test_the_plot_draws_where_the_points_are() -> None:
 
 @pytest.mark.parametrize("steps", [3, MOST_POINTS - 1, 5 * MOST_POINTS + 1])
 def test_a_curve_of_many_steps_has_not_many_points(steps: int) -> None:
-    history = RunHistory(Clock())
+    history = RunHistory(SetClock(0.0))
     for step in range(1, steps + 1):
         history.stepped(StepFinished(step=step, policy_version=step, metrics={"reward/mean": 2.0 * step}))
     ((*points, last),) = (curve.points for curve in history.curves())
@@ -394,7 +387,7 @@ def test_two_evaluations_are_not_joined_and_three_are() -> None:
 @pytest.mark.parametrize("rewards", [[], [0.0] * 30, [0.1, 0.9]], ids=["none", "constant", "two steps"])
 def test_a_run_without_a_shape_gets_no_plot(tmp_path: Path, rewards: list[float]) -> None:
     stream = io.StringIO()
-    with StdoutReporter(stream, clock=Clock()) as report:
+    with StdoutReporter(stream, clock=SetClock(0.0)) as report:
         report(RunStarted(run_id="r", directory=str(tmp_path), metrics_endpoint="", steps=30, parameters=1))
         for step, reward in enumerate(rewards, start=1):
             report(StepFinished(step=step, policy_version=step, metrics={"reward/mean": reward}))
@@ -419,7 +412,7 @@ def lived(directory: Path, steps: int) -> None:
 
 def go_on(directory: Path, first: int, last: int, slope: float = 0.01, rate: float = 2e-4) -> str:
     stream = io.StringIO()
-    with StdoutReporter(stream, clock=Clock()) as report:
+    with StdoutReporter(stream, clock=SetClock(0.0)) as report:
         started = RunStarted(run_id="r", directory=str(directory), metrics_endpoint="", steps=42, parameters=1_200_000)
         report(started)
         if first > 1:
@@ -468,7 +461,7 @@ def test_the_run_says_after_20_steps_whether_it_learns(
 def test_the_verdict_is_of_the_first_held_out_set() -> None:
     """The verdict is that of the first held-out set that was evaluated twice."""
     stream = io.StringIO()
-    with StdoutReporter(stream, clock=Clock()) as report:
+    with StdoutReporter(stream, clock=SetClock(0.0)) as report:
         report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=40, parameters=1))
         for step in range(41):
             if step:

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from builders import unregistered
+from builders.base import SetClock
+from builders.observe import unregistered
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle.control_world import TAIL, begun, control_settings
@@ -297,19 +298,11 @@ def test_lengths_of_each_kind_of_round() -> None:
 # ---- the report ----------------------------------------------------------------------------------
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Story:
     """A report on a clock that the test moves, and a rollout whose figures the test sets."""
 
     def __init__(self, trace: TrajectoryTrace | None = None, *, resumption: Resumption | None = None) -> None:
-        self.clock = Clock()
+        self.clock = SetClock(100.0)
         self.serving = 2
         self.busy = self.working = 0.0
         self.tokens = 0

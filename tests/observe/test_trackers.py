@@ -22,6 +22,7 @@ from urllib.parse import quote
 import anyio
 import psutil
 import pytest
+from builders.files import EXAMPLES
 
 from campaigns.followers import READERS
 from lint.metrics_page import METRICS
@@ -42,7 +43,7 @@ from streamrl.processes.log_files import LogFiles
 from streamrl.processes.tracker_processes import Followers
 
 FOLLOWER = [sys.executable, "-P", "-m", "streamrl.observe.trackers"]
-GRAFANA = Path(__file__).parents[2] / "examples" / "grafana" / "streamrl.json"
+GRAFANA = EXAMPLES / "grafana" / "streamrl.json"
 WITHOUT_KEY = {"WANDB_API_KEY": "", "NETRC": "/nonexistent"}
 
 

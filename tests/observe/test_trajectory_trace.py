@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from builders import trajectory as finished
+from builders.base import trajectory as finished
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.trace_header import trace_header

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from local_hub import CONVERTED, TOKEN, LocalHub
+from builders.files import SORT_MODEL as MODEL
+from builders.hub import CONVERTED, TOKEN, LocalHub
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
@@ -23,7 +24,6 @@ from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.sections import Engines, Evaluation, EvaluationSet, Recipe
 from streamrl.recipe.topology import ProcessPlan, Role
 
-MODEL = Path(__file__).parents[2] / "examples" / "sort" / "model"
 CARD = b"---\nconfigs:\n" + b"".join(
     b"- config_name: %s\n  data_files:\n  - split: train\n    path: %s/tr*\n  - split: test\n    path: %s/te*\n"
     % (n, n, n)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import builders
 import pytest
-from builders import InstantClock, episodes_on
+from builders import pretrained
+from builders.base import InstantClock
+from builders.files import ROOT
+from builders.stages import episodes_on
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.messages import PauseMode
@@ -27,7 +29,7 @@ from streamrl.rewards.calls.loading import load_reward
 from streamrl.rewards.calls.reward_set import RewardSet
 from streamrl.run.prompts.prompt_rows import BadRow, read_prompt
 
-PACKAGE = Path(__file__).resolve().parents[2] / "streamrl"
+PACKAGE = ROOT / "streamrl"
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "é"]
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<turn>"]
 CHATML = """
@@ -86,13 +88,13 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "<sum> of
 
 def tokenizer_json(**changes: Any) -> dict[str, Any]:
     """One token a character, "ab" one token; text begins with BOS unless special tokens are not asked for."""
-    made = builders.tokenizer_json(SPECIAL, [*CHARACTERS, "ab"], bos=1)
+    made = pretrained.tokenizer_json(SPECIAL, [*CHARACTERS, "ab"], bos=1)
     model = made["model"] | {"type": "BPE", "merges": [["a", "b"]]}
     return made | {"pre_tokenizer": None, "model": model} | changes
 
 
 def write_model(directory: Path, template: str | None = None, **changes: Any) -> Path:
-    builders.write_tokenizer(directory, tokenizer_json(**changes), eos=2)
+    pretrained.write_tokenizer(directory, tokenizer_json(**changes), eos=2)
     (directory / "tokenizer_config.json").write_text(
         json.dumps(
             {

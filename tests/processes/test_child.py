@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from builders import small_recipe
+from builders.files import SORT_RECIPE as DEMO
+from builders.recipe import small_recipe
 
 from streamrl.base.run_process import PARENT_PID
 from streamrl.base.waits import start_phases
@@ -21,7 +22,6 @@ from streamrl.processes.exit_reason import TERMINATED_CODE
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.topology import Role, plan_topology
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 RECIPE = small_recipe()
 
 

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from builders.recipe import small_recipe
 
 from streamrl.base.errors import DiskFull, EngineError, EpochLost, ModelRefused, RecipeError, StreamBroken
 from streamrl.processes.exit_files import ExitKind, ExitReason, read_reason, write_reason
@@ -23,7 +24,6 @@ from streamrl.processes.exit_reason import (
 )
 from streamrl.recipe.topology import Role, plan_topology, planned_engine
 from streamrl.run.journal.log_errors import JournalFailed
-from tests.builders import small_recipe
 
 
 def death(name: str, code: int | None, seen: float, kind: ExitKind | None = None, at: float = 0.0) -> Death:

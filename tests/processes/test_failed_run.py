@@ -12,6 +12,7 @@ import anyio
 import msgspec
 import psutil
 import pytest
+from builders.files import SORT_RECIPE as DEMO
 
 import streamrl.launch.pipeline
 from streamrl.base.errors import ProcessDied
@@ -25,7 +26,6 @@ from streamrl.recipe.sections import Recipe
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, rewards_file
 from tests.processes.test_supervisor import STAND_IN, until
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 CANARY = "canary-of-the-hub-4711"
 ATTACHED = "canary-of-a-reward-4711"
 """An option of a reward that is not in the recipe, printed by whatever was called with it."""

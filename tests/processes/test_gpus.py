@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from builders.files import SORT
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
@@ -28,7 +29,6 @@ from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Role, plan_topology
 from tests.processes.trials import until
 
-SORT = Path(__file__).parents[2] / "examples" / "sort"
 SHOWS_GPUS = Path(__file__).with_name("shows_gpus.py")
 GIB = 1 << 30
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import anyio
 import pytest
-from builders import small_recipe
+from builders.base import SetClock
+from builders.recipe import small_recipe
 from msgspec.structs import replace
 
 from streamrl.base.concurrent_calls import first_error
@@ -62,18 +63,10 @@ def control() -> Control:
     return made
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Trial:
     """A watchdog over figures that the test moves."""
 
-    def __init__(self, run_directory: Path, recipe: Recipe = QUICK, clock: Clock | None = None) -> None:
+    def __init__(self, run_directory: Path, recipe: Recipe = QUICK, clock: SetClock | None = None) -> None:
         self.seen: list[StallSeen] = []
         self.tokens = self.answers = 0
         self.watch = Watchdog(recipe, run_directory, self.emit, **({"clock": clock} if clock else {}))
@@ -94,12 +87,12 @@ class Trial:
 
 def test_open_waits_are_listed_longest_first() -> None:
     """Waits are open while they last, and the longest comes first."""
-    clock = Clock()
+    clock = SetClock(100.0)
     waits = Waits(clock)
     with waits.waiting_for("engine-0 to stage version 7", who="publisher"):
-        clock.now_s += 2
+        clock.now += 2
         with waits.waiting_for("12 prompts"):
-            clock.now_s += 1
+            clock.now += 1
             assert waits.lines() == [
                 "publisher waits for engine-0 to stage version 7, for 3.0 s",
                 "control waits for 12 prompts, for 1.0 s",
@@ -141,11 +134,11 @@ async def test_a_stalled_run_ends_with_what_it_waits_for(tmp_path: Path) -> None
 
 
 async def test_time_in_which_the_process_was_stopped_is_not_counted(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = SetClock(100.0)
     trial = Trial(tmp_path, replace(QUICK, run=Run(stall_timeout_s=10.0)), clock)
     trial.follow()
     for seconds, still_s in ((0.0, 0.0), (3.0, 3.0), (3600.0, 3.0), (4.0, 7.0)):  # a laptop that slept, SIGSTOP
-        clock.now_s += seconds
+        clock.now += seconds
         trial.watch.check()
         assert trial.watch.still_s == still_s
     trial.tokens += 1
@@ -204,14 +197,14 @@ async def test_stacks_of_coroutines_go_down_to_where_they_wait() -> None:
 
 async def test_a_stuck_loop_is_lag_then_stacks_then_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that does not answer is reported as lag, then by its stacks once, then ended."""
-    clock, ended = Clock(), list[int]()
+    clock, ended = SetClock(100.0), list[int]()
     monkeypatch.setattr(watchdog.os, "_exit", ended.append)
     watch = Trial(tmp_path, clock=clock).watch
 
     def passes(seconds: float) -> None:
         for _ in range(round(seconds / BEAT_S)):
-            clock.now_s += BEAT_S
-            watch.look_at_loop(clock.now_s, BEAT_S)
+            clock.now += BEAT_S
+            watch.look_at_loop(clock.now, BEAT_S)
 
     def stalls() -> int:
         return len(os.listdir(tmp_path / "stalls")) if (tmp_path / "stalls").exists() else 0
@@ -222,8 +215,8 @@ async def test_a_stuck_loop_is_lag_then_stacks_then_the_end(tmp_path: Path, monk
     assert watch.take_loop_lag() == pytest.approx(WARN_AFTER_S + 0.05) and watch.take_loop_lag() == 0.0
     passes(STACKS_AFTER_S + 1)
     assert stalls() == 1 and not ended
-    watch.look_at_loop(clock.now_s + 3600, 3600.0)  # the whole process was stopped
-    clock.now_s += 3600
+    watch.look_at_loop(clock.now + 3600, 3600.0)  # the whole process was stopped
+    clock.now += 3600
     assert stalls() == 1 and not ended
     passes(ABORT_AFTER_S + BEAT_S)
     assert ended[0] == 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import anyio
 import msgspec
-import psutil
 import pytest
+from builders.processes import lives, until
 
 from streamrl.base.errors import ProcessDied
 from streamrl.processes.supervisor import Supervisor
@@ -70,18 +70,6 @@ class Trial:
             left += [str(segment) for segment in [Path("/dev/shm") / path.read_text()] if segment.exists()]
         temporary = [Path(path.read_text()) for path in (self.directory / "temporary").iterdir()]
         return left + [str(path) for path in [self.sockets, *temporary] if path.exists()]
-
-
-def lives(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await anyio.sleep(0.01)
 
 
 async def drain(supervisor: Supervisor, deadline_s: float = 300) -> None:

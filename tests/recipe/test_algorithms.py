@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from builders.files import ROOT
 
 from streamrl.recipe.objective import KlEstimator, Objective, ObjectiveSettings, objective_settings, why_not_streaming
 from streamrl.recipe.objectives.catalog import ADVANTAGES, METHODS
@@ -14,7 +14,7 @@ from streamrl.recipe.objectives.grpo import GroupStd
 from streamrl.recipe.objectives.method import KlPlace
 from streamrl.recipe.objectives.ppo import ValueModel
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+DOCUMENT = ROOT / "docs" / "training.md"
 
 
 def resolved(**fields: Any) -> ObjectiveSettings:

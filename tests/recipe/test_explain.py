@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from builders.files import ROOT
 from msgspec import inspect
 
 from streamrl.base.errors import RecipeError
@@ -13,7 +12,7 @@ from streamrl.recipe.field_types import bare, keys_of, paths_in_view, written_pa
 from streamrl.recipe.rules.explain import explain, reference
 from streamrl.recipe.sections import Recipe
 
-REFERENCE = Path(__file__).parents[2] / "docs" / "recipe.md"
+REFERENCE = ROOT / "docs" / "recipe.md"
 SECTIONS = {name: section.struct for name, section in keys_of(Recipe).items()}
 KEYS = [written_path(Recipe, path) for path in paths_in_view(Recipe, with_advanced=True)]
 

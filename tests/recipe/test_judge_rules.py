@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from builders.files import SORT_MODEL
+
 from streamrl.base.run_process import usable_cores
 from streamrl.learning.threads import judge_threads, trainer_threads
 from streamrl.recipe.rewards import PATH_OPTIONS
@@ -58,7 +60,7 @@ def test_a_model_that_cannot_judge_is_found_before_the_start(tmp_path: Path) -> 
 
 
 def test_the_sort_model_of_the_demo_takes_no_chats(tmp_path: Path) -> None:
-    model = Path(__file__).parents[2] / "examples" / "sort" / "model"
+    model = SORT_MODEL
     own = f'[judge]\nmodel = "{model}"\n'
     (problem,) = judge_problems(load(tmp_path, own + ASKING), device="cpu")
     assert "has no chat template, so it takes no chats: set chat = false" in problem

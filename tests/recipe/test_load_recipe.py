@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from builders import small_recipe
+from builders.files import SORT_RECIPE as DEMO
+from builders.recipe import small_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +19,6 @@ from streamrl.recipe.objectives.catalog import METHODS
 from streamrl.recipe.rules.load_recipe import check_recipe, dump_recipe, load_recipe
 from streamrl.recipe.scheduling import InFlight, Rollout, RoundKind
 from streamrl.recipe.sections import Engines, Evaluation, Model, Prompts, Recipe, Reward, Sampling, Training
-
-DEMO = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 
 GOOD = """\
 [model]

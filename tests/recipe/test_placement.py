@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 
 from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.prepare.placement import Demand, Placement, place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from builders import small_recipe
+from builders.recipe import small_recipe
 from msgspec import structs
 
 from streamrl.recipe.environment import Credit, Environment

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from builders.files import rows_of_table
 
 from streamrl.base.errors import RecipeError
 from streamrl.control.policies.round_policies import make_control
@@ -16,12 +17,7 @@ HERE = Path(__file__).parent
 SMALL = {"model": {"path": "m"}, "prompts": {"train": "t.jsonl"}, "rewards": [{"function": "a:b"}]}
 
 
-def rows(name: str) -> list[str]:
-    text = (HERE / name).read_text()
-    return [row for row in text.replace("\n    ", " -> ").splitlines() if row and not row.startswith("#")]
-
-
-@pytest.mark.parametrize("row", rows("refused.txt"))
+@pytest.mark.parametrize("row", rows_of_table(HERE / "refused.txt"))
 def test_what_does_not_fit_is_refused_with_a_remedy(row: str) -> None:
     overrides, _, expected = row.partition(" -> ")
     key, _, words = expected.partition(": ")
@@ -31,7 +27,7 @@ def test_what_does_not_fit_is_refused_with_a_remedy(row: str) -> None:
     assert len(found) == 1 and words in found[0], caught.value.problems
 
 
-@pytest.mark.parametrize("row", rows("allowed.txt"))
+@pytest.mark.parametrize("row", rows_of_table(HERE / "allowed.txt"))
 def test_fitting_settings_have_the_slots_of_the_recipe(row: str) -> None:
     """Settings that fit are allowed, and control has the slots that the recipe counts."""
     made = load_recipe(SMALL, row.split(" ; "))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from builders import small_recipe as recipe
+from builders.files import EXAMPLES
+from builders.recipe import small_recipe as recipe
 
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
@@ -13,7 +12,7 @@ from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.scheduling import Rollout, RoundKind
 from streamrl.recipe.sections import Cluster, ClusterKind, Engines
 
-EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_rounds.py")
+EXAMPLE = str(EXAMPLES / "custom_rounds.py")
 
 
 def test_a_policy_of_the_users_is_a_file() -> None:

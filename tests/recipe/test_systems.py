@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from builders.files import EXAMPLES
 from tiers import quick_only
 
 from streamrl.base.errors import RecipeError
@@ -15,7 +16,6 @@ from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe, read_rec
 from streamrl.recipe.scheduling import DeferredPrompts, Rollout, RoundKind, SizingKind, System
 from streamrl.recipe.sections import ReleaseKind
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 CODE = {"model": {"path": "m"}, "prompts": {"train": "t.jsonl"}, "rewards": [{"function": "a:b"}, {"function": "code"}]}
 
 

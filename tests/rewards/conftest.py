@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from builders import small_recipe, tokenizer_json, trajectory, write_tokenizer
+from builders.base import trajectory
+from builders.pretrained import tokenizer_json, write_tokenizer
+from builders.recipe import small_recipe
 
 from streamrl.base.types import Trajectory
 from streamrl.recipe.rewards import Reward, RewardLimits

@@ -26,10 +26,10 @@ from streamrl.rewards.calls.worker import run_reward_worker
 from streamrl.rewards.reward_messages import RewardRequest
 from streamrl.rewards.rewards_snapshot import fresh_rewards
 from streamrl.stages.reward import RewardSettings, RewardStage, wait_ready
+from tests.rewards.conftest import KILLERS
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]
-KILLERS = Path(__file__).parent / "killers.py"
 COUNT = 300
 
 

@@ -27,9 +27,9 @@ from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.objectives.catalog import ADVANTAGES
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.rewards.calls.reward_set import RewardSet
+from tests.rewards.conftest import KILLERS
 
 MakeTrajectory = Callable[..., Trajectory]
-KILLERS = Path(__file__).parent / "killers.py"
 RAISED, TIMED_OUT = RewardFailureKind.RAISED, RewardFailureKind.TIMED_OUT
 NOT_FINITE, WRONG_TYPE = RewardFailureKind.NOT_FINITE, RewardFailureKind.WRONG_TYPE
 CALL_S = 600

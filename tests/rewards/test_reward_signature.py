@@ -17,8 +17,6 @@ from streamrl.rewards.calls.inspect import inspect_in_subprocess
 from streamrl.rewards.calls.loading import load_reward
 from streamrl.rewards.signature import RewardSignature, needed_columns
 
-KILLERS = Path(__file__).parent / "killers.py"
-
 
 def inspect_reward(spec: str, **options: object) -> RewardSignature:
     return load_reward(Reward(function=spec, options=options)).signature

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from builders.files import EXAMPLES
 
 from streamrl.base.errors import RecipeError, StreamBroken, StreamEnded
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
@@ -36,12 +37,12 @@ from streamrl.rewards.reward_messages import (
     RewardWorkerReady,
     ScoreGroups,
 )
+from tests.rewards.conftest import KILLERS
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]
-KILLERS = Path(__file__).parent / "killers.py"
 WORKER = Path(__file__).parent / "worker_process.py"
-EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_reward.py"
+EXAMPLE = EXAMPLES / "custom_reward.py"
 
 
 async def answers_of(recipe: Recipe, *groups: tuple[Trajectory, ...]) -> dict[int, GroupScored]:

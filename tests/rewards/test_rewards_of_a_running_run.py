@@ -34,10 +34,10 @@ from streamrl.recipe.topology import Topology, control_socket, plan_topology, re
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.time_limits import LearntLimits
 from streamrl.stages.reward import RewardStage
+from tests.rewards.conftest import KILLERS
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]
-KILLERS = Path(__file__).parent / "killers.py"
 WORKER = Path(__file__).parent / "worker_process.py"
 
 

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,10 +28,10 @@ from streamrl.rewards.reward_exchange import outcome_of
 from streamrl.rewards.reward_queue import RewardQueue
 from streamrl.rewards.scoring import SampleValue, combine
 from streamrl.rewards.values import CallResult, CheckedValue, check_returned, check_value
+from tests.rewards.conftest import KILLERS
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]
-KILLERS = Path(__file__).parent / "killers.py"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
-from builders import InstantClock
+from builders.base import InstantClock
 from oracle.control_world import control_settings
 
 from streamrl.base.messages import (

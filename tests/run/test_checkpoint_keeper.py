@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from builders.files import SORT_RECIPE as DEMO
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,8 +25,6 @@ from streamrl.recipe.sections import Checkpoint
 from streamrl.run.checkpoints import SCORES as SCORES_FILE
 from streamrl.run.checkpoints import CheckpointKeeper, read_scores, to_forget
 from streamrl.run.trainer_ranks import TrainerRanks
-
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
 VERSIONS = st.lists(st.integers(0, 40), unique=True, max_size=12)
 SCORES = st.dictionaries(st.integers(0, 40), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=12)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import builders
 import msgspec
 import pytest
+from builders import base
+from builders.files import SORT_RECIPE as DEMO
+from builders.files import json_lines
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.run_events import RunEvent
@@ -44,13 +46,9 @@ from streamrl.run.evaluate.evaluation import (
 )
 from streamrl.run.evaluate.sample_files import write_evaluation
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
-
 
 def trajectory(prompt: int, sample: int, tokens: int = 2) -> Trajectory:
-    return builders.trajectory(
-        sample, -1 - prompt, prompt_id=f"p{prompt}", attempt=7, prompt=(9, 8), tokens=range(tokens)
-    )
+    return base.trajectory(sample, -1 - prompt, prompt_id=f"p{prompt}", attempt=7, prompt=(9, 8), tokens=range(tokens))
 
 
 def rewarded(prompt: int, *rewards: float) -> list[EndedOutcome]:
@@ -335,7 +333,7 @@ async def test_every_sample_is_a_line_with_its_text(tmp_path: Path) -> None:
         "tokens": 2,
         "text": "\0\x01",
     }
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+    assert json_lines(path) == [
         whose | {"sample": 0, "reward": 0.5, "rewards": {"r": 0.5}} | texts,
         whose | {"sample": 1, "reward": None, "failure": "f raised: planted"} | texts,
         {"step": 7, "number": 1, "prompt_id": "p1", "sample": 0, "reward": None, "failure": "too long"},

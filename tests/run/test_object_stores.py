@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import anyio
 import pytest
+from builders.files import SORT_RECIPE as RECIPE
+from builders.files import json_lines
 
 from streamrl.base.errors import EpochLost, StoreError, StreamRLError, WeightError
 from streamrl.base.messages import announcement_of
@@ -27,7 +28,6 @@ from streamrl.weights.pull.fetch import fetch_version
 from tests.weights.publish.test_weight_publisher import changed, publisher_of, random_bits
 
 pytest.importorskip("obstore")
-RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 
 
 @pytest.fixture
@@ -246,5 +246,5 @@ def test_a_run_resumes_from_weights_in_a_store(tmp_path: Path, url: str) -> None
     latest = f"{url}/{run.name}/checkpoints/latest"
     assert len([key for key in there if key.endswith("/digests")]) == 1
     second = train(run__steps=3, checkpoint__resume_from=latest)
-    lines = [json.loads(line) for line in (second / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(second / "metrics.jsonl")
     assert [line["step"] for line in lines if line["kind"] == "step"] == [3]

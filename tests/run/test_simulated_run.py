@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
 import pytest
+from builders.files import json_lines
 
 from streamrl.base.errors import CannotContinue
 from streamrl.base.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
@@ -130,7 +130,7 @@ async def test_evaluation_samples_agree_with_the_figure(tmp_path: Path) -> None:
     run = SimulatedRun(chosen, tmp_path, held_out=5, samples=3)
     await run.run()
     assert sorted(p.name for p in (tmp_path / "evaluations").iterdir()) == ["step-000001.jsonl", "step-000002.jsonl"]
-    lines = [json.loads(line) for line in (tmp_path / "evaluations" / "step-000002.jsonl").read_text().splitlines()]
+    lines = json_lines(tmp_path / "evaluations" / "step-000002.jsonl")
     assert [(line["number"], line["sample"]) for line in lines] == [(p, s) for p in range(5) for s in range(3)]
     assert all(line["step"] == 2 and line["reward"] == len(line["token_ids"]) % 2 for line in lines)
     assert len({tuple(line["token_ids"]) for line in lines}) == 15, "samples share a seed"

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from builders import unregistered
+from builders.observe import unregistered
 from oracle.control_walks import COMBINATIONS, random_run
 from oracle.control_world import World, control_settings
 

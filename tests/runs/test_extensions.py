@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+from builders.files import ROOT
 
 from streamrl import Pipeline, load_recipe
 from streamrl.base.errors import RecipeError, StreamRLError
@@ -20,7 +21,6 @@ from streamrl.prepare.recipe_probe import problems_of_object
 from streamrl.recipe.toml_text import toml_value
 from streamrl.recipe.user_code import load_user_object
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "sort" / "recipe.toml"
 OWN = """
 import threading

@@ -12,13 +12,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from local_hub import TOKEN, LocalHub
+from builders.files import SORT
+from builders.hub import TOKEN, LocalHub
 
 pytest.importorskip("torch")
 pq = pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.torch
 
-SORT = Path(__file__).parents[2] / "examples" / "sort"
 RECIPE = """
 [run]
 steps = 2

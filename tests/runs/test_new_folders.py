@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.files import SORT_MODEL as MODEL
 
 from streamrl.cli.init.tasks import TASKS
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.torch]
 
-MODEL = Path(__file__).parents[2] / "examples" / "sort" / "model"
 SMALL = ["run.steps=2", "rollout.prompts_per_batch=2", "rollout.group_size=2", "evaluation.limit=2"]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from builders.files import EXAMPLES, json_lines
 
 from streamrl.cli.show import read_run
 from streamrl.control.check import violations
@@ -29,7 +30,6 @@ from streamrl.run.journal.recover import replayed_run
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.torch]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "sort" / "recipe.toml"
 ROLLPACKER = EXAMPLES / "systems" / "rollpacker.toml"
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
@@ -148,7 +148,7 @@ def test_two_engines_and_two_ranks_train_on_policy(tmp_path: Path, free_ports: C
     command += ["--set", "transport.kind=tcp", "--set", f"transport.port={free_ports(8)}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (apart / "latest" / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(apart / "latest" / "metrics.jsonl")
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2]
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from builders.files import EXAMPLES, json_lines
 from safetensors import deserialize
 
 from streamrl.base.errors import StreamRLError
@@ -39,7 +40,6 @@ from streamrl.recipe.topology import read_topology
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "sort" / "recipe.toml"
 REWARD = "async def reward(completion):\n    return len(completion) % 7 / 6\n"
 WITHOUT_VLLM = "import sys\nsys.modules['vllm'] = None  # importing it fails\n"
@@ -80,7 +80,7 @@ def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "engines  simulated" in done.stdout and "warning" not in done.stdout
     files = tmp_path / "runs" / "latest"
-    lines = [json.loads(line) for line in (files / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(files / "metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "step"]
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert all(step["optim/grad_norm"] > 0 and step["weights/payload_bytes"] > 0 for step in steps)
@@ -168,7 +168,7 @@ def test_a_run_is_made_longer_after_its_end(tmp_path: Path) -> None:
     longer = streamrl("resume", str(run), "--set", "run.steps=3")
     assert longer.returncode == 0, longer.stdout + longer.stderr
     assert 'training.schedule = "linear" ends with step 3 now and ended with step 2' in longer.stderr
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(run / "metrics.jsonl")
     rates = {line["step"]: line["optim/lr"] for line in lines if line["kind"] == "step"}
     base = load_recipe(run / "recipe.toml").training.learning_rate
     assert rates == {1: base, 2: base / 2, 3: pytest.approx(base / 3)}, "of the longer schedule from then on"
@@ -202,7 +202,7 @@ def test_a_lost_journal_names_the_way_from_a_checkpoint(tmp_path: Path) -> None:
     assert named[-1] == f"checkpoint.resume_from={run / 'checkpoints' / 'step-000001'}"
     another = streamrl(*named, "--set", "run.steps=2")
     assert another.returncode == 0, another.stdout + another.stderr
-    lines = [json.loads(line) for line in (tmp_path / "runs/latest/metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(tmp_path / "runs/latest/metrics.jsonl")
     assert [line["step"] for line in lines if line["kind"] == "step"] == [2]
 
 
@@ -224,7 +224,7 @@ def test_crashing_rewards_do_not_end_the_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "runs/latest/metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(tmp_path / "runs/latest/metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "step"]
     assert [step["step"] for step in steps] == list(range(1, 13))
     assert "reward-0 ended" not in done.stdout + done.stderr
@@ -269,7 +269,7 @@ def test_a_reward_that_blocks_at_times_is_recorded(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "latest"
     summary = read_run(run).summary
     assert not summary.violations and summary.accounting.in_flight == 0
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4]
 
 

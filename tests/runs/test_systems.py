@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from builders.files import EXAMPLES
 from tiers import quick_only
 
 from streamrl.cli.show import read_run
@@ -19,7 +20,7 @@ from streamrl.recipe.toml_text import toml_value
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-SYSTEMS = Path(__file__).parents[2] / "examples" / "systems"
+SYSTEMS = EXAMPLES / "systems"
 STEPS = 10
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from builders.files import SORT_RECIPE as EXAMPLE
 
 from tests.observe.test_page import CHROMIUM, PANELS, browsing, served
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux")]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 
 
 class Terminal:

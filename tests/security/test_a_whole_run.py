@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from builders.files import SORT_RECIPE as EXAMPLE
+from builders.files import json_lines
 
 from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole, make_keys
 from streamrl.recipe.toml_text import toml_value
@@ -23,7 +25,6 @@ from streamrl.recipe.toml_text import toml_value
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 RECORDER = """
 import os, sys
@@ -179,6 +180,6 @@ def test_metrics_hold_numbers_and_no_text(run: Finished) -> None:
 
 
 def test_a_run_with_keys_is_not_called_insecure(run: Finished) -> None:
-    steps = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    steps = json_lines(run.directory / "metrics.jsonl")
     assert [step["health/insecure_transport"] for step in steps if step["kind"] == "step"] == [0, 0]
     assert "INSECURE" not in run.output

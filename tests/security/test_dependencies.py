@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import zmq
+from builders.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "SECURITY.md").read_text()
 FLOORS = {  # the first versions without what reliability work found against their predecessors
     "torch": (2, 6),

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import main

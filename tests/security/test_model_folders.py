@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from builders.files import SORT_MODEL as SORT
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.engines.async_llm.options import shared_environment
@@ -22,7 +23,6 @@ from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.rewards.builtin import reward_model
 from streamrl.rewards.declared import BadOption
 
-SORT = Path(__file__).parents[2] / "examples" / "sort" / "model"
 CONFIG = {"hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 8}
 
 

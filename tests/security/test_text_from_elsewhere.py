@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 
 from streamrl.base.host_addresses import host_of, is_loopback, is_public, is_wildcard
 from streamrl.recipe.rules.rules import broken_rules

@@ -9,8 +9,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from builders.files import ROOT
 
-PACKAGE = Path(__file__).resolve().parents[2] / "streamrl"
+PACKAGE = ROOT / "streamrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 UNPICKLE = "its bytes run code when they are read"

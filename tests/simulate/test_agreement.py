@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 from msgspec.structs import replace
 
 from streamrl.observe.report.trajectory_trace import RecordedRun

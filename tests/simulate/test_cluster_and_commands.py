@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from builders.files import SORT_RECIPE as RECIPE
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, main
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate.cluster import DEMO, PRESETS, load_cluster
 
-RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 SMALL = ["--set", "rollout.prompts_per_batch=4", "--steps", "4", "--warm-up", "1"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 from streamrl.recipe.sections import Engines, EngineShape, ReleaseKind

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from builders.files import SORT_RECIPE as RECIPE
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import main
@@ -19,7 +20,6 @@ from streamrl.simulate.simulation import Simulation
 from tests.simulate.worlds import TINY, control_settings, with_part
 
 STEPS = 12
-RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 FOUR = with_part(TINY, "engines", count=8)
 RACE = {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(response_oversampling=1.25)}
 LOST = (HostChange(at_s=0.15, host=1, kind="loss"), HostChange(at_s=0.75, host=2, kind="loss"))

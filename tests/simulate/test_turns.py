@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 from msgspec.structs import replace
 from oracle.control_walks import COMPOSITIONS
 from oracle.trace_header import trace_header

@@ -9,12 +9,14 @@ from typing import Any
 
 import anyio
 import pytest
-from builders import InstantClock, ZeroRewards, episodes_on
+from builders.base import InstantClock, identity
+from builders.stages import ZeroRewards, episodes_on
+from builders.weights import anchor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.base.errors import RequestRefused
-from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
+from streamrl.base.messages import Generate, PauseMode
 from streamrl.base.stage_messages import (
     LaunchTrajectory,
     SampledSoFar,
@@ -30,10 +32,6 @@ from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, Si
 from streamrl.stages.episodes import Episode, EpisodeCancelled, Episodes, OpenTrajectory, one_completion
 
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
-
-
-def identity(sample: int) -> TrajectoryId:
-    return TrajectoryId(prompt_id="p", group_id=0, sample=sample)
 
 
 def launch(sample: int) -> LaunchTrajectory:
@@ -74,7 +72,7 @@ class RecordingEngine(SimulatedEngine):
         return completion
 
     async def push(self, version: int) -> None:
-        await self.stage(WeightAnnouncement(policy_version=version, base_version=None, state_hash=version, sources=()))
+        await self.stage(await anchor(version))
         await self.pause(PauseMode.KEEP, clear_cache=False)
         await self.commit(version)
         await self.resume()

@@ -11,7 +11,7 @@ import anyio
 import anyio.abc
 import msgspec
 import pytest
-from builders import trajectory
+from builders.base import trajectory
 
 from streamrl.base.errors import RecipeError, StreamEnded
 from streamrl.base.stage_messages import Scored

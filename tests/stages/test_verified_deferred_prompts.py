@@ -8,7 +8,8 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import msgspec
-from builders import InstantClock, episodes_on
+from builders.base import InstantClock
+from builders.stages import episodes_on
 
 from streamrl.base.messages import PauseMode
 from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryLost, TrajectoryOutcome

@@ -6,11 +6,10 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
+
+from builders.files import ROOT
 
 from streamrl import weights
-
-ROOT = Path(__file__).parents[2]
 
 
 def imported(source: str) -> set[str]:

@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 import anyio
 import msgspec
 import pytest
-from builders import InstantClock, episodes_on
+from builders.base import InstantClock
+from builders.stages import episodes_on
+from builders.weights import anchor
 
 from streamrl.base.errors import EngineError
-from streamrl.base.messages import EngineLoad, WeightAnnouncement
+from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryLost, TrajectoryOutcome
 from streamrl.base.types import Prompt, Trajectory, TrajectoryId, token_array
 from streamrl.buffers.trajectory_store import TrajectoryStore
@@ -44,10 +46,6 @@ class PacedEngine(SimulatedEngine):
 
 def launch(ids: Sequence[TrajectoryId], version: int) -> LaunchGroup:
     return LaunchGroup(group_id=0, ids=tuple(ids), policy_version=version, seed_base=0, round_kind="long")
-
-
-async def anchor(policy_version: int) -> WeightAnnouncement:
-    return WeightAnnouncement(policy_version=policy_version, base_version=None, state_hash=policy_version, sources=())
 
 
 class Rounds:

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager, nullcontext
 
 import anyio
 import pytest
+from builders.weights import anchor
 
-from streamrl.base.messages import EngineEvent, EngineOrder, Generate, OrderFailed, WeightAnnouncement
+from streamrl.base.messages import EngineEvent, EngineOrder, Generate, OrderFailed
 from streamrl.base.run_events import EngineBack, EngineLost, StartEngine, StopEngine, SupervisorOrder
 from streamrl.base.types import token_array
 from streamrl.comm.guarded_sockets import KeyGuard
@@ -26,10 +27,6 @@ from streamrl.recipe.sections import Engines
 
 REQUEST = Generate(request_id="r", token_ids=token_array([3]), max_tokens=40, seed=1, temperature=1.0)
 STOP_0, START_1 = StopEngine(engine="engine-0", patience_s=PATIENCE_SECONDS), StartEngine(engine="engine-1")
-
-
-async def anchor(policy_version: int) -> WeightAnnouncement:
-    return WeightAnnouncement(policy_version=policy_version, base_version=None, state_hash=policy_version, sources=())
 
 
 class Started:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection
 
 import anyio
 import pytest
-from builders import InstantClock
+from builders.base import InstantClock
 
 from streamrl.base.errors import EngineError, VersionLeft, WeightError
 from streamrl.base.messages import Generate, OrderDone, PauseMode, WeightAnnouncement, WeightSource

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import anyio
 import pytest
-from builders import InstantClock
+from builders.base import InstantClock
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement

@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from builders import InstantClock
+from builders.base import InstantClock
+from builders.files import SORT_MODEL as MODEL
 
 from streamrl.base.errors import RecipeError, WeightError
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement, announcement_of
@@ -28,7 +29,6 @@ from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
 from streamrl.weights.pull.shared_replica import shared_replica
 from streamrl.weights.vllm.simulated_engine import SimulatedWeights
 
-MODEL = Path(__file__).parents[3] / "examples" / "sort" / "model"
 MakeRequest = Callable[..., Generate]
 TABLE = Sentences((5, 6, 7), full_stop=8, end_token=2)
 

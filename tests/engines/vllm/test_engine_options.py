@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError

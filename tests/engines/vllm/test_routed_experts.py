@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 from msgspec import structs
 
 from streamrl.base.messages import Generate

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from builders.files import ROOT
 
-ROOT = Path(__file__).parents[3]
 FOREIGN = re.compile(r"vllm(\.|$)|torch\.nn\.attention\.varlen$")
 LLM = "vllm.v1.engine.async_llm.AsyncLLM"
 OUTPUT = "vllm.outputs.CompletionOutput|vllm.outputs.RequestOutput"

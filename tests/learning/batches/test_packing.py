@@ -8,13 +8,13 @@ from itertools import count, groupby
 import msgspec
 import numpy as np
 import pytest
+from builders.base import trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from builders import trajectory  # noqa: E402
 from sample_groups import make_groups  # noqa: E402
 
 from streamrl.base.errors import StreamRLError  # noqa: E402

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+from builders.base import trajectory
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from builders import trajectory  # noqa: E402
 from sample_groups import make_groups  # noqa: E402
 
 from streamrl.base.types import (  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 
 from streamrl.prepare.summary import arithmetic_lines
 from streamrl.pretrained.tokenizer import Tokenizer

@@ -10,13 +10,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
 import msgspec
 import psutil
 import pytest
+from builders.processes import lives, until
 from forks.starts import own_children
 
 from streamrl.base.errors import RecipeError
@@ -47,15 +48,6 @@ from tests.processes.cluster.loopback_hosts import STAND_IN, LoopbackHosts
 
 ENGINE = ProcessPlan(role=Role.ENGINE, index=0)
 LEASE_S = 3.0
-
-
-def lives(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await anyio.sleep(0.02)
 
 
 @pytest.fixture

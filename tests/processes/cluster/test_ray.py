@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from builders.files import SORT as EXAMPLE
 
 from campaigns.hosts.hosts_run import left_on, wait_until
 from campaigns.hosts.lab import command_of, end, laboratory, why_not
 from campaigns.hosts.ray_nodes import RayNodes
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "sort"
 LEASE_S = 3.0
 
 pytest.importorskip("ray", reason="Ray is not installed: `pip install streamrl[ray]`")

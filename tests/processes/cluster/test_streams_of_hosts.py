@@ -18,7 +18,6 @@ from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, make_keys
 if reason := why_not():
     pytest.skip(f"no laboratory of hosts: {reason}", allow_module_level=True)
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "sort"
 LATE_S = 30.0
 """How late a loaded machine may be."""
 END_OF_STREAM = """

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import trajectory
+from builders.base import trajectory
+from builders.files import SORT_MODEL as SORT
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import RewardFailure, RewardFailureKind
@@ -275,7 +276,6 @@ def test_remote_judges_use_the_proxy_and_local_ones_do_not(judge, server: Server
 
 # ---- failures ------------------------------------------------------------------------------------
 
-SORT = Path(__file__).parents[3] / "examples" / "sort" / "model"
 FAULTS: dict[str, tuple[list[tuple[int, str | bytes | None]], str]] = {
     "no JSON": ([(200, b"<html>Bad gateway</html>")], "gave no answer of the OpenAI form: '<html>"),
     "cut JSON": ([(200, b'{"choices": [{"mess')], "gave no answer of the OpenAI form"),

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from builders.files import SORT
 
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
@@ -30,7 +31,6 @@ pytest.importorskip("vllm")
 httpx = pytest.importorskip("httpx")
 pytestmark = [pytest.mark.vllm, pytest.mark.torch]
 
-SORT = Path(__file__).parents[3] / "examples" / "sort"
 LISTS = ["5801", "8607", "97", "420", "5801"]  # none is sorted, so that it has something to say
 # The model sorts digits: its last digit is its score of a completion that is a list.
 OPTIONS = {"chat": False, "question": "{completion}:", "score": r"(\d)\D*$", "highest": 9.0, "max_tokens": 64}

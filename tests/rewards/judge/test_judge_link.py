@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from builders import small_recipe
+from builders.recipe import small_recipe
 
 from streamrl.base.errors import StreamEnded
 from streamrl.base.messages import EngineLoad

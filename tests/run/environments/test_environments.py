@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
-from builders import ZeroRewards
+from builders.stages import ZeroRewards
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError, StreamBroken

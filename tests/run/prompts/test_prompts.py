@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from builders import tokenizer_json, write_tokenizer
+from builders.pretrained import tokenizer_json, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from builders.weights import changed
 from tiers import quick_only
 
 from streamrl.base.errors import WeightError
@@ -44,11 +45,6 @@ def random_bits(seed: int) -> Bits:
         name: random.integers(0, 2**32, int(np.prod(shape)), dtype=np.uint64).astype(bit_type(dtype, name))
         for name, (dtype, shape) in TENSORS.items()
     }
-
-
-def changed(bits: Bits, seed: int, density: float = 0.01) -> Bits:
-    random = np.random.default_rng(seed)
-    return {name: b ^ (random.random(b.size) < density).astype(b.dtype) for name, b in bits.items()}
 
 
 def shards_of(rank: int, ranks: int) -> list[ShardSpec]:

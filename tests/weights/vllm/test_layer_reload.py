@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
+from builders.weights import state_hash
 
 from streamrl.base.errors import WeightError
-from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
+from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.codec import WeightPatch
-from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, ShardPatch, StagedVersion, TensorSpec
 
@@ -104,10 +104,6 @@ def random_bits(seed: int) -> dict[str, np.ndarray]:
     generator = torch.Generator().manual_seed(seed)
     values = {n: torch.randn(t.elements, generator=generator).to(torch.bfloat16) for n, t in TENSORS.items()}
     return {name: v.view(torch.int16).numpy().view(np.uint16).copy() for name, v in values.items()}
-
-
-def state_hash(bits: Mapping[str, np.ndarray]) -> int:
-    return sum(hash_range(name, 0, b) for name, b in bits.items()) % HASH_MODULUS
 
 
 def staged(

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
+from builders.weights import state_hash
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
 from streamrl.weights.codec.codec import WeightPatch
-from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, ShardPatch, TensorSpec
 
@@ -69,10 +69,6 @@ def random_bits(seed: int) -> dict[str, np.ndarray]:
     """Finite values only: the reference below copies them as numbers."""
     random = np.random.default_rng(seed)
     return {n: (random.integers(0, 65536, t.elements) & 0xBFFF).astype(np.uint16) for n, t in TENSORS.items()}
-
-
-def state_hash(bits: dict[str, np.ndarray]) -> int:
-    return sum(hash_range(name, 0, b) for name, b in bits.items()) % HASH_MODULUS
 
 
 def fetched(version: int, old: dict[str, np.ndarray] | None, new: dict[str, np.ndarray]) -> FetchedVersion:
