@@ -15,8 +15,7 @@ from campaigns.faults.world_state import WorldState
 from streamrl.base.errors import StreamRLError
 from streamrl.launch.roles import role_main
 from streamrl.processes import run_role
-from streamrl.processes.exit_files import write_reason
-from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of
+from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of, write_reason
 from streamrl.processes.launcher import ChildProcess
 from streamrl.processes.run_role import ChildContext, Terminated
 from streamrl.recipe.topology import ProcessPlan, Topology

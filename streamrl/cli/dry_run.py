@@ -15,7 +15,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
 from streamrl.prepare.first_prompt import first_prompt_lines
-from streamrl.prepare.gpu_demand import gpu_placement
+from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.hub.resolution import HubRecipe, hub_looked_up
 from streamrl.prepare.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
 from streamrl.prepare.recipe_probe import problem_of_model

@@ -44,7 +44,7 @@ from streamrl.launch.run_record import refuse_lost_journal
 from streamrl.launch.steering.steering_messages import SteeringReply, SteeringRequest
 from streamrl.launch.steering.steering_requests import SteeringRequests, steering_endpoint
 from streamrl.observe.user_calls import UserCalls, close_all
-from streamrl.prepare.gpu_demand import gpu_placement
+from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.hub.resolution import with_hub_folders
 from streamrl.prepare.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
 from streamrl.prepare.run_length import with_steps_of_epochs

@@ -26,7 +26,7 @@ from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.learning.routing_replay import why_not_replayed
 from streamrl.learning.state.durable_files import read_digests, refuse_faults, surviving
 from streamrl.observe.trackers.available_trackers import tracker_problems
-from streamrl.prepare.gpu_demand import facts_of, gpu_placement
+from streamrl.prepare.gpu_placement import facts_of, gpu_placement
 from streamrl.prepare.machine_check import (
     GIB,
     INSTALL,

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
-from streamrl.processes.exit_files import read_reason
-from streamrl.processes.exit_reason import Death, notice_of
+from streamrl.processes.exit_reason import Death, notice_of, read_reason
 from streamrl.processes.launcher import ChildProcess
 from streamrl.processes.restart_policy import RestartPolicy
 from streamrl.recipe.topology import ProcessPlan, Role, Topology

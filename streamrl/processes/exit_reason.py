@@ -1,6 +1,9 @@
-"""Reasons of the ends of processes, and the first cause among several deaths. Pure, but for reading the ends of logs.
+"""Reasons of the ends of processes, their files ``exit/NAME.json`` in the directory of the run, and the first cause
+among several deaths.
 
-A process classifies its own error (``run_role``); the supervisor's process sorts and describes deaths."""
+A process classifies its own error and writes its file (``run_role``, ``watchdog``); ``exit_monitor`` reads it in the
+supervisor's process, which sorts and describes deaths. On a cluster, agents read it, and ``remote_host`` writes it for
+the supervisor."""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ import errno
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
 from streamrl.base import errors
-from streamrl.base.errors import EngineError, EpochLost, ModelRefused, RecipeError, StreamBroken, leaves
+from streamrl.base.atomic_files import write_atomic
+from streamrl.base.errors import UNDECODABLE, EngineError, EpochLost, ModelRefused, RecipeError, StreamBroken, leaves
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE, signal_name
-from streamrl.processes.exit_files import ExitKind, ExitReason
 from streamrl.recipe.topology import Role
 
 DISK_FULL_EXIT_CODE = 74
@@ -28,6 +32,23 @@ _LASTING = (ModelRefused, RecipeError, EpochLost)
 _MAY_PASS = (StreamBroken, EngineError, OSError, MemoryError)
 # No process ends by these signals because another process has died.
 _NEVER_A_CONSEQUENCE = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+
+
+class ExitKind(StrEnum):
+    """Kind of an end. ``cause``: own failure of the process; ``consequence``: failure after the end of another process;
+    ``verdict``: failure that would also end a successor, and therefore ends the run."""
+
+    CAUSE = "cause"
+    CONSEQUENCE = "consequence"
+    VERDICT = "verdict"
+
+
+class ExitReason(msgspec.Struct, frozen=True, kw_only=True):
+    """Reason of the end of a process. ``monotonic_s``: time of the end by ``CLOCK_MONOTONIC`` of the host."""
+
+    kind: ExitKind
+    message: str
+    monotonic_s: float
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,3 +178,31 @@ def failures(error: BaseException) -> Iterator[BaseException]:
 def _is_consequence(role: Role, error: BaseException) -> bool:
     # In an engine process an EngineError concerns its own vLLM; in the controller it concerns a process that ended.
     return isinstance(error, StreamBroken) or (role is Role.CONTROLLER and isinstance(error, EngineError))
+
+
+def write_reason(run_directory: Path, name: str, reason: ExitReason) -> None:
+    """Write ``exit/<name>.json`` for the supervisor, completely or not at all."""
+    path = reason_path(run_directory, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, msgspec.json.encode(reason))
+
+
+def read_reason(run_directory: Path, name: str) -> ExitReason | None:
+    """Read the reason that process ``name`` wrote; None where there is none, or it cannot be read."""
+    try:
+        return read_exit_reason(reason_path(run_directory, name).read_bytes())
+    except OSError:
+        return None
+
+
+def read_exit_reason(encoded: bytes) -> ExitReason | None:
+    """Decode the content of an exit file; None for any other content."""
+    try:
+        return msgspec.json.decode(encoded, type=ExitReason)
+    except UNDECODABLE:
+        return None
+
+
+def reason_path(run_directory: Path, name: str) -> Path:
+    """Path of a process's exit reason."""
+    return run_directory / "exit" / f"{name}.json"

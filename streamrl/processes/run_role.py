@@ -26,8 +26,7 @@ from streamrl.base.printable import log_to
 from streamrl.base.run_process import CUDA_DEVICES, CUDA_ORDER, RUN_EPOCH, name_shared_memory
 from streamrl.comm.transport_keys import transport_variables, with_cluster_keys
 from streamrl.observe.terminal.screen import open_screen
-from streamrl.processes.exit_files import write_reason
-from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, reason_of
+from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, reason_of, write_reason
 from streamrl.recipe.rules.transport_rules import insecure_notice
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import ProcessPlan, Role, Topology, read_topology

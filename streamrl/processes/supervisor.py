@@ -27,9 +27,8 @@ from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import ProcessDied, StreamRLError
 from streamrl.base.run_process import ensure_home
 from streamrl.observe.run_files.file_sizes import most_bytes
-from streamrl.processes.exit_files import reason_path
 from streamrl.processes.exit_monitor import CONSEQUENCE_S, ExitMonitor
-from streamrl.processes.exit_reason import Death, first_cause
+from streamrl.processes.exit_reason import Death, first_cause, reason_path
 from streamrl.processes.launcher import POLL_S, ChildProcess, Launcher, NoHost, ended_within
 from streamrl.processes.local_launcher import ENTRY, LocalLauncher
 from streamrl.processes.log_files import LogFiles

@@ -31,7 +31,7 @@ from streamrl.base.run_process import RUN_MARKER
 from streamrl.base.stage_messages import RolloutStatistics
 from streamrl.base.waits import Waits
 from streamrl.control.run_state import RunState
-from streamrl.processes.exit_files import ExitKind, ExitReason, write_reason
+from streamrl.processes.exit_reason import ExitKind, ExitReason, write_reason
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Role
 from streamrl.run.wait_reason import RunWaits

@@ -19,7 +19,7 @@ from streamrl.base.types import FinishReason
 from streamrl.cli.try_rewards import trial_completions
 from streamrl.cli.try_rewards.trial_scoring import score_groups
 from streamrl.engines.vllm.visible_gpus import Gpu
-from streamrl.prepare import gpu_demand
+from streamrl.prepare import gpu_placement
 from streamrl.prepare.preflight import check_model
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.learning_rate import learning_rate_notice
@@ -128,10 +128,10 @@ def test_it_fits_its_gpus_and_its_rate_is_usual(
     recipe = here(path, tmp_path, model)
     count, size = map(int, re.findall(r"(\d+)x(\d+)gb$", path.stem)[0])
     memory = int(GIB_OF_A_GPU[size] * (1 << 30))
-    monkeypatch.setattr(gpu_demand, "visible_gpus", lambda: tuple(Gpu(str(n), memory) for n in range(count)))
+    monkeypatch.setattr(gpu_placement, "visible_gpus", lambda: tuple(Gpu(str(n), memory) for n in range(count)))
     facts = check_model(recipe).facts
     assert facts.parameters == PARAMETERS[model.name]
-    placement = gpu_demand.gpu_placement(recipe)
+    placement = gpu_placement.gpu_placement(recipe)
     assert placement.problems == []
     assert all(placement.used(gpu) < 0.97 * gpu.memory and placement.on(gpu) for gpu in placement.gpus), (
         placement.lines()

@@ -17,8 +17,7 @@ from builders.recipe import small_recipe
 from streamrl.base.run_process import PARENT_PID
 from streamrl.base.waits import start_phases
 from streamrl.launch.roles import role_main
-from streamrl.processes.exit_files import ExitKind, read_reason
-from streamrl.processes.exit_reason import TERMINATED_CODE
+from streamrl.processes.exit_reason import TERMINATED_CODE, ExitKind, read_reason
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.topology import Role, plan_topology
 

@@ -11,16 +11,19 @@ import pytest
 from builders.recipe import small_recipe
 
 from streamrl.base.errors import DiskFull, EngineError, EpochLost, ModelRefused, RecipeError, StreamBroken
-from streamrl.processes.exit_files import ExitKind, ExitReason, read_reason, write_reason
 from streamrl.processes.exit_monitor import ExitMonitor
 from streamrl.processes.exit_reason import (
     DISK_FULL_EXIT_CODE,
     Death,
+    ExitKind,
+    ExitReason,
     exit_code_of,
     first_cause,
     last_lines,
     notice_of,
+    read_reason,
     reason_of,
+    write_reason,
 )
 from streamrl.recipe.topology import Role, plan_topology, planned_engine
 from streamrl.run.journal.log_errors import JournalFailed

@@ -20,7 +20,7 @@ from streamrl.engines.vllm import visible_gpus
 from streamrl.engines.vllm.options import installed_device
 from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.launch.pipeline import Pipeline
-from streamrl.prepare.gpu_demand import gpu_placement
+from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.preflight import preflight
 from streamrl.processes.run_role import ChildContext
 from streamrl.processes.supervisor import Supervisor

@@ -17,8 +17,7 @@ from streamrl.base.errors import CannotContinue, RecipeError, StreamRLError
 from streamrl.base.run_events import KillEngine, StartEngine, StopEngine
 from streamrl.processes import engine_orders, restart_policy
 from streamrl.processes.engine_orders import EngineOrders
-from streamrl.processes.exit_files import ExitKind
-from streamrl.processes.exit_reason import reason_of
+from streamrl.processes.exit_reason import ExitKind, reason_of
 from streamrl.processes.local_launcher import LocalLauncher
 from streamrl.processes.restart_policy import RENEWED_AFTER_S, SETTLED_AFTER_S, Restarts
 from streamrl.processes.supervisor import Supervisor

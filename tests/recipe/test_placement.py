@@ -9,7 +9,7 @@ import pytest
 from builders.recipe import small_recipe
 
 from streamrl.engines.vllm.visible_gpus import Gpu
-from streamrl.prepare.placement import Demand, Placement, place
+from streamrl.prepare.gpu_placement import Demand, Placement, place
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import RewardLimits
 from streamrl.recipe.sections import Engines, EngineShape, Recipe, Training

@@ -22,7 +22,7 @@ from streamrl.cli.try_rewards.trial_completions import groups_from_engine
 from streamrl.cli.try_rewards.trial_report import histogram, spread, summarize
 from streamrl.cli.try_rewards.trial_scoring import say, score_groups
 from streamrl.prepare.first_prompt import first_prompt_lines
-from streamrl.prepare.gpu_demand import gpu_placement
+from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.hub.resolution import with_hub_folders
 from streamrl.prepare.measured_step import measure_step
 from streamrl.prepare.memory import estimate_memory, gib

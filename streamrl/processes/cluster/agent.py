@@ -37,7 +37,7 @@ from streamrl.processes.cluster.agent_messages import (
     StartProcess,
 )
 from streamrl.processes.cluster.this_host import address_on, free_ports, raise_file_limit
-from streamrl.processes.exit_files import ExitReason, read_reason
+from streamrl.processes.exit_reason import ExitReason, read_reason
 from streamrl.processes.launcher import ChildProcess
 from streamrl.processes.local_launcher import ENTRY, SOCKET_PREFIX, LocalLauncher
 from streamrl.recipe.topology import port_range

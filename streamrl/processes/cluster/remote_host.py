@@ -24,7 +24,7 @@ from streamrl.processes.cluster.agent_messages import (
     SignalProcess,
     StartProcess,
 )
-from streamrl.processes.exit_files import ExitKind, ExitReason, read_exit_reason, write_reason
+from streamrl.processes.exit_reason import ExitKind, ExitReason, read_exit_reason, write_reason
 
 log = logging.getLogger(__name__)
 

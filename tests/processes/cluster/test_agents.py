@@ -38,7 +38,7 @@ from streamrl.processes.cluster.cluster_launcher import ClusterLauncher, cluster
 from streamrl.processes.cluster.placement import GpuNeed
 from streamrl.processes.cluster.this_host import free_ports
 from streamrl.processes.engine_orders import EngineOrders
-from streamrl.processes.exit_files import read_reason
+from streamrl.processes.exit_reason import read_reason
 from streamrl.processes.local_launcher import LocalLauncher
 from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.rules.load_recipe import load_recipe

@@ -1,16 +1,27 @@
-"""Placement of the processes of a run on GPUs, and whether each GPU has the memory for them. Pure: no device is
-queried. ``gpu_demand`` calls ``place`` in the process of the command, before the run starts."""
+"""GPUs of this host for the processes of a run: the memory that they need, and the GPU of each process. Called in the
+process of the command: by the checks before a run, by the start of the run, and by the dry run. ``place`` is pure:
+``gpu_placement`` gives it what the host and the models have."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
-from streamrl.engines.vllm.visible_gpus import Gpu
+from streamrl.base.errors import RecipeError
+from streamrl.engines.vllm.options import max_model_len, model_config
+from streamrl.engines.vllm.visible_gpus import Gpu, visible_gpus
+from streamrl.prepare.memory import device_bytes
+from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
+from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import JUDGE, PreparedSet, Topology, prepared_sets
+
+CONTEXT_BYTES = 1 << 30
+"""Memory of a process that is no engine, beside its tensors: CUDA's context, kernels, NCCL's buffers, fragmentation."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,3 +189,41 @@ def _memory_problems(placement: Placement) -> Iterator[str]:
 
 def _gib(size: int) -> str:
     return f"{size / (1 << 30):.1f}"
+
+
+def gpu_placement(recipe: Recipe) -> Placement:
+    """GPUs of this host for the processes of ``recipe`` (see ``place``)."""
+    gpus = visible_gpus()
+    return place(recipe, gpus, _demand(recipe) if gpus else Demand())
+
+
+def _demand(recipe: Recipe) -> Demand:
+    """Memory that the models need; 0 for a model that cannot be read, which ``preflight`` reports."""
+    model = facts_of(recipe.model.path)
+    context = recipe.engines.max_model_len
+    with contextlib.suppress(RecipeError):
+        context = max_model_len(recipe, model_config(recipe.model.path))
+    scorers = [
+        _bytes(facts, str(reward.options.get("dtype")))
+        for reward in recipe.rewards
+        if reward.function == "reward_model" and reward.options.get("device") != "cpu"
+        if (facts := facts_of(str(reward.options.get("path", ""))))
+    ]
+    return Demand(
+        engine=_bytes(model, recipe.engines.dtype, context) if model else 0,
+        rank=device_bytes(recipe, model, context) + CONTEXT_BYTES if model else 0,
+        rewards=sum(scorers) + CONTEXT_BYTES if scorers else None,
+    )
+
+
+def _bytes(facts: ModelFacts, dtype: str, context: int = 0) -> int:
+    """Bytes of the weights and of the cache of one request."""
+    return (facts.parameters + context * facts.key_value_bytes // 4) * (4 if dtype == "float32" else 2)
+
+
+def facts_of(path: str) -> ModelFacts | None:
+    """The model in a directory; None where there is none that can be read."""
+    try:
+        return read_model_facts(Path(path)) if path else None
+    except ModelDirectoryError:
+        return None
