@@ -37,11 +37,18 @@ from streamrl.base.run_events import (
 from streamrl.comm.stream import ReceiveStream
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.contracts import Observer, Sink
-from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, Draining, DrainRun, ParentMessage
+from streamrl.launch.control_protocol import (
+    ControlAnswer,
+    ControlOperation,
+    Draining,
+    DrainRun,
+    ParentMessage,
+    SteeringReply,
+    SteeringRequest,
+)
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.run_directory import NOT_RESUMED, lock_run, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.launch.run_record import refuse_lost_journal
-from streamrl.launch.steering.steering_messages import SteeringReply, SteeringRequest
 from streamrl.launch.steering.steering_requests import SteeringRequests, steering_endpoint
 from streamrl.observe.user_calls import UserCalls, close_all
 from streamrl.prepare.gpu_placement import gpu_placement

@@ -33,9 +33,8 @@ from streamrl.engines.elastic.engine_processes import EngineHosts
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.vllm.options import installed_device
 from streamrl.launch.attached_rewards import AttachedRewards
-from streamrl.launch.control_protocol import ParentMessage
+from streamrl.launch.control_protocol import ParentMessage, SteeringReply
 from streamrl.launch.reward_workers import open_reward_stage
-from streamrl.launch.steering.steering_messages import SteeringReply
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.environment import ENVIRONMENT_REWARD
 from streamrl.recipe.sections import Recipe

@@ -40,14 +40,13 @@ from streamrl.base.run_events import RunEvent, RunFinished, RunStarted
 from streamrl.comm.zmq_stream import zmq_sender
 from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
-from streamrl.launch.control_protocol import ParentMessage
+from streamrl.launch.control_protocol import ParentMessage, SteeringReply
 from streamrl.launch.observers import run_observers
 from streamrl.launch.processes import Emit, Processes, connect_processes, connect_ranks
 from streamrl.launch.reward_workers import change_rewards
 from streamrl.launch.run_record import JournalledRun, open_record
 from streamrl.launch.sampling import open_episodes, open_weight_sync, training_prompts
 from streamrl.launch.steering.steering import SteeringService
-from streamrl.launch.steering.steering_messages import SteeringReply
 from streamrl.launch.steering.steering_requests import steering_endpoint
 from streamrl.observe.report.trace_events import TraceEvents
 from streamrl.observe.run_files.file_sizes import most_bytes

@@ -20,9 +20,9 @@ from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.control import events as on
 from streamrl.control.settings import control_settings as settings_of
 from streamrl.control.steering.live_keys import LIVE, with_values
+from streamrl.launch.control_protocol import ChangeSettings, SteeringTaken, SteerRun
 from streamrl.launch.steering.changed_recipe import settings_change, written_key
 from streamrl.launch.steering.steering import SteeringService
-from streamrl.launch.steering.steering_messages import ChangeSettings, SteeringTaken, SteerRun
 from streamrl.recipe.rules.load_recipe import load_recipe, overridden_recipe
 from streamrl.run.journal.run_journal import RunJournal
 

@@ -28,9 +28,16 @@ from safetensors import deserialize
 from streamrl.base.errors import StreamRLError
 from streamrl.base.waits import start_phases
 from streamrl.cli.show import read_run
-from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, ControlRefused
+from streamrl.launch.control_protocol import (
+    ChangeSettings,
+    ControlAnswer,
+    ControlOperation,
+    ControlRefused,
+    ReadStatus,
+    SteeringStatus,
+    SteerRun,
+)
 from streamrl.launch.control_socket import ask_run
-from streamrl.launch.steering.steering_messages import ChangeSettings, ReadStatus, SteeringStatus, SteerRun
 from streamrl.observe.report.trajectory_trace import read_trace
 from streamrl.processes.local_launcher import marker_of
 from streamrl.recipe.rules.load_recipe import load_recipe

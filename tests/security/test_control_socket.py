@@ -21,11 +21,14 @@ from streamrl.base.errors import RecipeError, StreamRLError, WireError
 from streamrl.launch import control_protocol, control_socket
 from streamrl.launch.control_protocol import (
     LARGEST_REQUEST,
+    ChangeSettings,
     ControlAnswer,
     ControlOperation,
     ControlRefused,
     ControlRequest,
     DrainRun,
+    ReadStatus,
+    SteerRun,
     decode_answer,
     decode_request,
     encode,
@@ -33,7 +36,6 @@ from streamrl.launch.control_protocol import (
     length_of,
 )
 from streamrl.launch.control_socket import ControlServer, ask_control, read_key, serving_control
-from streamrl.launch.steering.steering_messages import ChangeSettings, ReadStatus, SteerRun
 from streamrl.recipe.rewards import Reward
 from streamrl.rewards.reward_messages import (
     AttachReward,

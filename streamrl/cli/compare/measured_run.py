@@ -15,10 +15,9 @@ from streamrl.base.run_events import EvaluationFinished, RunWarning, StepFinishe
 from streamrl.base.types import FinishReason
 from streamrl.cli.compare.run_figures import WARM_UP_STEPS, RunFigures, samples_of
 from streamrl.control.policies.sagc import straggler_rate
-from streamrl.launch.control_protocol import ControlRefused
+from streamrl.launch.control_protocol import ControlRefused, SteerRun
 from streamrl.launch.control_socket import ask_run
 from streamrl.launch.pipeline import Pipeline
-from streamrl.launch.steering.steering_messages import SteerRun
 from streamrl.observe.report.trajectory_trace import TRAINED, read_trace
 from streamrl.observe.run_files.run_reader import RunFiles
 from streamrl.recipe.sections import Recipe

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.cli.control import ask_run
-from streamrl.launch.steering.steering_messages import (
+from streamrl.launch.control_protocol import (
     ChangeSettings,
     ReadStatus,
     SteeringRequest,

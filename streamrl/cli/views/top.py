@@ -15,9 +15,8 @@ from streamrl.base.errors import StreamRLError
 from streamrl.cli.control import DRAINING
 from streamrl.cli.watch import Watch
 from streamrl.comm.zmq_sockets import has_ipc_listener
-from streamrl.launch.control_protocol import ControlRefused, DrainRun
+from streamrl.launch.control_protocol import ControlRefused, DrainRun, SteeringTaken, SteerRun
 from streamrl.launch.control_socket import KEY_FILE, ask_run, read_key
-from streamrl.launch.steering.steering_messages import SteeringTaken, SteerRun
 from streamrl.observe.run_files.followed_lines import FollowedLines
 from streamrl.observe.run_files.run_reader import RunFiles
 from streamrl.observe.telemetry import TelemetrySubscriber

@@ -15,8 +15,7 @@ from streamrl.contracts import Observer
 from streamrl.control.events import ControlEvent, Steered
 from streamrl.control.run_state import RunState
 from streamrl.control.steering.changes import waits_for_version
-from streamrl.launch.steering.changed_recipe import settings_change
-from streamrl.launch.steering.steering_messages import (
+from streamrl.launch.control_protocol import (
     ChangeSettings,
     ReadStatus,
     SteeringReply,
@@ -26,6 +25,7 @@ from streamrl.launch.steering.steering_messages import (
     SteerRun,
     WaitingChange,
 )
+from streamrl.launch.steering.changed_recipe import settings_change
 from streamrl.processes.watchdog import Watchdog
 from streamrl.recipe.sections import Recipe
 from streamrl.run.journal.run_journal import RunJournal

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.comm.conversation import Conversation
-from streamrl.launch.steering.steering_messages import (
+from streamrl.launch.control_protocol import (
     ProcessStatus,
     ReadStatus,
     SteeringReply,

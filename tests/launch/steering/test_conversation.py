@@ -8,7 +8,7 @@ import anyio
 
 from streamrl.base.errors import StreamRLError
 from streamrl.comm.zmq_stream import zmq_receiver
-from streamrl.launch.steering.steering_messages import SteeringRequest, SteeringTaken, SteerRun
+from streamrl.launch.control_protocol import SteeringRequest, SteeringTaken, SteerRun
 from streamrl.launch.steering.steering_requests import SteeringRequests
 
 
