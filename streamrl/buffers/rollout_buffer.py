@@ -49,6 +49,7 @@ class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``reward``: combined reward;
     ``tokens``: number of sampled tokens;
     ``separate_rewards``: rewards by name that are compared alone with the siblings' (empty: ``reward`` is compared);
+    ``turn_rewards``: parts of ``reward`` by turn, up to the last one that is not 0, where turns are compared;
     ``seconds``: time from launch to score."""
 
     oldest_version: int
@@ -56,6 +57,7 @@ class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
     reward: float = 0.0
     tokens: int = 0
     separate_rewards: dict[str, float] = {}
+    turn_rewards: tuple[float, ...] = ()
     seconds: float = 0.0
 
     @property
@@ -117,6 +119,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     def zero_variance(self) -> bool:
         """Return whether all members have the same rewards, so that a baseline of the group leaves no signal."""
         first: dict[str, float] = {}
+        if len({member.turn_rewards for member in self.members.values()}) > 1:
+            return False
         for member in self.members.values():
             rewards = member.separate_rewards or {"": member.reward}
             for name, value in rewards.items():
@@ -199,13 +203,14 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         reason: FinishReason,
         oldest: int,
         separate: dict[str, float] | None = None,
+        turns: tuple[float, ...] = (),
         seconds: float = 0.0,
     ) -> Group | None:
         """Record a reward and return the group. Returns None, and changes nothing, where the trajectory has ended or
         has a reward.
 
         ``reason``: reason to stop sampling; ``oldest``: oldest policy version of its tokens; ``separate``: rewards that
-        are compared alone."""
+        are compared alone; ``turns``: rewards of turns, where turns are compared."""
         member = self.member(trajectory)
         if member is None or member.scored:
             return None
@@ -214,6 +219,8 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         member.tokens = tokens
         member.finish_reason = reason
         member.separate_rewards = separate or {}
+        earning = [number for number, turn_reward in enumerate(turns, start=1) if turn_reward]
+        member.turn_rewards = turns[: max(earning, default=0)]
         member.seconds = seconds
         if oldest != member.oldest_version:
             member.oldest_version = oldest

@@ -140,6 +140,7 @@ def _score_trajectory(state: RunState, event: on.TrajectoryScored, rules: Rules,
         reason=event.finish_reason,
         oldest=event.oldest_version,
         separate=event.separate_rewards,
+        turns=event.turn_rewards if rules.settings.compares_turns else (),
         seconds=event.seconds,
     )
     if group is None:  # the trajectory was dropped before its result arrived

@@ -37,6 +37,7 @@ class TrajectoryScored(Event, frozen=True):
     ``oldest_version``, ``newest_version``: policy versions that sampled its tokens;
     ``reward_version``: version of the set of reward functions;
     ``separate_rewards``: rewards by name, where each is compared with the same reward of the siblings alone;
+    ``turn_rewards``: parts of ``reward``, by turn;
     ``seconds``: time from launch to score, in engine and reward."""
 
     id: TrajectoryId
@@ -47,6 +48,7 @@ class TrajectoryScored(Event, frozen=True):
     newest_version: int
     reward_version: int = 0
     separate_rewards: dict[str, float] = {}
+    turn_rewards: tuple[float, ...] = ()
     seconds: float = 0.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from streamrl.recipe.environment import Credit
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, StalePolicy, TailBatching, largest_batch
 from streamrl.recipe.sections import Recipe
 
@@ -19,6 +20,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     ``evaluate_every``, ``evaluate_limit``: steps between evaluations, and prompts of each;
     ``deterministic``: whether decisions do not depend on the order of answers (``control.policies.deterministic``);
     ``compares_siblings``: whether a sample alone in its group has no advantage;
+    ``compares_turns``: whether turns have advantages of their own (``environment.credit``);
     ``learning_rate``, ``sampling``: values changed by a user since the start."""
 
     steps: int
@@ -44,6 +46,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_at_end: bool = False
     deterministic: bool = False
     compares_siblings: bool = True
+    compares_turns: bool = False
     learning_rate: float | None = None
     sampling: dict[str, int | float] = {}
 
@@ -107,4 +110,5 @@ def control_settings(recipe: Recipe) -> ControlSettings:
         checkpoint_at_end=recipe.checkpoint.at_end,
         deterministic=recipe.run.deterministic,
         compares_siblings=recipe.objective_settings.estimator.compares_siblings,
+        compares_turns=recipe.environment.credit is not Credit.TRAJECTORY,
     )

@@ -350,5 +350,6 @@ def event_of(item: EndedOutcome) -> on.TrajectoryFailed | on.TrajectoryScored:
         newest_version=trajectory.newest_version,
         reward_version=outcome.reward_version,
         separate_rewards={name: value for name, (weight, value) in outcome.separate_rewards.items() if weight},
+        turn_rewards=outcome.turn_rewards,
         seconds=round(trajectory.rollout_seconds + item.reward_s, 3),
     )

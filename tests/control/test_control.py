@@ -331,11 +331,15 @@ def test_the_objective_says_whether_siblings_are_compared(algorithm: str, compar
     assert settings_of(recipe).compares_siblings is compares
 
 
-def score_apart(world: World, trajectory: TrajectoryId, rewards: dict[str, float]) -> None:
+def score_apart(
+    world: World, trajectory: TrajectoryId, rewards: dict[str, float], turn_rewards: tuple[float, ...] = ()
+) -> None:
     """A sample whose rewards are compared with its siblings' each alone; one of weight 0 is among them."""
     sample = msgspec.structs.replace(finished(rollout_seconds=1.5), id=trajectory)
     separate = {name: (1.0, value) for name, value in rewards.items()} | {"nothing": (0.0, float(trajectory.sample))}
-    scored = ScoredTrajectory(trajectory=sample, reward=sum(rewards.values()), separate_rewards=separate)
+    scored = ScoredTrajectory(
+        trajectory=sample, reward=sum(rewards.values()), separate_rewards=separate, turn_rewards=turn_rewards
+    )
     world.running.pop(trajectory)
     world.scored.add(trajectory)
     event = event_of(Scored(outcome=scored, reward_s=0.25))
@@ -358,6 +362,26 @@ def test_dynamic_sampling_looks_at_rewards_compared_alone() -> None:
     score_apart(world, first, {"right": 1.0})
     score_apart(world, second, {"right": 1.0, "rare": 1.0})  # nobody to compare its second reward with
     assert world.state.accounting().dropped == {"zero_variance": 2}
+
+
+@pytest.mark.parametrize(
+    ("compares", "earned", "signal"),
+    [
+        (True, [(1.0,), (0.0, 1.0)], True),  # in turn 1 and in turn 2
+        (True, [(), (0.0, 1.0)], True),  # nothing is a value
+        (True, [(1.0,), (1.0, 0.0)], False),
+        (True, [(), (0.0, 0.0)], False),
+        (False, [(1.0,), (0.0, 1.0)], False),
+    ],
+)
+def test_dynamic_sampling_compares_turns_where_they_have_credit(
+    compares: bool, earned: list[tuple[float, ...]], signal: bool
+) -> None:
+    """Totals are equal: only where turns have advantages of their own has a group of other turns a signal."""
+    world = begun(dynamic_sampling=True, batch_groups=1, steps=1, compares_turns=compares)
+    for trajectory, turn_rewards in zip(list(world.running), earned, strict=True):
+        score_apart(world, trajectory, {"environment": 1.0}, turn_rewards)
+    assert world.state.accounting().dropped == ({} if signal else {"zero_variance": 2})
 
 
 def test_an_exhausted_source_trains_a_smaller_last_batch() -> None:
