@@ -25,6 +25,7 @@ from streamrl.engines.vllm.options import device_problems, installed_device, max
 from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.learning.routing_replay import why_not_replayed
 from streamrl.learning.state.durable_files import read_digests, refuse_faults, surviving
+from streamrl.learning.state.tensor_meaning import other_meanings
 from streamrl.observe.trackers.available_trackers import tracker_problems
 from streamrl.prepare.gpu_placement import facts_of, gpu_placement
 from streamrl.prepare.machine_check import (
@@ -374,6 +375,7 @@ def _checkpoint(recipe: Recipe) -> Iterator[str]:
                 saved = surviving(Path(resumed))
                 missing = [f"{name} is missing" for name in read_digests(saved) if not (saved / name).is_file()]
                 refuse_faults(saved, missing)
+                yield from other_meanings(saved, recipe.lora, recipe.model.path)
         except StreamRLError as error:
             yield f"checkpoint.resume_from: {error}"
 

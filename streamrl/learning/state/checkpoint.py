@@ -20,7 +20,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,7 +33,8 @@ from streamrl.base.errors import UNDECODABLE, DiskFull, StreamRLError
 from streamrl.learning.process_group import all_gather_bytes
 from streamrl.learning.state import durable_files
 from streamrl.learning.state.optimizer import MasterOptimizer
-from streamrl.learning.state.published_weights import PublishedWeights
+from streamrl.learning.state.published_weights import ADAPTER_TENSORS, PEFT_PREFIX, PublishedWeights
+from streamrl.learning.state.tensor_meaning import ADAPTER
 from streamrl.pretrained.chat_template import TEMPLATE_FOLDER
 
 FORMAT = 2
@@ -62,13 +63,16 @@ class _Scalars(msgspec.Struct, frozen=True, kw_only=True):
     """Content of ``trainer.msgpack``. It has no state of a random generator: training draws no random numbers.
 
     ``moments``: names of the optimizer's moments.
-    ``extra``: names of the tensors besides masters and moments."""
+    ``extra``: names of the tensors besides masters and moments.
+    ``base``: sum over the bits of the model that adapters are beside (None: there are no adapters, or an older streamrl
+    wrote it)."""
 
     format: int
     state: TrainerState
     optimizer_steps: int
     moments: tuple[str, ...]
     extra: tuple[str, ...]
+    base: int | None = None
 
 
 def save(
@@ -99,6 +103,7 @@ def save(
         optimizer_steps=optimizer.steps,
         moments=tuple(sorted(moments)),
         extra=tuple(sorted(extra)),
+        base=_base(weights),
     )
 
     def prepare() -> None:
@@ -114,7 +119,7 @@ def save(
     try:
         _on_first_rank(prepare)
         _write_tensors(partial / "trainer", tensors)
-        _on_every_rank(lambda: weights.save_adapter(partial / "adapter"))
+        _on_every_rank(lambda: weights.save_adapter(partial / ADAPTER))
         _on_first_rank(export)
         digests = _on_every_rank(lambda: durable_files.flush_and_digest(partial, _files_of_rank(partial)))
         _on_first_rank(lambda: durable_files.write_digests(partial, digests))
@@ -141,6 +146,12 @@ def load(
         "as model.path"
     )
     _refuse_missing(directory, "tensors", extra or {}, scalars.extra, remedy)
+    _refuse_other_adapters(directory, weights)
+    if scalars.base is not None and scalars.base != _base(weights):
+        raise StreamRLError(
+            f"model.path: the adapters of checkpoint {str(directory)!r} belong to a model with other weights: give the "
+            f"one that {directory / ADAPTER} names, not a model with the adapters merged"
+        )
     masters_L = weights.masters.full()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -253,6 +264,29 @@ def _refuse_missing(
             f"checkpoint {str(directory)!r} has no {kind} {', '.join(missing)}, which this recipe needs "
             f"(it has {', '.join(saved_names) or 'none'}): {remedy}"
         )
+
+
+def _refuse_other_adapters(directory: Path, weights: PublishedWeights) -> None:
+    file = directory / ADAPTER / ADAPTER_TENSORS
+    if not file.exists():
+        return
+    with safe_open(file, "pt") as tensors:
+        before = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors.keys()}  # noqa: SIM118
+    now = {shard.name.rpartition(".lora_")[0] for shard in weights.master_shards}
+    for others, text in ((before - now, "lacks the adapters on"), (now - before, "has adapters of its own on")):
+        if others:
+            names = ", ".join(sorted(others)[:3])
+            raise StreamRLError(
+                f"lora.targets: this run {text} {len(others)} modules beside checkpoint {str(directory)!r}, such as "
+                f"{names}: keep lora.targets as it was"
+            )
+
+
+def _base(weights: PublishedWeights) -> int | None:
+    """The sum over the bits of the base, of all ranks; None without adapters. Collective."""
+    if weights.base_part is None:
+        return None
+    return sum(_on_every_rank(lambda: weights.base_part or 0)) % (1 << 64)
 
 
 # ---- ranks ---------------------------------------------------------------------------------------

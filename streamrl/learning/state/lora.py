@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -37,8 +38,11 @@ from streamrl.learning.model.local_shards import local_part, local_shards
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.masters import Masters, WholeMasters
-from streamrl.learning.state.published_weights import PUBLISHED_DTYPE, PublishedWeights
+from streamrl.learning.state.published_weights import ADAPTER_TENSORS, PEFT_PREFIX, PUBLISHED_DTYPE, PublishedWeights
+from streamrl.recipe.rules.hub_names import cached_name
 from streamrl.recipe.sections import Lora
+
+_BITS_AT_A_TIME = 1 << 22
 
 
 class Adapted(NamedTuple):
@@ -75,6 +79,7 @@ class AdapterWeights(PublishedWeights):
             parameter.requires_grad_(False)
             part = local_part(parameter.detach())
             part.copy_(part.to(PUBLISHED_DTYPE))
+        self.base_part = self._sum_of_bits()
         for module, (lora_a, lora_b, scale) in layers.items():
             self._adapt(module, lora_a, lora_b, scale)
         self.master_shards = local_shards(self._master_tensors)
@@ -89,6 +94,21 @@ class AdapterWeights(PublishedWeights):
         self._full_a: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}
         self.refresh_forward()
+
+    def _sum_of_bits(self) -> int:
+        """This rank's part of a sum over the bits of the base, each weighted by its name and place. The sum is exact,
+        and the same for any number of ranks."""
+        total = 0
+        for shard, (name, parameter) in zip(self._parameter_shards, self._parameters.items(), strict=True):
+            key = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") | 1
+            flat = local_part(parameter.detach()).reshape(-1)
+            if not shard.owned:
+                continue
+            for first in range(0, flat.numel(), _BITS_AT_A_TIME):
+                bits = flat[first : first + _BITS_AT_A_TIME].to(PUBLISHED_DTYPE).view(torch.int16).long()
+                places = torch.arange(1, len(bits) + 1, device=bits.device) + shard.offset + first
+                total += key * int((bits * places).sum())
+        return total % (1 << 64)
 
     def _base_of(self, parameter: nn.Parameter) -> Tensor:
         return local_part(parameter.detach()).to(PUBLISHED_DTYPE)
@@ -177,14 +197,16 @@ class AdapterWeights(PublishedWeights):
         tensors: dict[str, Tensor] = {}
         for name, tensor in self._master_tensors.items():  # a collective on every rank
             complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            tensors[f"base_model.model.{name}"] = complete.to("cpu", copy=True)
+            tensors[f"{PEFT_PREFIX}{name}"] = complete.to("cpu", copy=True)
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         directory.mkdir(parents=True)
-        self.config.base_model_name_or_path = self.model_path
+        name = cached_name(self.model_path)  # the name of the Hub, by which others find the base
+        self.config.base_model_name_or_path = name.repository if name else self.model_path
+        self.config.revision = name.revision if name else None
         self.config.inference_mode = True
         self.config.save_pretrained(str(directory))
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, directory / ADAPTER_TENSORS, metadata={"format": "pt"})
 
 
 def peft_adapters(

@@ -28,6 +28,8 @@ from streamrl.learning.model.local_shards import LocalShard, local_part, local_s
 from streamrl.learning.state.masters import Masters, SplitMasters, WholeMasters
 
 PUBLISHED_DTYPE = torch.bfloat16
+PEFT_PREFIX = "base_model.model."
+ADAPTER_TENSORS = "adapter_model.safetensors"
 UPPER_HALF = 1 if sys.byteorder == "little" else 0
 NORM_ELEMENTS = 1 << 20
 """Elements that a norm converts at once: in float64 a full gradient would take twice the memory of the gradient."""
@@ -39,13 +41,15 @@ class PublishedWeights(ABC):
     ``shards``: published tensors, with the names and shapes of the checkpoint (``pieces``; None: of the parameters).
     ``master_shards``: tensors that make up the masters, ``gradient_L`` and the optimizer's moments.
     ``_master_tensors``: tensors with the shapes and the sharding of ``master_shards``.
-    ``adapter_elements``: number of elements of all adapters over all ranks; 0 where all parameters are trained."""
+    ``adapter_elements``: number of elements of all adapters over all ranks; 0 where all parameters are trained.
+    ``base_part``: this rank's part of a sum over the bits of the base of the adapters; None without adapters."""
 
     master_shards: list[LocalShard]
     _master_tensors: Mapping[str, Tensor]
     masters: Masters
     gradient_L: Tensor
     adapter_elements = 0
+    base_part: int | None = None
 
     def __init__(self, parameters: dict[str, nn.Parameter], pieces: Sequence[CheckpointPiece] | None = None) -> None:
         self._parameters = parameters

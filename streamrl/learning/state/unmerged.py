@@ -23,10 +23,8 @@ from streamrl.learning.model.local_shards import LocalShard, local_part
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.lora import Adapted, AdapterWeights, peft_adapters
-from streamrl.learning.state.published_weights import PUBLISHED_DTYPE
+from streamrl.learning.state.published_weights import PEFT_PREFIX, PUBLISHED_DTYPE
 from streamrl.recipe.sections import Lora
-
-PEFT_PREFIX = "base_model.model."
 
 
 class UnmergedAdapters(AdapterWeights):

@@ -24,7 +24,7 @@ from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.lora import AdapterWeights
 from streamrl.learning.state.optimizer import MasterOptimizer
-from streamrl.learning.state.unmerged import PEFT_PREFIX
+from streamrl.learning.state.published_weights import PEFT_PREFIX
 from streamrl.learning.updates import make_weights
 from streamrl.pretrained.trainable_models import unknown_modules
 from streamrl.recipe.sections import Gathered, Lora, LoraSync, OptimizerKind

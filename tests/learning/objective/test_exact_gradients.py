@@ -58,6 +58,8 @@ from streamrl.recipe.objectives.ppo import ValueModel  # noqa: E402
 pytestmark = pytest.mark.torch
 StartTrainer = Callable[..., Any]
 SIZES = [4, 3, 5, 2, 4, 1]
+FAILED = {0: 0, 2: 2}
+"""Number of the sample of a group whose reward failed: its siblings are compared without it."""
 CAPPED = 40
 TOLERANCE = 3e-6
 DEFAULT, BEHAVIOR = OffPolicy(cap=1.3), OffPolicy(proximal=Proximal.BEHAVIOR)
@@ -119,9 +121,11 @@ def batch(tiny_model: str) -> Batch:
     """The batch of the module's docstring; behaviour logprobs are the policy's plus noise (standard deviation 0.4)."""
     model, rng, index = reference_model(tiny_model), random.Random(1), 0
     found = Batch([], [])
-    for group in make_groups(0, SIZES, seed=4):
+    for group in make_groups(0, [size + (number in FAILED) for number, size in enumerate(SIZES)], seed=4):
         samples, sampled = [], []
         for sample in group.samples:
+            if FAILED.get(group.group_id) == sample.id.sample:
+                continue
             start = sample.loss_mask.index(1)
             shape, order = SHAPES[(index + 4) % 5 if sample.trained_tokens > 6 else 0]
             prompt = token_array() if order[0] == 1 and len(order) == 4 else sample.token_ids[:start]
@@ -550,7 +554,16 @@ CASES = {
             options={"credit": credit} | (TWICE if algorithm == "rloo" else {}),
         )
         for credit in (Credit.TURN, Credit.RETURN_TO_GO)
-        for algorithm, kl, buffer in [("dapo", 0.0, 20), ("rloo", 0.1, 0), ("ppo", 0.1, 0), (BASELINE, 0.0, 0)]
+        for algorithm, kl, buffer in [
+            ("dapo", 0.0, 20),
+            ("rloo", 0.1, 0),
+            ("ppo", 0.1, 0),
+            (BASELINE, 0.0, 0),
+            ("grpo", 0.1, 0),
+            ("dr_grpo", 0.0, 20),
+            ("cispo", 0.0, 0),
+            ("reinforce_plus_plus", 0.1, 0),
+        ]
     },
     "temperature": Case(objective(kl_coefficient=0.1, entropy_coefficient=0.02), options=COLDER),
     "no end among the first tokens of a turn": Case(
