@@ -78,10 +78,11 @@ def _begin_run(state: RunState, event: on.RunBegan, settings: ControlSettings, o
         )
     state.trainer_version = state.live_version = version
     state.steps = event.steps or state.steps
+    state.prompts.set_limit(settings.prompts if event.prompts is None else event.prompts)
     # A resumed run continues the numbers of batches and groups from its checkpoint.
     state.batch = Batch(batch_id=version, target=settings.batch_weight)
     state.next_group_id = max(state.next_group_id, version * settings.batch_groups)
-    if version >= state.steps:
+    if state.prompts.empty if state.prompts.limit else version >= state.steps:
         reason = f"nothing to train: the weights are of step {version} already; raise run.steps to go on"
         end_run(state, do.End(reason=reason), out)
     elif settings.evaluate_at_start:
@@ -92,6 +93,7 @@ def _continue_run(state: RunState, event: on.RunContinued) -> None:
     """Continue after a drain or after an error that ended the run. A run that made its last step, or has no prompts
     left, stays ended."""
     state.steps = event.steps or state.steps
+    state.prompts.set_limit(event.prompts)
     if state.trainer_version < state.steps and (state.draining or not state.starved):
         state.stop_reason = None
         state.starved = False
@@ -121,12 +123,10 @@ def end_run(state: RunState, action: do.End, out: Actions) -> None:
 
 def _add_prompts(state: RunState, event: on.PromptsDrawn) -> None:
     state.pending.draw = 0
-    pool = state.prompts
-    pool.drawn += len(event.prompt_ids)
-    pool.exhausted = event.exhausted
     lengths = event.prompt_tokens or (0,) * len(event.prompt_ids)
-    for prompt_id, tokens in zip(event.prompt_ids, lengths, strict=True):
-        pool.waiting.append(PromptRef(prompt_id=prompt_id, tokens=tokens))
+    drawn = zip(event.prompt_ids, lengths, strict=True)
+    refs = [PromptRef(prompt_id=prompt_id, tokens=tokens) for prompt_id, tokens in drawn]
+    state.prompts.add(refs, exhausted=event.exhausted)
 
 
 def _score_trajectory(state: RunState, event: on.TrajectoryScored, rules: Rules, out: Actions) -> bool:

@@ -5,6 +5,8 @@ The time for an event grows with the size of its group, and with nothing else th
 
 from __future__ import annotations
 
+import math
+
 from streamrl.base.types import DropReason, TrajectoryId
 from streamrl.buffers.rollout_buffer import Group, oldest_first
 from streamrl.buffers.slots import last_version
@@ -34,7 +36,9 @@ def decide(state: RunState, rules: Rules, out: Actions) -> None:
     if not state.steering.paused:
         launch(state, rules, out)
     if _starved(state):
-        state.starved = True
+        if state.prompts.limit:
+            state.steps = state.trainer_version  # the last prompts were dropped: the run ends a step early
+        state.starved = not state.prompts.limit
         wind_down(state, rules, out)
         return
     error = _dropped_too_many(state, rules) or _deadlock(state, rules)
@@ -100,6 +104,7 @@ def close(state: RunState, rules: Rules, out: Actions) -> None:
     # written, since the checkpoint has the trainer's current weights.
     if state.live_version < state.trainer_version or state.pending.checkpoint is not None:
         return
+    _predict_steps(state)
     nothing_runs = all(group.paused for group in state.buffer.untrained.values())
     state.pending.step = do.StepOptimizer(
         batch_id=batch.batch_id,
@@ -116,6 +121,18 @@ def close(state: RunState, rules: Rules, out: Actions) -> None:
     )
     out.append(state.pending.step)
     drop_stale(state, rules, out)
+
+
+def _predict_steps(state: RunState) -> None:
+    """Predict the steps of a run that ends after a number of prompts, from the pace until the batch that closes now.
+    The prediction is right once no prompt is left beside this batch."""
+    pool = state.prompts
+    if not pool.limit:
+        return
+    started = [*pool.waiting, *pool.queue, *(group.prompt for group in state.buffer.untrained.values())]
+    left = max(pool.limit - pool.drawn, 0) + len({ref.prompt_id for ref in started})
+    step = state.trainer_version + 1
+    state.steps = step + math.ceil(left * step / max(pool.limit - left, 1))
 
 
 def _settle(state: RunState, rules: Rules, out: Actions) -> None:

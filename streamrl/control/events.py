@@ -16,10 +16,12 @@ class Event(Record, frozen=True, tag=True):
 
 class RunBegan(Event, frozen=True):
     """The run begins: engines and trainer hold ``policy_version``, and it is live. A version above 0 is that of a
-    checkpoint. ``steps``: optimizer steps that the run makes in all (0: the number in its settings)."""
+    checkpoint. ``steps``: optimizer steps that the run makes in all (0: the number in its settings); ``prompts``:
+    prompts after which it ends in their place (0: it ends after ``steps``; None: the number in its settings)."""
 
     policy_version: int = 0
     steps: int = 0
+    prompts: int | None = None
 
 
 class PromptsDrawn(Event, frozen=True):
@@ -132,9 +134,11 @@ class StopRequested(Event, frozen=True):
 
 class RunContinued(Event, frozen=True):
     """A user continues a run that had ended or was ending, which revokes an earlier drain. ``steps``: optimizer steps
-    that the run makes in all from now on (0: as before)."""
+    that the run makes in all from now on (0: as before); ``prompts``: prompts after which it ends in their place
+    (0: it ends after ``steps``)."""
 
     steps: int = 0
+    prompts: int = 0
 
 
 class Steered(Event, frozen=True):

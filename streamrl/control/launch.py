@@ -183,6 +183,9 @@ def _trajectories_of_a_unit(size: int, rules: Rules) -> int:
 
 
 def _draw(state: RunState, count: int, out: Actions) -> None:
+    pool = state.prompts
+    if pool.limit:
+        count = min(count, pool.limit - pool.drawn)
     state.pending.draw = count
     out.append(do.DrawPrompts(count=count))
 

@@ -102,13 +102,28 @@ class PromptPool(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``queue``: prompts that were deferred by a race, stopped at the end of a round, or loaded with a cohort;
     ``unsorted``: whether the queue has changed since the policy sorted it;
     ``drawn``: number of prompts that the source has given so far;
-    ``exhausted``: whether the source has no more."""
+    ``limit``: number of prompts that the run draws in all (0: no limit);
+    ``exhausted``: whether the source has no more, or the limit is reached."""
 
     waiting: list[PromptRef] = []
     queue: list[PromptRef] = []
     unsorted: bool = False
     drawn: int = 0
+    limit: int = 0
     exhausted: bool = False
+
+    def set_limit(self, limit: int) -> None:
+        """Draw ``limit`` prompts in all, in place of an earlier limit."""
+        if 0 < self.limit <= self.drawn:
+            self.exhausted = False
+        self.limit = limit
+        self.exhausted = self.exhausted or 0 < limit <= self.drawn
+
+    def add(self, refs: list[PromptRef], *, exhausted: bool) -> None:
+        """Add prompts that were drawn. ``exhausted``: whether the source has no more."""
+        self.waiting += refs
+        self.drawn += len(refs)
+        self.exhausted = exhausted or 0 < self.limit <= self.drawn
 
     @property
     def empty(self) -> bool:
@@ -147,7 +162,7 @@ class Steering(msgspec.Struct, kw_only=True, omit_defaults=True):
 class RunState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Everything that control knows, except what policies learn.
 
-    ``steps``: optimizer steps of the run in all;
+    ``steps``: optimizer steps of the run in all, predicted where it ends after a number of prompts;
     ``batch``: batch that takes groups, or is closed (``Pending.step``);
     ``next_batch``: batch after it, where its round was opened before the step was done;
     ``trainer_version``: version of the trainer's weights;

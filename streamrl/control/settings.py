@@ -13,6 +13,7 @@ from streamrl.recipe.sections import Recipe
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of control. Fields have the meaning of the recipe's keys of the same name, except these:
 
+    ``prompts``: prompts after which the run ends, in place of ``steps`` (0: ``steps``);
     ``batch_groups``: ``rollout.prompts_per_batch``;
     ``policy``: class of ``rounds = "custom"``;
     ``failure_window``, ``max_failed_share``: limits of failed trajectories (``reward_limits``);
@@ -38,6 +39,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     length_sorted: LengthSorted = LengthSorted()
     group_sizing: GroupSizing = GroupSizing()
     seed: int = 0
+    prompts: int = 0
     evaluate_every: int = 0
     evaluate_limit: int = 0
     evaluate_at_start: bool = False
@@ -88,6 +90,7 @@ def control_settings(recipe: Recipe) -> ControlSettings:
     has_held_out = bool(recipe.evaluation.prompts)
     return ControlSettings(
         steps=recipe.run.steps,
+        prompts=recipe.run.prompts,
         batch_groups=recipe.rollout.prompts_per_batch,
         group_size=recipe.rollout.group_size,
         rounds=recipe.rollout.rounds,

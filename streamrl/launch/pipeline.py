@@ -378,6 +378,8 @@ def recipe_of_run(run_directory: Path, overrides: Sequence[str] = ()) -> Recipe:
     if recipe is None or recipe.run.journal is JournalKind.NONE:
         remedy = "name the directory of a run that keeps a journal (run.journal), such as runs/latest"
         raise RecipeError(f"{run_directory} has no journal to go on from: {remedy}", outcome=NOT_RESUMED)
+    if any(override.partition("=")[0].strip() == "run.steps" for override in overrides):
+        recipe = structs.replace(recipe, run=structs.replace(recipe.run, prompts=0))  # steps count from now on
     return recipe
 
 

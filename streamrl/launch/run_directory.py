@@ -96,6 +96,8 @@ def changed_inputs(run_directory: Path, recipe: Recipe, overridden: Set[str] = f
     then = _read_inputs(run_directory)
     now = run_inputs(recipe)
     allowed = overridden & MAY_CHANGE | RETIRED
+    if "run.steps" in overridden:
+        allowed |= {"run.prompts"}  # where steps count from now on, prompts do not
     return [
         *_differences(_settings(then, allowed), _settings(now, allowed), "not set"),
         *_differences(_file_sizes(then), _file_sizes(now), "not there"),

@@ -8,15 +8,16 @@ from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.problems import shown
+from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
 from streamrl.run.prompts.open_prompts import stored_rows
 from streamrl.run.prompts.prompt_spec import prompt_sources
 
 
 def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:
-    """``recipe`` with ``run.steps`` in place of ``training.epochs``, and a line for people that says how they follow.
+    """``recipe`` with ``run.prompts`` in place of ``training.epochs``, and a line for people that says how it follows.
 
-    Every prompt is drawn ``training.epochs`` times in these steps; groups that are dropped and filled again draw more.
+    Control counts the prompts that it draws, whatever a round or a group takes of them; ``run.steps`` is a prediction.
     Prompts that cannot be read are reported by ``preflight``. Raises ``RecipeError`` for an iterator, which cannot be
     counted."""
     epochs = recipe.training.epochs
@@ -30,8 +31,11 @@ def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:
     if size is None:
         problem = f"{shown(epochs)} passes over {recipe.prompts.train}, an iterator, which has no length"
         raise RecipeError(f"training.epochs: {problem}: set run.steps in its place")
-    steps = max(1, math.ceil(epochs * size / batch))
-    text = f"epochs      {shown(epochs)} of {size:,} prompts, {batch} a step: run.steps = {steps}"
-    run = structs.replace(recipe.run, steps=steps)
+    prompts = max(1, math.ceil(epochs * size))
+    steps = math.ceil(prompts / batch)
+    text = f"epochs      {shown(epochs)} of {size:,} prompts: run.prompts = {prompts}, {steps} steps of {batch}"
+    if recipe.rollout.rounds is not RoundKind.SYNCHRONOUS or recipe.group_sizing.varies:
+        text += ", fewer or more where rounds or groups take other numbers of prompts"
+    run = structs.replace(recipe.run, steps=steps, prompts=prompts)
     training = structs.replace(recipe.training, epochs=0.0)
     return structs.replace(recipe, run=run, training=training), text

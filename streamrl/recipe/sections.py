@@ -70,6 +70,9 @@ class Run(Section, frozen=True):
     directory: Annotated[str, doc("directory of the runs' directories, relative to the current directory")] = "runs"
     seed: Annotated[Natural, doc("seed of the order of prompts and of sampling")] = 0
     steps: Annotated[Positive, doc("optimizer steps; the last version of the weights has this number")] = 100
+    prompts: Annotated[
+        Natural, advanced("prompts that the run draws, in place of steps, which are predicted then (0: steps)")
+    ] = 0
     restarts: Annotated[
         Natural,
         advanced(
@@ -174,7 +177,9 @@ class Training(Section, frozen=True):
         dict[str, float | str], advanced("options of the schedule, as lr_scheduler_kwargs: {min_lr_rate = 0.1}")
     ] = {}
     schedule_steps: Annotated[Natural, advanced("step at which the schedule ends (0: run.steps)")] = 0
-    epochs: Annotated[NaturalFloat, doc("passes over prompts.train, in place of run.steps (0: run.steps)")] = 0.0
+    epochs: Annotated[
+        NaturalFloat, doc("passes over prompts.train, counted in prompts, in place of run.steps (0: run.steps)")
+    ] = 0.0
     beta1: Annotated[float, Meta(ge=0, lt=1), advanced("beta1 of AdamW")] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1), advanced("beta2 of AdamW")] = 0.95
     weight_decay: Annotated[NaturalFloat, doc("weight decay of AdamW")] = 0.0

@@ -125,11 +125,12 @@ class Controller:
             for observer in self._observers:
                 await observer.on_began(anchor)
                 children.start_soon(observer.run, self.notify)
+            settings = self._control.settings
             if self._resumed:
                 for action in await self._continue(version):
                     reason = await self._perform(action, episodes, children) or reason
             else:
-                self._event_sender.send_nowait(on.RunBegan(version, self._control.settings.steps))
+                self._event_sender.send_nowait(on.RunBegan(version, settings.steps, settings.prompts))
             while not reason:
                 event = await self._events.receive()
                 for action in await self._handle(event):
@@ -151,11 +152,16 @@ class Controller:
         first."""
         state = self.state
         # The recipe may have a new number of steps; unless it has, a number that was set while the run ran counts.
-        steps = self._control.settings.steps
+        settings = self._control.settings
+        steps = settings.steps
+        prompts = settings.prompts
         if steps == state.steering.recipe_steps:
             steps = state.steps
+            prompts = state.prompts.limit
+        elif prompts and prompts == state.prompts.limit:
+            steps = state.steps  # the prediction of the recipe is older
         if state.draining or state.finished or state.steps != steps:
-            await self._handle(on.RunContinued(steps=steps))
+            await self._handle(on.RunContinued(steps=steps, prompts=prompts))
         # An evaluation of an older version cannot go on: no engine holds that version any more.
         evaluation = state.evaluating
         if evaluation is not None and evaluation != version:

@@ -33,7 +33,15 @@ from streamrl.control.policies.deterministic import check_order
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings as settings_of
 from streamrl.recipe.rules.load_recipe import load_recipe
-from streamrl.recipe.scheduling import LengthSorted, RoundKind, StalePolicy
+from streamrl.recipe.scheduling import (
+    GroupSizing,
+    Keeps,
+    LengthSorted,
+    RoundKind,
+    SizingKind,
+    StalePolicy,
+    TailBatching,
+)
 from streamrl.run.controller import event_of
 from streamrl.run.journal.records import JOURNAL_SCHEMA, JournalBase, JournalCodec
 
@@ -382,6 +390,60 @@ def test_dynamic_sampling_compares_turns_where_they_have_credit(
     for trajectory, turn_rewards in zip(list(world.running), earned, strict=True):
         score_apart(world, trajectory, {"environment": 1.0}, turn_rewards)
     assert world.state.accounting().dropped == ({} if signal else {"zero_variance": 2})
+
+
+class ClosingWorld(World):
+    """Notes what each order to the trainer says of the end of the run."""
+
+    def step(self) -> None:
+        assert self.to_step is not None
+        closed.append((self.to_step.steps, self.to_step.last))
+        super().step()
+
+
+closed: list[tuple[int, bool]] = []
+SIZES = GroupSizing(kind=SizingKind.RANDOM, sizes=(2, 4), shares=(1, 1), keeps=Keeps.TRAJECTORIES)
+
+
+@pytest.mark.parametrize("prompts", [12, 10], ids=["whole batches", "a smaller last one"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(prompt_oversampling=1.5)},
+        {
+            "group_sizing": GroupSizing(kind=SizingKind.RANDOM, sizes=(2, 4), shares=(1, 1), keeps=Keeps.TRAJECTORIES),
+            "group_size": 4,
+        },
+        {"rounds": RoundKind.CONTINUOUS},
+        {"dynamic_sampling": True},
+    ],
+    ids=["synchronous", "long rounds", "sizes", "continuous", "dynamic sampling"],
+)
+def test_a_run_of_passes_counts_prompts(settings: dict[str, object], prompts: int) -> None:
+    """Whatever rounds and groups take: each prompt is drawn once, the steps that were predicted are no end, and the
+    trainer is told of the last step by the same count."""
+    closed.clear()
+    world = ClosingWorld(control_settings(steps=2, prompts=prompts, **settings))
+    world.begin()
+    world.run_to_end()
+    state = world.state
+    assert state.pending.end is not None and (state.prompts.drawn, state.pending.end.reason) == (prompts, "finished")
+    assert state.prompts.empty and state.steps == state.trainer_version
+    assert closed[-1] == (len(closed), True) and not any(last for _, last in closed[:-1])
+
+
+def test_another_number_of_steps_takes_the_place_of_prompts() -> None:
+    """A run of one pass that has ended goes on where its user asks for more steps."""
+    world = World(control_settings(steps=2, prompts=4))
+    world.begin()
+    world.run_to_end()
+    assert world.state.prompts.drawn == 4
+    done = world.state.trainer_version
+    world.finished = None
+    world.tell(on.RunContinued(steps=done + 3))
+    world.run_to_end()
+    assert (world.state.trainer_version, world.state.prompts.limit) == (done + 3, 0)
 
 
 def test_an_exhausted_source_trains_a_smaller_last_batch() -> None:

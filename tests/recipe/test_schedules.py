@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,10 @@ def test_epochs_are_as_many_steps_as_draw_every_prompt(epochs: float, limit: str
     (tmp_path / "t.jsonl").write_text('{"prompt": "1"}\n' * 40)
     named = [f"prompts.train={tmp_path}/t.jsonl{limit}", f"training.epochs={epochs}", "rollout.prompts_per_batch=8"]
     recipe, text = with_steps_of_epochs(load_recipe(SMALL, named))
-    assert (recipe.run.steps, recipe.training.epochs) == (steps, 0)
-    assert text == f"epochs      {float(epochs)} of {8 if limit else 40} prompts, 8 a step: run.steps = {steps}"
+    size = 8 if limit else 40
+    prompts = math.ceil(epochs * size)
+    assert (recipe.run.steps, recipe.run.prompts, recipe.training.epochs) == (steps, prompts, 0)
+    assert text == f"epochs      {float(epochs)} of {size} prompts: run.prompts = {prompts}, {steps} steps of 8"
     assert load_recipe(SMALL, ["run.steps=7"]) == with_steps_of_epochs(load_recipe(SMALL, ["run.steps=7"]))[0]
     endless = load_recipe(SMALL, ["prompts.train=task.py:rows", "training.epochs=1"])
     with pytest.raises(RecipeError, match=r"an iterator, which has no length: set run\.steps in its place"):

@@ -85,6 +85,7 @@ def _apply_change(make: MakePolicies, state: RunState, rules: Rules, change: on.
     if STEPS in values:
         state.steering.recipe_steps = change.recipe_steps
         state.steps = values[STEPS]
+        state.prompts.set_limit(0)
     state.steering.changed |= values
     state.steering.changes += 1
     assignments = ", ".join(f"{key} = {value}" for key, value in values.items())

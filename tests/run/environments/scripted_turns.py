@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 
-async def episode(model: Any, **_columns: object) -> float:
+async def episode(model: Any, prompt: str, **_columns: object) -> float:
     """Two turns or three, of which each earns 0, 0.5 or 1."""
-    turn = await model.sample()
+    turn = await model.sample(model.chat_model.tokenizer.encode(prompt))
     kind = sum(turn.token_ids) % 6
     if kind == 0:
         raise ValueError("this member fails")
