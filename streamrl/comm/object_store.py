@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from streamrl.base.errors import StoreError
-from streamrl.recipe.store_urls import SCHEMES, is_url, url_problem
+from streamrl.recipe.remote_names import SCHEMES, is_url, url_problem
 
 PART_BYTES = 8 << 20
 GIVE_UP_S = 120.0

@@ -133,6 +133,9 @@ def _score_trajectory(state: RunState, event: on.TrajectoryScored, rules: Rules,
     member = state.buffer.member(event.id)
     if member is not None and member.scored:
         return False  # the event came twice, as after the kill of a controller: the first one counts
+    turn_rewards: tuple[float, ...] = ()
+    if rules.settings.compares_turns:
+        turn_rewards = event.turn_rewards
     group = state.buffer.score(
         event.id,
         reward=event.reward,
@@ -140,7 +143,7 @@ def _score_trajectory(state: RunState, event: on.TrajectoryScored, rules: Rules,
         reason=event.finish_reason,
         oldest=event.oldest_version,
         separate=event.separate_rewards,
-        turns=event.turn_rewards if rules.settings.compares_turns else (),
+        turns=turn_rewards,
         seconds=event.seconds,
     )
     if group is None:  # the trajectory was dropped before its result arrived

@@ -129,10 +129,10 @@ def _predict_steps(state: RunState) -> None:
     pool = state.prompts
     if not pool.limit:
         return
-    started = [*pool.waiting, *pool.queue, *(group.prompt for group in state.buffer.untrained.values())]
-    left = max(pool.limit - pool.drawn, 0) + len({ref.prompt_id for ref in started})
+    refs = [*pool.waiting, *pool.queue, *(group.prompt for group in state.buffer.untrained.values())]
+    remaining = max(pool.limit - pool.drawn, 0) + len({ref.prompt_id for ref in refs})
     step = state.trainer_version + 1
-    state.steps = step + math.ceil(left * step / max(pool.limit - left, 1))
+    state.steps = step + math.ceil(remaining * step / max(pool.limit - remaining, 1))
 
 
 def _settle(state: RunState, rules: Rules, out: Actions) -> None:

@@ -30,8 +30,8 @@ from streamrl.engines.push.relay_tree import relay_endpoint
 from streamrl.engines.vllm.options import EngineOptions, engine_options
 from streamrl.processes.run_role import ChildContext, RoleMain
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
+from streamrl.recipe.remote_names import place_of_run
 from streamrl.recipe.sections import EngineKind, Recipe
-from streamrl.recipe.store_urls import place_of_run
 from streamrl.recipe.topology import RENDEZVOUS, RENDEZVOUS_FILE, ProcessPlan, Role, Topology, judge_socket
 from streamrl.rewards.judge.gate import JudgeEvent, JudgeOrder
 from streamrl.rewards.reward_messages import RewardOrder, RewardResult

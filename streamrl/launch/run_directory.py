@@ -16,7 +16,7 @@ from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.processes.crash_bundle import package_versions
 from streamrl.recipe.check_fields import leaves
-from streamrl.recipe.rules.hub_names import cached_name
+from streamrl.recipe.remote_names import cached_name
 from streamrl.recipe.rules.load_recipe import RETIRED, dump_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value

@@ -34,6 +34,7 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     ``streaming``: whether groups may be trained before their batch is closed.
     ``shortest_first``: whether several updates on a batch take its groups in the order of their lengths.
     ``parameters``: number of parameters of the model, once it is loaded.
+    ``routing_demanded``: whether the recipe demands that routers take the experts of engines (``routing_replay``).
     ``canary``: whether the rank scores the probe tokens of ``canary`` in each batch.
     ``resume_from``: directory that ``save_checkpoint`` wrote; empty: start from the weights of ``model_path``."""
 
@@ -56,6 +57,7 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     shortest_first: bool = False
     collective_timeout_s: float = 600.0
     parameters: int = 0
+    routing_demanded: bool = False
     canary: bool = False
     resume_from: str = ""
 
@@ -106,6 +108,7 @@ def trainer_options(
         off_policy=recipe.off_policy,
         lora=recipe.lora,
         shortest_first=recipe.rollout.rounds is RoundKind.LENGTH_SORTED,
+        routing_demanded=recipe.training.routing_replay is True,
         canary=recipe.canary,
         resume_from=resume_from or recipe.checkpoint.resume_from,
     )

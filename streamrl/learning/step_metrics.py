@@ -92,15 +92,15 @@ def expert_metrics(policy: PackedPolicy, unreplayed: float, options: TrainerOpti
     whose experts no engine returned."""
     if policy.experts is None:
         return {}
-    rank_loads_LE = policy.experts.take_loads()
-    values = [unreplayed, *rank_loads_LE.flatten().tolist()]
-    all_unreplayed, *loads = all_reduce(values, rank_loads_LE.device, copies=options.tensor_parallel_size)
+    rank_loads_LE, replayed = policy.experts.take_loads()
+    values = [unreplayed, float(replayed), *rank_loads_LE.flatten().tolist()]
+    all_unreplayed, all_replayed, *loads = all_reduce(values, rank_loads_LE.device, copies=options.tensor_parallel_size)
     loads_LE = np.array(loads).reshape(rank_loads_LE.shape)
     loads_LE = loads_LE[loads_LE.sum(1) > 0]  # without layers that have no experts or trained no token
     metrics = {}
     if options.routing_replay is True:
         metrics["experts/unreplayed_tokens"] = all_unreplayed
-        if 0 < loads_LE.sum(initial=0) <= all_unreplayed * policy.experts.top_k * len(loads_LE):
+        if len(loads_LE) and not all_replayed:
             _warn_that_nothing_is_replayed()
     if len(loads_LE):
         shares_LE = loads_LE / loads_LE.sum(1, keepdims=True)

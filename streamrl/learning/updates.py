@@ -227,8 +227,8 @@ class Updates:
         from streamrl.learning.state import checkpoint  # 3 MiB of imports that few runs need before their first save
 
         extra = self.critic.tensors() if self.critic else None
-        if others := list(other_meanings(surviving(directory), self._options.lora, self._options.model_path)):
-            raise StreamRLError("\n".join(others))
+        if problems := list(other_meanings(surviving(directory), self._options.lora, self._options.model_path)):
+            raise StreamRLError("\n".join(problems))
         state = checkpoint.load(directory, self.weights, self.optimizer, extra=extra)
         self.policy_version = state.policy_version
         self.skipped_steps = state.skipped_steps

@@ -45,9 +45,9 @@ from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.pretrained.trainable_models import cut_problems, refuse_untrainable, split_problems, unknown_modules
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
+from streamrl.recipe.remote_names import is_url, url_problem
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import EngineKind, OptimizerKind, Recipe, TransportKind
-from streamrl.recipe.store_urls import is_url, url_problem
 from streamrl.recipe.topology import Role, plan_topology, prepared_sets
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
 from streamrl.rewards.calls.reward_set import combining_rewards

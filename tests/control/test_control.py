@@ -382,7 +382,7 @@ def test_dynamic_sampling_looks_at_rewards_compared_alone() -> None:
         (False, [(1.0,), (0.0, 1.0)], False),
     ],
 )
-def test_dynamic_sampling_compares_turns_where_they_have_credit(
+def test_dynamic_sampling_compares_turns_with_credit(
     compares: bool, earned: list[tuple[float, ...]], signal: bool
 ) -> None:
     """Totals are equal: only where turns have advantages of their own has a group of other turns a signal."""
@@ -421,8 +421,8 @@ SIZES = GroupSizing(kind=SizingKind.RANDOM, sizes=(2, 4), shares=(1, 1), keeps=K
     ids=["synchronous", "long rounds", "sizes", "continuous", "dynamic sampling"],
 )
 def test_a_run_of_passes_counts_prompts(settings: dict[str, object], prompts: int) -> None:
-    """Whatever rounds and groups take: each prompt is drawn once, the steps that were predicted are no end, and the
-    trainer is told of the last step by the same count."""
+    """Whatever rounds and groups take: each prompt is drawn once, predicted steps are no end, and the trainer gets
+    the last step by the same count."""
     closed.clear()
     world = ClosingWorld(control_settings(steps=2, prompts=prompts, **settings))
     world.begin()

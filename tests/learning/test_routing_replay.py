@@ -21,7 +21,7 @@ from streamrl.base.errors import StreamRLError  # noqa: E402
 from streamrl.base.types import RoutedTokens, TrainingSample  # noqa: E402
 from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
 from streamrl.learning.model.loading import load_policy  # noqa: E402
-from streamrl.learning.model.policy import PackedPolicy  # noqa: E402
+from streamrl.learning.model.policy import PackedPolicy, empty_micro_batch  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.learning.process_group import join, leave  # noqa: E402
 from streamrl.learning.routing_replay import replays_routing, why_not_replayed  # noqa: E402
@@ -128,10 +128,26 @@ def test_missing_routes_are_counted_and_recomputed(mixture: Path) -> None:
     assert policy.experts is not None
     policy.experts.take_loads()
     policy(alone)
-    loads_LE = policy.experts.take_loads()
-    assert loads_LE.sum(1).tolist() == [TOP_K * alone.tokens_T.numel(), 0, TOP_K * alone.tokens_T.numel()]
-    told = torch.bincount(alone.routed.experts_TLK[1:, 2].flatten().long(), minlength=EXPERTS)
-    assert ((loads_LE[2] - told) >= 0).all()
+    loads_LE, replayed = policy.experts.take_loads()
+    trained = first.trained_tokens
+    assert (loads_LE.sum(1).tolist(), replayed) == ([TOP_K * trained, 0, TOP_K * trained], alone.tokens_T.numel() - 1)
+    told = alone.routed.experts_TLK[alone.predictors_N, 2]
+    assert torch.equal(loads_LE[2], torch.bincount(told.flatten().long(), minlength=EXPERTS).double())
+
+
+def test_the_load_of_experts_does_not_depend_on_the_rows(mixture: Path) -> None:
+    """A prompt that siblings share, and that each rank or row has a copy of, adds nothing; nor does an empty row."""
+    samples, _ = with_experts(list(make_groups(0, [4], seed=5, prompts=30)[0].samples))
+    policy = load_policy(str(mixture), CPU)
+    assert policy.experts is not None
+    policy.experts.take_loads()
+    loads = []
+    for rows in ([samples], [samples[:1], samples[1:]], [[sample] for sample in samples]):
+        for row in rows:
+            policy(pack([PreparedSample(sample) for sample in row], 0, CPU))
+        policy(empty_micro_batch(CPU))
+        loads.append(policy.experts.take_loads()[0])
+    assert torch.equal(loads[0], loads[1]) and torch.equal(loads[0], loads[2])
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen2Moe", "Olmoe", "DeepseekV3", "GptOss", "Glm4Moe", "Qwen3Next"])
@@ -146,10 +162,32 @@ def test_the_choice_of_each_family_is_found(kind: str) -> None:
     assert routers is not None
     tokens, experts_TLK = torch.arange(3, 13), torch.zeros(10, LAYERS, TOP_K, dtype=torch.uint8)
     experts_TLK[..., 1] = 5
-    routers.begin(RoutedRow(experts_TLK, torch.ones(10, dtype=torch.bool), 0), counted=True)
+    routers.begin(RoutedRow(experts_TLK, torch.ones(10, dtype=torch.bool), 0), torch.arange(10))
     model(tokens[None])
-    loads_LE = routers.take_loads()
+    loads_LE, _ = routers.take_loads()
     assert loads_LE[-1].tolist() == [10, 0, 0, 0, 0, 10, 0, 0]
+
+
+def test_a_family_without_topk_trains_by_its_own_choice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Phi-MoE takes the largest score twice. Only a replay that the recipe demands is refused."""
+    sizes = SMALL | {"num_local_experts": EXPERTS, "hidden_size": 64, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**sizes)).bfloat16()
+    model.save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path), CPU)
+    assert policy.experts is not None and not policy.experts.replayable
+    [sample] = make_groups(0, [1], seed=3)[0].samples
+    logprobs = logprobs_of(policy, [sample])
+    experts_TLK = np.zeros((len(sample.token_ids) - 1, LAYERS, TOP_K))
+    told = structs.replace(sample, routed=(routed(0, experts_TLK),))
+    for _ in range(2):
+        assert torch.equal(logprobs_of(policy, [told]), logprobs)
+    assert caplog.text.count("without torch.topk") == 1
+    tokens = torch.tensor(list(sample.token_ids))
+    exact = model.float().eval()(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    assert torch.allclose(logprobs, exact[-len(logprobs) :], atol=1e-5)
+    with pytest.raises(StreamRLError, match=r"cannot be replayed: set training.advanced.routing_replay = .auto. or"):
+        policy.experts.demand_replay()
 
 
 def test_experts_of_another_model_are_refused(mixture: Path) -> None:
@@ -183,10 +221,10 @@ def test_expert_load_is_measured_and_empty_replay_warned_of(mixture: Path, caplo
     options = TrainerOptions(model_path="", run_id="", weights_endpoint="", routing_replay=True)
     join(options, CPU)
     policy, sample = load_policy(str(mixture), CPU), make_groups(0, [1], seed=3)[0].samples[0]
-    tokens = len(sample.token_ids) - 1
+    tokens, trained = len(sample.token_ids) - 1, sample.trained_tokens
     two, four = np.zeros((tokens, LAYERS, TOP_K)), np.zeros((tokens, LAYERS, TOP_K))
     two[:], four[:] = [3, 4], [3, 4]
-    four[: tokens // 2] = [5, 6]
+    four[: tokens - trained // 2] = [5, 6]
 
     def measured(routed_samples: TrainingSample, unreplayed: float, **changes: Any) -> dict[str, float]:
         logprobs_of(policy, [routed_samples])
@@ -198,14 +236,15 @@ def test_expert_load_is_measured_and_empty_replay_warned_of(mixture: Path, caplo
             "experts/busiest_share": 1.0,  # every token goes to it
             "experts/load_entropy": pytest.approx(np.log(2) / np.log(EXPERTS)),
         }
-        half, left = tokens // 2 / tokens, 1 - tokens // 2 / tokens
+        half, left = trained // 2 / trained, 1 - trained // 2 / trained
         entropy = -half * np.log(half / 2) - left * np.log(left / 2)
         assert measured(structs.replace(sample, routed=(routed(0, four),)), 1, routing_replay=False) == {
             "experts/busiest_share": pytest.approx(left),
             "experts/load_entropy": pytest.approx(entropy / np.log(EXPERTS)),
         }
         assert expert_metrics(policy, 0, options) == {"experts/unreplayed_tokens": 0}  # nothing was trained
-        assert measured(sample, tokens - 1)["experts/unreplayed_tokens"] == tokens - 1
+        of_one = structs.replace(sample, routed=(routed(0, two[:1]),))
+        assert measured(of_one, tokens - 1)["experts/unreplayed_tokens"] == tokens - 1
         assert "no token of a batch" not in caplog.text
         for _ in range(2):
             measured(sample, tokens)

@@ -15,7 +15,7 @@ from streamrl.prepare.hub.data_files import (
     model_files,
     splits_by_name,
 )
-from streamrl.recipe.rules.hub_names import HubName, cached_name, read_hub_name
+from streamrl.recipe.remote_names import HubName, cached_name, read_hub_name
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 
 SHA = "0123456789abcdef0123456789abcdef01234567"

@@ -19,7 +19,7 @@ from streamrl.base.errors import EpochLost, StoreError, StreamRLError, WeightErr
 from streamrl.base.messages import announcement_of
 from streamrl.comm.object_store import ObjectStore, access_problem
 from streamrl.learning.state.durable_files import flush_and_digest, verify, write_digests
-from streamrl.recipe.store_urls import url_problem
+from streamrl.recipe.remote_names import url_problem
 from streamrl.recipe.toml_text import toml_value
 from streamrl.run.copies.checkpoint_copies import CheckpointCopies
 from streamrl.run.copies.epochs import Epoch, take_epoch

@@ -14,7 +14,7 @@ import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.pretrained.tokenizer import chat_format
-from streamrl.recipe.rules.hub_names import is_bare_name
+from streamrl.recipe.remote_names import is_bare_name
 
 TINY = "tiny"
 SMOLLM2 = "smollm2"

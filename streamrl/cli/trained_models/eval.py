@@ -23,7 +23,7 @@ from streamrl.prepare.hub.resolution import with_hub_folders
 from streamrl.prepare.preflight import check_model
 from streamrl.prepare.summary import SIMULATED_SENTENCE
 from streamrl.pretrained.tokenizer import load_tokenizer
-from streamrl.recipe.rules.hub_names import HUB
+from streamrl.recipe.remote_names import HUB
 from streamrl.recipe.rules.load_recipe import load_recipe, resolve_spec
 from streamrl.recipe.sections import EngineKind, Lora, Recipe
 from streamrl.recipe.toml_text import toml_value

@@ -14,7 +14,7 @@ from streamrl.base.types import TokenDistribution
 from streamrl.cli.trained_models.saved_model import SavedModel
 from streamrl.launch.run_directory import INPUTS_FILE, RunInputs
 from streamrl.observe.run_files.run_reader import SCORE, RunFiles
-from streamrl.recipe.rules.hub_names import hub_name
+from streamrl.recipe.remote_names import hub_name
 from streamrl.recipe.sections import Recipe
 
 _BASE_FIELDS = ("license", "license_name", "license_link", "language")

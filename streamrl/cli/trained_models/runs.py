@@ -16,7 +16,7 @@ from rich.table import Table
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.observe.run_files.run_reader import SCORE, RunFiles, RunStatus, runs_in
-from streamrl.recipe.rules.hub_names import hub_name
+from streamrl.recipe.remote_names import hub_name
 from streamrl.recipe.toml_text import toml_value
 
 RUNS = Path("runs")

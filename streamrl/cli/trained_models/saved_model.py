@@ -9,7 +9,7 @@ import msgspec
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.state.durable_files import surviving
-from streamrl.recipe.rules.hub_names import HUB, is_bare_name
+from streamrl.recipe.remote_names import HUB, is_bare_name
 from streamrl.run.checkpoints import LATEST, SCORES, read_scores
 
 BEST = "best"

@@ -248,6 +248,8 @@ def load_models(
         gathered = _choose_gathered(options, device)
     load = partial(_load, options, device, gathered, split)
     policy = load()
+    if policy.experts is not None and options.routing_demanded:
+        policy.experts.demand_replay()
     reference = None
     critic = None
     policy.context = context_of(options)

@@ -157,7 +157,7 @@ class PackedPolicy(nn.Module):
                 "can be trained: lower sampling.max_tokens or engines.max_model_len"
             )
         if self.experts is not None:
-            self.experts.begin(row.routed, counted=bool(row.sample_ids) and torch.is_grad_enabled())
+            self.experts.begin(row.routed, row.predictors_N if torch.is_grad_enabled() else None)
         output = self.hugging_face.base_model(
             input_ids=row.tokens_T[None],
             position_ids=row.positions_T[None],
@@ -166,7 +166,7 @@ class PackedPolicy(nn.Module):
             packed=row.layout,
         )
         if self.experts is not None:
-            self.experts.counted = False  # the backward may compute layers again
+            self.experts.end()
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD.index_select(0, row.predictors_N)
 

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,9 @@ from torch.overrides import TorchFunctionMode
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.model.architecture import decoder_layers
 from streamrl.pretrained.model_facts import experts_of
+
+log = logging.getLogger(__name__)
+_WITHOUT = "without torch.topk"
 
 
 class RoutedRow(NamedTuple):
@@ -33,7 +38,8 @@ class Routers:
     """The routers of a model, which has ``number`` experts a layer; a token goes through ``top_k`` of them.
 
     A router scores all experts, and ``torch.topk`` of the scores chooses. The call returns the experts of the row
-    instead: their scores, normalised by the model's own code, weigh their outputs, so that gradients reach the router.
+    instead (``replayable``: every router chose in this way so far): their scores, normalised by the model's own code,
+    weigh their outputs, so that gradients reach the router.
     This works for each family of transformers, also where the output of the router is changed later, for example by
     expert parallel plans."""
 
@@ -43,7 +49,9 @@ class Routers:
         self._kind = model.config.model_type
         self._layers = layers
         self._row: RoutedRow | None = None
-        self.counted = False
+        self.replayable = True
+        self._counted_N: Tensor | None = None
+        self._replayed = 0
         self._loads_LE: Tensor | None = None
         self._device: Callable[[], torch.device] = lambda: model.device
         for layer, decoder in enumerate(decoder_layers(model)):
@@ -51,23 +59,45 @@ class Routers:
                 if isinstance(getattr(block, "experts", None), nn.Module):
                     block.forward = self._around(layer, block.forward)
 
-    def begin(self, row: RoutedRow | None, *, counted: bool) -> None:
+    def begin(self, row: RoutedRow | None, counted_N: Tensor | None = None) -> None:
         """Use the experts of ``row`` until the next call (None: the routers choose), in its forward and where the
-        backward computes layers again. ``counted``: whether the row adds to the loads. Raises ``StreamRLError`` for
-        experts of another model."""
+        backward computes layers again. Raises ``StreamRLError`` for experts of another model.
+
+        ``counted_N``: places of the tokens that add to the loads, a place once for each trained token that it predicts:
+        rows share, copy and pad other tokens, by the layout of the ranks (None: no token)."""
         if row is not None and tuple(row.experts_TLK.shape[1:]) != (self._layers, self.top_k):
             raise StreamRLError(
                 f"engines return {row.experts_TLK.shape[2]} experts in each of {row.experts_TLK.shape[1]} layers, the "
                 f"trainer's model has {self.top_k} in {self._layers}: set training.advanced.routing_replay = false"
             )
+        if row is not None and not self.replayable:
+            _warn_of_own_choice(self._kind)
+            row = None
         self._row = row
-        self.counted = counted
+        self._counted_N = counted_N
+        if row is not None and counted_N is not None:
+            self._replayed += row.known_T.numel() - row.missing
 
-    def take_loads(self) -> Tensor:
-        """Return the number of tokens of each expert since the last call, float64 [layers, experts], and clear it."""
+    def demand_replay(self) -> None:
+        """Raise ``StreamRLError`` where the forwards so far have shown that the routing cannot be replayed."""
+        if not self.replayable:
+            raise StreamRLError(
+                f"model type {self._kind!r} chooses experts {_WITHOUT}: its routing cannot be replayed: set "
+                'training.advanced.routing_replay = "auto" or false'
+            )
+
+    def end(self) -> None:
+        """End the forward: the backward may compute layers again, and counts no token."""
+        self._counted_N = None
+
+    def take_loads(self) -> tuple[Tensor, int]:
+        """Return the number of trained tokens of each expert since the last call, float64 [layers, experts], and the
+        number of tokens of the rows whose experts engines returned, and clear both."""
         loads_LE = self._loads()
+        replayed_tokens = self._replayed
         self._loads_LE = None
-        return loads_LE
+        self._replayed = 0
+        return loads_LE, replayed_tokens
 
     def _loads(self) -> Tensor:
         if self._loads_LE is None:
@@ -78,11 +108,8 @@ class Routers:
         def routed(*arguments: Any, **options: Any) -> Any:
             with _Choice(self, layer) as choice:
                 result = forward(*arguments, **options)
-            if not choice.chose_experts:
-                raise StreamRLError(
-                    f"model type {self._kind!r} does not choose experts by torch.topk: its routing cannot be replayed: "
-                    "set training.advanced.routing_replay = false"
-                )
+            # The first forward is the one of ``check_packing``, before any row has experts of engines.
+            self.replayable = self.replayable and choice.chose_experts
             return result
 
         return routed
@@ -93,9 +120,14 @@ class Routers:
         chosen_TK = own_TK
         if self._row is not None:
             chosen_TK = torch.where(self._row.known_T[:, None], self._row.experts_TLK[:, layer].long(), own_TK)
-        if self.counted:
-            self._loads()[layer] += torch.bincount(chosen_TK.flatten(), minlength=self.number)
+        if self._counted_N is not None:
+            self._loads()[layer] += torch.bincount(chosen_TK[self._counted_N].flatten(), minlength=self.number)
         return chosen_TK
+
+
+@cache
+def _warn_of_own_choice(kind: str) -> None:
+    log.warning("model type %r chooses experts %s: experts that engines return are not taken over", kind, _WITHOUT)
 
 
 class _Choice(TorchFunctionMode):

@@ -273,11 +273,11 @@ def _refuse_other_adapters(directory: Path, weights: PublishedWeights) -> None:
     with safe_open(file, "pt") as tensors:
         before = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors.keys()}  # noqa: SIM118
     now = {shard.name.rpartition(".lora_")[0] for shard in weights.master_shards}
-    for others, text in ((before - now, "lacks the adapters on"), (now - before, "has adapters of its own on")):
-        if others:
-            names = ", ".join(sorted(others)[:3])
+    for modules, text in ((before - now, "lacks the adapters on"), (now - before, "has adapters of its own on")):
+        if modules:
+            names = ", ".join(sorted(modules)[:3])
             raise StreamRLError(
-                f"lora.targets: this run {text} {len(others)} modules beside checkpoint {str(directory)!r}, such as "
+                f"lora.targets: this run {text} {len(modules)} modules beside checkpoint {str(directory)!r}, such as "
                 f"{names}: keep lora.targets as it was"
             )
 

@@ -39,7 +39,7 @@ from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.masters import Masters, WholeMasters
 from streamrl.learning.state.published_weights import ADAPTER_TENSORS, PEFT_PREFIX, PUBLISHED_DTYPE, PublishedWeights
-from streamrl.recipe.rules.hub_names import cached_name
+from streamrl.recipe.remote_names import cached_name
 from streamrl.recipe.sections import Lora
 
 _BITS_AT_A_TIME = 1 << 22
@@ -201,9 +201,9 @@ class AdapterWeights(PublishedWeights):
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         directory.mkdir(parents=True)
-        name = cached_name(self.model_path)  # the name of the Hub, by which others find the base
-        self.config.base_model_name_or_path = name.repository if name else self.model_path
-        self.config.revision = name.revision if name else None
+        base = cached_name(self.model_path)  # the name of the Hub, by which others find the base
+        self.config.base_model_name_or_path = base.repository if base else self.model_path
+        self.config.revision = base.revision if base else None
         self.config.inference_mode = True
         self.config.save_pretrained(str(directory))
         save_file(tensors, directory / ADAPTER_TENSORS, metadata={"format": "pt"})

@@ -42,7 +42,7 @@ class PublishedWeights(ABC):
     ``master_shards``: tensors that make up the masters, ``gradient_L`` and the optimizer's moments.
     ``_master_tensors``: tensors with the shapes and the sharding of ``master_shards``.
     ``adapter_elements``: number of elements of all adapters over all ranks; 0 where all parameters are trained.
-    ``base_part``: this rank's part of a sum over the bits of the base of the adapters; None without adapters."""
+    ``base_part``: part of this rank of a sum over the bits of the adapters' base; None without adapters."""
 
     master_shards: list[LocalShard]
     _master_tensors: Mapping[str, Tensor]

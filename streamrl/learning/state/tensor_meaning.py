@@ -1,5 +1,5 @@
-"""What gives the tensors of a checkpoint their meaning and is no tensor: the settings of its adapters, and the model's
-``config.json``. With other ones the same tensors are another policy.
+"""Comparison of a checkpoint with a run that resumes from it, by what gives tensors their meaning and is no tensor: the
+settings of adapters, and the model's ``config.json``. With other ones the same tensors are another policy.
 
 ``prepare.preflight`` compares them before a run that resumes is started, ``checkpoint`` when a trainer rank loads."""
 
@@ -25,7 +25,9 @@ _WITHOUT_MEANING = re.compile(
     r"pretraining_tp|router_aux_loss_coef|text_config|transformers_version|use_cache"
 )
 """Keys of ``config.json`` that change no logit, and ``text_config``, whose keys are read as those of the model."""
-_ANEW = "or begin with its weights alone: set model.path to the checkpoint's hf directory, and leave resume_from out"
+_OR_ITS_WEIGHTS = (
+    "or begin with its weights alone: set model.path to the checkpoint's hf directory, and leave resume_from out"
+)
 
 
 def other_meanings(checkpoint: Path, lora: Lora, model_path: str) -> Iterator[str]:
@@ -45,22 +47,24 @@ def other_meanings(checkpoint: Path, lora: Lora, model_path: str) -> Iterator[st
     for key in _differences(before, now):
         yield (
             f"model.path: its config.json has {key} = {_at(now, key)}, and the checkpoint was trained with "
-            f"{_at(before, key)}: take the model of that run, {_ANEW}"
+            f"{_at(before, key)}: take the model of that run, {_OR_ITS_WEIGHTS}"
         )
 
 
 def _other_adapters(saved: Mapping[str, Any], lora: Lora) -> Iterator[str]:
     if not saved or not lora.rank:
         if saved:
-            yield f"lora.rank: 0, and the checkpoint has adapters of rank {saved['r']}: set it to {saved['r']}, {_ANEW}"
+            rank = saved["r"]
+            yield f"lora.rank: 0, and the checkpoint has adapters of rank {rank}: set it to {rank}, {_OR_ITS_WEIGHTS}"
         elif lora.rank:
-            yield f"lora.rank: {lora.rank}, and the checkpoint has all weights and no adapters: set it to 0, {_ANEW}"
+            text = "and the checkpoint has all weights and no adapters: set it to 0"
+            yield f"lora.rank: {lora.rank}, {text}, {_OR_ITS_WEIGHTS}"
         return
     for key, name in _KEYS.items():
         value = getattr(lora, key)
         before = saved.get(name, False)
         if value != before:
-            yield f"lora.{key}: {_text(value)}, and the checkpoint has {_text(before)}: keep it, {_ANEW}"
+            yield f"lora.{key}: {_text(value)}, and the checkpoint has {_text(before)}: keep it, {_OR_ITS_WEIGHTS}"
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:

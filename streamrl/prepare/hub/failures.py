@@ -8,7 +8,7 @@ import re
 
 from huggingface_hub import constants, errors, get_token
 
-from streamrl.recipe.rules.hub_names import HubName
+from streamrl.recipe.remote_names import HubName
 
 _SHORT_COMMIT = re.compile(r"[0-9a-f]{7,39}")
 _LATER = "try again later, or set HF_ENDPOINT to a mirror"

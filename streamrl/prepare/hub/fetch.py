@@ -27,7 +27,7 @@ from streamrl.prepare.hub import data_files as files
 from streamrl.prepare.hub import messages
 from streamrl.prepare.hub.failures import no_room, sentence
 from streamrl.prepare.hub.messages import HubAnswer, WantedFiles, answer_s
-from streamrl.recipe.rules.hub_names import HubName
+from streamrl.recipe.remote_names import HubName
 from streamrl.recipe.throwaway_process import answer_parent
 
 _CONVERTED = "refs/convert/parquet"

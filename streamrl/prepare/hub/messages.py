@@ -6,7 +6,7 @@ import os
 
 import msgspec
 
-from streamrl.recipe.rules.hub_names import HubName
+from streamrl.recipe.remote_names import HubName
 
 
 class WantedFiles(msgspec.Struct, frozen=True, kw_only=True):

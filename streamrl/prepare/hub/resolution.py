@@ -22,8 +22,8 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.prepare.hub import messages
 from streamrl.prepare.hub.messages import HubAnswer, Resolved, WantedFiles, answer_s
+from streamrl.recipe.remote_names import HUB, cached_name, is_bare_name, read_hub_name
 from streamrl.recipe.rewards import Reward
-from streamrl.recipe.rules.hub_names import HUB, cached_name, is_bare_name, read_hub_name
 from streamrl.recipe.sections import Model, Prompts, Recipe
 from streamrl.run.copies.fetch_checkpoint import with_fetched_checkpoint
 

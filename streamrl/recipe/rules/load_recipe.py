@@ -19,11 +19,10 @@ from streamrl.recipe.check_fields import CheckedTable
 from streamrl.recipe.environment import ENVIRONMENT_REWARD, MCP, command_of
 from streamrl.recipe.field_types import as_table
 from streamrl.recipe.problems import Origin, problem
+from streamrl.recipe.remote_names import HUB, is_bare_name, is_url
 from streamrl.recipe.rewards import PATH_OPTIONS, Reward
-from streamrl.recipe.rules.hub_names import HUB, is_bare_name
 from streamrl.recipe.rules.rules import apply_system, broken_rules, foreign_answer
 from streamrl.recipe.sections import EvaluationSet, Recipe
-from streamrl.recipe.store_urls import is_url
 from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, value_or_text
 
 _MARKED_PATHS = ("./", "../")

@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping
 
 from streamrl.recipe.problems import did_you_mean, shown
+from streamrl.recipe.remote_names import is_url, url_problem
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
 from streamrl.recipe.schedules.schedule import SCHEDULES, WITHOUT_END, options_of, rate_factor
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import ADAPTER_RANKS, Gathered, OptimizerKind, Recipe, Run
-from streamrl.recipe.store_urls import is_url, url_problem
 
 DEVICES = ("auto", "cpu", "cuda")
 LONGEST_RUN_NAME = 45

@@ -21,8 +21,8 @@ from streamrl.base.errors import EpochLost, StoreError, StreamRLError
 from streamrl.base.run_events import RunWarning
 from streamrl.comm.object_store import ObjectStore
 from streamrl.learning.state.durable_files import DIGESTS, read_digests
+from streamrl.recipe.remote_names import place_of_run
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.store_urls import place_of_run
 from streamrl.run.copies.epochs import Epoch, take_epoch
 
 LATEST = "latest"

@@ -17,8 +17,8 @@ from streamrl.base.atomic_files import make_directory
 from streamrl.base.errors import RecipeError, StoreError, StreamRLError
 from streamrl.comm.object_store import ObjectStore
 from streamrl.learning.state import durable_files
+from streamrl.recipe.remote_names import is_url, url_problem
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.store_urls import is_url, url_problem
 from streamrl.run.copies.checkpoint_copies import LATEST
 
 FOLDER = ".fetched"

@@ -82,9 +82,7 @@ def test_adapters_with_another_meaning_are_refused_by_their_key(
 
 
 @pytest.mark.seconds(8)
-def test_a_checkpoint_of_all_weights_is_no_adapter_and_one_served_apart_is_one(
-    start_trainer: StartTrainer, tmp_path: Path
-) -> None:
+def test_all_weights_are_no_adapter_and_a_served_one_is(start_trainer: StartTrainer, tmp_path: Path) -> None:
     saved(start_trainer, tmp_path / "all")
     with pytest.raises(StreamRLError, match=r"^lora.rank: 4, and the checkpoint has all weights and no adapters: set"):
         start_trainer(lora=Lora(**SAVED), resume_from=str(tmp_path / "all"))

@@ -1,6 +1,6 @@
-"""Names of repositories on the Hugging Face Hub, and of the folders of its cache, whose paths have repository and
-commit. Commands and ``rules.load_recipe`` parse them here, without a request to the Hub (``prepare.hub`` makes
-these)."""
+"""Names of repositories on the Hugging Face Hub and of folders of its cache, whose paths have name and commit, and
+URLs of places in object stores. Commands and ``rules.load_recipe`` parse them here, without a request to a server
+(``prepare.hub`` and ``comm.object_store`` make these)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _PART = r"(?![^/@]*(?:--|\.\.))[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _BARE = re.compile(rf"{_PART}/{_PART}(@\S+)?", re.ASCII)
 _MARKED = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(\S+))?", re.ASCII)
 _SNAPSHOT = re.compile(r".*/(model|dataset)s--([^/]+)/snapshots/([0-9a-f]{40})")
+SCHEMES = {"s3": "bucket", "gs": "bucket", "az": "container", "file": ""}
 
 
 class HubName(msgspec.Struct, frozen=True):
@@ -71,3 +72,29 @@ def hub_name(path: str) -> str | None:
     """Return the Hub's name of the repository in the folder ``path`` of the Hub's cache; None for another folder."""
     name = cached_name(path)
     return name.repository if name else None
+
+
+def is_url(text: str) -> bool:
+    """Return whether ``text`` is a URL of a store, not a path."""
+    return "://" in text
+
+
+def place_of_run(url: str, run_directory: Path) -> str:
+    """Return the URL of a run's objects: ``url`` and the name of the run's directory."""
+    return f"{url.rstrip('/')}/{run_directory.resolve().name}"
+
+
+def url_problem(url: str) -> str:
+    """Return the problem with a URL of a place in a store, and the remedy; empty: it is valid."""
+    scheme, _, place = url.partition("://")
+    name, _, below = place.partition("/")
+    if scheme not in SCHEMES:
+        schemes = ", ".join(f"{allowed}://" for allowed in SCHEMES)
+        return f'"{url}" is no URL of a store: write one of {schemes} before the name'
+    if scheme == "file":
+        if name or not below:
+            return f'"{url}" names no folder: write three slashes, as in file:///mnt/store'
+        return ""
+    if not 3 <= len(name) <= 63:
+        return f'"{url}" names a {SCHEMES[scheme]} of {len(name)} characters, "{name}": one has 3 to 63'
+    return ""
