@@ -16,6 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -106,6 +107,16 @@ def _python() -> Iterable[Finding]:
     yield _finding("python", sys.version_info[:2] in SUPPORTED_PYTHON, interpreter, remedy)
     remedy = "real engines need Linux (children that die with their parent); here only simulated runs work"
     yield _finding("system", sys.platform == "linux", f"{platform.system()} {platform.machine()}", remedy, State.WARN)
+
+
+def _compiler() -> Iterable[Finding]:
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    yield _finding(
+        "compiler",
+        shutil.which("gcc") is not None and headers.is_file(),
+        f"vLLM compiles with gcc and {headers}",
+        "install gcc and the headers of this Python (gcc, python3-dev)",
+    )
 
 
 def _packages() -> Iterable[Finding]:
@@ -271,4 +282,12 @@ def _disk(directory: Path) -> Iterable[Finding]:
     yield _finding("disk", writable and free >= 2 * GIB, detail, remedy, State.WARN if writable else State.FAIL)
 
 
-_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (_python, _packages, _cuda, _memory, _limits, _endpoints)
+_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
+    _python,
+    _compiler,
+    _packages,
+    _cuda,
+    _memory,
+    _limits,
+    _endpoints,
+)

@@ -39,6 +39,14 @@ def test_without_torch_and_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["check"]) == 1, "a script can ask for the exit code"
 
 
+def test_a_compiler_without_headers_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wheel has no script that looks for them before the install."""
+    assert by_name(check_machine())["compiler"].state is State.OK
+    monkeypatch.setattr(machine_check.sysconfig, "get_path", lambda name: str(tmp_path))
+    finding = by_name(check_machine())["compiler"]
+    assert (finding.state, finding.detail) == (State.FAIL, f"vLLM compiles with gcc and {tmp_path}/Python.h")
+
+
 def versions(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> dict[str, Finding]:
     monkeypatch.setattr(machine_check, "installed_version", installed.get)
     monkeypatch.setattr(machine_check, "_CHECKS", (machine_check._packages,))

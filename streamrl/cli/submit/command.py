@@ -103,12 +103,10 @@ class Slurm(_OnHosts, frozen=True, kw_only=True):
         options += [pair(text, "--sbatch", r"[a-z][a-z-]*") for text in self.sbatch]
         refuse_control(*(value for _, value in options))
         runs = self.recipe.absolute().parent if self.resume else Path(recipe.run.directory).absolute()
-        work = self.work()
         values = {
             "name": recipe.run.name,
             "run_name": recipe.run.name[: LONGEST_RUN_NAME - 20].rstrip("-._"),
-            "recipe": work.recipe,
-            "verb": work.verb,
+            "recipe": self.work().recipe,
             "settings": self.overrides,
             "nodes": self.nodes,
             "folder": str(Path.cwd()),
@@ -161,7 +159,11 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
         place = posixpath.join(folder, self.recipe.name)
         runs = posixpath.join(folder, recipe.run.directory)
         work = Work(recipe=place, overrides=self.overrides, name=name, resume=self.resume)
-        variables = ray_variables() | {"RAY_JOB_STOP_WAIT_TIME_S": str(DRAIN_S)} | self.variables()
+        template = self.template or TEMPLATES["job_set" if self.jobset else "ray_job"]
+        command = work.command("{cluster}")
+        if not self.jobset:
+            command = work.command("auto", f"run.directory={runs}")
+            refuse_quotes(command)
         limits = dict(pair(text, "--limit", r"[\w./-]+") for text in self.limit)
         if self.gpus:
             limits["nvidia.com/gpu"] = str(self.gpus)
@@ -181,15 +183,11 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
             "interface": recipe.cluster.interface,
             "start_s": _START_S,
             "drain_s": DRAIN_S,
+            "command": command,
+            "variables": ray_variables() | {"RAY_JOB_STOP_WAIT_TIME_S": str(DRAIN_S)} | self.variables(),
             "store_bytes": STORE_BYTES,
             "ray_version": ray_version(),
         }
-        if self.jobset:
-            values |= {"command": work.command("{cluster}"), "variables": variables}
-        else:
-            del variables["RAY_AUTH_MODE"]  # KubeRay sets it, with the token
-            values |= {"command": without_quotes(work.command("auto", f"run.directory={runs}")), "variables": variables}
-        template = self.template or TEMPLATES["job_set" if self.jobset else "ray_job"]
         text = filled(template, values)
         try:
             manifest = yaml.safe_load(text)
@@ -211,7 +209,7 @@ class WriteTemplate(Command, frozen=True, kw_only=True):
         """Write the file. Raises ``RecipeError`` where it is there."""
         if self.file.exists():
             raise RecipeError(f"{self.file} is there already: name another file")
-        self.file.write_text(TEMPLATES[self.template].read_text())
+        shutil.copyfile(TEMPLATES[self.template], self.file)
         return self.print({"file": str(self.file)}, f"{self.file}: edit it, and give it to --template")
 
 
@@ -268,15 +266,14 @@ def pair(text: str, flag: str, key: str) -> tuple[str, str]:
     return name, value
 
 
-def without_quotes(command: Sequence[str]) -> Sequence[str]:
-    """Return ``command``. Raises ``RecipeError`` for a word that the two shells of KubeRay would change."""
+def refuse_quotes(command: Sequence[str]) -> None:
+    """Raise ``RecipeError`` for a word of ``command`` that the two shells of KubeRay would change."""
     for word in command:
         if not re.fullmatch(_WITHOUT_QUOTES, word):
             raise RecipeError(
                 f"{word!r}: KubeRay passes commands through two shells, and quotes and blanks do not survive: "
                 "write it into the recipe, or use --jobset"
             )
-    return command
 
 
 def refuse_control(*texts: object) -> None:

@@ -20,6 +20,7 @@ from streamrl.base.errors import RecipeError
 
 TEMPLATES = {path.stem: path for path in Path(__file__).with_name("templates").iterdir()}
 """Shipped templates by name: ``slurm``, ``ray_job`` and ``job_set``."""
+_quoted = partial(json.dumps, ensure_ascii=False)
 _PLAIN = r"[\w.,:=+@%/\[\]-]*"
 
 
@@ -30,11 +31,7 @@ def filled(template: Path, values: Mapping[str, Any]) -> str:
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {
-        "json": partial(json.dumps, ensure_ascii=False),
-        "quote": shlex.quote,
-        "sbatch": sbatch_value,
-    }
+    environment.filters |= {"json": _quoted, "quote": shlex.quote, "sbatch": sbatch_value}
     if not template.is_file():
         raise RecipeError(f"{template}: no such file")
     text = template.read_text()
@@ -55,4 +52,4 @@ def sbatch_value(value: str) -> str:
     """Return ``value`` in the quotes that sbatch reads in a script."""
     if re.fullmatch(_PLAIN, value):
         return value
-    return json.dumps(value, ensure_ascii=False)
+    return _quoted(value)

@@ -69,11 +69,6 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     resume: bool = False
 
-    @property
-    def verb(self) -> str:
-        """The command of streamrl: ``train`` or ``resume``."""
-        return "resume" if self.resume else "train"
-
     def command(self, cluster: str, *settings: str) -> list[str]:
         """Return the command of the run on the cluster at ``cluster`` (HOST:PORT). A run that begins has ``settings``,
         too."""
@@ -83,7 +78,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         if not self.resume:
             overrides += settings
         words = [word for text in overrides for word in ("--set", text)]
-        return ["python", "-m", "streamrl", self.verb, self.recipe, "--cluster", cluster, *words]
+        verb = "resume" if self.resume else "train"
+        return ["python", "-m", "streamrl", verb, self.recipe, "--cluster", cluster, *words]
 
 
 def host_command(arguments: Sequence[str], work: Work) -> list[str]:

@@ -56,11 +56,11 @@ def chat_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | 
 
 
 class Chats(Vocabulary):
-    """At most ``size`` tokens for texts of ``chat_text``, learned from ``texts``; equal texts give equal tokens. Any
+    """At most 1,024 tokens for texts of ``chat_text``, learned from ``texts``; equal texts give equal tokens. Any
     text can be encoded. A phrase or a number that occurs ``min_frequency`` times, such as the beginning of a tool call,
     becomes one token."""
 
-    def __init__(self, texts: Iterable[str], context: int, *, size: int = 1024, min_frequency: int = 1) -> None:
+    def __init__(self, texts: Iterable[str], context: int, *, min_frequency: int = 1) -> None:
         self._backend = Tokenizer(models.BPE())
         self._backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -71,7 +71,7 @@ class Chats(Vocabulary):
         self._backend.decoder = decoders.ByteLevel()
         special = [PAD, BEGIN, END]
         trainer = trainers.BpeTrainer(
-            vocab_size=size - len(TAGS),
+            vocab_size=1024 - len(TAGS),
             min_frequency=min_frequency,
             special_tokens=special,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

@@ -11,9 +11,7 @@ from streamrl.base.run_events import StepFinished
 from streamrl.observe.terminal.curve import Curve, terminal_plot
 
 
-async def live_curve(
-    steps: AsyncIterable[StepFinished], *metrics: str, title: str = "reward"
-) -> AsyncIterator[StepFinished]:
+async def live_curve(steps: AsyncIterable[StepFinished], *metrics: str) -> AsyncIterator[StepFinished]:
     """Yield the steps of a ``Pipeline`` to the loop of the caller, and draw a curve of ``metrics`` (default: the mean
     reward) below the cell after each step. Outside of a notebook nothing is drawn."""
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in metrics or ("reward/mean",)}
@@ -27,7 +25,7 @@ async def live_curve(
         if display is not None:
             curves = [Curve(name, tuple(values)) for name, values in points.items()]
             last = ", ".join(f"{name} {values[-1][1]:.3f}" for name, values in points.items() if values)
-            text = {"text/plain": "\n".join([f"{title}, step {step.step}: {last}", *terminal_plot(curves)])}
+            text = {"text/plain": "\n".join([f"step {step.step}: {last}", *terminal_plot(curves)])}
             if output is None:
                 output = display.display(text, raw=True, display_id=True)
             else:

@@ -2,7 +2,7 @@
 {# The script of a Slurm job, filled by `streamrl launch slurm`. `streamrl launch template slurm FILE` writes a copy to
    edit, and `--template FILE` uses it. Filters: `sbatch` quotes for a line of #SBATCH, `quote` for the shell.
    recipe, folder, runs   paths: of the recipe or the run, the job's working directory, the folder of runs
-   verb, settings         `train` or `resume`; SECTION.KEY=VALUE of --set
+   settings               SECTION.KEY=VALUE of --set
    name, run_name         run.name, and the beginning of the name of the run's directory
    least_hosts            hosts that the run needs; with fewer than `nodes`, the job outlives a host
    options, setup         (key, value) of --time, --partition, --account and --sbatch; shell lines that run first
@@ -52,7 +52,7 @@ exec python -m streamrl.cli.submit.cluster_host --rank "$SLURM_NODEID" --nodes {
 {% if not resume %}
   --begun {{ runs | quote }}/"$RUN" \
 {% endif %}
-  -- python -m streamrl {{ verb }} {{ recipe | quote }} --cluster '{cluster}'
+  -- python -m streamrl {{ "resume" if resume else "train" }} {{ recipe | quote }} --cluster '{cluster}'
   {%- for setting in settings %} --set {{ setting | quote }}{% endfor %}
   {%- if not resume %} --set run.name="$RUN"{% endif +%}
 NODE
