@@ -178,7 +178,7 @@ async def answers(count: int, *, disturbed: bool) -> tuple[dict[str, float], lis
 
     with tempfile.TemporaryDirectory(prefix="srl") as directory:
         options = engine_options(load_recipe(DEMO), 0, directory)
-        os.environ.update(options.environment | {"OMP_NUM_THREADS": "1"})
+        os.environ.update(options.variables | {"OMP_NUM_THREADS": "1"})
         tensors = load_file(Path(options.model_path) / "model.safetensors")
         bits = {n: t.bfloat16().flatten().view(torch.int16).numpy().view(np.uint16) for n, t in tensors.items()}
         shards = [

@@ -28,7 +28,7 @@ from streamrl.engines.vllm.engine import engine_config
 from streamrl.engines.vllm.options import engine_options
 from streamrl.pretrained.tokenizer import end_tokens, load_tokenizer
 from streamrl.recipe.rules.load_recipe import load_recipe
-from streamrl.weights import engine_environment
+from streamrl.weights import engine_variables
 
 SKIPPED = 2  # batches and steps at the start
 
@@ -38,7 +38,7 @@ def core_alone(batches: int, model: str) -> dict[str, float]:
     recipe = load_recipe(DEMO_RECIPE, [f"model.path={model}"] if model else [])
     with tempfile.TemporaryDirectory(prefix="srl") as directory:
         options = engine_options(recipe, 0, directory)
-        os.environ.update(options.environment | engine_environment())
+        os.environ.update(options.variables | engine_variables())
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()

@@ -338,7 +338,7 @@ def run_cell(plan: CellPlan, folder: Path, *, checkout: Path, timeout_s: float, 
     ``keep_trace``: with the trace and the recipe."""
     on_policy = plan.checked_on_policy()
     recipe = checkout / plan.recipe.relative_to(ROOT)
-    with training_run(recipe, plan.settings, environment={"PYTHONPATH": str(checkout)}) as run:
+    with training_run(recipe, plan.settings, variables={"PYTHONPATH": str(checkout)}) as run:
         run.wait(timeout_s=timeout_s)
         steps, evaluations = run.steps(), run.evaluations()
         first, last = (steps[at]["time"] for at in (WARM_UP_STEPS - 1, len(steps) - COOL_DOWN_STEPS - 1))

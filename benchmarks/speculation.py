@@ -41,7 +41,7 @@ def sampled(recipe: Any) -> list[Any]:
 
     async def run(directory: str) -> None:
         options = structs.replace(engine_options(recipe, 0, directory), max_num_seqs=AT_ONCE)
-        os.environ.update(options.environment | {"OMP_NUM_THREADS": "1"})
+        os.environ.update(options.variables | {"OMP_NUM_THREADS": "1"})
         engine = RunEngine(options)
         await engine.start()
         began_s = time.monotonic()

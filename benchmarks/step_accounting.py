@@ -93,7 +93,7 @@ def account(recipe: Path, settings: Mapping[str, object], skip: int) -> str:
         tap, path = Path(folder, "steps"), os.pathsep.join((folder, str(ROOT)))
         tap.touch()
         Path(folder, "sitecustomize.py").write_text(TAP.read_text())
-        with training_run(recipe, settings, environment={"PYTHONPATH": path, "STREAMRL_STEP_TAP": str(tap)}) as run:
+        with training_run(recipe, settings, variables={"PYTHONPATH": path, "STREAMRL_STEP_TAP": str(tap)}) as run:
             run.wait(timeout_s=3600.0)
             steps = run.steps()
         core = core_spans(tap.read_text().splitlines())

@@ -32,10 +32,10 @@ class StreamrlCommand:
     """``streamrl ARGUMENTS``, once or again and again, in ``folder``. What it prints is appended to ``output.txt``
     there."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, variables: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self.log = folder / "output.txt"
-        self.environment = dict(environment or {})
+        self.variables = dict(variables or {})
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
@@ -45,7 +45,7 @@ class StreamrlCommand:
                 [sys.executable, "-m", "streamrl", *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self.variables},
                 cwd=self.folder,
                 start_new_session=True,
             )
@@ -121,13 +121,13 @@ class TrainingRun(StreamrlCommand):
 
 @contextmanager
 def training_run(
-    recipe: Path, overrides: Mapping[str, object], *, environment: Mapping[str, str] | None = None
+    recipe: Path, overrides: Mapping[str, object], *, variables: Mapping[str, str] | None = None
 ) -> Iterator[TrainingRun]:
-    """Start ``streamrl train recipe --set ...`` in a folder of its own, of this checkout unless ``environment`` has
+    """Start ``streamrl train recipe --set ...`` in a folder of its own, of this checkout unless ``variables`` has
     another ``PYTHONPATH``; on leaving nothing of it is left running."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="streamrl-benchmark-") as name:
-        run = TrainingRun(Path(name), {"PYTHONPATH": str(ROOT), **(environment or {}), MARK: mark})
+        run = TrainingRun(Path(name), {"PYTHONPATH": str(ROOT), **(variables or {}), MARK: mark})
         settings = {"run.directory": f"{name}/runs", **overrides}
         flags = [part for key, value in settings.items() for part in ("--set", f"{key}={toml_value(value)}")]
         run.cpu = CpuTree(run.start("train", str(recipe.absolute()), *flags).pid).start()
@@ -143,7 +143,7 @@ def training_run(
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """Every living process whose environment carries ``MARK=mark``, whichever parent it has by now."""
+    """Every living process whose variables carry ``MARK=mark``, whichever parent it has by now."""
     found = []
     for process in psutil.process_iter():
         try:

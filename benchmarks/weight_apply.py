@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamrl.weights import WEIGHT_BACKEND, announcement_of, commit, engine_environment, stage
+from streamrl.weights import WEIGHT_BACKEND, announcement_of, commit, engine_variables, stage
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
@@ -364,7 +364,7 @@ def main() -> int:
     arguments.add_argument("--json", type=Path, help="write the raw figures here")
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        os.environ.update(engine_environment())
+        os.environ.update(engine_variables())
         os.environ.update(
             VLLM_CPU_KVCACHE_SPACE="1",
             VLLM_CPU_OMP_THREADS_BIND=str(min(os.sched_getaffinity(0))),

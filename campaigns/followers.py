@@ -101,11 +101,11 @@ def train(root: Path, steps: int, pace_s: float, **more: object) -> subprocess.P
 
 
 def start(root: Path, command: Sequence[object]) -> subprocess.Popen[bytes]:
-    variables = {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "WANDB_API_KEY": "", "NETRC": "/none"}
+    own_variables = {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "WANDB_API_KEY": "", "NETRC": "/none"}
     with (root / "output").open("ab") as output:
-        environment = os.environ | variables | {MARK: str(root)}
+        variables = os.environ | own_variables | {MARK: str(root)}
         line = [*map(str, command)]
-        return subprocess.Popen(line, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output)
+        return subprocess.Popen(line, env=variables, stdin=subprocess.PIPE, stdout=output, stderr=output)
 
 
 def latest(root: Path) -> Path:

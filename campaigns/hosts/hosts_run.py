@@ -56,8 +56,8 @@ class HostsRun:
         self._start("resume", self.directory)
 
     def _start(self, *command: object, over_hosts: bool = True) -> None:
-        path = [self.folder, ROOT / "campaigns" / "chaos" / "tap", self.ray.environment["PYTHONPATH"], ROOT]
-        variables = self.ray.environment | {
+        path = [self.folder, ROOT / "campaigns" / "chaos" / "tap", self.ray.variables["PYTHONPATH"], ROOT]
+        variables = self.ray.variables | {
             "PYTHONPATH": ":".join(map(str, path)),
             "STREAMRL_CHAOS_TAP": str(self.folder / "tap.jsonl"),
         }

@@ -23,7 +23,7 @@ class RayNodes:
         token = lab.folder / "token"
         token.write_text(secrets.token_hex(16))
         token.chmod(0o600)
-        self.environment = {
+        self.variables = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_worker_niceness": "0",
@@ -53,7 +53,7 @@ class RayNodes:
             line += ["--address", self.address]
         for last in (False, False, True):
             try:
-                host.run(line, self.environment, START_S)
+                host.run(line, self.variables, START_S)
                 return
             except RuntimeError:
                 end(host.processes("/ray/"))  # a start that took too long leaves what it had started

@@ -46,7 +46,7 @@ from streamrl.weights import (
     WeightPublisher,
     announcement_of,
     push,
-    server_environment,
+    server_variables,
 )
 
 SORT = Path(__file__).resolve().parents[1] / "sort"
@@ -190,7 +190,7 @@ def own_server(model: Path, directory: Path) -> Iterator[str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
     }
-    environment = {**variables, **os.environ, **server_environment()}
+    environment = {**variables, **os.environ, **server_variables()}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, process_group=0)
     address = f"http://127.0.0.1:{port}"
     try:

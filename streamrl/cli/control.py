@@ -43,9 +43,7 @@ class RewardOptions(Command, frozen=True):
     option: Annotated[tuple[str, ...], Argument("one of rewards.options; may be repeated", metavar="KEY=VALUE")] = ()
     timeout: Annotated[float, Argument("of a call (default 30)", metavar="S")] = 30.0
     memory: Annotated[int, Argument("of its process (default 1024)", metavar="MIB")] = 1024
-    environment: Annotated[
-        tuple[str, ...], Argument("a variable that the function may see; may be repeated", metavar="NAME")
-    ] = ()
+    variable: Annotated[tuple[str, ...], Argument("that the function may see; may be repeated", metavar="NAME")] = ()
     trusted: Annotated[bool, Argument("in the loop of the reward worker, as rewards.trusted")] = False
     special_tokens: Annotated[bool, Argument("it sees special tokens, as rewards.advanced.special_tokens")] = False
 
@@ -56,7 +54,7 @@ class RewardOptions(Command, frozen=True):
             options=dict(map(reward_option, self.option)),
             timeout_s=self.timeout,
             memory_mib=self.memory,
-            environment=self.environment,
+            variables=self.variable,
             trusted=self.trusted,
             special_tokens=self.special_tokens,
             **fields,

@@ -107,7 +107,7 @@ def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine
 
 
 def _vllm(options: EngineOptions) -> WatchedEngine:
-    os.environ.update(options.environment)  # vLLM reads it when it is imported
+    os.environ.update(options.variables)  # vLLM reads it when it is imported
     from streamrl.engines.vllm.engine import RunEngine
 
     return RunEngine(options)
@@ -204,7 +204,7 @@ async def run_judge(context: ChildContext) -> None:
     from streamrl.rewards.judge.options import judge_options
 
     options = judge_options(context.recipe, context.socket_directory)
-    os.environ.update(options.environment)  # vLLM reads it when it is imported
+    os.environ.update(options.variables)  # vLLM reads it when it is imported
     from streamrl.engines.vllm.engine import RunEngine
     from streamrl.rewards.judge.server import serve_judge
 

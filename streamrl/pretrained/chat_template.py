@@ -161,9 +161,9 @@ def _compiled(source: str) -> jinja2.Template:
     def now_as(layout: str) -> str:
         return datetime.now().strftime(layout)
 
-    environment = ImmutableSandboxedEnvironment(
+    jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": now_as}
-    return environment.from_string(source)
+    jinja.filters["tojson"] = to_json
+    jinja.globals |= {"raise_exception": raise_exception, "strftime_now": now_as}
+    return jinja.from_string(source)

@@ -53,9 +53,9 @@ _SHOWN_EXACTLY = frozenset({"LANG", "LC_ALL", "TZ", "LD_PRELOAD", "PYTHONHASHSEE
 
 
 class CrashManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of ``bundle.json``. ``failure``: error that ended the run; ``environment_names``: names of all variables;
-    ``environment``: values of harmless variables; ``left_out``: files that are missing or shortened, each with the
-    reason."""
+    """Content of ``bundle.json``. ``failure``: error that ended the run; ``variable_names``: names of all variables;
+    ``harmless_variables``: their values, by name; ``left_out``: files that are missing or shortened,
+    each with the reason."""
 
     schema: int
     run_id: str
@@ -65,8 +65,8 @@ class CrashManifest(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     platform: str
     processors: int
-    environment_names: tuple[str, ...]
-    environment: dict[str, str]
+    variable_names: tuple[str, ...]
+    harmless_variables: dict[str, str]
     left_out: tuple[str, ...] = ()
 
 
@@ -115,8 +115,8 @@ def write_crash_bundle(
                     python=sys.version,
                     platform=platform.platform(),
                     processors=usable_cores(),
-                    environment_names=tuple(sorted(variables)),
-                    environment=harmless_variables,
+                    variable_names=tuple(sorted(variables)),
+                    harmless_variables=harmless_variables,
                     left_out=left_out,
                 )
                 bundle.writestr(MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))

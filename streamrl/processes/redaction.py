@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import structs
 
-from streamrl.recipe.rewards import Reward
+from streamrl.recipe.rewards import Reward, with_current_keys
 from streamrl.recipe.toml_text import parse_toml
 
 SHORTEST_SECRET = 6
@@ -75,7 +75,7 @@ def run_redaction(variables: Mapping[str, str], recipe_toml: str = "", attached:
     except (ValueError, RecursionError):
         recipe = {}
     secrets = {value: name for name, value in variables.items() if is_secret_name(name) and not _is_path(value)}
-    rewards = [*recipe.get("rewards", ()), *map(structs.asdict, attached)]
+    rewards = [*map(with_current_keys, recipe.get("rewards", ())), *map(structs.asdict, attached)]
     for name in _variables_of_rewards(rewards):  # a recipe names the variables by which a function identifies itself
         if name in variables and not _is_path(variables[name]):
             secrets[variables[name]] = name
@@ -91,7 +91,7 @@ def _is_path(value: str) -> bool:
 
 def _variables_of_rewards(rewards: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for reward in rewards:
-        yield from reward.get("environment", ())
+        yield from reward.get("variables", ())
         yield from (value for key, value in reward.get("options", {}).items() if key == "api_key_variable")
 
 

@@ -86,7 +86,7 @@ class Reward(Section, frozen=True):
         bool, advanced("completions have special tokens, such as <think> of some models, but not the end token")
     ] = False
     memory_mib: Annotated[Positive, doc("limit of the memory of its process")] = 1024
-    environment: Annotated[tuple[str, ...], doc("environment variables that it sees, such as an API key")] = ()
+    variables: Annotated[tuple[str, ...], doc("environment variables that it sees, such as an API key")] = ()
 
     def failure_policy(self, *, late: bool) -> FailurePolicy:
         """Return the policy for a sample without this value. ``late``: whether the call reached its time limit."""
@@ -96,6 +96,14 @@ class Reward(Section, frozen=True):
     def label(self) -> str:
         """Name of the reward in metrics and records."""
         return self.name or self.function.rpartition(":")[2]
+
+
+def with_current_keys(reward: Any) -> Any:
+    """Return the table of a reward with the keys of today: runs before 2026-11-29 recorded ``variables`` as
+    ``environment``. Anything else is returned as it is."""
+    if not isinstance(reward, dict) or "variables" in reward:
+        return reward
+    return {"variables" if key == "environment" else key: value for key, value in reward.items()}
 
 
 class RewardLimits(Section, frozen=True):

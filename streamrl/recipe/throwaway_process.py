@@ -34,10 +34,10 @@ class ThrowawayAnswer(NamedTuple):
 
 
 def run_throwaway(
-    module: str, arguments: Sequence[str], timeout_s: float, *, environment: Mapping[str, str] | None = None
+    module: str, arguments: Sequence[str], timeout_s: float, *, variables: Mapping[str, str] | None = None
 ) -> ThrowawayAnswer:
     """Run ``python -m module TIMEOUT_S PARENT ARGUMENTS...``, whose ``main`` must call ``answer_parent``. All processes
-    of its process group have ended when this returns. ``environment``: variables of the process (None: the
+    of its process group have ended when this returns. ``variables``: environment variables of the process (None: the
     caller's)."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         started = time.monotonic()
@@ -47,7 +47,7 @@ def run_throwaway(
             stdout=output,
             stderr=errors,
             start_new_session=True,
-            env=environment,
+            env=variables,
         )
         late = False
         try:

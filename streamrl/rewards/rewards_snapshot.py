@@ -15,7 +15,7 @@ from msgspec import structs
 
 from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.base.types import Record
-from streamrl.recipe.rewards import Reward
+from streamrl.recipe.rewards import Reward, with_current_keys
 from streamrl.recipe.sections import Recipe, ResumedRewards
 
 REWARDS_FILE = "rewards.msgpack"
@@ -69,8 +69,11 @@ def read_rewards_file(directory: Path) -> RewardsSnapshot | None:
         return None
     remedy = "resume from another checkpoint, or with the streamrl that wrote it"
     try:
-        snapshot = msgspec.msgpack.decode(content, type=RewardsSnapshot)
-    except UNDECODABLE as error:
+        table = msgspec.msgpack.decode(content)
+        for key in ("rewards", "of_recipe"):
+            table[key] = [with_current_keys(reward) for reward in table[key]]
+        snapshot = msgspec.convert(table, RewardsSnapshot)
+    except (*UNDECODABLE, KeyError) as error:
         raise StreamRLError(f"{path} cannot be read: {error}; {remedy}") from error
     if snapshot.schema != REWARDS_SCHEMA:
         raise StreamRLError(f"{path} has schema {snapshot.schema}, this streamrl reads {REWARDS_SCHEMA}: {remedy}")

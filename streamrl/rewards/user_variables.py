@@ -28,9 +28,9 @@ _ARENAS = {"MALLOC_ARENA_MAX": "2"}
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
-def passed_environment(rewards: Iterable[Reward], variables: Iterable[str] = ()) -> dict[str, str]:
+def variables_of_user_code(rewards: Iterable[Reward], variables: Iterable[str] = ()) -> dict[str, str]:
     """Variables of processes that run ``rewards``. ``variables``: names of further variables to pass on. The processes
     are shared, so every reward sees the variables that any reward names."""
-    names = _NEEDED.union(variables, *(reward.environment for reward in rewards))
+    names = _NEEDED.union(variables, *(reward.variables for reward in rewards))
     passed = {name: value for name, value in os.environ.items() if name in names or name.startswith(_PREFIXES)}
     return _ARENAS | dict.fromkeys(_ONE_THREAD, "1") | {"TOKENIZERS_PARALLELISM": "false"} | passed

@@ -11,7 +11,7 @@ them imports torch or vllm:
 =============  =====================================================================================================
 trainer        ``WeightPublisher``, ``ShardSpec``, ``Published``, ``announcement_of``, ``WeightAnnouncement``
 vLLM           ``push`` (``stage``, ``commit``) into an ``AsyncLLM`` or a ``VllmServer``; to start either:
-               ``WEIGHT_BACKEND``, ``engine_environment``, ``SERVER_OPTIONS``, ``server_environment``. vLLM finds the
+               ``WEIGHT_BACKEND``, ``engine_variables``, ``SERVER_OPTIONS``, ``server_variables``. vLLM finds the
                plugin by the entry point ``vllm.general_plugins`` where streamrl is installed beside it
 receivers      ``fetch_version``, ``FetchedVersion``, ``KeptParts``, ``CheckpointReplica``, ``StagedVersion`` and
                ``CheckpointBase`` hold a publisher's weights in a process without vLLM
@@ -58,10 +58,10 @@ __all__ = [
     "decode_patch",
     "encode_complete",
     "encode_patch",
-    "engine_environment",
+    "engine_variables",
     "fetch_version",
     "push",
-    "server_environment",
+    "server_variables",
     "stage",
 ]
 
@@ -89,14 +89,14 @@ _HOMES = {
 """Public names by the module that defines them."""
 
 
-def engine_environment() -> dict[str, str]:
+def engine_variables() -> dict[str, str]:
     """Environment variables for the process that owns an engine, to be set before vllm is imported."""
     return {"VLLM_PLUGINS": "streamrl", ENGINE_VARIABLE: "1"}
 
 
-def server_environment() -> dict[str, str]:
+def server_variables() -> dict[str, str]:
     """Environment variables for ``vllm serve``."""
-    return {**engine_environment(), "VLLM_SERVER_DEV_MODE": "1"}
+    return {**engine_variables(), "VLLM_SERVER_DEV_MODE": "1"}
 
 
 def __getattr__(name: str) -> Any:

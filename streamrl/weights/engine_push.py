@@ -2,7 +2,7 @@
 
 The engine of a run (``engines/vllm/engine.py``) calls ``stage`` and ``commit`` in its process; an outside training loop
 calls ``push``. The workers run ``streamrl.weights.vllm.weight_receiver``. ``llm`` is an ``AsyncLLM`` that was made with
-``weight_transfer_config=WeightTransferConfig(backend=WEIGHT_BACKEND)`` and under ``engine_environment()``, or a
+``weight_transfer_config=WeightTransferConfig(backend=WEIGHT_BACKEND)`` and under ``engine_variables()``, or a
 ``vllm_server.VllmServer``. This file does not import vllm, so that a trainer may call it."""
 
 from __future__ import annotations

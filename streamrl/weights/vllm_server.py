@@ -1,7 +1,7 @@
 """A ``vllm serve`` as the target of weight pushes: the calls that ``engine_push`` makes to an ``AsyncLLM``, over HTTP.
 
 An outside training loop makes a ``VllmServer`` and gives it to ``push``; runs of streamrl itself do not. The server
-must run in vLLM's developer mode, which has the weight routes, and with streamrl's backend; see ``server_environment``
+must run in vLLM's developer mode, which has the weight routes, and with streamrl's backend; see ``server_variables``
 and ``SERVER_OPTIONS`` of ``streamrl.weights``. These routes can stop the server or change its weights: keep the port on
 a private network. The server's workers pull the weights themselves from the publisher."""
 

@@ -16,7 +16,7 @@ from streamrl.engines.vllm.options import EngineOptions
 from streamrl.launch import roles
 from streamrl.processes import run_role
 from streamrl.recipe.topology import Role
-from streamrl.rewards.user_variables import passed_environment
+from streamrl.rewards.user_variables import variables_of_user_code
 
 
 async def show(context: run_role.ChildContext) -> None:
@@ -25,9 +25,11 @@ async def show(context: run_role.ChildContext) -> None:
         roles._vllm = lambda options: note(options, shares)  # type: ignore[assignment, return-value]
         with contextlib.suppress(NotStarted):
             await roles.run_engine(context)
-    environment = passed_environment(context.recipe.rewards) if context.plan.role is Role.REWARD else dict(os.environ)
+    variables = dict(os.environ)
+    if context.plan.role is Role.REWARD:
+        variables = variables_of_user_code(context.recipe.rewards)
     script = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('CUDA_DEVICE_ORDER'))"
-    seen = (await anyio.run_process([sys.executable, "-c", script], env=environment)).stdout.decode()
+    seen = (await anyio.run_process([sys.executable, "-c", script], env=variables)).stdout.decode()
     partial = context.run_directory / f"seen-{context.plan.name}"
     partial.write_text(json.dumps([*seen.split(), *shares]))
     partial.rename(context.run_directory / "seen" / context.plan.name)

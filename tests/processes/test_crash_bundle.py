@@ -22,9 +22,7 @@ def run(tmp_path: Path) -> Path:
     for folder in ("logs", "exit", "stalls"):
         (directory / folder).mkdir(parents=True)
     leak = " ".join([*CANARIES.values(), SECRET_OPTION])
-    recipe = (
-        f'[[rewards]]\nfunction = "judge"\nenvironment = ["JUDGE"]\n[rewards.options]\napi_key = "{SECRET_OPTION}"\n'
-    )
+    recipe = f'[[rewards]]\nfunction = "judge"\nvariables = ["JUDGE"]\n[rewards.options]\napi_key = "{SECRET_OPTION}"\n'
     (directory / "recipe.toml").write_text(recipe)
     (directory / "control.key").write_text("the key of the control socket")
     for name in ("topology.json", "metrics.jsonl", "exit/engine-0.json", "stalls/1.txt"):
@@ -41,8 +39,8 @@ def contents(bundle: Path) -> dict[str, bytes]:
 
 def test_a_bundle_holds_what_tells_and_no_secret(run: Path) -> None:
     shown = {"VLLM_X": f"with {CANARIES['HF_TOKEN']}", "OMP_X": CANARIES["JUDGE"]}
-    environment = {**CANARIES, **shown, "HOME": "/home/somebody", "MAIL": "me@x.org"}
-    bundle = write_crash_bundle(run, f"engine-0 died of {CANARIES['JUDGE']}", variables=environment)
+    variables = {**CANARIES, **shown, "HOME": "/home/somebody", "MAIL": "me@x.org"}
+    bundle = write_crash_bundle(run, f"engine-0 died of {CANARIES['JUDGE']}", variables=variables)
     files = contents(bundle)
     told = {"recipe.toml", "topology.json", "metrics.jsonl", "exit/engine-0.json", "stalls/1.txt"}
     assert set(files) == {*told, "logs/engine-0.log", "bundle.json"}, "and neither the key nor anything else"
@@ -50,8 +48,8 @@ def test_a_bundle_holds_what_tells_and_no_secret(run: Path) -> None:
         assert not [name for name, content in files.items() if secret.encode() in content], secret
     manifest = read_manifest(bundle)
     assert manifest.failure == "engine-0 died of [JUDGE removed]" and manifest.run_id == "sort-1"
-    assert manifest.environment == {"VLLM_X": "with [HF_TOKEN removed]", "OMP_X": "[JUDGE removed]"}
-    assert set(manifest.environment_names) == set(environment)
+    assert manifest.harmless_variables == {"VLLM_X": "with [HF_TOKEN removed]", "OMP_X": "[JUDGE removed]"}
+    assert set(manifest.variable_names) == set(variables)
     assert "msgspec" in manifest.versions
     assert files["logs/engine-0.log"].endswith(b"last line\n") and b"first" not in files["logs/engine-0.log"]
     assert any(text.startswith("logs/engine-0.log: its first") for text in manifest.left_out)

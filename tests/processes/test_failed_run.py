@@ -74,7 +74,7 @@ async def test_a_run_that_fails_leaves_one_bundle_that_tells_why(recipe: Recipe)
     [bundle] = (run / "crash").iterdir()
     assert rest[-1] == f"crash bundle: {bundle} (streamrl show {bundle})"
     manifest = read_manifest(bundle)
-    assert manifest.failure.splitlines()[0] == first and "HF_TOKEN" in manifest.environment_names
+    assert manifest.failure.splitlines()[0] == first and "HF_TOKEN" in manifest.variable_names
     with zipfile.ZipFile(bundle) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     assert b"in behave" in files["logs/trainer-0.log"], "the stack of a process that lived"

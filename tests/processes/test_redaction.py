@@ -14,13 +14,13 @@ RECIPE = """
 max_tokens = 64
 [[rewards]]
 function = "judge"
-environment = ["OPINION"]
+variables = ["OPINION"]
 [rewards.options]
 api_key = "swordfish-1234"
 api_key_variable = "JUDGE_KEY"
 tokens_column = "token_column"
 """
-ENVIRONMENT = {
+VARIABLES = {
     "HF_TOKEN": "canary-of-the-hub",
     "WANDB_API_KEY": "canary-of-the-tracker",
     "OPINION": "canary-of-a-reward",
@@ -31,7 +31,7 @@ ENVIRONMENT = {
 
 
 def test_values_of_secret_names_are_replaced_by_their_names() -> None:
-    clean = run_redaction(ENVIRONMENT, RECIPE).text(
+    clean = run_redaction(VARIABLES, RECIPE).text(
         "canary-of-the-hub canary-of-the-tracker canary-of-a-reward swordfish-1234 false token_column /home/somebody"
     )
     assert clean == (
@@ -43,9 +43,9 @@ def test_values_of_secret_names_are_replaced_by_their_names() -> None:
 def test_secrets_of_unlisted_rewards_are_replaced_too() -> None:
     """Secrets of rewards that the recipe does not have are replaced, too."""
     options = {"headers": [{"access_token": "swordfish-5678"}], "api_key_variable": "LATER_KEY", "style": "terse-style"}
-    attached = Reward(function="judges.py:strict", options=options, environment=("OPINION_TOO",))
-    environment = ENVIRONMENT | {"LATER_KEY": "canary-of-a-judge", "OPINION_TOO": "canary-of-another"}
-    clean = run_redaction(environment, RECIPE, [attached]).text(
+    attached = Reward(function="judges.py:strict", options=options, variables=("OPINION_TOO",))
+    variables = VARIABLES | {"LATER_KEY": "canary-of-a-judge", "OPINION_TOO": "canary-of-another"}
+    clean = run_redaction(variables, RECIPE, [attached]).text(
         "swordfish-1234 swordfish-5678 canary-of-a-judge canary-of-another terse-style"
     )
     assert clean == (

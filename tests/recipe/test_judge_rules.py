@@ -77,7 +77,7 @@ def test_the_sort_model_of_the_demo_takes_no_chats(tmp_path: Path) -> None:
     ) == ["judge.advanced.max_model_len: 2048 is more than the model's 1024 positions: lower it"]
     options = judge_options(recipe, "/s", device="cpu")
     assert (options.max_model_len, options.pushed, options.sleeps) == (1024, False, False)
-    assert options.environment["OMP_NUM_THREADS"] == str(judge_threads(recipe.judge, usable_cores()))
+    assert options.variables["OMP_NUM_THREADS"] == str(judge_threads(recipe.judge, usable_cores()))
 
 
 def test_paths_among_options_are_relative_to_the_recipe(tmp_path: Path) -> None:

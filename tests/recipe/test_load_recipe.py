@@ -55,9 +55,11 @@ def test_minimal_recipe_takes_defaults_and_resolves_paths(tmp_path: Path) -> Non
 
 
 def test_a_recipe_that_an_earlier_run_recorded_is_read(tmp_path: Path) -> None:
-    """Every run wrote who starts engines and ranks, when a person could; a recipe that names a person is refused."""
-    recorded = load_recipe(write(tmp_path, f'{GOOD}\n[transport]\nengines = "local"\ntraining = "local"\n'))
-    assert recorded == load_recipe(write(tmp_path, GOOD))
+    """Every run wrote who starts engines and ranks, when a person could; a recipe that names a person is refused.
+    Variables of a reward were its ``environment``."""
+    text = f'{GOOD}environment = ["KEY"]\n\n[transport]\nengines = "local"\ntraining = "local"\n'
+    recorded = load_recipe(write(tmp_path, text))
+    assert recorded == load_recipe(write(tmp_path, f'{GOOD}variables = ["KEY"]\n'))
     (problem,) = problems_of(write(tmp_path, f'{GOOD}\n[transport]\nengines = "external"\n'))
     assert "transport.engines: unknown key" in problem
 

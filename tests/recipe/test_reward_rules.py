@@ -47,7 +47,7 @@ def test_everything_survives_a_round_trip(tmp_path: Path) -> None:
         retries=2,
         rate_per_s=1.5,
         on_failure=FailurePolicy.DROP_GROUP,
-        environment=("JUDGE_KEY",),
+        variables=("JUDGE_KEY",),
     )
     recipe = recipe_of(full, Reward(function="exact_match"), combine="/c.py:product")
     path = tmp_path / "demo.toml"

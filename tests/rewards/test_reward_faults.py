@@ -285,7 +285,7 @@ async def test_environment_has_no_keys_but_those_that_the_recipe_names(
 ) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "1")
     monkeypatch.setenv("JUDGE_API_KEY", "2")
-    reward = Reward(function=f"{KILLERS}:visible_environment", name="seen", environment=("JUDGE_API_KEY",))
+    reward = Reward(function=f"{KILLERS}:visible_environment", name="seen", variables=("JUDGE_API_KEY",))
     rewards = await pool.open(reward, processes=1)
     (outcome,) = await rewards.score([make_trajectory()])
     assert isinstance(outcome, ScoredTrajectory), outcome

@@ -289,6 +289,9 @@ def test_a_resumed_run_reports_which_rewards_it_cannot_have(
     for name, content in rewards_file(kept).items():
         (tmp_path / name).write_bytes(content)
     live, begins = with_checkpoint_rewards(recipe)
+    earlier = (tmp_path / "rewards.msgpack").read_bytes().replace(b"\xa9variables", b"\xabenvironment")
+    (tmp_path / "rewards.msgpack").write_bytes(earlier)
+    assert with_checkpoint_rewards(recipe) == (live, begins), "checkpoints of earlier runs have another name of a key"
     with pytest.raises(RecipeError) as refused:
         preflight(live, begins)
     text = "\n".join(refused.value.problems)

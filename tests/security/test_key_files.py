@@ -124,7 +124,7 @@ def test_a_reward_that_is_looked_at_sees_no_tokens_and_no_keys(
         "assert os.environ['NAMED_IN_THE_RECIPE'] == '1'\n"
         "def score(completion): return 1.0\n"
     )
-    reward = Reward(function=f"{module}:score", environment=("NAMED_IN_THE_RECIPE",))
+    reward = Reward(function=f"{module}:score", variables=("NAMED_IN_THE_RECIPE",))
     (inspection,) = inspect_in_subprocess([reward])
     assert inspection.problems == ()
 

@@ -13,7 +13,7 @@ import pytest
 from builders.files import SORT_MODEL as SORT
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.engines.async_llm.options import shared_environment
+from streamrl.engines.async_llm.options import shared_variables
 from streamrl.engines.vllm.options import model_config
 from streamrl.pretrained import weight_files
 from streamrl.pretrained.model_facts import read_model_facts
@@ -188,7 +188,7 @@ def test_too_many_tensors_are_refused(folder: Path, monkeypatch: pytest.MonkeyPa
 
 def test_vllm_listens_on_this_host_and_takes_no_pickles() -> None:
     """S13. Set, not left out: what the user's shell exports must not count."""
-    environment = shared_environment("/sockets")
+    environment = shared_variables("/sockets")
     assert environment["VLLM_HOST_IP"] == "127.0.0.1" and environment["GLOO_SOCKET_IFNAME"] == "lo"
     assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0" and environment["VLLM_SERVER_DEV_MODE"] == "0"
     assert environment["VLLM_RPC_BASE_PATH"] == "/sockets"

@@ -274,11 +274,11 @@ async def sample(llm: Any, tokens: int, seed: int | None = None) -> Any:
 
 def engine_variables(rpc_directory: Path, *, workers: int = 1, linear: str = "plain") -> dict[str, str]:
     """Variables of a process with an engine; one core for each worker."""
-    from streamrl.weights import engine_environment
+    from streamrl.weights import engine_variables
 
     cores = sorted(os.sched_getaffinity(0))
     return {
-        **engine_environment(),
+        **engine_variables(),
         "STREAMRL_CPU_LINEAR": linear,
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",

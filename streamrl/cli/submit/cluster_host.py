@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from streamrl.base.run_process import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, set_process_option, signal_name
-from streamrl.cli.submit.ray_start import RAY_PORT, ray_arguments, ray_environment
+from streamrl.cli.submit.ray_start import RAY_PORT, ray_arguments, variables_with_ray
 from streamrl.processes.cluster.this_host import address_on, raise_file_limit
 
 TICK_S = 0.25
@@ -72,7 +72,7 @@ class Host:
             deadline_s = time.monotonic() + self._options.start_s
             if self._is_head and self._options.pid is not None:
                 self._options.pid.write_text(str(os.getpid()))
-            environment = ray_environment(os.environ, self._shared_token(deadline_s))
+            variables = variables_with_ray(os.environ, self._shared_token(deadline_s))
             if not self._is_head:
                 self._await(partial(answers, self._at), deadline_s, f"no head of Ray answers at {self._at}")
                 self._address = own_address(self._options.interface, self._at.rpartition(":")[0])
@@ -85,33 +85,33 @@ class Host:
             )
             role = " (head)" if self._is_head else f", of {self._at}"
             say(f"starting Ray at {self._address}{role}")
-            self._start_ray(arguments, environment)
+            self._start_ray(arguments, variables)
             if not self._is_head:
                 while not self._wait_for_end(deadline_s):
                     say(f"Ray gave up after its {RAY_START_S:g} s; starting it again")
                     self._kill_below()  # with two raylets on this host its GPUs would count twice
-                    self._start_ray(arguments, environment)
+                    self._start_ray(arguments, variables)
                 return 0
             self._await(partial(answers, self._at), deadline_s, "Ray did not start")
             left_s = str(max(1, round(deadline_s - time.monotonic())))
             nodes = str(self._options.nodes)
             waiting = [sys.executable, "-m", "streamrl.cli.submit.ray_nodes", self._at, nodes, left_s]
-            if self._finish(waiting, environment, needs_all=True) != 0:
+            if self._finish(waiting, variables, needs_all=True) != 0:
                 if self._orders.endings or self._orders.drains or self._orders.failures:
                     raise HostFailed("ended before the run began")
                 raise HostFailed(f"Ray did not have its {nodes} hosts within {self._options.start_s:g} s: see above")
-            code = self._finish(self._run_command(), environment)
+            code = self._finish(self._run_command(), variables)
             if self._options.pid is not None:
                 self._options.pid.with_name("code").write_text(str(code))
             return code
         finally:
             self._end()
 
-    def _start_ray(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
+    def _start_ray(self, arguments: Sequence[str], variables: dict[str, str]) -> None:
         if shutil.which(arguments[0]) is None:
             raise HostFailed('ray is not on the PATH: `pip install "streamrl[ray]"`, or see --setup')
         with (self._temporary / "ray.out").open("wb") as output:
-            self._ray = _start(arguments, environment, signal.SIGTERM, output.fileno())
+            self._ray = _start(arguments, variables, signal.SIGTERM, output.fileno())
 
     def _run_command(self) -> list[str]:
         """The command of the options; where an earlier start of this job began a run, the command that resumes that
@@ -167,14 +167,14 @@ class Host:
             raise HostFailed(f"Ray's head at {self._at} has not answered for {GONE_S:g} s: is it there, and reachable?")
         return True
 
-    def _finish(self, command: Sequence[str], environment: dict[str, str], *, needs_all: bool = False) -> int:
+    def _finish(self, command: Sequence[str], variables: dict[str, str], *, needs_all: bool = False) -> int:
         """Run a command of the first host, pass orders on to it, and return its exit code. ``needs_all``: whether the
         failure of another host ends the command."""
         assert self._ray is not None
         sent_signals = 0
         sent_s = 0.0
         ray_ended = False
-        self._work = _start(command, environment, signal.SIGKILL)
+        self._work = _start(command, variables, signal.SIGKILL)
         while (code := self._work.poll()) is None:
             self._orders.wait(TICK_S)
             # Requests to drain count once: Slurm sends one when time is up, also to a run that drains already.
@@ -308,13 +308,13 @@ def say(text: str) -> None:
 
 
 def _start(
-    command: Sequence[str], environment: dict[str, str], dies_by: signal.Signals, output: int | None = None
+    command: Sequence[str], variables: dict[str, str], dies_by: signal.Signals, output: int | None = None
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a session of its own, so that no signal of a terminal or a job step reaches it. It ends with
     this process (``dies_by``), which has one thread."""
     return subprocess.Popen(
         command,
-        env=environment,
+        env=variables,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT if output is not None else None,

@@ -30,14 +30,14 @@ def ray_variables() -> dict[str, str]:
     return dict(_VARIABLES)
 
 
-def ray_environment(variables: Mapping[str, str], token_file: Path) -> dict[str, str]:
-    """Environment of Ray and of its processes: ``variables`` without those of the job step that started this process,
+def variables_with_ray(variables: Mapping[str, str], token_file: Path) -> dict[str, str]:
+    """Variables of Ray and of its processes: ``variables`` without those of the job step that started this process,
     which an MPI program would join, and with GPUs in order."""
-    environment = {name: value for name, value in variables.items() if not name.startswith(_OF_A_STEP)}
-    devices = environment.get(_DEVICES, "").split(",")
+    inherited = {name: value for name, value in variables.items() if not name.startswith(_OF_A_STEP)}
+    devices = inherited.get(_DEVICES, "").split(",")
     if all(device.isdigit() for device in devices):
-        environment[_DEVICES] = ",".join(sorted(devices, key=int))
-    return environment | ray_variables() | {"RAY_AUTH_TOKEN_PATH": str(token_file)}
+        inherited[_DEVICES] = ",".join(sorted(devices, key=int))
+    return inherited | ray_variables() | {"RAY_AUTH_TOKEN_PATH": str(token_file)}
 
 
 def ray_arguments(*, head: bool, at: str, address: str, temporary: Path, gpus: int | None) -> list[str]:

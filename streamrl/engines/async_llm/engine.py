@@ -73,7 +73,7 @@ class VllmEngine(ABC):
 
     async def start(self) -> EngineReady:
         """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
-        os.environ.update(self._vllm_options.environment)
+        os.environ.update(self._vllm_options.variables)
         self._end_tokens = (await self._thread.call(partial(end_tokens, self._vllm_options.model_path))).ids
         try:
             self._llm = await self._thread.call(self._build)

@@ -20,7 +20,7 @@ CPU_BATCH_TOKENS = 8192
 class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of one vLLM engine.
 
-    ``environment``: variables that must be set before vllm is imported; vllm hands them on to its own processes
+    ``variables``: variables that must be set before vllm is imported; vllm hands them on to its own processes
     ``workers``: number of processes that compute (the tensor parallel size, unless ``vllm_config`` gets another one)
     ``prefix_caching``: False where the last bits of a completion must not depend on earlier requests"""
 
@@ -30,7 +30,7 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     max_model_len: int
     max_num_seqs: int
-    environment: dict[str, str]
+    variables: dict[str, str]
     workers: int = 1
     prefix_caching: bool = True
 
@@ -40,7 +40,7 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.device == "cpu"
 
 
-def shared_environment(socket_directory: str | Path) -> dict[str, str]:
+def shared_variables(socket_directory: str | Path) -> dict[str, str]:
     """Return the variables of every engine."""
     return {
         "HF_HUB_OFFLINE": "1",
@@ -55,7 +55,7 @@ def shared_environment(socket_directory: str | Path) -> dict[str, str]:
     }
 
 
-def cpu_environment(linear: str = "plain") -> dict[str, str]:
+def cpu_variables(linear: str = "plain") -> dict[str, str]:
     """Return the variables of every engine on a CPU. ``linear``: "plain" or "packed" linear layers; see
     ``worker.keep_linear_weights``."""
     return {

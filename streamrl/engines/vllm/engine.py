@@ -42,7 +42,7 @@ from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.pretrained.tokenizer import tokenizer_digest
 from streamrl.recipe.sections import STAGES
 from streamrl.recipe.toml_text import toml_value
-from streamrl.weights import engine_environment
+from streamrl.weights import engine_variables
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class RunEngine(VllmEngine):
         return self._llm
 
     async def start(self) -> EngineReady:
-        os.environ.update(engine_environment())
+        os.environ.update(engine_variables())
         ready = await super().start()
         if self._options.adapter.syncs_adapter:
             from streamrl.weights.vllm.adapter import adapter_request

@@ -17,7 +17,7 @@ from streamrl.base.errors import ModelRefused
 from streamrl.engines.vllm.arguments import checked_arguments
 from streamrl.engines.vllm.options import EngineOptions
 from streamrl.recipe.sections import STAGES
-from streamrl.weights import engine_environment
+from streamrl.weights import engine_variables
 from streamrl.weights.pull.replica import TensorSpec
 from streamrl.weights.vllm.adapter import add_adapters, record_adapter_plan
 from streamrl.weights.vllm.load_plan import record_load_plan, run_loader, without_values
@@ -31,8 +31,8 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adap
     Raises ``ModelRefused`` when vLLM rejects the configuration, and ``WeightError`` when trained weights have no place
     in its model. Another error is a limit of this check, and proves no fault of an engine with weights. The function
     changes the state of its process, which must be used for nothing else."""
-    os.environ.update(options.environment)  # vLLM reads the variables when it is imported
-    os.environ.update(engine_environment())
+    os.environ.update(options.variables)  # vLLM reads the variables when it is imported
+    os.environ.update(engine_variables())
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.model_loader.utils import initialize_model

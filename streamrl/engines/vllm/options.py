@@ -18,8 +18,8 @@ from streamrl.engines.async_llm.options import (
     CPU_BATCH_TOKENS,
     CPU_CACHE_BYTES,
     VllmOptions,
-    cpu_environment,
-    shared_environment,
+    cpu_variables,
+    shared_variables,
 )
 from streamrl.learning.routing_replay import replays_routing
 from streamrl.learning.threads import engine_threads
@@ -126,7 +126,7 @@ def engine_options(
         gpu_memory_utilization=gpu_memory_utilization or recipe.engines.gpu_memory_utilization,
         workers=engine_set.workers,
         sleeps=not on_cpu and bool(recipe.engines.sets) and recipe.engines.sleep_level > 0,
-        environment=_environment(recipe, index, engine_set, socket_directory, config, on_cpu),
+        variables=_variables(recipe, index, engine_set, socket_directory, config, on_cpu),
         batch_tokens=recipe.engines.max_num_batched_tokens,
         args=engine_set.args,
         adapter=recipe.lora if recipe.lora.syncs_adapter else Lora(),
@@ -252,7 +252,7 @@ def cache_blocks(
     return max(min(enough, affordable), blocks_per_request + 1)
 
 
-def _environment(
+def _variables(
     recipe: Recipe,
     index: int,
     engine_set: PreparedSet,
@@ -260,10 +260,10 @@ def _environment(
     config: dict[str, Any],
     on_cpu: bool,
 ) -> dict[str, str]:
-    variables = shared_environment(socket_directory)
+    variables = shared_variables(socket_directory)
     if on_cpu:
         wide = int(config.get("hidden_size") or 0) >= PACKED_LINEAR_WIDTH
-        variables |= cpu_environment("packed" if wide else "plain")
+        variables |= cpu_variables("packed" if wide else "plain")
         place = index - engine_set.first
         cores: list[int] = []
         if place < len(engine_set.cores):

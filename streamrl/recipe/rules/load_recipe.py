@@ -20,7 +20,7 @@ from streamrl.recipe.environment import ENVIRONMENT_REWARD, MCP, command_of
 from streamrl.recipe.field_types import as_table
 from streamrl.recipe.problems import Origin, problem
 from streamrl.recipe.remote_names import HUB, is_bare_name, is_url
-from streamrl.recipe.rewards import PATH_OPTIONS, Reward
+from streamrl.recipe.rewards import PATH_OPTIONS, Reward, with_current_keys
 from streamrl.recipe.rules.rules import apply_system, broken_rules, foreign_answer
 from streamrl.recipe.sections import EvaluationSet, Recipe
 from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, value_or_text
@@ -68,6 +68,9 @@ def read_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
             name = key.removeprefix("transport.")
             if transport.get(name) == "local":
                 del transport[name]
+    rewards = table.get("rewards")
+    if isinstance(rewards, list):
+        table["rewards"] = [with_current_keys(reward) for reward in rewards]
     return _check(table, Origin(file=str(path), lines=key_lines(text)), overrides, path.parent)
 
 

@@ -18,7 +18,7 @@ from streamrl.recipe.rewards import Reward
 from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
 from streamrl.rewards.calls.loading import load_reward
 from streamrl.rewards.signature import RewardSignature
-from streamrl.rewards.user_variables import passed_environment
+from streamrl.rewards.user_variables import variables_of_user_code
 
 
 class RewardInspection(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +51,8 @@ def _inspect_some(rewards: Sequence[Reward], timeout_s: float) -> tuple[list[Rew
     process ran."""
     arguments = [msgspec.json.encode(reward).decode() for reward in rewards]
     # The process has the same variables as the processes of a reward worker that call the functions.
-    variables = passed_environment(rewards)
-    ran = run_throwaway("streamrl.rewards.calls.inspect", arguments, timeout_s, environment=variables)
+    variables = variables_of_user_code(rewards)
+    ran = run_throwaway("streamrl.rewards.calls.inspect", arguments, timeout_s, variables=variables)
     if ran.late:
         failure = f"was not imported within {timeout_s:g} s: move slow work out of the module's top level"
     else:

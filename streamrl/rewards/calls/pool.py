@@ -57,7 +57,7 @@ from streamrl.rewards.calls.frames import (
 )
 from streamrl.rewards.calls.process import late_message
 from streamrl.rewards.signature import RewardSignature
-from streamrl.rewards.user_variables import passed_environment
+from streamrl.rewards.user_variables import variables_of_user_code
 from streamrl.rewards.values import CallResult, CheckedValue, failed
 
 LOAD_LIMIT_S = 120.0
@@ -307,7 +307,7 @@ class _ForkServerClient:
                 stdin=subprocess.DEVNULL,
                 stderr=writable,
                 pass_fds=[server_socket.fileno()],
-                env=passed_environment(self._rewards),
+                env=variables_of_user_code(self._rewards),
                 start_new_session=True,
             )
         os.close(writable)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import usable_cores
-from streamrl.engines.async_llm.options import cpu_environment, shared_environment
+from streamrl.engines.async_llm.options import cpu_variables, shared_variables
 from streamrl.engines.vllm.options import (
     CPU_BLOCK_TOKENS,
     EngineOptions,
@@ -44,11 +44,11 @@ def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str =
     dtype = judge.dtype
     if dtype == "auto":
         dtype = "float32" if on_cpu else "bfloat16"
-    variables = shared_environment(socket_directory)
+    variables = shared_variables(socket_directory)
     if on_cpu:
         # "stock": vLLM packs the weights and keeps no plain copy, since nothing is pushed to a judge.
         places = openmp_places(core_numbers(judge.cores), judge_threads(recipe.judge, usable_cores()))
-        variables |= cpu_environment("stock") | places
+        variables |= cpu_variables("stock") | places
     return EngineOptions(
         name=JUDGE,
         model_path=judge.model,
@@ -62,7 +62,7 @@ def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str =
         workers=1,
         sleeps=not on_cpu and judge.when_idle is YieldKind.SLEEP,
         pushed=False,
-        environment=variables,
+        variables=variables,
     )
 
 

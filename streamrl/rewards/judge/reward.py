@@ -170,7 +170,7 @@ def _authorization(variable: str) -> Mapping[str, str]:
         return {}
     key = os.environ.get(variable)
     if not key:
-        raise BadOption(f'"api_key_variable": {variable} is not set: export it, and name it in "environment"')
+        raise BadOption(f'"api_key_variable": {variable} is not set: export it, and name it in "variables"')
     return {"Authorization": f"Bearer {key}"}
 
 

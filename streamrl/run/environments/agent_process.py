@@ -28,7 +28,7 @@ import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.recipe.environment import Environment, with_run_python
-from streamrl.rewards.user_variables import passed_environment
+from streamrl.rewards.user_variables import variables_of_user_code
 from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
 
@@ -152,7 +152,7 @@ class Agents:
     def _program_variables(self, key: str) -> dict[str, str]:
         """Return the environment variables of a program: variables of the worker that programs need or the recipe
         names, and the address and key for clients of both APIs."""
-        variables = passed_environment((), self._variables)
+        variables = variables_of_user_code((), self._variables)
         url = self._server.base_url
         variables |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
         variables |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}

@@ -40,9 +40,9 @@ def _compiled(source: str) -> Callable[[Mapping[str, Any]], Any]:
             raise jinja2.UndefinedError("a value in it is null")
         return value
 
-    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=refuse_null)
+    jinja = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=refuse_null)
     if any(mark in source for mark in _MARKS):
-        return environment.from_string(source).render
-    expression = environment.compile_expression(source, undefined_to_none=False)
+        return jinja.from_string(source).render
+    expression = jinja.compile_expression(source, undefined_to_none=False)
     # An undefined value, such as a missing column, raises here with its name, because ``list`` fails on it.
     return lambda columns: msgspec.to_builtins(expression(columns), enc_hook=list)

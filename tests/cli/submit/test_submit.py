@@ -18,7 +18,7 @@ import yaml
 
 from streamrl.cli.main import main
 from streamrl.cli.submit.cluster_host import own_address
-from streamrl.cli.submit.ray_start import ray_environment
+from streamrl.cli.submit.ray_start import variables_with_ray
 
 RECIPE = Path("examples/sort/recipe.toml").resolve()
 SCHEMAS = json.loads((Path(__file__).parent / "manifest_schemas.json").read_text())
@@ -56,8 +56,8 @@ def test_the_script_of_slurm_gives_every_word_as_it_was(folder: Path, capsys: py
     script = printed(capsys, "slurm", str(RECIPE), *options, "--time", "1-0", "--sbatch", "comment=a b", "--requeue")
     directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=2", "--time=1-0", "--signal=B:TERM@120", '--comment="a b"', "--requeue"} <= set(directives)
-    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "h[0-1]"}
-    done = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, check=True)
+    variables = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "h[0-1]"}
+    done = subprocess.run(["bash"], input=script, env=variables, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
     assert words[:4] == [note, "-m", "streamrl.cli.submit.cluster_host", "--rank"], done
     given = dict(zip(words[3::2], words[4::2], strict=False))
@@ -66,7 +66,7 @@ def test_the_script_of_slurm_gives_every_word_as_it_was(folder: Path, capsys: py
     assert (given["--token"], given["--begun"]) == (f"{job}/token", f"{folder}/runs/sort-slurm-17")
     train = ["python", "-m", "streamrl", "train", str(RECIPE), "--cluster", "{cluster}", "--set", setting]
     assert words[words.index("--") + 1 :] == [*train, "--set", "run.name=sort-slurm-17"]
-    again = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, check=True)
+    again = subprocess.run(["bash"], input=script, env=variables, capture_output=True, text=True, check=True)
     assert again.stdout == "the run of this job has ended\n", "a job that is started again after its clean end"
 
 
@@ -76,8 +76,8 @@ def test_a_job_that_is_asked_twice_to_drain_waits_for_the_run(folder: Path, caps
     )
     setup = f"export PATH='{folder.parent}/bin':$PATH"
     script = printed(capsys, "slurm", str(RECIPE), "--nodes", "2", "--setup", setup)
-    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "h[0-1]"}
-    assert subprocess.run(["bash"], input=script, env=environment, text=True).returncode == 7
+    variables = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "h[0-1]"}
+    assert subprocess.run(["bash"], input=script, env=variables, text=True).returncode == 7
 
 
 def test_a_job_that_may_lose_hosts_outlives_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,11 +211,13 @@ def test_all_hosts_that_ssh_does_not_reach_are_named(capsys: pytest.CaptureFixtu
 
 def test_ray_gets_its_variables_and_none_of_a_step() -> None:
     step = {"SLURM_JOB_ID": "1", "PMIX_RANK": "0", "PMI_SIZE": "2", "CUDA_VISIBLE_DEVICES": "10,2,1", "A": "b"}
-    environment = ray_environment(step, Path("/x/token"))
-    assert {"A", "CUDA_VISIBLE_DEVICES"} == {name for name in environment if not name.startswith("RAY_")}
-    assert environment["CUDA_VISIBLE_DEVICES"] == "1,2,10"
-    assert environment["RAY_AUTH_MODE"] == "token" and environment["RAY_worker_niceness"] == "0"
-    assert ray_environment({"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a"}, Path("t"))["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
+    variables = variables_with_ray(step, Path("/x/token"))
+    assert {"A", "CUDA_VISIBLE_DEVICES"} == {name for name in variables if not name.startswith("RAY_")}
+    assert variables["CUDA_VISIBLE_DEVICES"] == "1,2,10"
+    assert variables["RAY_AUTH_MODE"] == "token" and variables["RAY_worker_niceness"] == "0"
+    assert (
+        variables_with_ray({"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a"}, Path("t"))["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
+    )
 
 
 def test_the_address_of_a_host_is_that_of_its_network() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from streamrl.base.types import Prompt, token_array
-from streamrl.engines.async_llm.options import cpu_environment, shared_environment
+from streamrl.engines.async_llm.options import cpu_variables, shared_variables
 from streamrl.engines.vllm.options import EngineOptions
 from streamrl.prepare.recipe_probe import problem_of_model
 from streamrl.recipe.sections import Lora, LoraSync
@@ -35,7 +35,7 @@ def model(config: Any, directory: Path) -> EngineOptions:
         gpu_memory_utilization=0.9,
         workers=1,
         sleeps=False,
-        environment=shared_environment(directory) | cpu_environment("plain"),
+        variables=shared_variables(directory) | cpu_variables("plain"),
     )
 
 

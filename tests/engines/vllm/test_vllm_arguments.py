@@ -56,7 +56,7 @@ import msgspec
 from streamrl.base.errors import ModelRefused
 from streamrl.engines.vllm.options import EngineOptions
 options = msgspec.json.decode(sys.argv[1], type=EngineOptions)
-os.environ.update(options.environment)
+os.environ.update(options.variables)
 from streamrl.engines.vllm import arguments
 from streamrl.engines.vllm.engine import engine_config
 ordered = engine_config(msgspec.structs.replace(options, args={}, by_priority=True)).scheduler_config.policy
@@ -94,7 +94,7 @@ def test_ten_arguments_reach_vllm_and_wrong_ones_are_named(tiny_options: Callabl
 def commands_of_a_first_start(options: str) -> list[list[str]]:
     """Commands that vLLM runs while it makes its configuration for ``options``."""
     engine_options = msgspec.json.decode(options, type=EngineOptions)
-    os.environ.update(engine_options.environment)
+    os.environ.update(engine_options.variables)
     from streamrl.engines.vllm.engine import engine_config
 
     commands: list[list[str]] = []
