@@ -48,15 +48,15 @@ PROCESSES = {
     "rank": ("streamrl.launch trainer",),
     "controller": ("streamrl.launch controller",),
     "reward": ("streamrl.launch reward",),
-    "agent": ("ray::RayAgent",),
+    "daemon": ("ray::RayDaemon",),
     "lease": ("streamrl.processes.cluster.lease",),
     "driver": ("-m streamrl ", "--cluster"),
     "raylet": ("raylet/raylet",),
     "gcs": ("gcs_server",),
 }
 WIRES = {"cut": "cut 1", "loss": "loss 0.05", "delay": "delay 0.1", "rate": "rate 20e6"}
-HEAD = "engine 0 -, rank 0 -, controller 0 -, reward 0 -, driver 0 -, agent 0 -, head 0 -, gcs 0 -"
-EACH = """agent 0, raylet 0, host 0, host 15, lease 0, stop 5, stop 15, engine 0, rank 0, loss 10, delay 10, rate 10,
+HEAD = "engine 0 -, rank 0 -, controller 0 -, reward 0 -, driver 0 -, daemon 0 -, head 0 -, gcs 0 -"
+EACH = """daemon 0, raylet 0, host 0, host 15, lease 0, stop 5, stop 15, engine 0, rank 0, loss 10, delay 10, rate 10,
 cut 5, cut 5 out, cut 5 in, cut 15, cut 15 out, cut 15 in"""
 """Kinds, seconds and ways of shots at the head, and of those at a host with an engine and at one with a rank."""
 
@@ -93,9 +93,9 @@ def fire(run: HostsRun, shot: Shot) -> Hit:
 
 
 def _stop(run: HostsRun, host: Host, shot: Shot) -> Hit:
-    """SIGSTOP of an agent, for less or more than its lease."""
-    agents = host.processes(*PROCESSES["agent"])
-    return _while(shot, host, partial(end, agents, signal.SIGSTOP), partial(end, agents, signal.SIGCONT))
+    """SIGSTOP of a daemon, for less or more than its lease."""
+    daemons = host.processes(*PROCESSES["daemon"])
+    return _while(shot, host, partial(end, daemons, signal.SIGSTOP), partial(end, daemons, signal.SIGCONT))
 
 
 def _while(shot: Shot, host: Host, begin: Callable[[], None], over: Callable[[], None]) -> Hit:
@@ -155,8 +155,8 @@ def _end_cluster(run: HostsRun, host: Host, shot: Shot) -> Hit:
 
 
 def _of_agent(host: Host) -> set[int]:
-    """Processes that an agent and its lease are to end."""
-    return {process.pid for kind in ("engine", "rank", "agent") for process in host.processes(*PROCESSES[kind])}
+    """Processes that a daemon and its lease are to end."""
+    return {process.pid for kind in ("engine", "rank", "daemon") for process in host.processes(*PROCESSES[kind])}
 
 
 def _gone(hosts: list[Host], began: float, of: set[int] | None = None, *, ended: bool = False) -> Hit:

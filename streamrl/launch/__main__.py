@@ -1,5 +1,5 @@
 """The main program of each process of a run: ``python -m streamrl.launch <role> --index i --run-directory DIR``. The
-supervisor starts it, or an agent of a cluster's host."""
+supervisor starts it, or a daemon of a cluster's host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Processes of a run on this host: how they are started, and how they and their descendants are found and ended.
 
-The supervisor calls ``LocalLauncher`` in the process of the command; on a cluster the agent of each host calls it.
+The supervisor calls ``LocalLauncher`` in the process of the command; on a cluster the daemon of each host calls it.
 The calling process is a child subreaper: orphans of the run become its children, and every process of the run is below
 it. A process belongs to the run when it is in the session of a process that was started here (vLLM's processes stay in
 the session of their engine process), carries the run's marker in its variables, or has such a parent. Other children of
@@ -201,7 +201,7 @@ def remove_shared_memory(prefix: str) -> None:
 
 def end_marked_processes(sockets: Path, seconds: float) -> list[int]:
     """Kill the processes of the run with these sockets, and remove its shared memory and its sockets: for a run whose
-    supervisor, or whose agent on this host, was killed. Blocking. Returns pids that survived SIGKILL."""
+    supervisor, or whose daemon on this host, was killed. Blocking. Returns pids that survived SIGKILL."""
     marker = marker_of(sockets)
     killed = []
     for process in psutil.process_iter():

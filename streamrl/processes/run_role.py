@@ -1,9 +1,9 @@
 """The common start and end of the processes of a run: controller, engine processes, trainer ranks, workers, judge.
 
-``launch.__main__`` calls ``run_role`` in each process that the supervisor or an agent has started. A process ends when
-the coroutine of its role returns (exit code 0), by an exception (1, and a reason in ``exit/``), or by SIGTERM (143). It
-leaves through ``os._exit``: the coroutine has ended everything that must be ended, and a thread that hangs in a
-collective or in a user's function must not keep a failed process alive."""
+``launch.__main__`` calls ``run_role`` in each process that the supervisor or the daemon of a host has started. A
+process ends when the coroutine of its role returns (exit code 0), by an exception (1, and a reason in ``exit/``), or by
+SIGTERM (143). It leaves through ``os._exit``: the coroutine has ended everything that must be ended, and a thread that
+hangs in a collective or in a user's function must not keep a failed process alive."""
 
 from __future__ import annotations
 

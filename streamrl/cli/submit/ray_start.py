@@ -51,7 +51,7 @@ def ray_arguments(*, head: bool, at: str, address: str, temporary: Path, gpus: i
     command += ["--node-ip-address", address, "--temp-dir", str(temporary)]
     if gpus is not None:
         command.append(f"--num-gpus={gpus}")
-    # One CPU: Ray starts a worker for each CPU, and the agents of a run ask for none.
+    # One CPU: Ray starts a worker for each CPU, and the daemons of a run ask for none.
     command += ["--num-cpus=1", f"--object-store-memory={STORE_BYTES}"]
     command += ["--include-log-monitor=false", "--disable-usage-stats", "--log-color=false", "--block"]
     return command

@@ -1,6 +1,6 @@
 """The GPUs that this process may use, as NVML lists them.
 
-The checks before a run (the command's process), the agent of a host in a cluster, and engine processes read them."""
+The checks before a run (the command's process), the daemon of a host in a cluster, and engine processes read them."""
 
 from __future__ import annotations
 

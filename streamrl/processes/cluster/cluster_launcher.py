@@ -2,7 +2,7 @@
 
 ``open_launcher`` makes it for the supervisor, in the process of the command. The supervisor decides as on one
 host. The controller, rewards, environments and the judge run below the supervisor; engines and trainer ranks run below
-the agents of their hosts (``remote_host``). The processes of a lost host are reported as killed. Their successors are
+the daemons of their hosts (``remote_host``). The processes of a lost host are reported as killed. Their successors are
 started on a host that the run does not use yet, or wait until one joins."""
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from msgspec import structs
 from streamrl.base.atomic_files import write_atomic, write_durable
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.engines.vllm.options import installed_device
-from streamrl.processes.cluster.agent import packages_here
-from streamrl.processes.cluster.agent_messages import AgentSetup, EndAll, EndLeftBehind, HostFacts, StartProcess
+from streamrl.processes.cluster.daemon_messages import DaemonSetup, EndAll, EndLeftBehind, HostFacts, StartProcess
+from streamrl.processes.cluster.host_daemon import packages_here
 from streamrl.processes.cluster.placement import GpuNeed, HostRoom, assign, gpu_need, on_fewer_ranks
-from streamrl.processes.cluster.remote_host import AgentLink, RemoteHost, RemoteProcess
+from streamrl.processes.cluster.remote_host import DaemonLink, RemoteHost, RemoteProcess
 from streamrl.processes.launcher import ChildProcess, NoHost
 from streamrl.processes.local_launcher import LocalLauncher
 from streamrl.recipe.sections import Recipe
@@ -76,15 +76,15 @@ class HostOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hosts(Protocol):
-    """A cluster that has hosts, and starts agents on them."""
+    """A cluster that has hosts, and starts daemons on them."""
 
     async def offers(self) -> list[HostOffer]:
         """Return the hosts that are alive, the run's own first. Raises ``StreamRLError``."""
 
-    async def start_agents(
-        self, gpus: Mapping[HostOffer, int], setup: Callable[[HostOffer], AgentSetup]
-    ) -> list[tuple[AgentLink, HostFacts]]:
-        """Start an agent on each host of ``gpus``, with its number of GPUs; start all agents or none.
+    async def start_daemons(
+        self, gpus: Mapping[HostOffer, int], setup: Callable[[HostOffer], DaemonSetup]
+    ) -> list[tuple[DaemonLink, HostFacts]]:
+        """Start a daemon on each host of ``gpus``, with its number of GPUs; start all daemons or none.
         Returns them in the order of ``gpus``. Raises ``StreamRLError``."""
 
 
@@ -217,7 +217,7 @@ class ClusterLauncher:
     # ---- hosts -----------------------------------------------------------------------------------
 
     async def run(self, nursery: anyio.abc.TaskGroup) -> None:
-        """Start agents on the hosts that the run needs, and watch these hosts in ``nursery``. Raises ``StreamRLError``
+        """Start daemons on the hosts that the run needs, and watch these hosts in ``nursery``. Raises ``StreamRLError``
         where there are too few hosts, or one cannot serve."""
         self._nursery = nursery
         offers = await self._cluster.offers()
@@ -230,17 +230,17 @@ class ClusterLauncher:
         nursery.start_soon(self._watch)
 
     async def _begin_on(self, gpus: Mapping[HostOffer, int]) -> None:
-        """Start agents on the hosts of ``gpus``, with so many GPUs each. Raises ``RecipeError`` where a host cannot
-        serve: then all these agents are released."""
-        agents = await self._cluster.start_agents(gpus, self._setup_of)
+        """Start daemons on the hosts of ``gpus``, with so many GPUs each. Raises ``RecipeError`` where a host cannot
+        serve: then all these daemons are released."""
+        daemons = await self._cluster.start_daemons(gpus, self._setup_of)
         problems = []
-        for (_, facts), count in zip(agents, gpus.values(), strict=True):
+        for (_, facts), count in zip(daemons, gpus.values(), strict=True):
             problems += host_problems(facts, count)
         if problems:
-            for link, _ in agents:
+            for link, _ in daemons:
                 await link.release()
             raise RecipeError(*problems)
-        for link, facts in agents:
+        for link, facts in daemons:
             host = RemoteHost(facts, link, self._run_directory, epoch=self._epoch, lease_s=self._recipe.cluster.lease_s)
             self.hosts[facts.name] = host
             if facts.nice:
@@ -257,7 +257,7 @@ class ClusterLauncher:
                 await self._look()
 
     async def _look(self) -> None:
-        """Start agents on hosts that can replace lost ones."""
+        """Start daemons on hosts that can replace lost ones."""
         async with self._looking:  # ``_watch`` and a placement both call this: a host joins once
             lost_hosts = [host for host in self.hosts.values() if host.lost]
             offers: list[HostOffer] = []
@@ -267,7 +267,7 @@ class ClusterLauncher:
                     if serving_host is None or serving_host.lost:
                         offers.append(offer)
             for host in lost_hosts:
-                if self.hosts.get(host.name) is not host:  # a new agent on this host replaces another lost host
+                if self.hosts.get(host.name) is not host:  # a new daemon on this host replaces another lost host
                     continue
                 needed_gpus = _gpus_on(host.name, self._places)
                 hosts_in_use = {place.host for place in self._places.values()}
@@ -288,7 +288,7 @@ class ClusterLauncher:
                     self._replace(host, self.hosts[successor.name])
 
     def _replace(self, lost: RemoteHost, joined: RemoteHost) -> None:
-        """Move the places on ``lost`` to ``joined``, which may be the same host with a new agent."""
+        """Move the places on ``lost`` to ``joined``, which may be the same host with a new daemon."""
         if lost.name == joined.name:
             log.warning("%s joined again", joined.name)
         else:
@@ -330,24 +330,24 @@ class ClusterLauncher:
         assert self._topology is not None
         return next(plan for plan in self._topology.processes if plan.name == name)
 
-    def _setup_of(self, offer: HostOffer) -> AgentSetup:
+    def _setup_of(self, offer: HostOffer) -> DaemonSetup:
         cluster = self._recipe.cluster
         plans = plan_topology(self._recipe, self._sockets).processes
-        agent_plans = [plan for plan in plans if plan.role in (Role.ENGINE, Role.TRAINER)]
-        return AgentSetup(
+        daemon_plans = [plan for plan in plans if plan.role in (Role.ENGINE, Role.TRAINER)]
+        return DaemonSetup(
             run_directory=str(self._run_directory),
             digest=hashlib.sha256((self._run_directory / "recipe.toml").read_bytes()).hexdigest(),
             epoch=self._epoch,
             lease_s=cluster.lease_s,
             ports=cluster.ports,
-            port_count=sum(len(STREAMS[plan.role]) + 1 for plan in agent_plans) + 1,
+            port_count=sum(len(STREAMS[plan.role]) + 1 for plan in daemon_plans) + 1,
             interface=cluster.interface,
             address=offer.address,
             variables={name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)},
         )
 
     async def release(self) -> None:
-        """End all agents."""
+        """End all daemons."""
         async with anyio.create_task_group() as releasing:
             for host in self.hosts.values():
                 host.lose("the run has ended")
@@ -358,7 +358,7 @@ class ClusterLauncher:
 async def cluster_launcher(
     recipe: Recipe, run_directory: Path, sockets: Path, hosts: Hosts, local: LocalLauncher, save: SaveRecipe
 ) -> AsyncIterator[ClusterLauncher]:
-    """Open a launcher with agents on the hosts that ``recipe`` needs. Raises ``StreamRLError`` where there are too few
+    """Open a launcher with daemons on the hosts that ``recipe`` needs. Raises ``StreamRLError`` where there are too few
     hosts, or one cannot serve."""
     need = gpu_need(recipe, installed_device())
     launcher = ClusterLauncher(recipe, run_directory, sockets, hosts, local, need, save)
@@ -420,7 +420,7 @@ def host_line(name: str, address: str, processes: Iterable[str]) -> str:
 
 
 def _rooms(offers: Sequence[HostOffer]) -> list[HostRoom]:
-    """Rooms of hosts before their agents name the GPUs: GPUs have numbers as names."""
+    """Rooms of hosts before their daemons name the GPUs: GPUs have numbers as names."""
     return [
         HostRoom(name=offer.name, address=offer.address, gpus=tuple(map(str, range(offer.gpus)))) for offer in offers
     ]
@@ -445,7 +445,7 @@ def _logged_failure() -> Iterator[None]:
 
 
 def _next_epoch(run_directory: Path) -> int:
-    """Number this start of the run's agents or processes: agents and processes of an earlier start are refused."""
+    """Number this start of the run's daemons or processes: daemons and processes of an earlier start are refused."""
     file = run_directory / EPOCH_FILE
     epoch = int(file.read_text() or 0) + 1 if file.is_file() else 1
     write_durable(file, str(epoch).encode())

@@ -1,7 +1,7 @@
-"""The lease of an agent: ``python -m streamrl.processes.cluster.lease SECONDS SOCKETS AGENT``.
+"""The lease of a daemon: ``python -m streamrl.processes.cluster.lease SECONDS SOCKETS DAEMON``.
 
-An agent starts it as a process on its host. It kills the agent and all processes of the run on this host when it has
-read nothing from stdin for ``SECONDS``, or when the agent has ended. It is a separate process, since an agent that was
+A daemon starts it as a process on its host. It kills the daemon and all processes of the run on this host when it has
+read nothing from stdin for ``SECONDS``, or when the daemon has ended. It is a separate process, since a daemon that was
 stopped (SIGSTOP) or hangs would not notice the end of its lease."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from streamrl.processes.local_launcher import end_marked_processes
 
 FIRST_S = 180.0
-"""How long the first renewal may take: meanwhile agents start on other hosts, and no process runs on this host."""
+"""How long the first renewal may take: meanwhile daemons start on other hosts, and no process runs on this host."""
 SWEEP_S = 5.0
 """How long ended processes may take to be gone."""
 
@@ -26,21 +26,21 @@ def main() -> None:
     """Wait for renewals, then kill. Exits when everything is gone."""
     lease_s = float(sys.argv[1])
     sockets = Path(sys.argv[2])
-    agent = int(sys.argv[3])
+    daemon = int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     deadline = time.monotonic() + max(lease_s, FIRST_S)
     while (remaining_s := deadline - time.monotonic()) > 0:
         if select.select([0], [], [], remaining_s)[0]:
             if not os.read(0, 65_536):
-                break  # the agent has ended
+                break  # the daemon has ended
             deadline = time.monotonic() + lease_s
     else:
         sys.stderr.write(f"the run did not reach this host for {lease_s:g} s: its processes end\n")
         sys.stderr.flush()
-    if os.getppid() == agent:
+    if os.getppid() == daemon:
         with suppress(ProcessLookupError):
-            os.kill(agent, signal.SIGKILL)
-    # Children of the agent die with it. Processes that they started and that outlive them have the run's marker.
+            os.kill(daemon, signal.SIGKILL)
+    # Children of the daemon die with it. Processes that they started and that outlive them have the run's marker.
     end_marked_processes(sockets, SWEEP_S)
 
 

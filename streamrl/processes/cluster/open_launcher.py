@@ -21,7 +21,7 @@ from streamrl.recipe.topology import Topology
 async def open_launcher(
     recipe: Recipe, run_directory: Path, sockets: Path, save: SaveRecipe
 ) -> AsyncIterator[Launcher]:
-    """Open the launcher for a run of ``recipe``. On a cluster this starts agents on its hosts, and makes keys for the
+    """Open the launcher for a run of ``recipe``. On a cluster this starts daemons on its hosts, and makes keys for the
     run.
     ``save``: writes the recipe of a run on a cluster that goes on with fewer ranks or on other hosts. Raises
     ``RecipeError`` where the cluster cannot be reached or is too small."""

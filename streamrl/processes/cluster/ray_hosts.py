@@ -1,9 +1,9 @@
-"""The hosts of a Ray cluster. Ray lists hosts, reserves GPUs and starts an agent on each host; streams and weights do
+"""The hosts of a Ray cluster. Ray lists hosts, reserves GPUs and starts a daemon on each host; streams and weights do
 not pass through Ray.
 
-``opened`` connects to Ray in the process of the command (``ray_hosts``); ``RayAgent`` runs on each host, in a worker of
-Ray. Agents belong to the process of the command: Ray ends them with it. ``runtime_env`` carries only variables: code,
-model and data are on every host, or on a file system that all hosts see."""
+``opened`` connects to Ray in the process of the command (``ray_hosts``); ``RayDaemon`` runs on each host, in a worker
+of Ray. Daemons belong to the process of the command: Ray ends them with it. ``runtime_env`` carries only variables:
+code, model and data are on every host, or on a file system that all hosts see."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.processes.cluster.agent import Agent
-from streamrl.processes.cluster.agent_messages import AgentRequest, AgentSetup, HostFacts
 from streamrl.processes.cluster.cluster_launcher import HostOffer
-from streamrl.processes.cluster.remote_host import AgentGone, AgentLink
+from streamrl.processes.cluster.daemon_messages import DaemonRequest, DaemonSetup, HostFacts
+from streamrl.processes.cluster.host_daemon import HostDaemon
+from streamrl.processes.cluster.remote_host import DaemonGone, DaemonLink
 from streamrl.recipe.sections import Cluster, Transport, TransportSecurity
 
 log = logging.getLogger(__name__)
 
 PROBE_S = 3.0
 START_S = 60.0
-"""How long the agents of a run may take to start, on hosts that are alive."""
+"""How long the daemons of a run may take to start, on hosts that are alive."""
 _NAMESPACE = "streamrl"
 
 
-class RayAgent:
+class RayDaemon:
     """The actor that Ray starts on a host. Its methods run in one thread, which starts all processes on this host."""
 
     def __init__(self, setup: bytes, name: str) -> None:
-        self._setup = msgspec.msgpack.decode(setup, type=AgentSetup)
+        self._setup = msgspec.msgpack.decode(setup, type=DaemonSetup)
         self._name = name
-        self._agent: Agent | None = None
+        self._daemon: HostDaemon | None = None
 
     async def facts(self) -> bytes:
         """Encoded ``HostFacts``. The first call begins the lease."""
-        if self._agent is None:
-            self._agent = Agent(self._setup, name=self._name)
-        return msgspec.msgpack.encode(self._agent.facts())
+        if self._daemon is None:
+            self._daemon = HostDaemon(self._setup, name=self._name)
+        return msgspec.msgpack.encode(self._daemon.facts())
 
     async def answer(self, request: bytes) -> bytes:
-        """Encoded ``AgentAnswer`` to an encoded ``AgentRequest``."""
-        assert self._agent is not None
-        return msgspec.msgpack.encode(await self._agent.answer(msgspec.msgpack.decode(request, type=AgentRequest)))
+        """Encoded ``DaemonAnswer`` to an encoded ``DaemonRequest``."""
+        assert self._daemon is not None
+        return msgspec.msgpack.encode(await self._daemon.answer(msgspec.msgpack.decode(request, type=DaemonRequest)))
 
     async def close(self) -> None:
         """End all processes of the run on this host."""
-        if self._agent is not None:
-            await self._agent.close()
+        if self._daemon is not None:
+            await self._daemon.close()
 
 
-class RayLink(AgentLink):
+class RayLink(DaemonLink):
     """Calls of an actor. ``group``: placement group that holds the run's resources on the host."""
 
     def __init__(self, ray: ModuleType, actor: Any, group: Any) -> None:
@@ -73,7 +73,7 @@ class RayLink(AgentLink):
         self._group = group
 
     async def ask(self, request: bytes) -> bytes:
-        """Answer of the agent."""
+        """Answer of the daemon."""
         answer = await self._call(self._actor.answer.remote(request))
         assert isinstance(answer, bytes)
         return answer
@@ -83,13 +83,13 @@ class RayLink(AgentLink):
         return msgspec.msgpack.decode(await self._call(self._actor.facts.remote()), type=HostFacts)
 
     async def release(self) -> None:
-        """End the agent with all processes below it."""
-        with suppress(AgentGone, OSError), anyio.move_on_after(10.0):
+        """End the daemon with all processes below it."""
+        with suppress(DaemonGone, OSError), anyio.move_on_after(10.0):
             await self._call(self._actor.close.remote())
         await anyio.to_thread.run_sync(self.give_back)
 
     def give_back(self) -> None:
-        """Kill the agent and remove its placement group. Idempotent. Blocks while Ray's head does not answer."""
+        """Kill the daemon and remove its placement group. Idempotent. Blocks while Ray's head does not answer."""
         from ray.util.placement_group import remove_placement_group
 
         with suppress(self._ray.exceptions.RayError, RuntimeError, ValueError):  # the cluster may be gone
@@ -103,7 +103,7 @@ class RayLink(AgentLink):
         except errors.ActorUnavailableError as error:  # the actor lives, and may answer later
             raise OSError(_first_line(error)) from error
         except errors.RayError as error:
-            raise AgentGone(_first_line(error)) from error
+            raise DaemonGone(_first_line(error)) from error
 
 
 class RayHosts:
@@ -133,10 +133,10 @@ class RayHosts:
         ]
         return sorted(_with_unique_names(offers), key=lambda offer: (not offer.is_run_host, offer.name))
 
-    async def start_agents(
-        self, gpus: Mapping[HostOffer, int], setup: Callable[[HostOffer], AgentSetup]
-    ) -> list[tuple[AgentLink, HostFacts]]:
-        """Start an agent on each host of ``gpus``, with its number of GPUs; start all agents or none."""
+    async def start_daemons(
+        self, gpus: Mapping[HostOffer, int], setup: Callable[[HostOffer], DaemonSetup]
+    ) -> list[tuple[DaemonLink, HostFacts]]:
+        """Start a daemon on each host of ``gpus``, with its number of GPUs; start all daemons or none."""
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -161,13 +161,13 @@ class RayHosts:
         variables = {}
         if python_path := os.environ.get("PYTHONPATH"):
             variables["PYTHONPATH"] = python_path
-        Actor = self._ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=100)(RayAgent)
+        Actor = self._ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=100)(RayDaemon)
         links = [
             RayLink(
                 self._ray,
                 Actor.options(
                     num_gpus=count,
-                    # An agent without GPUs, and all processes below it, see none: Ray would let it see all of the host.
+                    # A daemon without GPUs, and all processes below it, see none: Ray would let it see all of the host.
                     runtime_env={"env_vars": variables if count else variables | {"CUDA_VISIBLE_DEVICES": ""}},
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group),
                 ).remote(msgspec.msgpack.encode(setup(offer)), offer.name),
@@ -178,10 +178,10 @@ class RayHosts:
         try:
             with anyio.fail_after(START_S):
                 facts = [await link.facts() for link in links]
-        except (AgentGone, OSError) as error:
+        except (DaemonGone, OSError) as error:
             for link in links:
                 await anyio.to_thread.run_sync(link.give_back)
-            raise RecipeError(f"an agent could not be started: {str(error) or 'it took too long'}") from error
+            raise RecipeError(f"a daemon could not be started: {str(error) or 'it took too long'}") from error
         return list(zip(links, facts, strict=True))
 
 

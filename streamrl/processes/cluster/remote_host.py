@@ -1,4 +1,4 @@
-"""A host of a cluster in the supervisor's process: states of the host's processes, and orders to its agent.
+"""A host of a cluster in the supervisor's process: states of the host's processes, and orders to its daemon.
 
 ``cluster`` makes a ``RemoteHost`` for each host; the supervisor sees each process of a host as a ``RemoteProcess``."""
 
@@ -15,10 +15,10 @@ import anyio
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
-from streamrl.processes.cluster.agent_messages import (
-    AgentAnswer,
-    AgentOrder,
-    AgentRequest,
+from streamrl.processes.cluster.daemon_messages import (
+    DaemonAnswer,
+    DaemonOrder,
+    DaemonRequest,
     HostFacts,
     ProcessState,
     SignalProcess,
@@ -35,23 +35,23 @@ MARGIN_S = 2.0
 """How long after the end of a lease the processes of a host are certainly gone."""
 
 
-class AgentGone(StreamRLError):
-    """The agent of a host has ended, or cannot be reached any more."""
+class DaemonGone(StreamRLError):
+    """The daemon of a host has ended, or cannot be reached any more."""
 
 
-class AgentLink(Protocol):
-    """A connection to an agent."""
+class DaemonLink(Protocol):
+    """A connection to a daemon."""
 
     async def ask(self, request: bytes) -> bytes:
-        """Return the encoded ``AgentAnswer`` of the agent. May be cancelled. Raises ``AgentGone``, or ``OSError`` where
-        the agent does not answer now."""
+        """Return the encoded ``DaemonAnswer`` of the daemon. May be cancelled. Raises ``DaemonGone``, or ``OSError``
+        where the daemon does not answer now."""
 
     async def release(self) -> None:
-        """End the agent with all processes below it, and free the run's resources on the host. Idempotent."""
+        """End the daemon with all processes below it, and free the run's resources on the host. Idempotent."""
 
 
 class RemoteProcess:
-    """A process on another host, in the state of the agent's last answer: a ``ProcessHandle``."""
+    """A process on another host, in the state of the daemon's last answer: a ``ProcessHandle``."""
 
     def __init__(self, host: RemoteHost, number: int) -> None:
         self.host = host
@@ -67,25 +67,25 @@ class RemoteProcess:
         return self.host.state(self.number).exit_code
 
     def send_signal(self, number: int, /) -> None:
-        """Order the agent to send a signal, unless the process is known to have ended."""
+        """Order the daemon to send a signal, unless the process is known to have ended."""
         if self.poll() is None:
             self.host.order(SignalProcess(self.number, number))
 
     def terminate(self) -> None:
-        """Order the agent to send SIGTERM."""
+        """Order the daemon to send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Order the agent to send SIGKILL."""
+        """Order the daemon to send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class RemoteHost:
-    """Orders to the agent of a host, and the states of its processes. Start ``run`` in a nursery; it returns when the
-    host is lost: the agent has ended, or has not answered for its lease and a margin, after which its processes are
+    """Orders to the daemon of a host, and the states of its processes. Start ``run`` in a nursery; it returns when the
+    host is lost: the daemon has ended, or has not answered for its lease and a margin, after which its processes are
     gone."""
 
-    def __init__(self, facts: HostFacts, link: AgentLink, run_directory: Path, *, epoch: int, lease_s: float) -> None:
+    def __init__(self, facts: HostFacts, link: DaemonLink, run_directory: Path, *, epoch: int, lease_s: float) -> None:
         self.facts = facts
         self.link = link
         self.lost = ""
@@ -94,7 +94,7 @@ class RemoteHost:
         self._run_directory = run_directory
         self._epoch = epoch
         self._lease_s = lease_s
-        self._orders: list[AgentOrder] = []
+        self._orders: list[DaemonOrder] = []
         self._first = 0
         self._names: dict[int, str] = {}
         self._states: dict[int, ProcessState] = {}
@@ -112,7 +112,7 @@ class RemoteHost:
         """Return the last known state of the process that was started as ``number``."""
         return self._states[number]
 
-    def order(self, order: AgentOrder) -> int:
+    def order(self, order: DaemonOrder) -> int:
         """Send an order at once. Returns its number, for ``carried_out``."""
         if isinstance(order, StartProcess):
             self._names[order.number] = order.plan.name
@@ -125,12 +125,12 @@ class RemoteHost:
         return self._first + len(self._orders) - 1
 
     async def carried_out(self, number: int) -> None:
-        """Wait until the agent has carried out an order, or the host is lost."""
+        """Wait until the daemon has carried out an order, or the host is lost."""
         while not self.lost and number >= self._first:
             await self._changed.wait()
 
     async def run(self) -> None:
-        """Send requests to the agent, which renew its lease, until the host is lost."""
+        """Send requests to the daemon, which renew its lease, until the host is lost."""
         try:
             while not self.lost:
                 await self._ask()
@@ -140,7 +140,7 @@ class RemoteHost:
                     await self._wake.wait()
         finally:
             self.lose("the run has ended")  # also when cancelled: ``carried_out`` would wait for ever
-        await self.link.release()  # the agent may still receive orders, though its answers do not arrive
+        await self.link.release()  # the daemon may still receive orders, though its answers do not arrive
 
     def lose(self, reason: str) -> None:
         """Note that no process of the run lives on this host any more."""
@@ -152,13 +152,13 @@ class RemoteHost:
     async def _ask(self) -> None:
         asked_s = time.monotonic()
         self._wake = anyio.Event()
-        request = AgentRequest(epoch=self._epoch, first=self._first, orders=tuple(self._orders))
+        request = DaemonRequest(epoch=self._epoch, first=self._first, orders=tuple(self._orders))
         try:
             with anyio.fail_after(ANSWER_S):
                 encoded = await self.link.ask(msgspec.msgpack.encode(request))
-            answer = msgspec.msgpack.decode(encoded, type=AgentAnswer)
-        except AgentGone as error:
-            self.lose(f"the agent of {self.name} has ended: {error}")
+            answer = msgspec.msgpack.decode(encoded, type=DaemonAnswer)
+        except DaemonGone as error:
+            self.lose(f"the daemon of {self.name} has ended: {error}")
             return
         except (OSError, *UNDECODABLE) as error:  # TimeoutError, too
             if not self._is_late:
@@ -174,7 +174,7 @@ class RemoteHost:
         self._answered_s = asked_s
         self._take(answer)
 
-    def _take(self, answer: AgentAnswer) -> None:
+    def _take(self, answer: DaemonAnswer) -> None:
         newly_done = answer.orders_done - self._first
         for number, state in answer.processes.items():
             earlier_state = self._states.get(number)

@@ -1,4 +1,4 @@
-"""Addresses, free ports and limits of this host. An agent calls it when it begins. No torch, vLLM or Ray."""
+"""Addresses, free ports and limits of this host. A daemon calls it when it begins. No torch, vLLM or Ray."""
 
 from __future__ import annotations
 

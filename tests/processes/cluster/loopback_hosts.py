@@ -1,5 +1,5 @@
-"""Hosts of a cluster without Ray: real agents, each a process of its own with a loopback address and a temporary folder
-of its own. What is between the run and an agent can be cut."""
+"""Hosts of a cluster without Ray: real daemons, each a process of its own with a loopback address and a temporary
+folder of its own. What is between the run and a daemon can be cut."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from streamrl.processes.cluster.agent_messages import AgentSetup, HostFacts
 from streamrl.processes.cluster.cluster_launcher import HostOffer
-from streamrl.processes.cluster.remote_host import AgentGone, AgentLink
+from streamrl.processes.cluster.daemon_messages import DaemonSetup, HostFacts
+from streamrl.processes.cluster.remote_host import DaemonGone, DaemonLink
 
 STAND_IN = Path(__file__).parents[1] / "stand_in.py"
 
 
-class PipeLink(AgentLink):
-    """An agent at the other end of two pipes. ``cut``: nothing arrives."""
+class PipeLink(DaemonLink):
+    """A daemon at the other end of two pipes. ``cut``: nothing arrives."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -45,7 +45,7 @@ class PipeLink(AgentLink):
             self.process.stdin.flush()
             if answer := self.process.stdout.readline():
                 return answer
-        raise AgentGone("its pipe is closed")
+        raise DaemonGone("its pipe is closed")
 
     async def release(self) -> None:
         if not self.released and not self.cut and self.process.poll() is None:
@@ -83,15 +83,15 @@ class LoopbackHosts:
             for name in self.names
         ]
 
-    async def start_agents(
-        self, gpus: Mapping[HostOffer, int], setup: Callable[[HostOffer], AgentSetup]
-    ) -> list[tuple[AgentLink, HostFacts]]:
-        started: list[tuple[AgentLink, HostFacts]] = []
+    async def start_daemons(
+        self, gpus: Mapping[HostOffer, int], setup: Callable[[HostOffer], DaemonSetup]
+    ) -> list[tuple[DaemonLink, HostFacts]]:
+        started: list[tuple[DaemonLink, HostFacts]] = []
         for offer in gpus:
             temporary = self._root / f"{offer.name}-tmp"
             temporary.mkdir(exist_ok=True)
             process = subprocess.Popen(  # noqa: ASYNC220 - it only forks
-                [sys.executable, str(Path(__file__).with_name("agent_process.py")), str(STAND_IN), offer.name],
+                [sys.executable, str(Path(__file__).with_name("daemon_process.py")), str(STAND_IN), offer.name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

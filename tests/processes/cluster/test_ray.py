@@ -83,11 +83,11 @@ def test_a_killed_run_over_two_hosts_is_resumed(ray: RayNodes, tmp_path: Path) -
     command = begin(ray, tmp_path, *train(ray, tmp_path, "run.steps=100000"))
     steps = tmp_path / "runs" / "latest" / "metrics.jsonl"
     assert wait_until(lambda: steps.exists() and steps.read_text().count('"step"') > 1, 120), said(tmp_path)
-    # Two raylets on one host have one agent, one thread of which has started all, and no GPUs where it asked for none;
+    # Two raylets on one host have one daemon, one thread of which has started all, and no GPUs where it asked for none;
     # processes have the niceness of this one, and ports of the range.
-    (agent,) = other.processes("ray::RayAgent")
-    threads = [path for path in Path(f"/proc/{agent.pid}/task").iterdir() if (path / "children").read_text()]
-    assert len(threads) == 1 and agent.children()[0].environ()["CUDA_VISIBLE_DEVICES"] == ""
+    (daemon,) = other.processes("ray::RayDaemon")
+    threads = [path for path in Path(f"/proc/{daemon.pid}/task").iterdir() if (path / "children").read_text()]
+    assert len(threads) == 1 and daemon.children()[0].environ()["CUDA_VISIBLE_DEVICES"] == ""
     ours = [process for host in (head, other) for process in host.processes("streamrl.launch ")]
     assert sum("streamrl.launch trainer" in command_of(one) for one in other.processes()) == 1
     assert {process.nice() for process in ours} == {os.nice(0)}

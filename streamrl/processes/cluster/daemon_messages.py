@@ -1,6 +1,6 @@
-"""Messages between the supervisor of a run (``remote_host``) and the agents of its hosts (``agent``).
+"""Messages between the supervisor of a run (``remote_host``) and the daemons of its hosts (``host_daemon``).
 
-Orders are numbered: an agent carries out each order once, in order. Every request repeats the orders that were not
+Orders are numbered: a daemon carries out each order once, in order. Every request repeats the orders that were not
 acknowledged: after a lost answer no order is lost or carried out twice."""
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class EndAll(msgspec.Struct, frozen=True, tag=True):
     """Kill every process of the run on this host."""
 
 
-AgentOrder = StartProcess | SignalProcess | EndLeftBehind | EndAll
+DaemonOrder = StartProcess | SignalProcess | EndLeftBehind | EndAll
 
 
-class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Setup of an agent. ``digest``: hash of the run's ``recipe.toml``, which the agent must see; ``variables``:
-    variables that its processes get from the run; ``ports``: allowed ports (``cluster.ports``); the agent holds
+class DaemonSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Setup of a daemon. ``digest``: hash of the run's ``recipe.toml``, which the daemon must see; ``variables``:
+    variables that its processes get from the run; ``ports``: allowed ports (``cluster.ports``); the daemon holds
     ``port_count`` of them; ``interface``: network interface whose address is used in place of ``address``, unless
     empty."""
 
@@ -57,8 +57,8 @@ class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a host, from its agent. ``sees_run``: whether the host has the run's directory; ``packages``: versions
-    of the packages that train and sample; ``ports``: free ports, locked for the run; ``nice``: niceness of the agent,
+    """Facts of a host, from its daemon. ``sees_run``: whether the host has the run's directory; ``packages``: versions
+    of the packages that train and sample; ``ports``: free ports, locked for the run; ``nice``: niceness of the daemon,
     which its processes inherit; ``problem``: reason for which this host cannot serve, or empty."""
 
     name: str
@@ -71,13 +71,13 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class AgentRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DaemonRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of the run. ``orders``: orders that were not acknowledged, the first of them number ``first``. Each
     request renews the lease."""
 
     epoch: int
     first: int
-    orders: tuple[AgentOrder, ...]
+    orders: tuple[DaemonOrder, ...]
 
 
 class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +91,8 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class AgentAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a request. ``orders_done``: number of orders that were carried out since the agent began;
+class DaemonAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a request. ``orders_done``: number of orders that were carried out since the daemon began;
     ``processes``: states by number of the start; ``survivors``: pids that survived SIGKILL of the last order that
     killed; ``refusal``: reason for which no order was carried out, or empty."""
 
