@@ -184,7 +184,7 @@ def _killed(options: argparse.Namespace, seed: int, rounds: str, whole: Fingerpr
 
 
 def _kill_parts(parent: int, directory: Path, draw: random.Random) -> None:
-    """SIGKILL to an engine host, and to the controller after the next step."""
+    """SIGKILL to an engine process, and to the controller after the next step."""
     for role in ("engine", "controller"):
         while not (found := [p for p in psutil.Process(parent).children() if role in _command(p)]):
             time.sleep(0.1)

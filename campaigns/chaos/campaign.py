@@ -5,8 +5,8 @@
     python -m campaigns chaos --out chaos-cells --report
 
 A *cell* is one run of a small version of the demo and the shots it gets (``chaos_plan``): SIGKILL, or SIGSTOP and then
-SIGCONT or SIGKILL, to the controller, engine hosts and vLLM's own process, trainer ranks, the reward worker and what it
-started, the supervisor, two at once, all at once; at random, or as a phase is seen to begin. A run must
+SIGCONT or SIGKILL, to the controller, engine processes and vLLM's own process, trainer ranks, the reward worker and
+what it started, the supervisor, two at once, all at once; at random, or as a phase is seen to begin. A run must
 go on by itself, after the death of its supervisor by ``streamrl resume``. Then it is judged by what the runner's own
 witnesses wrote (``tap``, ``chaos_reward``, ``chaos_oracle``). A shot that hit nothing is vacuous and does not
 count. Each cell is one JSON file; what a faulty run left is kept beside it."""

@@ -1,4 +1,4 @@
-"""A short demo whose engine hosts can be found, to be killed: a test on a GPU kills them."""
+"""A short demo whose engine processes can be found, to be killed: a test on a GPU kills them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def short_demo(kind: EngineKind, steps: int, directory: str) -> Recipe:
 
 
 def host_of(name: str) -> psutil.Process:
-    """The process of an engine host, which is a child of this one."""
+    """The process of an engine process, which is a child of this one."""
     for process in psutil.Process().children():
         if log_name(process.pid) == name:
             return process

@@ -30,7 +30,7 @@ from streamrl.comm import zmq_stream
 from streamrl.comm.stream_protocol import Hello
 from streamrl.control.actions import Decision
 from streamrl.control.machine import Control
-from streamrl.engines import engine_host
+from streamrl.engines import engine_process
 from streamrl.engines.elastic.engine_sets import SetPlan, SetPlanner
 from streamrl.engines.elastic.freeing import Freeing, FreeingSettings
 from streamrl.engines.remote_engine import RemoteEngine
@@ -202,7 +202,7 @@ def _processes(world: WorldState, machine: Machine, put: Any, put_for: Any) -> N
     put_for(hold_lock, SimulatedLock)
     put_for(ask_for_stacks, lambda _: [])
     put_for(write_crash_bundle, lambda *_, **__: "no crash bundle: simulated")
-    put(engine_host, "os", SimpleNamespace(getpid=machine.getpid))
+    put(engine_process, "os", SimpleNamespace(getpid=machine.getpid))
     put_for(with_checkpoint_rewards, lambda recipe: (recipe, None))
     put_for(_PLAN, plan_topology)
     put(run_module, "_make_run_directory", make_run_directory)

@@ -1,5 +1,5 @@
-"""One simulated run: the product's own ``Pipeline``, supervisor, controller, stages, engine hosts and trainer ranks, on
-virtual time, a simulated network and simulated processes, with the faults that its seed plants."""
+"""One simulated run: the product's own ``Pipeline``, supervisor, controller, stages, engine processes and trainer
+ranks, on virtual time, a simulated network and simulated processes, with the faults that its seed plants."""
 
 from __future__ import annotations
 

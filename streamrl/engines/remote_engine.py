@@ -2,7 +2,7 @@
 
 ``elastic.engine_processes`` makes one for each engine process and attaches it to the engine pool. The other end of the
 streams is
-``engine_host``."""
+``engine_process``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RemoteEngine:
             while not self.failure:
                 await self._receive_event()
         except (StreamBroken, StreamClosed) as error:
-            self.give_up(f"its host is gone: {error}")
+            self.give_up(f"its process is gone: {error}")
         except BaseException:
             self.give_up("the controller stopped listening to it")
             raise
@@ -169,14 +169,14 @@ class RemoteEngine:
         try:
             await self._orders.send(order)
         except (StreamBroken, StreamClosed) as error:
-            self.give_up(f"its host is gone: {error}")
+            self.give_up(f"its process is gone: {error}")
             self._require_alive()
 
     async def _receive_event(self) -> None:
         try:
             event = await self._events.receive()
         except StreamEnded:
-            self.give_up("its host ended the stream of completions")
+            self.give_up("its process ended the stream of completions")
         else:
             if not self.failure:
                 self._accept(event)
@@ -203,7 +203,7 @@ class RemoteEngine:
             self.readiness = event
             self._ready.set()
         else:
-            self.give_up("its host said hello twice")
+            self.give_up("its process said hello twice")
 
     def give_up(self, reason: str) -> None:
         """Declare the engine dead: every pending call raises ``EngineError``, and later events are dropped."""

@@ -134,7 +134,7 @@ def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun
     rooms = expected_room(recipe, processes.ready.kv_tokens // recipe.engines.count)
     return ElasticEngines(
         processes.pool,
-        processes.hosts,
+        processes.engine_processes,
         set_chooser(recipe, rooms, processes.start_s),
         record.store,
         decided=decided,

@@ -29,7 +29,7 @@ from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.stream import exchange_hello
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.engines.elastic.engine_processes import EngineHosts
+from streamrl.engines.elastic.engine_processes import EngineProcesses
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.vllm.options import installed_device
 from streamrl.launch.attached_rewards import AttachedRewards
@@ -60,7 +60,7 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True):
     reward: RewardStage
     attached: AttachedRewards
     pool: EnginePool
-    hosts: EngineHosts
+    engine_processes: EngineProcesses
     ready: EngineReady
     start_s: float
     trainer: TrainerRanks
@@ -70,7 +70,7 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True):
 
     async def aclose(self) -> None:
         """End the streams of orders: a process ends when its orders end. The controller has ended the ranks' orders."""
-        await self.hosts.aclose()
+        await self.engine_processes.aclose()
         await self.pool.aclose()
         self.judge.retire()
 
@@ -113,7 +113,7 @@ async def connect_processes(
     scoring = BackgroundCall(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
     training = BackgroundCall(nursery, ready_ranks)
     with waits.waiting_for("the engines to start"):
-        hosts, pool, ready = await _start_engines(recipe, topology, order, emit, nursery)
+        engine_processes, pool, ready = await _start_engines(recipe, topology, order, emit, nursery)
     await say_ready(prepared_sets(recipe)[0].engines)
     start_s = anyio.current_time() - began_s
     with waits.waiting_for("the trainer ranks to load"):
@@ -133,7 +133,7 @@ async def connect_processes(
         reward=reward,
         attached=attached,
         pool=pool,
-        hosts=hosts,
+        engine_processes=engine_processes,
         ready=ready,
         start_s=start_s,
         trainer=trainer,
@@ -149,7 +149,7 @@ async def _start_engines(
     order: Callable[[ParentMessage], Awaitable[None]],
     emit: Emit,
     nursery: anyio.abc.TaskGroup,
-) -> tuple[EngineHosts, EnginePool, EngineReady]:
+) -> tuple[EngineProcesses, EnginePool, EngineReady]:
     """Start and wait for the engines of the first set. Engines of other sets sleep, or end on a CPU, where vLLM's sleep
     does nothing."""
     sleeps = bool(recipe.engines.sets and recipe.engines.sleep_level) and installed_device() != "cpu"
@@ -159,9 +159,9 @@ async def _start_engines(
     for engine_set in sets:
         for name in engine_set.engines:
             endpoints[name] = (topology.endpoint(name, "orders"), topology.endpoint(name, "completions"))
-    hosts = EngineHosts(endpoints, recipe.engines, order=order, emit=emit, guard=guard, sleeps=sleeps)
-    await nursery.start(hosts.run)
-    return hosts, *await hosts.start(sets[0].engines)
+    processes = EngineProcesses(endpoints, recipe.engines, order=order, emit=emit, guard=guard, sleeps=sleeps)
+    await nursery.start(processes.run)
+    return processes, *await processes.start(sets[0].engines)
 
 
 async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams: AsyncExitStack) -> RankStreams:

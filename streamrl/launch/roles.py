@@ -25,7 +25,7 @@ from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import ZmqReceiveStream, ZmqSendStream, zmq_receiver, zmq_sender
 from streamrl.contracts import WatchedEngine
-from streamrl.engines.engine_host import serve_engine
+from streamrl.engines.engine_process import serve_engine
 from streamrl.engines.push.relay_tree import relay_endpoint
 from streamrl.engines.vllm.options import EngineOptions, engine_options
 from streamrl.processes.run_role import ChildContext, RoleMain

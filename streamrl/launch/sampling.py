@@ -82,12 +82,12 @@ async def open_weight_sync(
         in_flight=recipe.rollout.in_flight,
         timeout_s=recipe.weights.push_timeout_s,
         on_pause=episodes.engines_paused,
-        on_failure=processes.hosts.on_failure,
+        on_failure=processes.engine_processes.on_failure,
         canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
         waits=waits,
         routed=RelayTree(lambda: relay_places(read_topology(run_directory))).routed,
     )
-    processes.hosts.set_weight_sync(sync)
+    processes.engine_processes.set_weight_sync(sync)
     attached = processes.pool.attached
     paused_engines = sync.paused_engines
 

@@ -42,7 +42,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     ``trained``: number of parameters of the adapters; 0: all parameters are trained.
     ``adapted``: number of elements of the weights below the adapters.
     ``moment_bytes``: bytes of the optimizer's moments, for each trained parameter.
-    ``masters_on_host``: whether masters and moments lie in host memory.
+    ``masters_on_cpu``: whether masters and moments lie in CPU memory.
     ``sixteen_bit``: whether the forward computes in bfloat16.
     ``on_device``: whether weights lie on a GPU.
     ``reference``: whether there is a reference model.
@@ -56,7 +56,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     trained: int = 0
     adapted: int = 0
     moment_bytes: int = 8
-    masters_on_host: bool = False
+    masters_on_cpu: bool = False
     sixteen_bit: bool = False
     on_device: bool = False
     reference: bool = False
@@ -72,7 +72,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes into which split masters are read."""
         masters = -(-self.parameters // self.ranks)
         at_once = min(masters, STEP_ELEMENTS["cuda" if self.on_device else "cpu"])
-        return 0 if self.trained or self.masters_on_host else SCRATCH_BYTES * at_once
+        return 0 if self.trained or self.masters_on_cpu else SCRATCH_BYTES * at_once
 
 
 def training_sizes(
@@ -101,7 +101,7 @@ def training_sizes(
         trained=2 * lora.rank * facts.hidden * projections * facts.layers,
         adapted=adapted if lora.rank and not lora.syncs_adapter else 0,
         moment_bytes=MOMENT_BYTES[training.optimizer],
-        masters_on_host=on_device and training.optimizer is OptimizerKind.ADAMW_OFFLOADED,
+        masters_on_cpu=on_device and training.optimizer is OptimizerKind.ADAMW_OFFLOADED,
         sixteen_bit=training.compute_dtype is ComputeDtype.BFLOAT16
         or (on_device and training.compute_dtype is ComputeDtype.AUTO),
         on_device=on_device,
@@ -146,7 +146,7 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered, activations: int = 
     stored = shard * FORWARD_BYTES
     if sizes.trained:
         stored += masters * MASTER_BYTES + adapted * BASE_BYTES
-    elif not sizes.masters_on_host:
+    elif not sizes.masters_on_cpu:
         stored += shard * REMAINDER_BYTES
     by_batch = not sizes.single_rank and gathered is Gathered.BATCH
     # FSDP2 keeps each layer's sum of gradients over replicas until the backward ends.
@@ -154,7 +154,7 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered, activations: int = 
     return RankBytes(
         parameters=stored,
         gradients=(masters + (0 if sizes.single_rank else adapted)) * GRADIENT_BYTES,
-        optimizer=0 if sizes.masters_on_host else masters * sizes.moment_bytes + sizes.scratch,
+        optimizer=0 if sizes.masters_on_cpu else masters * sizes.moment_bytes + sizes.scratch,
         shadow=shard * SHADOW_BYTES if sizes.on_device else 0,
         casts=sizes.parameters * 2 if sizes.single_rank and sizes.sixteen_bit else 0,
         gathered=0 if sizes.single_rank else _gathered_bytes(sizes, compute, by_batch=by_batch),

@@ -260,10 +260,10 @@ def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeig
     sharded where it will be.
 
     Collective. Raises ``StreamRLError`` for targets of an adapter that the model does not have, and for adapters whose
-    masters should be in host memory."""
-    on_host = options.optimizer is OptimizerKind.ADAMW_OFFLOADED
+    masters should be in CPU memory."""
+    on_cpu = options.optimizer is OptimizerKind.ADAMW_OFFLOADED
     if options.lora.rank:
-        if on_host:
+        if on_cpu:
             raise StreamRLError(
                 f'training.optimizer is "{options.optimizer}" with lora.rank {options.lora.rank}: masters and moments '
                 'of adapters are small and stay on the device; set it to "adamw"'
@@ -274,6 +274,6 @@ def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeig
 
         adapter_weights = UnmergedAdapters if options.lora.syncs_adapter else AdapterWeights
         return adapter_weights(options, policy)
-    weights = FullWeights(policy.trained_parameters(), policy.pieces, masters_on_host=on_host)
+    weights = FullWeights(policy.trained_parameters(), policy.pieces, masters_on_cpu=on_cpu)
     weights.reduce_over(policy.tensor_group, policy.partial_gradients)
     return weights

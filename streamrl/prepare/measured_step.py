@@ -32,13 +32,13 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
 
     ``trajectories``, ``tokens``: number of trajectories, and of their tokens with prompts.
     ``seconds``: time of forward, backward, optimizer and publishing.
-    ``host_bytes``, ``device_bytes``: peak memory of the process.
+    ``cpu_bytes``, ``device_bytes``: peak memory of the process.
     ``problem``: reason why nothing was measured; empty where the step was measured."""
 
     trajectories: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    host_bytes: int = 0
+    cpu_bytes: int = 0
     device_bytes: int = 0
     problem: str = ""
 
@@ -94,7 +94,7 @@ def _measured(recipe: Recipe, groups: Sequence[TrainingGroup], directory: Path) 
             trajectories=len(samples),
             tokens=sum(len(sample.token_ids) for sample in samples),
             seconds=time.perf_counter() - began,
-            host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            cpu_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_bytes=peak_device_bytes(),
         )
     finally:

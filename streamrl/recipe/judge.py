@@ -35,7 +35,7 @@ CALLS_AT_ONCE = 64
 
 class YieldKind(StrEnum):
     """State of the judge without questions. ``never``: ready. ``pause``: paused scheduler. ``sleep``: weights in
-    host memory and no KV cache (vLLM's level 1; paused on a CPU, where a sleep frees no memory)."""
+    CPU memory and no KV cache (vLLM's level 1; paused on a CPU, where a sleep frees no memory)."""
 
     NEVER = "never"
     PAUSE = "pause"

@@ -135,7 +135,7 @@ class Sampling(Section, SamplingSettings, frozen=True):
 
 class OptimizerKind(StrEnum):
     """Optimizer: AdamW on float32 master weights. ``adamw_8bit``: moments in 8 bits (bitsandbytes).
-    ``adamw_offloaded``: master weights and moments in host memory, for a GPU without room for them."""
+    ``adamw_offloaded``: master weights and moments in CPU memory, for a GPU without room for them."""
 
     ADAMW = "adamw"
     ADAMW_8BIT = "adamw_8bit"
@@ -349,7 +349,7 @@ class Engines(Section, frozen=True):
         int,
         Meta(ge=0, le=1),
         advanced(
-            "state of sets that are not in use, on CUDA: 1 keeps their weights in host memory, 0 ends their processes, "
+            "state of sets that are not in use, on CUDA: 1 keeps their weights in CPU memory, 0 ends their processes, "
             "as on a CPU"
         ),
     ] = 1

@@ -82,7 +82,7 @@ def test_everything_is_said_and_a_step_is_measured(work: Path, capfd: pytest.Cap
     assert sum(entry["count"] for entry in trial["length_histogram"]) == 16 and trial["lengths"]["most"] <= 24
     assert trial["training"]["trajectories"] == 16 and trial["training"]["problem"] == ""
     assert trial["training"]["tokens"] == round(16 * trial["lengths"]["mean"]) + 16 * 5
-    assert trial["training"]["seconds"] > 0 and trial["training"]["host_bytes"] > 1 << 27
+    assert trial["training"]["seconds"] > 0 and trial["training"]["cpu_bytes"] > 1 << 27
     assert trial["step_training_s"] == pytest.approx(trial["training"]["seconds"])
     assert any(", 5 tokens: " in line for line in trial["prompt"])
     assert len(trial["reward"]["examples"]) == 5 and len(trial["reward"]["examples"][0]["rewards"]) == 4

@@ -23,7 +23,7 @@ from streamrl.base.types import token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.contracts import WatchedEngine
-from streamrl.engines.engine_host import serve_engine
+from streamrl.engines.engine_process import serve_engine
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.vllm.options import EngineOptions, engine_options
 from streamrl.recipe.sections import Engines, Sampling
@@ -143,7 +143,7 @@ def served() -> Served:
 async def _hosted(options: EngineOptions, directory: Path) -> AsyncIterator[tuple[RemoteEngine, anyio.abc.Process]]:
     options_path, orders_at, completions_at = directory / "options", f"ipc://{directory}/o", f"ipc://{directory}/c"
     options_path.write_bytes(msgspec.json.encode(options))
-    script = Path(__file__).with_name("host_process.py")
+    script = Path(__file__).with_name("serving_process.py")
     with (directory / "log").open("wb") as log:
         process = await anyio.open_process(
             [sys.executable, script, options_path, orders_at, completions_at], stdin=None, stdout=log, stderr=log

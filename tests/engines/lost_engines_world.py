@@ -17,7 +17,7 @@ from streamrl.base.messages import Generate, WeightAnnouncement, WeightSource
 from streamrl.base.run_events import EngineBack, EngineLost, SupervisorOrder
 from streamrl.base.stage_messages import EndedOutcome, LaunchTrajectory, Scored, TrajectoryOutcome, TrajectoryPaused
 from streamrl.base.types import Prompt, TokenArray, TrajectoryId, token_array
-from streamrl.engines.elastic.engine_processes import EngineHosts
+from streamrl.engines.elastic.engine_processes import EngineProcesses
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import SimulationOptions
@@ -27,9 +27,9 @@ from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Engines
 from streamrl.recipe.topology import ProcessPlan, Role, Topology
-from tests.engines.recovery_host import LENGTHS
+from tests.engines.recovery_process import LENGTHS
 
-HOST = Path(__file__).with_name("recovery_host.py")
+PROCESS = Path(__file__).with_name("recovery_process.py")
 MAX_TOKENS = 200
 
 
@@ -59,7 +59,7 @@ class Controller:
         self.orders_of_engines = EngineOrders(supervisor)
         at = topology.endpoint
         self.endpoints = {name: (at(name, "orders"), at(name, "completions")) for name in self.names}
-        self.hosts = EngineHosts(self.endpoints, settings, order=self.order, emit=self.emit)
+        self.processes = EngineProcesses(self.endpoints, settings, order=self.order, emit=self.emit)
         self.ordered: list[SupervisorOrder] = []
         self.events: list[EngineLost | EngineBack] = []
         self.outcomes: list[EndedOutcome] = []
@@ -85,12 +85,16 @@ class Controller:
         return announced(policy_version, None)
 
     async def connect(self, group: anyio.abc.TaskGroup) -> EnginePool:
-        await group.start(self.hosts.run)
-        self.pool, self.ready = await self.hosts.start(self.names)
+        await group.start(self.processes.run)
+        self.pool, self.ready = await self.processes.start(self.names)
         self.sync = WeightSync(
-            self.pool.attached, self.anchor, in_flight=InFlight.KEEP, timeout_s=300, on_failure=self.hosts.on_failure
+            self.pool.attached,
+            self.anchor,
+            in_flight=InFlight.KEEP,
+            timeout_s=300,
+            on_failure=self.processes.on_failure,
         )
-        self.hosts.set_weight_sync(self.sync)
+        self.processes.set_weight_sync(self.sync)
         self.live = 0
         await self.sync.push(announced(0, None))
         self.episodes = episodes_on(self.pool, MAX_TOKENS)
@@ -139,7 +143,7 @@ class Controller:
     async def close(self) -> None:
         self.closing.set()
         await self.until(lambda: len(self.outcomes) >= len(self.launched))
-        await self.hosts.aclose()
+        await self.processes.aclose()
         await self.pool.aclose()
 
     def assert_whole(self, *, refused: Sequence[int] = ()) -> None:
@@ -171,14 +175,14 @@ def undisturbed(seed: int) -> TokenArray:
 async def world(
     count: int = 2, *, restarts: int = 5, behaviour: dict[str, str] | None = None, **settings: float
 ) -> AsyncIterator[tuple[Topology, Supervisor, Engines]]:
-    """A supervisor that starts ``count`` engine hosts again, each ``restarts`` times."""
+    """A supervisor that starts ``count`` engine processes again, each ``restarts`` times."""
     with tempfile.TemporaryDirectory(prefix="srl") as root:
         directory, sockets = Path(root) / "run", Path(root) / "s"
         (directory / "behaviour").mkdir(parents=True)
         for name, word in (behaviour or {}).items():
             (directory / "behaviour" / name).write_text(word)
         topology = topology_of(sockets, count, restarts)
-        supervisor = Supervisor(topology, directory, sockets, entry=(str(HOST),))
+        supervisor = Supervisor(topology, directory, sockets, entry=(str(PROCESS),))
         async with supervisor, anyio.create_task_group() as watching:
             watching.start_soon(supervisor.watch)
             yield topology, supervisor, Engines(**settings)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ CORE_DIED = r"engine-0: its process VLLM::EngineCore \(pid \d+\) died"
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("title", "cause"),
-    [("VLLM::EngineCore", CORE_DIED), ("owner", r"engine-0: its host is gone")],
+    [("VLLM::EngineCore", CORE_DIED), ("owner", r"engine-0: its process is gone")],
     ids=["core", "owner"],
 )
 async def test_sigkill_is_reported_at_once_and_leaves_nothing(

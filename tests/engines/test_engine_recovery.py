@@ -1,5 +1,5 @@
-"""Engine hosts that are killed, hang, or kill themselves, as real processes under a real supervisor, while trajectories
-are sampled and weights are pushed: no trajectory is lost, none comes twice, none is changed."""
+"""Engine processes that are killed, hang, or kill themselves, as real processes under a real supervisor, while
+trajectories are sampled and weights are pushed: no trajectory is lost, none comes twice, none is changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streamrl.base.types import FinishReason, token_array
 from streamrl.comm import socket_options
 from streamrl.comm.zmq_stream import zmq_receiver
 from tests.engines.lost_engines_world import Controller, controlled
-from tests.engines.recovery_host import POISON
+from tests.engines.recovery_process import POISON
 
 
 async def tokens_made(one: Controller, name: str) -> None:
@@ -49,9 +49,12 @@ async def test_requests_of_a_killed_engine_are_sampled_elsewhere() -> None:
         await one.until_serving(["engine-1"])
         assert await samples_with(one, "engine-1") == {one.live} == {1}
         lost, back = one.events
-        assert isinstance(lost, EngineLost) and "its host is gone" in lost.reason and lost.requests > 0
+        assert isinstance(lost, EngineLost) and "its process is gone" in lost.reason and lost.requests > 0
         assert isinstance(back, EngineBack) and back.engine == "engine-1"
-        assert one.hosts.figures == {"engines/restarts_total": 1.0, "engines/lost_requests_total": float(lost.requests)}
+        assert one.processes.figures == {
+            "engines/restarts_total": 1.0,
+            "engines/lost_requests_total": float(lost.requests),
+        }
         await one.push()
         assert await samples_with(one, "engine-1") == {2}, "later pushes reach it"
     one.assert_whole()
@@ -87,7 +90,7 @@ async def test_versions_and_requests_wait_without_an_engine() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_kills_at_any_moment_lose_nothing_and_double_nothing(seed: int) -> None:
-    """Pushes, holds and requests go on while hosts are killed, one or both at once, also while they start."""
+    """Pushes, holds and requests go on while processes are killed, one or both at once, also while they start."""
     source = random.Random(seed)
     async with controlled(2, restarts=40, fatal_deaths=0) as one, anyio.create_task_group() as group:
         ended = anyio.Event()

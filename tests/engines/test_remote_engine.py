@@ -13,7 +13,7 @@ from streamrl.base.errors import EngineError, RequestRefused, WeightError
 from streamrl.base.messages import EngineReady, Generate, PauseMode, WeightAnnouncement
 from streamrl.base.types import token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.engine_host import serve_engine
+from streamrl.engines.engine_process import serve_engine
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
 
@@ -74,11 +74,11 @@ async def test_a_broken_stream_names_the_engine(make_request: MakeRequest) -> No
     await event_sender.send(EngineReady(engine="engine-3", policy_version=0, max_model_len=8, max_num_seqs=8))
 
     async def expect_death() -> None:
-        with pytest.raises(EngineError, match="engine-3: its host is gone"):
+        with pytest.raises(EngineError, match="engine-3: its process is gone"):
             await remote.generate(make_request())
 
     async def pump() -> None:
-        with pytest.raises(EngineError, match="engine-3: its host is gone"):
+        with pytest.raises(EngineError, match="engine-3: its process is gone"):
             await remote.run()
 
     async with anyio.create_task_group() as group:

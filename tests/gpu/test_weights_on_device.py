@@ -92,7 +92,7 @@ class Receiver:
         plan = record_load_plan(self.model, self.specs)
         rectangles = {name: [route.checkpoint for route in routes] for name, routes in plan.routes.items()}
         self.live = LiveWeights(plan, count_routes([rectangles], 0, self.specs))
-        self.live._in_host_memory.clear()  # on a CPU, too, what a device does
+        self.live._in_cpu_memory.clear()  # on a CPU, too, what a device does
         self.replica = CheckpointReplica()
 
     def staged(self, new: Bits, *, anchor: bool = False) -> StagedVersion:

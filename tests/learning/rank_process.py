@@ -33,7 +33,7 @@ from streamrl.learning.trainer import TorchTrainer
 from streamrl.recipe.sections import Gathered
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.publish.publisher import WeightPublisher
-from streamrl.weights.publish.torch_tensors import DeviceTensors, TorchOnHost, shard_specs, start_publisher
+from streamrl.weights.publish.torch_tensors import DeviceTensors, TorchOnCpu, shard_specs, start_publisher
 
 SIZES = [4, 3, 1, 5, 2]
 ODD = [(3, 5), (7,), (1, 2, 3), (6, 4)]
@@ -127,12 +127,12 @@ def odd_weights(seed: int, ranks: int = 1) -> FullWeights:
 
 
 def publish_odd(rank: int, ranks: int) -> None:
-    """What FSDP gave this rank goes to engines alike from host memory and from a device (which is a CPU here)."""
+    """What FSDP gave this rank goes to engines alike from CPU memory and from a device (which is a CPU here)."""
     weights = odd_weights(3, ranks)
     shards = shard_specs(weights.shards)
     publishers = [
         WeightPublisher("ipc:///nowhere", run_id="odd", rank=rank, shards=shards, source=source)
-        for source in (TorchOnHost(), DeviceTensors())
+        for source in (TorchOnCpu(), DeviceTensors())
     ]
     for version in range(3):
         for publisher in publishers:

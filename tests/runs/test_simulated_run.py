@@ -369,7 +369,7 @@ def test_processes_note_what_they_do_while_they_start(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("talks", [False, True])
 def test_a_run_of_kills_ends_with_the_weights_of_a_calm_one(tmp_path: Path, talks: bool) -> None:
-    """A run whose processes are killed ends with the weights of an undisturbed one. Controller, rank, engine host,
+    """A run whose processes are killed ends with the weights of an undisturbed one. Controller, rank, engine process,
     reward or environment worker, then the supervisor: real kills of a run with simulated engines."""
     steps, temporary = 14 if talks else 24, Path(tempfile.mkdtemp(prefix="srl"))
     environment = os.environ | {"TMPDIR": str(temporary)}

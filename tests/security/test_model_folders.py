@@ -96,7 +96,7 @@ def test_a_folder_that_could_run_code_is_refused_by_who_reads_it(folder: Path, n
     change(folder)
     with pytest.raises(ModelDirectoryError, match=said):  # preflight
         read_model_facts(folder)
-    with pytest.raises(RecipeError, match=f"model.path: .*{said}"):  # an engine host
+    with pytest.raises(RecipeError, match=f"model.path: .*{said}"):  # an engine process
         model_config(str(folder))
     with pytest.raises(BadOption, match=said):  # a reward model
         reward_model._labels(folder)

@@ -30,7 +30,7 @@ from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import Observer, PushReport
 from streamrl.control.actions import ControlAction, Decision, LaunchGroup, StepOptimizer
 from streamrl.control.events import ControlEvent, StopRequested
-from streamrl.engines.elastic.engine_processes import DRAIN_SECONDS, EngineHosts
+from streamrl.engines.elastic.engine_processes import DRAIN_SECONDS, EngineProcesses
 from streamrl.engines.elastic.engine_sets import SetChooser, SetPlan
 from streamrl.engines.elastic.freeing import Freeing, OpenRequest, ReleasePlan, ServingEngine
 from streamrl.engines.pool import UNAVAILABLE, EnginePool
@@ -79,7 +79,7 @@ class ElasticEngines(Observer):
     def __init__(
         self,
         pool: EnginePool,
-        hosts: EngineHosts,
+        processes: EngineProcesses,
         chooser: SetChooser,
         store: TrajectoryStore,
         *,
@@ -90,7 +90,7 @@ class ElasticEngines(Observer):
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
         self._pool = pool
-        self._hosts = hosts
+        self._processes = processes
         self._chooser = chooser
         self._store = store
         self._decided = decided
@@ -121,10 +121,10 @@ class ElasticEngines(Observer):
     def figures(self) -> dict[str, float]:
         """Metrics of the step that ends now. The read resets the seconds of switches."""
         if len(self._chooser.sets) == 1:
-            return self._hosts.figures
+            return self._processes.figures
         seconds = self._switched_s
         self._switched_s = 0.0
-        return self._hosts.figures | {
+        return self._processes.figures | {
             "engines/set": float(list(self._chooser.sets).index(self._last_set.name)),
             "engines/serving": float(self._last_set.count),
             "engines/switches_total": float(self._switches),
@@ -318,11 +318,11 @@ class ElasticEngines(Observer):
         """Have the planned set serve; returns when it serves, or the run ends."""
         began = self._clock()
         with anyio.CancelScope() as self._switching:
-            await self._hosts.use(self._chooser.sets[plan.engine_set].engines)
+            await self._processes.use(self._chooser.sets[plan.engine_set].engines)
             now = self._clock()
             self._switches += 1
             self._switched_s = now - began
-            self._chooser.note_switch(plan.engine_set, now, now - began, self._pool.load(), self._hosts.kv_tokens)
+            self._chooser.note_switch(plan.engine_set, now, now - began, self._pool.load(), self._processes.kv_tokens)
         self._planned = None
 
 

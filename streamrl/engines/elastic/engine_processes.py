@@ -1,9 +1,9 @@
 """The lifecycle of every engine process of a run: start, admission with the live version, death, restart, sleep, stop.
 
-The controller makes one ``EngineHosts`` in ``launch.processes``. The supervisor, or a person, starts the engine
+The controller makes one ``EngineProcesses`` in ``launch.processes``. The supervisor, or a person, starts the engine
 processes themselves; the controller orders it to start, stop or kill one (``order``). Each engine has one task here,
-``_EngineSlot.run``, which lives as long as the run and follows one engine process after another. For each process it
-binds the two streams of the engine again, so a late message of a process never reaches its successor.
+``_EngineLifecycle.run``, which lives as long as the run and follows one engine process after another. For each process
+it binds the two streams of the engine again, so a late message of a process never reaches its successor.
 
 * Engines of the set in use: a started engine gets the live version, then it serves in the pool. When its process dies,
   its requests go to the other engines, which serve meanwhile, and the supervisor starts the process again. An engine
@@ -90,7 +90,7 @@ class ProgressWatch:
         return ""
 
 
-class _EngineSlot:
+class _EngineLifecycle:
     """One engine of the run, with its current process.
 
     ``endpoints``: endpoints of its orders and its events
@@ -101,15 +101,15 @@ class _EngineSlot:
     ``has_live_version``: whether the engine holds the live version
     ``ready``: the engine of a ready process, with its readiness"""
 
-    def __init__(self, name: str, endpoints: tuple[str, str], hosts: EngineHosts, *, in_use: bool) -> None:
+    def __init__(self, name: str, endpoints: tuple[str, str], processes: EngineProcesses, *, in_use: bool) -> None:
         self.name = name
         self._endpoints = endpoints
         self.stopped = not in_use
         self.takes_memory = False
         self.has_live_version = False
         self.ready: tuple[RemoteEngine, EngineReady] | None = None
-        self._hosts = hosts
-        self._settings = hosts.settings
+        self._processes = processes
+        self._settings = processes.settings
         self._admission = anyio.CancelScope()
         self._listening = anyio.CancelScope()
         self._engine: RemoteEngine | None = None  # the engine whose streams are open
@@ -117,7 +117,7 @@ class _EngineSlot:
         self._streams_closed.set()
         self.set_in_use(in_use)
 
-    # ---- calls of EngineHosts ----------------------------------------------------------------------
+    # ---- calls of EngineProcesses ----------------------------------------------------------------------
 
     def set_in_use(self, in_use: bool) -> None:
         """Set whether the engine's set is in use: the task then has it serve, or leave."""
@@ -129,7 +129,7 @@ class _EngineSlot:
     def fail(self, engine: RemoteEngine, reason: str) -> None:
         """Have the process of a stuck engine killed, and fail its requests at once. The supervisor starts it again."""
         log.warning("%s is ended: %s", self.name, reason)
-        self._hosts.begin(self._kill, engine, KillEngine(engine=self.name, reason=reason, pid=engine.pid))
+        self._processes.begin(self._kill, engine, KillEngine(engine=self.name, reason=reason, pid=engine.pid))
         engine.give_up(reason)
 
     async def abandon(self) -> None:
@@ -146,12 +146,12 @@ class _EngineSlot:
             if not self.in_use:
                 missing_since = math.inf
                 await self._stop()
-                await self._hosts.until(lambda: self.in_use)
+                await self._processes.until(lambda: self.in_use)
             engine = await self._open_streams()
             ready = await self._until_ready(engine)
             if ready is not None:
                 self.ready = engine, ready
-                self._hosts.notify()
+                self._processes.notify()
                 try:
                     missing_since = await self._serve(engine, missing_since)
                 finally:
@@ -165,19 +165,19 @@ class _EngineSlot:
     async def _open_streams(self) -> RemoteEngine:
         """Open the streams of the next process, and have the supervisor start it, unless it does so by itself."""
         self.takes_memory = True
-        assert self._hosts.streams is not None, "run() was not started"
-        engine: RemoteEngine = await self._hosts.streams.start(self._listen)
-        self._hosts.begin(self._hosts.notify_changes, engine)
+        assert self._processes.streams is not None, "run() was not started"
+        engine: RemoteEngine = await self._processes.streams.start(self._listen)
+        self._processes.begin(self._processes.notify_changes, engine)
         if self.stopped:
             self.stopped = False
-            await self._hosts.order(StartEngine(engine=self.name))
+            await self._processes.order(StartEngine(engine=self.name))
         return engine
 
     async def _listen(self, *, task_status: TaskStatus[RemoteEngine]) -> None:
         """Keep the streams of one process open until it has ended, or ``abandon`` is called. Raises ``EngineError``
         naming the engine for a death that ends the run."""
         name = self.name
-        guard = self._hosts.guard
+        guard = self._processes.guard
         orders_at, events_at = self._endpoints
         sender = zmq_sender(EngineOrder, orders_at, bind=True, window=WINDOW, guard=guard, name=f"{name}.orders")
         receiver = zmq_receiver(
@@ -203,15 +203,15 @@ class _EngineSlot:
         not in use any more, or it was killed since it took too long. Raises ``EngineError`` for a start that takes too
         long in a run without restarts."""
         limit = self._settings.start_timeout_s
-        hosts = self._hosts
+        processes = self._processes
         reason = f"not ready within {limit:g} s of being started (engines.advanced.start_timeout_s)"
         pause_s = LONGEST_PAUSE_S if self.late else 0.0
         # The first start of a run has no limit.
-        with anyio.move_on_after(limit + pause_s if hosts.pool is not None or self.late else None):
-            await hosts.until(lambda: engine.readiness or engine.failure or not self.in_use)
+        with anyio.move_on_after(limit + pause_s if processes.pool is not None or self.late else None):
+            await processes.until(lambda: engine.readiness or engine.failure or not self.in_use)
             if engine.failure:
                 log.warning("%s did not become ready: %s", self.name, engine.failure)
-                hosts.without_engine_since = anyio.current_time()
+                processes.without_engine_since = anyio.current_time()
                 return None
             return engine.readiness
         if not self._settings.restarts:
@@ -221,21 +221,21 @@ class _EngineSlot:
 
     def _mark_late(self) -> None:
         self.late = True
-        self._hosts.notify()
+        self._processes.notify()
 
     # ---- a ready process ---------------------------------------------------------------------------
 
     async def _serve(self, engine: RemoteEngine, missing_since: float) -> float:
         """Serve whenever the set is in use, and sleep otherwise. Returns the new ``missing_since`` when the process has
         died, or is to stop."""
-        hosts = self._hosts
+        processes = self._processes
         while True:
-            if hosts.pool is not None and self.in_use and await self._join(engine, hosts.pool):
+            if processes.pool is not None and self.in_use and await self._join(engine, processes.pool):
                 if missing_since < math.inf:
-                    hosts.restarts += 1
-                    await hosts.emit(EngineBack(engine=self.name, seconds=anyio.current_time() - missing_since))
+                    processes.restarts += 1
+                    await processes.emit(EngineBack(engine=self.name, seconds=anyio.current_time() - missing_since))
                 missing_since = math.inf
-            await hosts.until(lambda: engine.failure or not self.in_use)
+            await processes.until(lambda: engine.failure or not self.in_use)
             if engine.failure:
                 await self._lose(engine)
                 return missing_since
@@ -249,11 +249,11 @@ class _EngineSlot:
         if self.has_live_version:
             return True
         with anyio.CancelScope() as self._admission:
-            await self._hosts.until(lambda: self._hosts.sync)
-            assert self._hosts.sync is not None
+            await self._processes.until(lambda: self._processes.sync)
+            assert self._processes.sync is not None
             try:
                 await pool.attach(self.name, engine)
-                await self._hosts.sync.admit(self.name, engine, self._mark_late)
+                await self._processes.sync.admit(self.name, engine, self._mark_late)
             except EngineError as error:
                 other_model = not engine.failure and self.name not in pool.attached
                 if not self._settings.restarts or other_model:
@@ -262,28 +262,28 @@ class _EngineSlot:
                     self.fail(engine, str(error))
                 return False
             self.has_live_version = True
-            if self.in_use and not self._hosts.switching:
+            if self.in_use and not self._processes.switching:
                 pool.readmit(self.name, UNAVAILABLE)
             log.warning("%s holds the live weights", self.name)
-            self._hosts.notify()
+            self._processes.notify()
         return self.has_live_version
 
     async def _lose(self, engine: RemoteEngine) -> None:
         """Remove a dead engine from the pool and from weight pushes."""
         requests = engine.lost_requests
-        if self._hosts.pool is not None:
-            self._hosts.pool.lose(self.name)
-        if self._hosts.sync is not None:
-            self._hosts.sync.remove(engine)
+        if self._processes.pool is not None:
+            self._processes.pool.lose(self.name)
+        if self._processes.sync is not None:
+            self._processes.sync.remove(engine)
         log.warning("%s is lost (%s) with %d requests, which the others sample", self.name, engine.failure, requests)
-        await self._hosts.emit(EngineLost(engine=self.name, reason=engine.failure, requests=requests))
+        await self._processes.emit(EngineLost(engine=self.name, reason=engine.failure, requests=requests))
         if engine.pid:
-            self._hosts.begin(self._kill_if_missing, engine)
+            self._processes.begin(self._kill_if_missing, engine)
 
     async def _leave(self, engine: RemoteEngine) -> None:
         """Drain the engine and remove it from the pool and from weight pushes, since another set is used."""
-        pool = self._hosts.pool
-        sync = self._hosts.sync
+        pool = self._processes.pool
+        sync = self._processes.sync
         assert pool is not None
         assert sync is not None
         with anyio.move_on_after(DRAIN_SECONDS) as limit:
@@ -299,19 +299,19 @@ class _EngineSlot:
     async def _sleep_until_used(self, engine: RemoteEngine) -> bool:
         """Have an engine that has left sleep until its set is in use again. Returns whether it is awake again; False
         when engines do not sleep in this run, or it died."""
-        hosts = self._hosts
-        if not hosts.sleeps or engine.failure:
+        processes = self._processes
+        if not processes.sleeps or engine.failure:
             return False
         try:
-            await hosts.order(StopEngine(engine=self.name, sleeps=True))
+            await processes.order(StopEngine(engine=self.name, sleeps=True))
             await engine.sleep()
             self.takes_memory = False
-            hosts.notify()
-            await hosts.until(lambda: engine.failure or self.in_use)
+            processes.notify()
+            await processes.until(lambda: engine.failure or self.in_use)
             if not self.in_use:
                 raise EngineError(engine.failure)
             self.takes_memory = True
-            await hosts.order(StartEngine(engine=self.name))
+            await processes.order(StartEngine(engine=self.name))
             await engine.wake()
         except EngineError as error:
             log.warning("%s is lost while it slept: %s", self.name, error)
@@ -328,7 +328,7 @@ class _EngineSlot:
         engine = self._engine
         serves = engine is not None and engine.readiness is not None and not engine.failure
         self.stopped = True
-        await self._hosts.order(StopEngine(engine=self.name, patience_s=PATIENCE_SECONDS if serves else 0.0))
+        await self._processes.order(StopEngine(engine=self.name, patience_s=PATIENCE_SECONDS if serves else 0.0))
         if engine is not None and serves:
             with anyio.move_on_after(STOP_SECONDS):
                 with suppress(StreamBroken):  # the process ended before its orders did
@@ -336,7 +336,7 @@ class _EngineSlot:
                 await self._streams_closed.wait()
         await self.abandon()
         self.takes_memory = False
-        self._hosts.notify()
+        self._processes.notify()
 
     async def _kill_if_missing(self, engine: RemoteEngine) -> None:
         """Have the process of a lost engine killed, unless an engine is ready again in time. The process may still
@@ -348,15 +348,15 @@ class _EngineSlot:
                 f"it did not come back within {limit:g} s (engines.advanced.silence_timeout_s) of being lost "
                 f"({engine.failure})"
             )
-            await self._hosts.order(KillEngine(engine=self.name, reason=reason, pid=engine.pid))
+            await self._processes.order(KillEngine(engine=self.name, reason=reason, pid=engine.pid))
 
     async def _kill(self, engine: RemoteEngine, order: KillEngine) -> None:
-        await self._hosts.order(order)
+        await self._processes.order(order)
         if self._engine is engine:
             await self.abandon()
 
 
-class EngineHosts:
+class EngineProcesses:
     """The engine processes of a run. Run ``run`` as a task, ``start`` the first set, call ``set_weight_sync`` as soon
     as there is a weight sync, ``use`` another set between rounds, and ``aclose`` at the end.
 
@@ -392,11 +392,11 @@ class EngineHosts:
         """Time since which the pool has no engine. A failed start resets it, so that the next start has the full
         time."""
         self.streams: TaskGroup | None = None
-        """Tasks with the open streams of the processes. This group ends after the tasks of the slots."""
+        """Tasks with the open streams of the processes. This group ends after the tasks of the engines."""
         self._group: TaskGroup | None = None
         self._changed = anyio.Event()
         self._endpoints = endpoints
-        self._slots: dict[str, _EngineSlot] = {}
+        self._lifecycles: dict[str, _EngineLifecycle] = {}
 
     @property
     def figures(self) -> dict[str, float]:
@@ -409,11 +409,11 @@ class EngineHosts:
     @property
     def kv_tokens(self) -> int:
         """Capacity of the KV cache of an engine in use, in tokens; 0: unknown."""
-        return next((slot.ready[1].kv_tokens for slot in self._in_use if slot.ready), 0)
+        return next((lifecycle.ready[1].kv_tokens for lifecycle in self._in_use if lifecycle.ready), 0)
 
     @property
-    def _in_use(self) -> list[_EngineSlot]:
-        return [slot for slot in self._slots.values() if slot.in_use]
+    def _in_use(self) -> list[_EngineLifecycle]:
+        return [lifecycle for lifecycle in self._lifecycles.values() if lifecycle.in_use]
 
     # ---- tasks and notifications -------------------------------------------------------------------
 
@@ -451,7 +451,7 @@ class EngineHosts:
                 await anyio.sleep(LOOK_S)
                 now = anyio.current_time()
                 self._require_engine(now)
-                engines = [slot.ready[0] for slot in self._slots.values() if slot.ready]
+                engines = [lifecycle.ready[0] for lifecycle in self._lifecycles.values() if lifecycle.ready]
                 watches = {engine: watches.get(engine) or ProgressWatch(self.settings) for engine in engines}
                 for engine, watch in watches.items():
                     reason = watch.check(
@@ -467,7 +467,7 @@ class EngineHosts:
         if self.pool is None or self.pool.attached or self.switching:
             self.without_engine_since = now
         elif now - self.without_engine_since > limit:
-            raise EngineError(f"no engine was there for {limit:g} s; the logs of their hosts say why they died")
+            raise EngineError(f"no engine was there for {limit:g} s; their logs say why they died")
 
     # ---- sets of engines ---------------------------------------------------------------------------
 
@@ -477,23 +477,23 @@ class EngineHosts:
 
         Returns the pool of all engines, and the combined readiness of ``names``. Raises ``EngineError`` when their
         models differ."""
-        self._slots = {
-            name: _EngineSlot(name, endpoints, self, in_use=name in names)
+        self._lifecycles = {
+            name: _EngineLifecycle(name, endpoints, self, in_use=name in names)
             for name, endpoints in self._endpoints.items()
         }
-        for slot in self._slots.values():
-            self.begin(slot.run)
-        await self.until(lambda: self._alive() and all(slot.ready or slot.late for slot in self._in_use))
+        for lifecycle in self._lifecycles.values():
+            self.begin(lifecycle.run)
+        await self.until(lambda: self._alive() and all(lifecycle.ready or lifecycle.late for lifecycle in self._in_use))
         alive = self._alive()
         engines = {name: engine for name, (engine, _) in alive.items()}
-        unavailable = [name for name in self._slots if name not in alive]
+        unavailable = [name for name in self._lifecycles if name not in alive]
         fatal_deaths = self.settings.fatal_deaths if self.settings.restarts else None
         pool = EnginePool(engines, unavailable=unavailable, fatal_deaths=fatal_deaths)
         ready = pool.joined([ready for _, ready in alive.values()])
         self.pool = pool
         self.switching = False
         for name in alive:
-            self._slots[name].has_live_version = True
+            self._lifecycles[name].has_live_version = True
         # Engines that died count as if they were ready: they will have the same size.
         return pool, msgspec.structs.replace(
             ready,
@@ -503,7 +503,11 @@ class EngineHosts:
 
     def _alive(self) -> dict[str, tuple[RemoteEngine, EngineReady]]:
         """Return the ready engines, with their readiness, by name."""
-        return {name: slot.ready for name, slot in self._slots.items() if slot.ready and not slot.ready[0].failure}
+        return {
+            name: lifecycle.ready
+            for name, lifecycle in self._lifecycles.items()
+            if lifecycle.ready and not lifecycle.ready[0].failure
+        }
 
     def set_weight_sync(self, sync: WeightSync) -> None:
         """Use ``sync``, which has the engines of the pool, for every engine that is started from now on."""
@@ -518,23 +522,23 @@ class EngineHosts:
         self.pool.withdraw(self.pool.names, UNAVAILABLE)
         self.switching = True
         self._set_in_use(())
-        await self.until(lambda: not any(slot.takes_memory for slot in self._slots.values()))
+        await self.until(lambda: not any(lifecycle.takes_memory for lifecycle in self._lifecycles.values()))
         self._set_in_use(names)
         joining = self._in_use
         await self.until(
             lambda: (
-                any(slot.has_live_version for slot in joining)
-                and all(slot.has_live_version or slot.late for slot in joining)
+                any(lifecycle.has_live_version for lifecycle in joining)
+                and all(lifecycle.has_live_version or lifecycle.late for lifecycle in joining)
             )
         )
         self.switching = False
-        for slot in joining:
-            if slot.has_live_version:
-                self.pool.readmit(slot.name, UNAVAILABLE)
+        for lifecycle in joining:
+            if lifecycle.has_live_version:
+                self.pool.readmit(lifecycle.name, UNAVAILABLE)
 
     def _set_in_use(self, names: Collection[str]) -> None:
-        for slot in self._slots.values():
-            slot.set_in_use(slot.name in names)
+        for lifecycle in self._lifecycles.values():
+            lifecycle.set_in_use(lifecycle.name in names)
         self.notify()
 
     async def aclose(self) -> None:
@@ -545,18 +549,18 @@ class EngineHosts:
         attached: Collection[str] = ()
         if self.pool is not None:
             attached = self.pool.attached
-        for name, slot in self._slots.items():
-            if slot.ready and not slot.takes_memory:  # it sleeps
-                await slot.ready[0].aclose()
+        for name, lifecycle in self._lifecycles.items():
+            if lifecycle.ready and not lifecycle.takes_memory:  # it sleeps
+                await lifecycle.ready[0].aclose()
             elif name not in attached:
-                if not slot.stopped:
+                if not lifecycle.stopped:
                     await self.order(StopEngine(engine=name))
-                await slot.abandon()
+                await lifecycle.abandon()
 
     def on_failure(self, engine: Engine, reason: str) -> bool:
         """Have the process of ``engine`` killed, if it has not died, so that it is started again. Returns whether the
         run continues without the engine. The weight sync calls this, too."""
         assert isinstance(engine, RemoteEngine)
         if self.settings.restarts and not engine.failure:
-            self._slots[engine.name].fail(engine, reason)
+            self._lifecycles[engine.name].fail(engine, reason)
         return bool(self.settings.restarts)

@@ -88,7 +88,7 @@ class RunEngine(VllmEngine):
             await self._unless_dead(lambda: self._llm.engine_core.call_utility_async(ABORT, vllm_ids))
 
     async def sleep(self) -> None:
-        """Free the device's memory; the weights move to host memory. Until ``wake`` the engine takes no requests. CUDA
+        """Free the device's memory; the weights move to CPU memory. Until ``wake`` the engine takes no requests. CUDA
         only."""
         self._pauses += 1
         await self._unless_dead(lambda: self._llm.sleep(level=1))

@@ -57,7 +57,7 @@ class Masters(ABC):
 
 
 class WholeMasters(Masters):
-    """One float32 vector, stepped in place: adapters, and masters in host memory while the forward runs on a GPU."""
+    """One float32 vector, stepped in place: adapters, and masters in CPU memory while the forward runs on a GPU."""
 
     def __init__(self, values_L: Tensor) -> None:
         self.values_L = values_L.detach()

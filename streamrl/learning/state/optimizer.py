@@ -5,7 +5,7 @@ Regularization" (2019), algorithm 2. The weight decay is a separate product befo
 the step itself is one call over a chunk of the vector.
 
 Bytes an element besides the masters: ``adamw`` 8; ``adamw_8bit`` 2.03; ``adamw_offloaded`` none on the device, and 18
-in host memory (masters 4, moments 8, a copy of the gradient 4, bits for the device 2).
+in CPU memory (masters 4, moments 8, a copy of the gradient 4, bits for the device 2).
 A step goes chunk by chunk over the masters, which may be stored in another form (``masters.SplitMasters``)."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADAM_EPSILON = 1e-8
 class MasterOptimizer:
     """AdamW on ``masters``, of the kind ``options.optimizer``.
 
-    Masters may be in host memory: the gradient is copied to it, and the step is taken on the host.
+    Masters may be in CPU memory: the gradient is copied to it, and the step is taken on the CPU.
     The constructor raises ``StreamRLError`` when the library of ``adamw_8bit`` is missing.
 
     ``decayed_places``: places in the masters to which weight decay applies (``PublishedWeights.decayed_places``)."""
@@ -46,7 +46,7 @@ class MasterOptimizer:
         self._decayed_places: list[slice] = []
         if options.weight_decay:
             self._decayed_places = list(decayed_places)
-        self._host_gradient_L: Tensor | None = None
+        self._cpu_gradient_L: Tensor | None = None
 
     @property
     def steps(self) -> int:
@@ -57,9 +57,9 @@ class MasterOptimizer:
     def step(self, gradient_L: Tensor, learning_rate: float) -> None:
         """Take one step with ``gradient_L`` (float32 [L], on the device of the masters or on another one)."""
         if gradient_L.device != self._masters.device:
-            if self._host_gradient_L is None:
-                self._host_gradient_L = torch.empty(gradient_L.shape, dtype=gradient_L.dtype, pin_memory=True)
-            gradient_L = self._host_gradient_L.copy_(gradient_L)
+            if self._cpu_gradient_L is None:
+                self._cpu_gradient_L = torch.empty(gradient_L.shape, dtype=gradient_L.dtype, pin_memory=True)
+            gradient_L = self._cpu_gradient_L.copy_(gradient_L)
         for place in self._masters.steps():
             values = self._masters.read(place)
             for decayed in self._decayed_places:

@@ -109,12 +109,12 @@ class PublishedWeights(ABC):
 
     def as_tensors(self, flat_L: Tensor) -> dict[str, Tensor]:
         """Views of a float32 vector (masters or an optimizer moment) as full or distributed tensors, for checkpoints.
-        They have the memory of the vector, also where it is in host memory and the mesh is of CUDA devices."""
+        They have the memory of the vector, also where it is in CPU memory and the mesh is of CUDA devices."""
         tensors: dict[str, Tensor] = {}
         for shard, like in zip(self.master_shards, self._master_tensors.values(), strict=True):
             local = flat_L.detach()[shard.place].view(shard.local_shape)
             if isinstance(like, DTensor):
-                # ``DTensor.from_local`` would copy host memory to the device of the mesh: loading would fill the copy.
+                # ``DTensor.from_local`` would copy CPU memory to the device of the mesh: loading would fill the copy.
                 local = cast("Any", DTensor)(local, like._spec, requires_grad=False)
             tensors[shard.name] = local
         return tensors
@@ -147,7 +147,7 @@ class PublishedWeights(ABC):
 class FullWeights(PublishedWeights):
     """Weights of which every parameter is trained: published bits are ``bfloat16(master)``.
 
-    ``masters_on_host``: whether full masters are in host memory, for an optimizer that steps on the host. The gradient
+    ``masters_on_cpu``: whether full masters are in CPU memory, for an optimizer that steps on the CPU. The gradient
     stays on the device, and bfloat16 bits go back to the device, through pinned memory on CUDA. It changes nothing on
     a CPU."""
 
@@ -156,7 +156,7 @@ class FullWeights(PublishedWeights):
         parameters: dict[str, nn.Parameter],
         pieces: Sequence[CheckpointPiece] | None = None,
         *,
-        masters_on_host: bool = False,
+        masters_on_cpu: bool = False,
     ) -> None:
         super().__init__(parameters, pieces)
         self._group: Any = None
@@ -166,13 +166,13 @@ class FullWeights(PublishedWeights):
         device = local_part(next(iter(parameters.values()))).device
         size = self.master_shards[-1].stop
         forward_L = None if self._sharded else self._take_over(torch.empty(size, dtype=torch.float32, device=device))
-        self._host_bits_L: Tensor | None = None
-        if masters_on_host and device.type != "cpu":
+        self._cpu_bits_L: Tensor | None = None
+        if masters_on_cpu and device.type != "cpu":
             masters_L = torch.empty(size, dtype=torch.float32)
             for shard, parameter in self._pairs():
                 masters_L[shard.place] = local_part(parameter.detach()).flatten()
             self.masters: Masters = WholeMasters(masters_L)
-            self._host_bits_L = torch.empty(size, dtype=PUBLISHED_DTYPE, pin_memory=True)
+            self._cpu_bits_L = torch.empty(size, dtype=PUBLISHED_DTYPE, pin_memory=True)
         elif forward_L is not None:
             self.masters = SplitMasters([lambda: forward_L], [size], device)
         else:
@@ -201,9 +201,9 @@ class FullWeights(PublishedWeights):
 
     @torch.no_grad()
     def refresh_forward(self) -> None:
-        if self._host_bits_L is None:
+        if self._cpu_bits_L is None:
             return  # split masters write the forward's values in each step
-        rounded_L = self._host_bits_L.copy_(self.masters.full()).to(self.gradient_L.device)
+        rounded_L = self._cpu_bits_L.copy_(self.masters.full()).to(self.gradient_L.device)
         for shard, parameter in self._pairs():
             local_part(parameter).copy_(rounded_L[shard.place].view(shard.local_shape))
 

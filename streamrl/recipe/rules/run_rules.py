@@ -222,7 +222,7 @@ def devices(recipe: Recipe) -> Broken:
     if device == "cpu" and recipe.training.optimizer is OptimizerKind.ADAMW_OFFLOADED:
         yield Problem(
             "training.optimizer",
-            '"adamw_offloaded" has no effect on device = "cpu", where everything is in host memory: '
+            '"adamw_offloaded" has no effect on device = "cpu", where everything is in CPU memory: '
             'set optimizer = "adamw"',
         )
 

@@ -37,7 +37,7 @@ from streamrl.weights.manifest import (
 )
 from streamrl.weights.publish.chain import Chain
 from streamrl.weights.publish.server import PublisherServer, ServedPart
-from streamrl.weights.publish.tensor_source import HostTensors
+from streamrl.weights.publish.tensor_source import CpuTensors
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 from streamrl.weights.requests import CHUNK_BYTES
 from streamrl.weights.store.stored_parts import StoredParts
@@ -83,7 +83,7 @@ class WeightPublisher:
         threads: int | None = None,
         checkpoint: Path | None = None,
         chain_bytes: int | None = None,
-        source: HostTensors | None = None,
+        source: CpuTensors | None = None,
     ) -> None:
         for shard in shards:
             shard.check()
@@ -94,7 +94,7 @@ class WeightPublisher:
         if len(self._shards) != len(shards):
             raise WeightError(f"rank {rank} was given {len(shards)} shards with {len(self._shards)} different names")
         self._units = work_units(shards)
-        self._source = source or HostTensors()
+        self._source = source or CpuTensors()
         self._threads = threads or max(1, min(8, usable_cores() // 2))
         dense = sum(shard.count * bit_type(shard.dtype, shard.name).itemsize for shard in shards)
         self._chain = Chain(dense // _CHAIN_SHARE if chain_bytes is None else chain_bytes)

@@ -1,5 +1,5 @@
 """Sources of the tensors that a ``WeightPublisher`` encodes, called by the publisher in the trainer rank's process. The
-source here reads numpy arrays; ``torch_tensors`` has sources for torch's tensors in host memory and on a GPU."""
+source here reads numpy arrays; ``torch_tensors`` has sources for torch's tensors in CPU memory and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_patch
 from streamrl.weights.manifest import ShardSpec
 
 
-class HostTensors:
+class CpuTensors:
     """Reads the bit patterns of a rank's shards from numpy arrays. Several threads call it, each with another unit.
 
     ``slices``: consecutive elements of checked tensors, one slice for each shard of the work unit."""
@@ -24,7 +24,7 @@ class HostTensors:
         return as_bits(tensor, shard.dtype, shard.count, shard.name)
 
     def complete(self, slices: Sequence[Any], dtype: str) -> BitArray:
-        """Return all elements of a unit, in host memory."""
+        """Return all elements of a unit, in CPU memory."""
         return cast("BitArray", slices[0] if len(slices) == 1 else np.concatenate(slices))
 
     def changes(self, unit: int, slices: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:

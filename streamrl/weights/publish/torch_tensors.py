@@ -1,6 +1,6 @@
 """Publishing from a trainer rank's torch tensors. The trainer gets ``start_publisher`` from ``launch/roles.py``.
 
-Weights on a GPU are compared there, and only the changes are copied to the host, to be encoded. ``encode_on_device``
+Weights on a GPU are compared there, and only the changes are copied to the CPU, to be encoded. ``encode_on_device``
 yields the same changes as ``weights.codec`` with torch alone: a comparison, a running count of each exponent class, and
 gathers at the changed positions. On a CPU the compiled loops of ``weights.codec`` are many times faster."""
 
@@ -22,7 +22,7 @@ from streamrl.weights.codec.bits import BitArray, BitType, bit_type, exponent_fi
 from streamrl.weights.codec.codec import Changes, EncodedPatch, ExponentClasses, WeightPatch, by_class, encode_changes
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher
-from streamrl.weights.publish.tensor_source import HostTensors
+from streamrl.weights.publish.tensor_source import CpuTensors
 
 
 def start_publisher(options: TrainerOptions, shards: Sequence[LocalShard], device: torch.device) -> WeightPublisher:
@@ -34,7 +34,7 @@ def start_publisher(options: TrainerOptions, shards: Sequence[LocalShard], devic
         rank=options.rank,
         shards=shard_specs(shards),
         checkpoint=Path(options.model_path),
-        source=TorchOnHost() if device.type == "cpu" else DeviceTensors(),
+        source=TorchOnCpu() if device.type == "cpu" else DeviceTensors(),
     )
     publisher.start()
     return publisher
@@ -45,16 +45,16 @@ def shard_specs(shards: Sequence[LocalShard]) -> list[ShardSpec]:
     return [ShardSpec(s.name, "bfloat16", s.shape, s.offset, s.stop - s.start, s.run, s.stride) for s in shards]
 
 
-class TorchOnHost(HostTensors):
-    """Reads float32 tensors in host memory, whose values are published as bfloat16."""
+class TorchOnCpu(CpuTensors):
+    """Reads float32 tensors in CPU memory, whose values are published as bfloat16."""
 
     def checked(self, tensor: Any, shard: ShardSpec) -> Any:
         return super().checked(bit_array(tensor), shard)
 
 
-class DeviceTensors(HostTensors):
+class DeviceTensors(CpuTensors):
     """Reads float32 tensors on a device, whose values are published as bfloat16. The device has a baseline to compare
-    them with, 2 bytes an element, besides the publisher's baseline in host memory."""
+    them with, 2 bytes an element, besides the publisher's baseline in CPU memory."""
 
     def __init__(self) -> None:
         self._baseline: dict[int, Tensor] = {}
@@ -70,14 +70,14 @@ class DeviceTensors(HostTensors):
         return upper_halves(values)
 
     def complete(self, slices: Sequence[Any], dtype: str) -> BitArray:
-        return _to_host(_concatenated(slices), bit_type(dtype, "on the device"))
+        return _to_cpu(_concatenated(slices), bit_type(dtype, "on the device"))
 
     def changes(self, unit: int, slices: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
-        """Encode on the device (``encode_on_device``). The first call for a unit copies its baseline from the host."""
+        """Encode on the device (``encode_on_device``). The first call for a unit copies its baseline from the CPU."""
         new = _concatenated(slices)
         base = self._baseline.get(unit)
         if base is None:
-            base = self._baseline[unit] = _from_host(baseline, new.device).clone()
+            base = self._baseline[unit] = _from_cpu(baseline, new.device).clone()
         return encode_on_device(new, base, dtype)
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class DeviceTensors(HostTensors):
             baseline = self._baseline.get(unit)
             if baseline is not None and patch.positions is not None:
                 positions = torch.from_numpy(patch.positions).to(baseline.device)
-                baseline[positions] = _from_host(patch.values, baseline.device)
+                baseline[positions] = _from_cpu(patch.values, baseline.device)
 
 
 @torch.no_grad()
@@ -110,12 +110,12 @@ def encode_on_device(new: Tensor, base: Tensor, dtype: str) -> EncodedPatch | No
         in_class = changed_kinds == kind
         ranks = (kinds == kind).cumsum(0, dtype=torch.int32)[positions[in_class]].to(torch.int64)
         gaps[in_class] = torch.diff(ranks, prepend=ranks.new_zeros(1)) - 1
-    values_on_host = _to_host(new_values, bits)
-    steps = step_symbols(_to_host(old, bits), values_on_host)
-    gaps_on_host = gaps.to(torch.int32).cpu().numpy().view(np.uint32)
-    streams = by_class(changed_kinds.cpu().numpy().view(np.uint16), gaps_on_host, steps)
-    changes = Changes(positions.cpu().numpy(), values_on_host, streams)
-    return encode_changes(changes, new.numel(), lambda: _to_host(new, bits))
+    values_on_cpu = _to_cpu(new_values, bits)
+    steps = step_symbols(_to_cpu(old, bits), values_on_cpu)
+    gaps_on_cpu = gaps.to(torch.int32).cpu().numpy().view(np.uint32)
+    streams = by_class(changed_kinds.cpu().numpy().view(np.uint16), gaps_on_cpu, steps)
+    changes = Changes(positions.cpu().numpy(), values_on_cpu, streams)
+    return encode_changes(changes, new.numel(), lambda: _to_cpu(new, bits))
 
 
 def _concatenated(slices: Sequence[Any]) -> Tensor:
@@ -123,10 +123,10 @@ def _concatenated(slices: Sequence[Any]) -> Tensor:
     return tensor
 
 
-def _from_host(bits: BitArray, device: torch.device) -> Tensor:
+def _from_cpu(bits: BitArray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.itemsize}")).to(device)
 
 
-def _to_host(bits: Tensor, dtype: BitType) -> BitArray:
+def _to_cpu(bits: Tensor, dtype: BitType) -> BitArray:
     array: BitArray = bits.cpu().numpy().view(dtype)
     return array

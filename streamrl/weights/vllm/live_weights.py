@@ -70,7 +70,7 @@ class LiveWeights:
         self._counted = counted
         self._layers = layers or LiveLayers(plan, counted)
         self._storages = {name: integers(storage) for name, storage in plan.storages.items()}
-        self._in_host_memory = {
+        self._in_cpu_memory = {
             name: storage.numpy().view(f"<u{storage.element_size()}")
             for name, storage in self._storages.items()
             if storage.device.type == "cpu"
@@ -164,7 +164,7 @@ class LiveWeights:
     def _write_and_check(self, write: RouteWrite) -> None:
         """Compare the live elements with the old bits, write, and compare them with the new bits. Raises
         ``WeightError``."""
-        live = self._in_host_memory.get(write.route.parameter)
+        live = self._in_cpu_memory.get(write.route.parameter)
         if live is not None and write.elements is not None and write.old_bits is not None:
             before, after = scatter_checked(live, write.elements, write.old_bits, write.new_bits)
             if before or after:
@@ -200,7 +200,7 @@ class LiveWeights:
     def _compile(self) -> None:
         """Compile the scatter for the dtypes of this model, so that numba does not do it while the engine is paused."""
         no_elements = np.zeros(0, dtype=np.uint32)
-        for live in {live.dtype: live for live in self._in_host_memory.values()}.values():
+        for live in {live.dtype: live for live in self._in_cpu_memory.values()}.values():
             for bits in (np.zeros(0, dtype=np.uint16), np.zeros(0, dtype=live.dtype)):
                 for elements in (no_elements, no_elements.astype(np.int64)):
                     scatter_checked(live, elements, bits, bits)

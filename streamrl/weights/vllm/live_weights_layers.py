@@ -1,6 +1,6 @@
 """The part of ``LiveWeights`` for layers that are rebuilt (``rebuilt_layers.py``), in vLLM's worker processes.
 
-While the engine samples, ``prepare`` makes the loading-time parameters of a layer at the new version, in host memory;
+While the engine samples, ``prepare`` makes the loading-time parameters of a layer at the new version, in CPU memory;
 the commit rebuilds the layer from them. Elements of a packed tensor cannot be compared with those of a checkpoint. So
 the state hash counts the bits from which a layer was rebuilt, and is right as long as the layer is the result of this
 rebuild. A rebuild is compared with the loaded layer once, when the first delta is made on the checkpoint that vLLM
@@ -32,7 +32,7 @@ UPPER_HALF = 16
 
 class LayerWrite(msgspec.Struct, frozen=True, eq=False):
     """A layer that a version changes. ``loaded``: loading-time parameters of the layer at this version, by attribute,
-    in host memory. ``hash_change``: change of this worker's part of the state hash by the tensors of the layer."""
+    in CPU memory. ``hash_change``: change of this worker's part of the state hash by the tensors of the layer."""
 
     layer: RebuiltLayer
     loaded: Mapping[str, torch.Tensor]

@@ -16,8 +16,8 @@ from streamrl.base.types import token_array
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.engines.elastic.engine_processes import PATIENCE_SECONDS, EngineHosts
-from streamrl.engines.engine_host import serve_engine
+from streamrl.engines.elastic.engine_processes import PATIENCE_SECONDS, EngineProcesses
+from streamrl.engines.engine_process import serve_engine
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.remote_engine import ENGINE_FAILURE
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
@@ -30,7 +30,8 @@ STOP_0, START_1 = StopEngine(engine="engine-0", patience_s=PATIENCE_SECONDS), St
 
 
 class Started:
-    """Two sets of one engine, the first in use; a supervisor that starts hosts as tasks and ends them by cancelling.
+    """Two sets of one engine, the first in use; a supervisor that starts processes as tasks and ends them by
+    cancelling.
 
     ``host_lives``: what a host does that is ordered to start: it ``serves``, ``dies``, or ``loads`` until ``loaded``.
     """
@@ -49,7 +50,9 @@ class Started:
         self.made: list[SimulatedEngine] = []
         self.loading, self.loaded = anyio.Event(), anyio.Event()
         self.host_lives = "serves"
-        self.hosts = EngineHosts(endpoints, settings, order=self.order, emit=self.emit, guard=guard, sleeps=sleeps)
+        self.processes = EngineProcesses(
+            endpoints, settings, order=self.order, emit=self.emit, guard=guard, sleeps=sleeps
+        )
 
     def at(self, name: str, stream: str) -> str:
         if self.first_port is not None:
@@ -58,17 +61,17 @@ class Started:
         return f"ipc://{self.directory}/{name}.{stream}"
 
     async def open(self) -> None:
-        await self.group.start(self.hosts.run)
+        await self.group.start(self.processes.run)
         self.group.start_soon(self.host, "engine-0", "serves")
-        self.pool, _ = await self.hosts.start(["engine-0"])
+        self.pool, _ = await self.processes.start(["engine-0"])
         self.sync = WeightSync(
-            self.pool.attached, anchor, in_flight=InFlight.KEEP, timeout_s=300, on_failure=self.hosts.on_failure
+            self.pool.attached, anchor, in_flight=InFlight.KEEP, timeout_s=300, on_failure=self.processes.on_failure
         )
-        self.hosts.set_weight_sync(self.sync)
+        self.processes.set_weight_sync(self.sync)
         await self.sync.push(await anchor(0))
 
     async def close(self) -> None:
-        await self.hosts.aclose()
+        await self.processes.aclose()
         await self.pool.aclose()
 
     async def host(self, name: str, lives: str) -> None:
@@ -130,11 +133,11 @@ async def test_a_set_stops_before_the_next_one_starts(tcp: bool, free_ports: Cal
     """A set stops before the next one is started, which serves with the live version."""
     async with started(first_port=free_ports(4) if tcp else None) as one:
         await one.assert_serves("engine-0", 0)
-        await one.hosts.use(["engine-1"])
+        await one.processes.use(["engine-1"])
         assert one.orders() == [STOP_0, START_1] and sorted(one.pool.attached) == ["engine-1"]
         await one.assert_serves("engine-1", 0)
         await one.sync.push(await anchor(1))
-        await one.hosts.use(["engine-0"])
+        await one.processes.use(["engine-0"])
         await one.assert_serves("engine-0", 1)
         assert len(one.made) == 3 and one.events == []
 
@@ -152,7 +155,7 @@ async def test_advance_requests_wait_for_set_and_version(pushed_first: bool) -> 
         one.pool.withdraw(["engine-0"], "away")
         group.start_soon(sample)
         one.host_lives = "loads"
-        group.start_soon(one.hosts.use, ["engine-1"])
+        group.start_soon(one.processes.use, ["engine-1"])
         await one.loading.wait()
         if pushed_first:  # no engine holds it then
             await one.sync.push(await anchor(1))
@@ -171,7 +174,7 @@ async def test_a_dead_engine_restarts_within_its_set_only() -> None:
         one.scopes["engine-0"].cancel()
         while not one.events:
             await anyio.sleep(0.01)
-        await one.hosts.use(["engine-1"])  # while the supervisor is about to start it again
+        await one.processes.use(["engine-1"])  # while the supervisor is about to start it again
         assert one.orders() == [StopEngine(engine="engine-0"), START_1]
         await one.assert_serves("engine-1", 0)
         one.scopes["engine-1"].cancel()
@@ -183,7 +186,7 @@ async def test_a_dead_engine_restarts_within_its_set_only() -> None:
         await one.assert_serves("engine-1", 0)
         assert [type(event) for event in one.events] == [EngineLost, EngineLost, EngineBack] and one.orders() == []
         one.scopes["engine-1"].cancel()  # this moment
-        await one.hosts.use(["engine-0"])
+        await one.processes.use(["engine-0"])
         await one.assert_serves("engine-0", 0)
 
 
@@ -191,8 +194,8 @@ async def test_an_engine_that_dies_starting_serves_once_back() -> None:
     """An engine that dies while its set is started serves when it is back."""
     async with started() as one, anyio.create_task_group() as group:
         one.host_lives = "dies"
-        group.start_soon(one.hosts.use, ["engine-1"])
-        while not one.hosts._slots["engine-1"].late:
+        group.start_soon(one.processes.use, ["engine-1"])
+        while not one.processes._lifecycles["engine-1"].late:
             await anyio.sleep(0.01)
         one.group.start_soon(one.host, "engine-1", "serves")
         while not one.pool.serving:
@@ -207,8 +210,8 @@ async def test_a_start_has_its_whole_time_after_one_that_failed(lives: str, monk
     async with started(start_timeout_s=5.0) as one:
         if lives == "loads":  # the first start of another set: too long
             one.host_lives, name = "loads", "engine-1"
-            one.group.start_soon(one.hosts.use, [name])
-            while not one.hosts._slots[name].late:
+            one.group.start_soon(one.processes.use, [name])
+            while not one.processes._lifecycles[name].late:
                 await anyio.sleep(0.01)
         else:  # the only engine in use is started again, which fails
             name = "engine-0"
@@ -229,9 +232,9 @@ async def test_a_run_that_ends_while_a_set_starts_ends_its_hosts() -> None:
         one.host_lives = "loads"
         with anyio.CancelScope() as switching:
             one.group.start_soon(cancel_when, switching, one.loading)
-            await one.hosts.use(["engine-1"])
+            await one.processes.use(["engine-1"])
         one.orders()
-        await one.hosts.aclose()
+        await one.processes.aclose()
         assert one.orders() == [StopEngine(engine="engine-1")] and not one.pool.attached
 
 
@@ -246,8 +249,8 @@ async def test_an_unready_engine_ends_a_run_without_restarts(lives: str) -> None
     with pytest.raises(BaseExceptionGroup) as raised:
         async with started(restarts=0) as one:
             one.host_lives = lives
-            one.hosts._slots["engine-1"]._settings = Engines(restarts=0, start_timeout_s=0.5)
-            await one.hosts.use(["engine-1"])
+            one.processes._lifecycles["engine-1"]._settings = Engines(restarts=0, start_timeout_s=0.5)
+            await one.processes.use(["engine-1"])
     reason = "cannot be loaded" if lives == "dies" else "not ready within 0.5 s of being started"
     assert any("engine-1" in str(error) and reason in str(error) for error in failures(raised.value))
 
@@ -256,18 +259,18 @@ async def test_an_unready_engine_ends_a_run_without_restarts(lives: str) -> None
 async def test_sleeping_engines_wake_with_the_live_version(restarts: int) -> None:
     """A sleeping engine wakes with the live version, and is started at its next use where it died asleep."""
     async with started(sleeps=True, restarts=restarts) as one:
-        await one.hosts.use(["engine-1"])
+        await one.processes.use(["engine-1"])
         assert one.orders() == [StopEngine(engine="engine-0", sleeps=True), START_1]
         await one.sync.push(await anchor(1))
         assert (await one.made[0].start()).policy_version == 0
-        await one.hosts.use(["engine-0"])
+        await one.processes.use(["engine-0"])
         await one.assert_serves("engine-0", 1)
         assert len(one.made) == 2, "no process began"
         one.orders()
         one.scopes["engine-1"].cancel()
-        while not one.hosts._slots["engine-1"].stopped:
+        while not one.processes._lifecycles["engine-1"].stopped:
             await anyio.sleep(0.01)
-        await one.hosts.use(["engine-1"])
+        await one.processes.use(["engine-1"])
         assert one.orders() == [StopEngine(engine="engine-1"), StopEngine(engine="engine-0", sleeps=True), START_1]
         await one.assert_serves("engine-1", 1)
         assert len(one.made) == 3 and one.events == []

@@ -55,7 +55,7 @@ class Recorded(SimulatedEngine):
         self.asked_when_dead += self.dead
         if step == self.dies or self.dead:
             self.dead = True
-            raise EngineError("its host is gone")
+            raise EngineError("its process is gone")
         if step == self.waits:
             self.reached.set()
             await self.let.wait()
@@ -256,7 +256,7 @@ async def test_an_engine_that_fails_in_a_push_is_replaced(step: str, late: bool)
     await run.sync.pause()
     report = await run.sync.push(announced(5, 4))
     assert report.reanchored == 0 and list(run.failed) == [failing]
-    assert ("within 0.1 s" if late else "its host is gone") in run.failed[failing]
+    assert ("within 0.1 s" if late else "its process is gone") in run.failed[failing]
     assert sound.told == TAKEN
     await run.sync.push(announced(6, 5))
     await run.sync.pause()

@@ -1,4 +1,4 @@
-"""AdamW on a flat vector, in three kinds: float32, 8-bit moments, and stepped in host memory."""
+"""AdamW on a flat vector, in three kinds: float32, 8-bit moments, and stepped in CPU memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_host_masters_step_as_device_masters_do() -> None:
         torch.manual_seed(3)
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
         on_host = kind is OptimizerKind.ADAMW_OFFLOADED
-        weights = FullWeights(dict(model.named_parameters()), masters_on_host=on_host)
+        weights = FullWeights(dict(model.named_parameters()), masters_on_cpu=on_host)
         optimizer = MasterOptimizer(options_of(kind, weight_decay=0.1), weights.masters, weights.decayed_places)
         for step in range(3):
             weights.clear_gradient()

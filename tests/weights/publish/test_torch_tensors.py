@@ -22,7 +22,7 @@ from streamrl.weights.codec.bits import bit_type
 from streamrl.weights.codec.codec import encode_patch
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import Published, WeightPublisher
-from streamrl.weights.publish.torch_tensors import DeviceTensors, TorchOnHost, encode_on_device, start_publisher
+from streamrl.weights.publish.torch_tensors import DeviceTensors, TorchOnCpu, encode_on_device, start_publisher
 from streamrl.weights.pull.fetch import fetch_version
 from streamrl.weights.pull.replica import CheckpointReplica
 
@@ -175,7 +175,7 @@ def test_weights_on_a_device_are_published_from_there(tmp_path: Path, closed: Ex
         assert_same_frames(*publishers)
         weights.masters.load(weights.masters.full() * 1.002)
     assert isinstance(publishers[0]._source, DeviceTensors)
-    assert isinstance(publishers[1]._source, TorchOnHost)
+    assert isinstance(publishers[1]._source, TorchOnCpu)
 
 
 def test_what_is_no_shard_of_float32_values_is_refused() -> None:

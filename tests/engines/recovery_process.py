@@ -1,4 +1,4 @@
-"""A process of a run for tests of recovery: ``recovery_host.py <role> --index i --run-directory DIR``.
+"""A process of a run for tests of recovery: ``recovery_process.py <role> --index i --run-directory DIR``.
 
 An engine serves a simulated engine over the real streams. ``DIR/behaviour/<name>``
 says what else it does, when there is such a file:
@@ -20,7 +20,7 @@ import anyio
 from streamrl.base.messages import EngineEvent, EngineOrder, EngineReady, Generate
 from streamrl.base.run_process import die_with_parent
 from streamrl.base.types import Completion
-from streamrl.engines.engine_host import serve_engine
+from streamrl.engines.engine_process import serve_engine
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.engines.step_cost import StepCost
 from streamrl.launch.roles import controller_streams

@@ -1,4 +1,4 @@
-"""A real engine in its own process, as a run has it: ``host_process.py OPTIONS.json ORDERS COMPLETIONS``."""
+"""A real engine in its own process, as a run has it: ``serving_process.py OPTIONS.json ORDERS COMPLETIONS``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import anyio
 import msgspec
 
 from streamrl.base.messages import EngineEvent, EngineOrder
-from streamrl.engines.engine_host import serve_engine
+from streamrl.engines.engine_process import serve_engine
 from streamrl.engines.vllm.engine import RunEngine
 from streamrl.engines.vllm.options import EngineOptions
 from streamrl.launch.roles import controller_streams
