@@ -30,7 +30,7 @@ from streamrl.control.policies.group_sizing import make_group_sizer
 from streamrl.control.run_state import GroupLengths
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind, StalePolicy, TailBatching
-from streamrl.simulate.cluster import PRESETS, ClusterEngines
+from streamrl.simulate.fleet import PRESETS, FleetEngines
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation
 
@@ -124,7 +124,7 @@ def cost_of_events(changes: dict[str, Any], steps: int) -> str:
         "failure_window": 8,
     }
     settings = ControlSettings(**{**defaults, **changes})
-    model = msgspec.structs.replace(PRESETS["rollpacker-14b-16k"], engines=ClusterEngines(count=160, prompt_tokens=128))
+    model = msgspec.structs.replace(PRESETS["rollpacker-14b-16k"], engines=FleetEngines(count=160, prompt_tokens=128))
     simulation = Simulation(settings, model, ModelledLengths(model.lengths, 0))
     core, handle = simulation.core, simulation.core.handle
     seconds: list[float] = []

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from simulated_papers import ROLLPACKER_14B, race
 
-from streamrl.simulate.cluster import ClusterEngines
+from streamrl.simulate.fleet import FleetEngines
 from streamrl.simulate.host_model import HostsModel
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation
@@ -30,7 +30,7 @@ Lines = dict[str, list[tuple[float, float]]]
 
 def control_us(engines: int, eta: float, steps: int) -> float:
     """Microseconds of the processor for a completion."""
-    model = msgspec.structs.replace(ROLLPACKER_14B, engines=ClusterEngines(count=engines, prompt_tokens=128))
+    model = msgspec.structs.replace(ROLLPACKER_14B, engines=FleetEngines(count=engines, prompt_tokens=128))
     rules = msgspec.structs.replace(race(eta, eta), batch_groups=engines * 8, steps=steps)
     simulation = Simulation(rules, model, ModelledLengths(model.lengths, 0))
     spent = 0

@@ -31,8 +31,8 @@ from streamrl.recipe.scheduling import (
 )
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.recipe.topology import PreparedSet, expected_kv_tokens
-from streamrl.simulate.cluster import DEMO, PRESETS, ClusterEngines, ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan
+from streamrl.simulate.fleet import DEMO, PRESETS, FleetEngines, FleetModel
 from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.report import SimulationReport, StepRow
 from streamrl.simulate.simulation import simulate
@@ -71,7 +71,7 @@ def settings(**changes: Any) -> ControlSettings:
     return ControlSettings(**{**defaults, **changes})
 
 
-def part(model: ClusterModel, name: str, **changes: Any) -> ClusterModel:
+def part(model: FleetModel, name: str, **changes: Any) -> FleetModel:
     """``model`` with fields of one part replaced."""
     return msgspec.structs.replace(model, **{name: msgspec.structs.replace(getattr(model, name), **changes)})
 
@@ -124,7 +124,7 @@ def cycle_mean(rows: tuple[StepRow, ...], prompt_oversampling: float) -> float:
     return (cycle * max(short) + max(long)) / (cycle + 1)
 
 
-def eta_predictions(model: ClusterModel, steps: int) -> dict[tuple[float, float], float]:
+def eta_predictions(model: FleetModel, steps: int) -> dict[tuple[float, float], float]:
     """Rollout seconds of every entry of the table with a decode step of ``PROBE_SLOPE_S`` and no fixed cost."""
     probe = part(part(model, "push", round_s=0.0), "engine", base_s=PROBE_SLOPE_S)
     return {eta: cycle_mean(simulate(race(*eta), probe, steps).recent, eta[0]) for eta in ETA_TABLE}
@@ -187,7 +187,7 @@ def sorted_reports(capacity: int, cohort: int, cohorts: int = 2) -> dict[str, Si
     model = part(ROLLPACKER_14B, "lengths", cap=SORTED_CAP, cap_share=0.0229)
     model = part(model, "engine", max_num_seqs=capacity, kv_tokens=0)
     model = part(model, "push", round_s=0.0)
-    model = msgspec.structs.replace(model, engines=ClusterEngines(count=1, prompt_tokens=128, capacity=capacity))
+    model = msgspec.structs.replace(model, engines=FleetEngines(count=1, prompt_tokens=128, capacity=capacity))
     modes: dict[str, dict[str, Any]] = {
         "baseline": {},
         "on-policy": {
@@ -220,7 +220,7 @@ def sorted_rounds(say: Callable[[str], None], capacity: int = 320, cohort: int =
 # ---- SAGC ------------------------------------------------------------------------------------------
 
 
-def drifting(steps: int) -> ClusterModel:
+def drifting(steps: int) -> FleetModel:
     """Lengths that grow by a factor of 2.7 over the run, into a cap: stragglers get more frequent."""
     lengths = LengthModel(
         cap=1024, weights=(1.0,), mus=(5.0,), sigmas=(0.64,), correlation=0.61, drift_per_step=1.0 / steps
@@ -327,7 +327,7 @@ def _compared(before: SimulationReport, after: SimulationReport) -> str:
 
 def speed(say: Callable[[str], None], engines: int = 1000, steps: int = 15) -> None:
     """CPU seconds of 1,000 engines with 64 requests each over 15 steps, and the largest resident size."""
-    model = msgspec.structs.replace(ROLLPACKER_14B, engines=ClusterEngines(count=engines, prompt_tokens=128))
+    model = msgspec.structs.replace(ROLLPACKER_14B, engines=FleetEngines(count=engines, prompt_tokens=128))
     begun = time.process_time()
     report = simulate(settings(batch_groups=engines * 8), model, steps)
     seconds = time.process_time() - begun

@@ -1,4 +1,4 @@
-"""``streamrl simulate`` and ``streamrl calibrate``: the forecast of a recipe on a cluster, in virtual time. Runs in the
+"""``streamrl simulate`` and ``streamrl calibrate``: the forecast of a recipe on a fleet, in virtual time. Runs in the
 command's own process and starts no other; ``what-if`` and ``compare`` use its arguments and tables."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate.calibrate import calibrate
-from streamrl.simulate.cluster import ClusterModel, differences, load_cluster
+from streamrl.simulate.fleet import FleetModel, differences, load_fleet
 from streamrl.simulate.lengths import RecordedLengths
 from streamrl.simulate.recording import agreement, load_recording
 from streamrl.simulate.report import KindSummary, SimulationReport
@@ -33,7 +33,7 @@ from streamrl.simulate.simulation import simulate_recipe
 from streamrl.simulate.what_if import World
 
 PROGRESS_AFTER_S = 2.0
-DEFAULT_CLUSTER = "demo"
+DEFAULT_FLEET = "demo"
 _WORDS = ("rounds", "kind", "system", "")
 """Columns of words, which are aligned on the left."""
 Row = Iterator[tuple[str, str]]
@@ -41,33 +41,33 @@ Row = Iterator[tuple[str, str]]
 
 
 class InVirtualTime(Command, frozen=True, kw_only=True):
-    """Arguments common to the simulating commands: the cluster, and the number of steps."""
+    """Arguments common to the simulating commands: the fleet, and the number of steps."""
 
-    cluster: Annotated[str, Argument("a cluster model (TOML), or one of the built-in", metavar="FILE")] = ""
+    fleet: Annotated[str, Argument("a fleet model (TOML), or one of the built-in", metavar="FILE")] = ""
     steps: int
     warm_up: Annotated[int, Argument("steps before them (default 10)", metavar="N")] = 10
     seed: Annotated[int, Argument("of lengths and rewards")] = 0
     environment_factor: Annotated[float, Argument("times as long in environments (default 1)", metavar="X")] = 1.0
 
     def world(self, trace: Path | None) -> tuple[str, World, list[str]]:
-        """Return the name of the cluster, the world to simulate, and notes for the user. A recorded run gives lengths,
-        and the cluster where none is named. Raises ``StreamRLError``."""
+        """Return the name of the fleet, the world to simulate, and notes for the user. A recorded run gives lengths,
+        and the fleet where none is named. Raises ``StreamRLError``."""
         factor = self.environment_factor
         if self.steps < 1 or self.warm_up < 0 or self.seed < 0 or not 0 <= factor < math.inf:
             flags = f"--steps {self.steps} --warm-up {self.warm_up} --seed {self.seed} --environment-factor {factor:g}"
             raise RecipeError(f"{flags}: at least 1, 0, 0 and 0")
         make_world = partial(World, steps=self.steps, warm_up=self.warm_up, seed=self.seed)
         if trace is None:
-            name = self.cluster or DEFAULT_CLUSTER
-            model = load_cluster(name)
+            name = self.fleet or DEFAULT_FLEET
+            model = load_fleet(name)
             return name, make_world(model=_timed(model, factor), lengths=cache(model.drawn_lengths)), []
         run = load_recording(trace)
         recipe = _recipe_of(trace)
         notes = []
         fit_agreement = None
-        if self.cluster:
-            name = self.cluster
-            model = load_cluster(self.cluster)
+        if self.fleet:
+            name = self.fleet
+            model = load_fleet(self.fleet)
         else:
             fit = calibrate(run, recipe)
             name = f"of run {run.header.run_id}"
@@ -91,7 +91,7 @@ class InVirtualTime(Command, frozen=True, kw_only=True):
         return name, make_world(model=_timed(model, factor), lengths=lengths, agreement=fit_agreement), notes
 
 
-def _timed(model: ClusterModel, factor: float) -> ClusterModel:
+def _timed(model: FleetModel, factor: float) -> FleetModel:
     return replace(model, environment=replace(model.environment, factor=factor * model.environment.factor))
 
 
@@ -100,7 +100,7 @@ class Simulate(InVirtualTime, frozen=True, kw_only=True):
 
     recipe: RecipePath
     overrides: Overrides = ()
-    trace: Annotated[Path | None, Argument("a recorded run: its cluster, and its lengths", metavar="RUN")] = None
+    trace: Annotated[Path | None, Argument("a recorded run: its fleet, and its lengths", metavar="RUN")] = None
     compare: Annotated[
         str,
         Argument(
@@ -129,7 +129,7 @@ class Simulate(InVirtualTime, frozen=True, kw_only=True):
             print_json(outcomes)
             return 0
         wide = Console(width=None if sys.stdout.isatty() else 150)
-        wide.print(f"cluster {name}: {_cluster_sentence(world.model)}")
+        wide.print(f"fleet {name}: {_fleet_sentence(world.model)}")
         for outcome in outcomes:
             if outcome.unknown:
                 wide.print(f"{outcome.name}: {outcome.unknown}", markup=False, highlight=False)
@@ -139,13 +139,13 @@ class Simulate(InVirtualTime, frozen=True, kw_only=True):
 
 
 class Calibrate(Command, frozen=True):
-    """Fit a cluster model to a recorded run."""
+    """Fit a fleet model to a recorded run."""
 
     recorded: Annotated[Path, Argument("the directory of a run, or a trace file", metavar="RUN", positional=True)]
-    out: Annotated[Path | None, Argument("write the cluster model here (default: print it)", metavar="FILE")] = None
+    out: Annotated[Path | None, Argument("write the fleet model here (default: print it)", metavar="FILE")] = None
 
     def run(self) -> int:
-        """Write or print the cluster model; its errors against the run are printed on stderr."""
+        """Write or print the fleet model; its errors against the run are printed on stderr."""
         fit = calibrate(load_recording(self.recorded), _recipe_of(self.recorded))
         text = toml_document(fit.model)
         print(
@@ -157,7 +157,7 @@ class Calibrate(Command, frozen=True):
         lines = [text.rstrip("\n")]
         if self.out is not None:
             write_output("--out", self.out, text.encode())
-            lines = [f"wrote {self.out}; use it with: streamrl simulate RECIPE --cluster {self.out}"]
+            lines = [f"wrote {self.out}; use it with: streamrl simulate RECIPE --fleet {self.out}"]
         return self.print(fit, *lines)
 
 
@@ -166,7 +166,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     its seconds in the tables, which scales them to a recorded run; ``unknown``: reason why they are no forecast."""
 
     name: str
-    cluster: str
+    fleet: str
     took_s: float
     report: SimulationReport
     slower: float = 1.0
@@ -188,7 +188,7 @@ def _recipe_of(trace: Path) -> Recipe | None:
     return load_recipe(recipe) if recipe.is_file() else None
 
 
-def _simulate_one(name: str, recipe: Recipe, cluster: str, world: World, trace: ChromeTrace | None) -> Outcome:
+def _simulate_one(name: str, recipe: Recipe, fleet: str, world: World, trace: ChromeTrace | None) -> Outcome:
     started_at = time.monotonic()
     with StdoutReporter(sys.stderr) as screen:
 
@@ -202,13 +202,13 @@ def _simulate_one(name: str, recipe: Recipe, cluster: str, world: World, trace: 
         report = simulate_recipe(
             recipe, world.model, world.steps, lengths, seed=seed, warm_up=warm_up, progress=progress, trace=trace
         )
-    outcome = Outcome(name=name, cluster=cluster, took_s=time.monotonic() - started_at, report=report)
+    outcome = Outcome(name=name, fleet=fleet, took_s=time.monotonic() - started_at, report=report)
     if not world.agreement:
         return outcome
     return replace(outcome, slower=world.agreement.slower(report), unknown=world.agreement.unknown(report, recipe))
 
 
-def _cluster_sentence(model: ClusterModel) -> str:
+def _fleet_sentence(model: FleetModel) -> str:
     engine = model.engine
     lengths = model.lengths
     sentence = (
@@ -221,8 +221,8 @@ def _cluster_sentence(model: ClusterModel) -> str:
     return sentence
 
 
-def hosts_sentence(model: ClusterModel) -> str:
-    """Describe the hosts of the cluster and the way of weights to them; empty where no hosts are modelled."""
+def hosts_sentence(model: FleetModel) -> str:
+    """Describe the hosts of the fleet and the way of weights to them; empty where no hosts are modelled."""
     hosts = model.hosts
     if not hosts.count:
         return ""

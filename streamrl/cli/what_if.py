@@ -13,11 +13,11 @@ from rich.table import Table
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.command import Argument, Overrides, print_json, recipe_file
-from streamrl.cli.simulate import DEFAULT_CLUSTER, InVirtualTime, Row, hosts_sentence, results_table
+from streamrl.cli.simulate import DEFAULT_FLEET, InVirtualTime, Row, hosts_sentence, results_table
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.simulate.cluster import ClusterModel, differences
+from streamrl.simulate.fleet import FleetModel, differences
 from streamrl.simulate.recording import TRACE_FILE
 from streamrl.simulate.what_if import Advice, Budget, Search, TriedRecipe, World, recipe_fragment
 
@@ -72,8 +72,8 @@ class WhatIf(InVirtualTime, frozen=True, kw_only=True):
         budget = Budget(max_staleness=stale, min_length_share=share)
         trace = self.subject if of_trace or (self.subject / TRACE_FILE).is_file() else None
         name, world, notes = self.world(trace)
-        if trace is None and not self.cluster:
-            notes.append(f"no recorded run and no --cluster: the built-in cluster {DEFAULT_CLUSTER!r} is used")
+        if trace is None and not self.fleet:
+            notes.append(f"no recorded run and no --fleet: the built-in fleet {DEFAULT_FLEET!r} is used")
         notes += differences(recipe, world.model, world.lengths(self.seed).cap)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
@@ -94,10 +94,10 @@ def _search(world: World, budget: Budget, recipe: Recipe) -> Advice:
         return Search(world, budget, progress).run(recipe)
 
 
-def _print_advice(advice: Advice, cluster: str, model: ClusterModel, budget: Budget, question: WhatIf) -> None:
+def _print_advice(advice: Advice, fleet: str, model: FleetModel, budget: Budget, question: WhatIf) -> None:
     wide = Console(width=None if sys.stdout.isatty() else 150)
     heading = (
-        f"simulated on cluster {cluster}, {question.steps} steps a candidate; budget: tokens at most "
+        f"simulated on fleet {fleet}, {question.steps} steps a candidate; budget: tokens at most "
         f"{budget.max_staleness} steps old, trained length at least {budget.min_length_share:g} of the unbiased one"
     )
     if hosts := hosts_sentence(model):
@@ -152,7 +152,7 @@ def advice_table(candidates: list[TriedRecipe], advice: Advice) -> Table:
     return results_table("", map(row, candidates))
 
 
-def _as_json(advice: Advice, cluster: str, budget: Budget, notes: list[str], world: World) -> dict[str, Any]:
+def _as_json(advice: Advice, fleet: str, budget: Budget, notes: list[str], world: World) -> dict[str, Any]:
     def row(candidate: TriedRecipe) -> dict[str, Any]:
         return {
             "name": candidate.name,
@@ -164,7 +164,7 @@ def _as_json(advice: Advice, cluster: str, budget: Budget, notes: list[str], wor
         }
 
     return {
-        "cluster": cluster,
+        "fleet": fleet,
         "budget": msgspec.to_builtins(budget),
         "notes": notes,
         "mismatch": world.agreement.mismatch if world.agreement else None,

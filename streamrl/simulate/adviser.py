@@ -1,7 +1,7 @@
 """The adviser of ``rounds = "auto"``: predicts the goodput of each kind of round from the trace of the run.
 
 ``advise`` runs in the controller. From time to time it starts this module as a niced process, which reads the last part
-of ``trace.jsonl``, fits a cluster model to it, simulates each kind of round with the recorded lengths, and prints the
+of ``trace.jsonl``, fits a fleet model to it, simulates each kind of round with the recorded lengths, and prints the
 predictions. Control gets them as ``RoundsAdvised``."""
 
 from __future__ import annotations

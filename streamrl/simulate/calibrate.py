@@ -1,4 +1,4 @@
-"""Fit of a cluster model to a recorded run: ``calibrate``.
+"""Fit of a fleet model to a recorded run: ``calibrate``.
 
 ``streamrl calibrate``, ``streamrl simulate`` and ``streamrl what-if`` call it in their command, and the adviser in its
 process beside a run. The file has three parts: engines with everything around them (the fits of decode steps and
@@ -21,9 +21,9 @@ from streamrl.base.errors import StreamRLError
 from streamrl.engines.vllm.options import installed_device
 from streamrl.observe.report.trajectory_trace import RecordedRun, StepLine
 from streamrl.recipe.sections import Recipe
-from streamrl.simulate.cluster import DEMO, ClusterModel
 from streamrl.simulate.engine_fit import StepFit, fit_arrivals, fit_step, step_samples, unbiased_fit
 from streamrl.simulate.engines import EngineModel
+from streamrl.simulate.fleet import DEMO, FleetModel
 from streamrl.simulate.lengths import LengthModel, recorded_rows
 from streamrl.simulate.recording import life_times, steps_alone, trained_groups
 from streamrl.simulate.stages import EnvironmentModel, PushModel, RewardModel, TrainerClock, TrainerModel
@@ -42,7 +42,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     ``completions``, ``steps``: size of the record;
     ``assumed``: constants that the record does not determine, such as ``engine.kv_tokens``."""
 
-    model: ClusterModel
+    model: FleetModel
     step_error: float
     life_error: float
     completions: int
@@ -79,7 +79,7 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
     if not any(line.preemptions for line in run.engines):
         assumed += ("engine.kv_tokens",)
     prompt_tokens = round(float(np.mean([line.prompt_tokens for line in run.trajectories])))
-    model = ClusterModel(
+    model = FleetModel(
         engine=_engine(run, step, arrival, presubmitted, recipe.engines.max_num_seqs if recipe else 0),
         trainer=msgspec.structs.replace(trainer, rollout_slowdown=step.slowdown),
         lengths=fit_lengths(run),

@@ -1,5 +1,5 @@
 """Engines freed late in a round, and sets of engines, in virtual time. ``engines.elastic`` decides on both as in a real
-run; the cluster model has the costs. ``simulation`` calls the two classes for each launch and each end.
+run; the fleet model has the costs. ``simulation`` calls the two classes for each launch and each end.
 
 The trainer has the cores or GPUs of freed engines, which have nothing to sample, until the next round: its speed is
 then
@@ -22,8 +22,8 @@ from streamrl.engines.elastic.freeing import Freeing, OpenRequest, ServingEngine
 from streamrl.engines.step_cost import StepCost
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.recipe.topology import PreparedSet, expected_kv_tokens, prepared_sets
-from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import EngineModel
+from streamrl.simulate.fleet import FleetModel
 from streamrl.simulate.rollout import SimulatedRollout
 from streamrl.simulate.stages import TrainerClock
 
@@ -33,14 +33,14 @@ UNLIMITED = 1 << 40
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of the engines that a recipe allows. ``release``: time at which engines are freed; ``sets``: all sets of
-    engines, the set of the cluster first (empty: no change of the set)."""
+    engines, the set of the fleet first (empty: no change of the set)."""
 
     release: ReleaseKind = ReleaseKind.NEVER
     sets: tuple[PreparedSet, ...] = ()
 
 
-def engine_plan(recipe: Recipe, model: ClusterModel) -> EnginePlan:
-    """Plan of ``recipe`` on the cluster ``model``, whose engines are the first set."""
+def engine_plan(recipe: Recipe, model: FleetModel) -> EnginePlan:
+    """Plan of ``recipe`` on the fleet ``model``, whose engines are the first set."""
     if not recipe.engines.sets:
         return EnginePlan(release=recipe.engines.release)
     engines = model.engines
@@ -52,13 +52,13 @@ def engine_plan(recipe: Recipe, model: ClusterModel) -> EnginePlan:
         first, count=engines.count, tensor_parallel_size=workers, kv_tokens=kv_tokens, max_num_seqs=requests
     )
 
-    def on_cluster(engine_set: PreparedSet) -> PreparedSet:
-        """``engine_set`` with the KV tokens and requests that the cluster would give it."""
+    def on_fleet(engine_set: PreparedSet) -> PreparedSet:
+        """``engine_set`` with the KV tokens and requests that the fleet would give it."""
         room = expected_kv_tokens(kv_tokens, engine_set.workers, of=first.workers, weight_tokens=engines.weight_tokens)
         max_num_seqs = -(-requests * first.count // engine_set.count)
         return replace(engine_set, kv_tokens=engine_set.kv_tokens or room, max_num_seqs=max_num_seqs)
 
-    return EnginePlan(release=recipe.engines.release, sets=(first, *map(on_cluster, other_sets)))
+    return EnginePlan(release=recipe.engines.release, sets=(first, *map(on_fleet, other_sets)))
 
 
 class SimulatedFreeing:
@@ -108,7 +108,7 @@ class SimulatedFreeing:
 class SimulatedSets:
     """Changes the engines of ``rollout`` to the set that ``SetChooser`` chooses at the start of a round."""
 
-    def __init__(self, rollout: SimulatedRollout, model: ClusterModel, sets: Sequence[PreparedSet], steps: int) -> None:
+    def __init__(self, rollout: SimulatedRollout, model: FleetModel, sets: Sequence[PreparedSet], steps: int) -> None:
         self._rollout = rollout
         self._model = model
         faster = faster_steps(model.engines.tensor_parallel_size, model.engines.parallel_scaling)
@@ -148,12 +148,12 @@ class SimulatedSets:
         )
 
 
-def scaled_engine(model: ClusterModel, engine_set: PreparedSet) -> EngineModel:
-    """Model of an engine of ``engine_set``: decode steps and prefill of the cluster's engine, scaled by the ratio of
+def scaled_engine(model: FleetModel, engine_set: PreparedSet) -> EngineModel:
+    """Model of an engine of ``engine_set``: decode steps and prefill of the fleet's engine, scaled by the ratio of
     tensor parallel sizes."""
     scaling = model.engines.parallel_scaling
-    cluster_speed = faster_steps(model.engines.tensor_parallel_size, scaling)
-    faster = faster_steps(engine_set.tensor_parallel_size, scaling) / cluster_speed
+    fleet_speed = faster_steps(model.engines.tensor_parallel_size, scaling)
+    faster = faster_steps(engine_set.tensor_parallel_size, scaling) / fleet_speed
     engine = model.engine
     return replace(
         engine,

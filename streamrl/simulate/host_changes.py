@@ -1,4 +1,4 @@
-"""Hosts of a simulated cluster during a simulation: joins, losses, and pushes of weights to the present hosts.
+"""Hosts of a simulated fleet during a simulation: joins, losses, and pushes of weights to the present hosts.
 ``simulation`` makes the object; events of the queue call it."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SimulatedHosts:
         join_follows = any(change.kind == "join" and change.at_s > self._queue.now for change in self.model.changes)
         if not rollout.serving and not (join_follows or self.model.rejoin_s or self.present):
             raise StreamRLError(
-                f"the last host of the simulated cluster was lost at {self._queue.now:.0f} s and none joins: "
+                f"the last host of the simulated fleet was lost at {self._queue.now:.0f} s and none joins: "
                 "give hosts.changes a join, or hosts.rejoin_s"
             )
         self.moved += rollout.leave(self.model.engines_of(host, rollout.in_use), keeps_tokens=self.model.keeps_tokens)

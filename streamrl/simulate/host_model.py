@@ -1,5 +1,5 @@
-"""Model of the hosts of a simulated cluster: their links, the time of a push to all of them, and the times at which
-hosts join or are lost. A cluster file has one (``cluster``); ``host_changes`` reads it during a simulation.
+"""Model of the hosts of a simulated fleet: their links, the time of a push to all of them, and the times at which
+hosts join or are lost. A fleet file has one (``fleet``); ``host_changes`` reads it during a simulation.
 
 Weights travel as in a run: from the trainer to each host, or in pieces along the chain or tree of the relays of
 ``engines/push``. The links carry nothing else."""

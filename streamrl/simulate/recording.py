@@ -16,7 +16,7 @@ from streamrl.control.settings import control_settings
 from streamrl.engines.step_cost import StepCost
 from streamrl.observe.report.trajectory_trace import TRAINED, RecordedRun, StepLine, TrajectoryLine, read_trace
 from streamrl.recipe.sections import Recipe, ReleaseKind
-from streamrl.simulate.cluster import ClusterModel
+from streamrl.simulate.fleet import FleetModel
 from streamrl.simulate.lengths import RecordedLengths
 from streamrl.simulate.report import SimulationReport, StepRow
 from streamrl.simulate.simulation import simulate_recipe
@@ -222,7 +222,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
         return messages
 
 
-def agreement(run: RecordedRun, recipe: Recipe, model: ClusterModel, seed: int = 0) -> Agreement:
+def agreement(run: RecordedRun, recipe: Recipe, model: FleetModel, seed: int = 0) -> Agreement:
     """Simulate the ``recipe`` of ``run`` for as many steps, with the recorded prompts in their order. Raises
     ``StreamRLError`` where the simulation fails."""
     warm_up = min(MOST_WARM_UP, len(run.steps) // 4)

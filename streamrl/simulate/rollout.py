@@ -1,4 +1,4 @@
-"""The engines of a simulated cluster: requests from their launch to their end, as control launches, cancels, pauses and
+"""The engines of a simulated fleet: requests from their launch to their end, as control launches, cancels, pauses and
 resumes them.
 
 ``simulation`` calls ``SimulatedRollout`` for each action of control; ``engine_changes`` and ``host_changes`` change
@@ -17,8 +17,8 @@ from streamrl.control import events as on
 from streamrl.engines.resumption import FEWEST_KEPT, ROUNDS_KEPT
 from streamrl.engines.routing import Router, ServedRequest
 from streamrl.observe.dashboard.chrome_trace import ChromeTrace
-from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
+from streamrl.simulate.fleet import FleetModel
 from streamrl.simulate.lengths import Turns
 from streamrl.simulate.stages import EventQueue
 
@@ -78,7 +78,7 @@ class RequestsOnEngines:
 
     def __init__(
         self,
-        model: ClusterModel,
+        model: FleetModel,
         queue: EventQueue,
         *,
         max_tokens: int,

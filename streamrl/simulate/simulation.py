@@ -25,9 +25,9 @@ from streamrl.control.settings import ControlSettings, control_settings
 from streamrl.observe.dashboard.chrome_trace import ChromeTrace
 from streamrl.recipe.scheduling import InFlight, RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
-from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, SimulatedFreeing, SimulatedSets, engine_plan
 from streamrl.simulate.engines import Request
+from streamrl.simulate.fleet import FleetModel
 from streamrl.simulate.host_changes import SimulatedHosts
 from streamrl.simulate.lengths import LengthSource, RecipeLengths, drawn_turns
 from streamrl.simulate.report import SimulationReport, StepLedger
@@ -47,7 +47,7 @@ ADVISED_AT = 4
 
 def simulate(
     settings: ControlSettings,
-    model: ClusterModel,
+    model: FleetModel,
     steps: int,
     *,
     lengths: LengthSource | None = None,
@@ -84,7 +84,7 @@ def simulate(
 
 
 def simulate_recipe(
-    recipe: Recipe, model: ClusterModel, steps: int, lengths: LengthSource, *, seed: int = 0, **options: Any
+    recipe: Recipe, model: FleetModel, steps: int, lengths: LengthSource, *, seed: int = 0, **options: Any
 ) -> SimulationReport:
     """Simulate ``recipe``, with completions no longer than it allows. ``options``: further arguments of
     ``simulate``."""
@@ -97,7 +97,7 @@ def simulate_recipe(
 
 def simulate_candidates(
     settings: ControlSettings,
-    model: ClusterModel,
+    model: FleetModel,
     lengths: LengthSource,
     *,
     seed: int = 0,
@@ -119,11 +119,11 @@ def check(control: Control) -> None:
         raise StreamRLError(f"a bug of streamrl or of the round policy, in the simulated run: {'; '.join(messages)}")
 
 
-def _refuse_sets_on_hosts(engines: EnginePlan, model: ClusterModel) -> None:
+def _refuse_sets_on_hosts(engines: EnginePlan, model: FleetModel) -> None:
     if len(engines.sets) > 1 and (model.hosts.changes or model.hosts.loss_every_s):
         raise StreamRLError(
             "sets of engines on hosts that join or are lost are not simulated: leave out engines.sets of the "
-            "recipe, or hosts.changes and hosts.loss_every_s of the cluster"
+            "recipe, or hosts.changes and hosts.loss_every_s of the fleet"
         )
 
 
@@ -150,7 +150,7 @@ class Simulation:
     def __init__(
         self,
         settings: ControlSettings,
-        model: ClusterModel,
+        model: FleetModel,
         lengths: LengthSource,
         *,
         in_flight: InFlight = InFlight.KEEP,

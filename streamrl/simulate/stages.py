@@ -1,4 +1,4 @@
-"""Virtual time (``EventQueue``), and the costs of rewards, environments, training and pushes in it. Cluster files have
+"""Virtual time (``EventQueue``), and the costs of rewards, environments, training and pushes in it. Fleet files have
 the models; ``simulation`` runs the clocks, and ``calibrate`` replays a record with ``TrainerClock``."""
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from streamrl.recipe.scheduling import (
 )
 from streamrl.recipe.sections import EngineShape, Recipe, ReleaseKind
 from streamrl.recipe.toml_text import toml_key, toml_value
-from streamrl.simulate.cluster import ClusterModel
+from streamrl.simulate.fleet import FleetModel
 from streamrl.simulate.lengths import LengthSource
 from streamrl.simulate.recording import Agreement
 from streamrl.simulate.report import SimulationReport
@@ -132,13 +132,13 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 class World(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions for the simulation of candidates.
 
-    ``model``: cluster;
+    ``model``: fleet;
     ``lengths``: function from a seed to a source of lengths, which draws do not change;
     ``steps``, ``warm_up``: steps that count and steps before them;
     ``seed``: seed of the first simulations;
     ``agreement``: comparison with a recorded run, where there is one."""
 
-    model: ClusterModel
+    model: FleetModel
     lengths: Callable[[int], LengthSource]
     steps: int
     warm_up: int

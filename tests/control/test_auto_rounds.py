@@ -20,7 +20,7 @@ from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.scheduling import GroupSizing, RoundKind, SizingKind, StalePolicy, TailBatching
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate import adviser
-from streamrl.simulate.cluster import DEMO, HEAVY, ClusterModel
+from streamrl.simulate.fleet import DEMO, HEAVY, FleetModel
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation
 from tests.simulate.recorder import Recorder
@@ -156,7 +156,7 @@ def test_slots_suffice_for_every_candidate() -> None:
     assert AutoRounds(settings()).replays
 
 
-def write_run(directory: Path, model: ClusterModel, prompts: int) -> Any:
+def write_run(directory: Path, model: FleetModel, prompts: int) -> Any:
     """A run directory of twelve synchronous rounds on ``model``."""
     run = Recorder(model, 12, seed=4, batch_groups=prompts).recorded()
     lines = [run.header, *run.trajectories, *run.steps, *run.engines]
@@ -171,7 +171,7 @@ def write_run(directory: Path, model: ClusterModel, prompts: int) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "prompts", "races"), [(HEAVY, 16, True), (DEMO, 32, False)])
-def test_the_adviser_knows_where_a_race_pays(model: ClusterModel, prompts: int, races: bool, tmp_path: Path) -> None:
+def test_the_adviser_knows_where_a_race_pays(model: FleetModel, prompts: int, races: bool, tmp_path: Path) -> None:
     """Bound by the tail: 1.7 times as fast; bound by tokens: slower (docs/scheduling.md)."""
     recipe = write_run(tmp_path, model, prompts)
     found = adviser.advice_for(adviser.read_trace(tmp_path / "trace.jsonl"), recipe)

@@ -11,8 +11,8 @@ from oracle.trace_header import trace_header
 from streamrl.base.types import TurnTimes
 from streamrl.control import actions as do
 from streamrl.observe.report.trajectory_trace import EnginesLine, RecordedRun, StepLine, TrajectoryLine
-from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import Request
+from streamrl.simulate.fleet import FleetModel
 from streamrl.simulate.lengths import ModelledLengths, RecipeLengths
 from streamrl.simulate.simulation import Simulation
 from tests.simulate.worlds import control_settings
@@ -22,9 +22,7 @@ class Recorder(Simulation):
     """``samples``: whether the engines report their steps; ``recipe``: of a run with an environment; the other
     ``settings`` are control's."""
 
-    def __init__(
-        self, model: ClusterModel, steps: int, *, samples: bool = True, seed: int = 4, **settings: Any
-    ) -> None:
+    def __init__(self, model: FleetModel, steps: int, *, samples: bool = True, seed: int = 4, **settings: Any) -> None:
         lengths, recipe = ModelledLengths(model.lengths, seed), settings.pop("recipe", None)
         super().__init__(
             control_settings(**{"batch_groups": 16, "group_size": 8, "steps": steps, **settings}),

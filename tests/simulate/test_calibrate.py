@@ -1,4 +1,4 @@
-"""Calibration recovers the constants of a cluster from what a run on it would record."""
+"""Calibration recovers the constants of a fleet from what a run on it would record."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from streamrl.base.errors import StreamRLError
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 from streamrl.simulate.calibrate import calibrate
-from streamrl.simulate.cluster import DEMO, HEAVY
 from streamrl.simulate.engine_fit import StepSamples, fit_step, non_negative_least_squares, unbiased_fit
+from streamrl.simulate.fleet import DEMO, HEAVY
 from streamrl.simulate.lengths import ModelledLengths, RecordedLengths
 from streamrl.simulate.recording import life_times, load_recording
 from streamrl.simulate.simulation import simulate

@@ -1,4 +1,4 @@
-"""Costs that a cluster file can have beside those of engines: kinds of rounds, rewards, judges, domains, loops."""
+"""Costs that a fleet file can have beside those of engines: kinds of rounds, rewards, judges, domains, loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.recipe.rewards import AdaptiveTimeout
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 from streamrl.recipe.toml_text import toml_document
-from streamrl.simulate.cluster import HEAVY, ClusterModel, Domain, load_cluster
+from streamrl.simulate.fleet import HEAVY, Domain, FleetModel, load_fleet
 from streamrl.simulate.lengths import LengthModel, ModelledLengths
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import simulate
@@ -23,7 +23,7 @@ from tests.simulate.worlds import TINY, control_settings, with_part
 RACE: dict[str, Any] = {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(prompt_oversampling=1.25)}
 
 
-def steps_of(model: ClusterModel, **chosen: Any) -> SimulationReport:
+def steps_of(model: FleetModel, **chosen: Any) -> SimulationReport:
     return simulate(control_settings(batch_groups=8, group_size=8, **chosen), model, 15)
 
 
@@ -72,12 +72,12 @@ def test_domains_have_their_shares_lengths_and_rewards(tmp_path: Path) -> None:
     assert drawn[np.array(numbers) == 0].max() < 20 < 80 < drawn[np.array(numbers) == 1].min()
     quick = replace(model, domains=(domains[0], replace(domains[1], reward=RewardModel())))
     assert steps_of(model).step_s_mean == pytest.approx(steps_of(quick).step_s_mean + 0.5, abs=0.01)
-    file = tmp_path / "cluster.toml"
+    file = tmp_path / "fleet.toml"
     file.write_text(toml_document(model))
-    assert load_cluster(str(file)) == model
+    assert load_fleet(str(file)) == model
     file.write_text(toml_document(model).replace("lengths = {cap = 400", "lengths = {cap = 100"))
     with pytest.raises(StreamRLError, match=r"domains: each needs a share above 0 and lengths\.cap = 400"):
-        load_cluster(str(file))
+        load_fleet(str(file))
 
 
 def test_loops_are_a_mass_at_the_cap_beside_the_power_law() -> None:

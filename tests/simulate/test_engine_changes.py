@@ -11,8 +11,8 @@ from builders.recipe import small_recipe
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 from streamrl.recipe.sections import Engines, EngineShape, ReleaseKind
 from streamrl.recipe.topology import PreparedSet
-from streamrl.simulate.cluster import PRESETS, ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, engine_plan, scaled_engine
+from streamrl.simulate.fleet import PRESETS, FleetModel
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import Simulation, simulate
@@ -26,7 +26,7 @@ TAIL = {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(respons
 SHARED = with_part(with_part(TINY, "engines", count=4), "trainer", token_s=2e-4, streaming_speed=0.0)
 
 
-def accounted(model: ClusterModel, plan: EnginePlan, **chosen: Any) -> SimulationReport:
+def accounted(model: FleetModel, plan: EnginePlan, **chosen: Any) -> SimulationReport:
     settings = msgspec.structs.replace(control_settings(batch_groups=16, group_size=8, **chosen), steps=STEPS)
     simulation = Simulation(settings, model, ModelledLengths(model.lengths), engines=plan)
     report = simulation.run()

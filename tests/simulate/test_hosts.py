@@ -1,4 +1,4 @@
-"""Hosts of a simulated cluster: weights over their links, hosts that join and are lost, and wrong models."""
+"""Hosts of a simulated fleet: weights over their links, hosts that join and are lost, and wrong models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import main
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 from streamrl.recipe.toml_text import toml_document
-from streamrl.simulate.cluster import ClusterModel, load_cluster
+from streamrl.simulate.fleet import FleetModel, load_fleet
 from streamrl.simulate.host_model import HostChange, HostsModel, Link
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation
@@ -26,11 +26,11 @@ LOST = (HostChange(at_s=0.15, host=1, kind="loss"), HostChange(at_s=0.75, host=2
 BACK = (HostChange(at_s=1.0, host=1, kind="join"), HostChange(at_s=1.5, host=4, kind="join"))
 
 
-def on_hosts(model: ClusterModel = FOUR, **keys: Any) -> ClusterModel:
+def on_hosts(model: FleetModel = FOUR, **keys: Any) -> FleetModel:
     return msgspec.structs.replace(model, hosts=HostsModel(**{"count": 4, "notice_s": 0.02, **keys}))
 
 
-def simulated(model: ClusterModel, **chosen: Any) -> Simulation:
+def simulated(model: FleetModel, **chosen: Any) -> Simulation:
     """Run to the end with nothing lost; returns the simulation, its report as ``said``."""
     settings = msgspec.structs.replace(control_settings(batch_groups=16, group_size=8, **chosen), steps=STEPS)
     simulation = Simulation(settings, model, ModelledLengths(model.lengths))
@@ -80,10 +80,10 @@ def test_a_push_takes_its_transfer_time(tmp_path: Path, capsys: pytest.CaptureFi
     assert after.transfer_s == pytest.approx(HOP_S * 42 / 39)
     assert after.step_s_mean - before.step_s_mean == pytest.approx(after.push_s - before.push_s, rel=0.05)
     assert after.trained == before.trained and after.push_share > 0.7 and (before.hosts, after.hosts) == (0, 4)
-    file = tmp_path / "cluster.toml"
+    file = tmp_path / "fleet.toml"
     file.write_text(toml_document(slow.model))
-    assert load_cluster(str(file)) == slow.model
-    asked = [str(RECIPE), "--cluster", str(file), "--set", "rollout.prompts_per_batch=2", "--warm-up", "0"]
+    assert load_fleet(str(file)) == slow.model
+    asked = [str(RECIPE), "--fleet", str(file), "--set", "rollout.prompts_per_batch=2", "--warm-up", "0"]
     for command in ("simulate", "what-if"):
         assert main([command, *asked, "--steps", "2"]) == 0
         shown = " ".join(capsys.readouterr().out.split())
@@ -146,4 +146,4 @@ def test_all_hosts_may_be_away_for_a_while_and_not_for_ever() -> None:
 )
 def test_wrong_hosts_are_refused_by_name(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(msgspec.ValidationError, match=message):
-        msgspec.convert(msgspec.to_builtins(FOUR) | {"hosts": {"count": 4} | keys}, ClusterModel)
+        msgspec.convert(msgspec.to_builtins(FOUR) | {"hosts": {"count": 4} | keys}, FleetModel)

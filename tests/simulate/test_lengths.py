@@ -12,7 +12,7 @@ from oracle.trace_header import trace_header
 
 from streamrl.observe.report.trajectory_trace import RecordedRun, TrajectoryLine
 from streamrl.simulate.calibrate import fit_lengths
-from streamrl.simulate.cluster import DEMO, HEAVY, PRESETS
+from streamrl.simulate.fleet import DEMO, HEAVY, PRESETS
 from streamrl.simulate.lengths import LengthModel, ModelledLengths, RecordedLengths, recorded_rows
 
 # Measured on the demo, and of RollPacker (arXiv 2509.21009): quantiles, and the share at the cap.

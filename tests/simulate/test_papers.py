@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from streamrl.recipe.scheduling import DeferredPrompts, GroupSizing, LengthSorted, RoundKind, SizingKind, TailBatching
-from streamrl.simulate.cluster import DEMO, PRESETS, ClusterEngines
+from streamrl.simulate.fleet import DEMO, PRESETS, FleetEngines
 from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import simulate
@@ -74,7 +74,7 @@ def test_sorted_rounds_fill_the_bubble_of_the_tail() -> None:
     """SortedRL (arXiv 2603.23414): 74 %, 5.81 %, 3.37 %; here a batch of 64 and a cohort of 16: the direction."""
     model = with_part(PRESETS["rollpacker-14b-16k"], "lengths", cap=8192, cap_share=0.0229)
     model = with_part(with_part(model, "push", round_s=0.0), "engine", max_num_seqs=32, kv_tokens=0)
-    model = msgspec.structs.replace(model, engines=ClusterEngines(count=1, prompt_tokens=128, capacity=32))
+    model = msgspec.structs.replace(model, engines=FleetEngines(count=1, prompt_tokens=128, capacity=32))
     cohort = 16
     modes: list[dict[str, Any]] = [
         {},

@@ -15,7 +15,7 @@ from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
 from streamrl.engines.resumption import ROUNDS_KEPT
 from streamrl.recipe.scheduling import DeferredPrompts, LengthSorted, RoundKind, StalePolicy, TailBatching
-from streamrl.simulate.cluster import DEMO, HEAVY, ClusterEngines
+from streamrl.simulate.fleet import DEMO, HEAVY, FleetEngines
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation, simulate
 from streamrl.simulate.stages import RewardModel
@@ -208,7 +208,7 @@ def test_a_run_that_control_stops_says_why() -> None:
 
 
 def test_requests_spread_over_many_engines() -> None:
-    model = msgspec.structs.replace(TINY, engines=ClusterEngines(count=16))
+    model = msgspec.structs.replace(TINY, engines=FleetEngines(count=16))
     simulation = Simulation(control_settings(batch_groups=64, steps=1), model, ModelledLengths(model.lengths))
     simulation.run()
     generated = [engine.generated for engine in simulation.rollout.engines]
@@ -252,8 +252,8 @@ def test_a_step_counts_the_groups_of_its_own_batch() -> None:
 @pytest.mark.long
 def test_bubbles_are_measured_against_a_batch() -> None:
     """Bubbles are measured against a batch, whatever the rounds have in flight. As ``launch.sampling.capacity`` does; a
-    capacity that the cluster names is taken as it is."""
-    named = msgspec.structs.replace(TINY, engines=ClusterEngines(count=2, prompt_tokens=10, capacity=20))
+    capacity that the fleet names is taken as it is."""
+    named = msgspec.structs.replace(TINY, engines=FleetEngines(count=2, prompt_tokens=10, capacity=20))
     for name, policy in POLICIES.items():
         assert simulate(control_settings(**policy), TINY, 2).capacity == 4 * 4, name
         assert simulate(control_settings(**policy), named, 2).capacity == 20, name

@@ -20,7 +20,7 @@ from streamrl.observe.report.trajectory_trace import EnginesLine, StepLine, Traj
 from streamrl.recipe.rules.load_recipe import check_recipe, load_recipe
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
-from streamrl.simulate.cluster import DEMO, HEAVY, ClusterModel
+from streamrl.simulate.fleet import DEMO, HEAVY, FleetModel
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.what_if import CURRENT, Advice, Budget, Search, World, eta_of, grid, recipe_fragment, variants
 from tests.simulate.worlds import with_part
@@ -48,7 +48,7 @@ def write_recipe(folder: Path, prompts: int, more: str = "") -> Path:
     return path
 
 
-def advice(recipe: Recipe, model: ClusterModel, *, steps: int = 40, **budget: Any) -> Advice:
+def advice(recipe: Recipe, model: FleetModel, *, steps: int = 40, **budget: Any) -> Advice:
     lengths = functools.cache(lambda seed: ModelledLengths(model.lengths, seed))  # drawing changes nothing in them
     world = World(model=model, steps=steps, warm_up=5, lengths=lengths)
     return Search(world, Budget(**budget)).run(recipe)
@@ -266,7 +266,7 @@ def test_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["what-if", str(run), "--steps", "24", "--warm-up", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["notes"][0].endswith("; left out: 3 steps beside an evaluation")
-    assert told["cluster"] == "of run run-1"
+    assert told["fleet"] == "of run run-1"
     assert abs(told["mismatch"]) < 0.1 and "as recorded / as simulated" in told["notes"][0]
     assert "assumed, not fitted: engine.presubmitted_s" in told["notes"][1]
     assert told["current"]["recipe"] == ""
@@ -302,7 +302,7 @@ def test_unseen_forecasts_are_none_where_records_miss(tmp_path: Path, capsys: py
 @pytest.mark.long
 def test_command_on_a_recipe_prints_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_recipe(tmp_path, 8)
-    arguments = ["what-if", str(path), "--cluster", "heavy", "--steps", "16", "--set", "run.seed=4"]
+    arguments = ["what-if", str(path), "--fleet", "heavy", "--steps", "16", "--set", "run.seed=4"]
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "budget: tokens at most 0 steps old" in text

@@ -1,4 +1,4 @@
-"""Model of a cluster: engines, lengths, rewards, training, push. Presets by name, and TOML files.
+"""Model of a fleet: engines, lengths, rewards, training, push. Presets by name, and TOML files.
 
 ``streamrl simulate`` and ``streamrl what-if`` load one, ``streamrl calibrate`` and the adviser fit one (``calibrate``);
 the simulation reads its costs."""
@@ -21,7 +21,7 @@ from streamrl.simulate.lengths import DomainLengths, LengthModel, LengthSource, 
 from streamrl.simulate.stages import EnvironmentModel, PushModel, RewardModel, TrainerModel
 
 
-class ClusterEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FleetEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Equal engines.
 
     ``count``: number of engines;
@@ -52,14 +52,14 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reward: RewardModel = RewardModel()
 
 
-class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FleetModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All costs and lengths, which a recipe does not have. A TOML file has a table for each field; ``domains`` is an
     array of tables, which replace ``lengths`` and ``reward``."""
 
     engine: EngineModel
     trainer: TrainerModel
     lengths: LengthModel
-    engines: ClusterEngines = ClusterEngines()
+    engines: FleetEngines = FleetEngines()
     reward: RewardModel = RewardModel()
     push: PushModel = PushModel()
     environment: EnvironmentModel = EnvironmentModel()
@@ -93,49 +93,49 @@ class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def _read(path: Path) -> ClusterModel:
+def _read(path: Path) -> FleetModel:
     try:
-        return msgspec.convert(parse_toml(path.read_text(encoding="utf-8")), ClusterModel)
+        return msgspec.convert(parse_toml(path.read_text(encoding="utf-8")), FleetModel)
     except UNDECODABLE as error:
-        raise StreamRLError(f"{path}: not a cluster model: {error}") from error
+        raise StreamRLError(f"{path}: not a fleet model: {error}") from error
 
 
-_FILES = {path.stem: path for path in Path(__file__).with_name("clusters").glob("*.toml")}
+_FILES = {path.stem: path for path in Path(__file__).with_name("fleets").glob("*.toml")}
 PRESETS = {name: _read(_FILES[name]) for name in sorted(_FILES)}
-"""Models by the names of their files in ``clusters``. A comment in each file has the source of its numbers."""
+"""Models by the names of their files in ``fleets``. A comment in each file has the source of its numbers."""
 
 DEMO = PRESETS["demo"]
 HEAVY = PRESETS["heavy"]
 
 
-def differences(recipe: Recipe, model: ClusterModel, cap: int) -> list[str]:
+def differences(recipe: Recipe, model: FleetModel, cap: int) -> list[str]:
     """Messages about settings of the recipe that the simulation ignores. ``cap``: cap of the lengths that it draws."""
     messages: list[str] = []
     if recipe.engines.count != model.engines.count:
         messages.append(
-            f"the cluster has {model.engines.count} engines, whatever the recipe says (engines.count = "
-            f"{recipe.engines.count}): a cluster file sets engines.count"
+            f"the fleet has {model.engines.count} engines, whatever the recipe says (engines.count = "
+            f"{recipe.engines.count}): a fleet file sets engines.count"
         )
     key = "environment.max_tokens" if recipe.environment.configured else "sampling.max_tokens"
     limit = recipe.most_tokens
     if limit < cap:
-        messages.append(f"lengths of the cluster go up to {cap} tokens and are cut at {key} = {limit}")
+        messages.append(f"lengths of the fleet go up to {cap} tokens and are cut at {key} = {limit}")
     elif limit > cap:
         messages.append(
-            f"no completion is longer than the cluster's {cap} tokens, and the recipe allows more ({key} = {limit}): "
-            "a cluster file sets lengths.cap"
+            f"no completion is longer than the fleet's {cap} tokens, and the recipe allows more ({key} = {limit}): "
+            "a fleet file sets lengths.cap"
         )
     return messages
 
 
-def load_cluster(name_or_path: str) -> ClusterModel:
+def load_fleet(name_or_path: str) -> FleetModel:
     """Load a preset by name, or a TOML file. Raises ``StreamRLError`` that names the problem of the file."""
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     path = Path(name_or_path)
     if not path.is_file():
         raise StreamRLError(
-            f"cluster {name_or_path!r} is neither a file nor one of {', '.join(PRESETS)}; "
+            f"fleet {name_or_path!r} is neither a file nor one of {', '.join(PRESETS)}; "
             "streamrl calibrate RUN writes such a file"
         )
     return _read(path)

@@ -1,4 +1,4 @@
-"""Cluster files, the picture, and the two commands."""
+"""Fleet files, the picture, and the two commands."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from builders.files import SORT_RECIPE as RECIPE
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, main
 from streamrl.recipe.toml_text import toml_document
-from streamrl.simulate.cluster import DEMO, PRESETS, load_cluster
+from streamrl.simulate.fleet import DEMO, PRESETS, load_fleet
 
 SMALL = ["--set", "rollout.prompts_per_batch=4", "--steps", "4", "--warm-up", "1"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_cluster_file_reads_back_equal(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "cluster.toml"
+    file = tmp_path / "fleet.toml"
     file.write_text(toml_document(PRESETS[name]))
-    assert load_cluster(str(file)) == load_cluster(name) == PRESETS[name]
+    assert load_fleet(str(file)) == load_fleet(name) == PRESETS[name]
 
 
 @pytest.mark.parametrize(
@@ -33,15 +33,15 @@ def test_a_cluster_file_reads_back_equal(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_cluster_file_is_refused_by_name(change: tuple[str, str], message: str, tmp_path: Path) -> None:
-    file = tmp_path / "cluster.toml"
+    file = tmp_path / "fleet.toml"
     file.write_text(toml_document(DEMO).replace(*change))
     with pytest.raises(StreamRLError, match=message):
-        load_cluster(str(file))
+        load_fleet(str(file))
 
 
 def test_an_unknown_cluster_names_those_there_are() -> None:
     with pytest.raises(StreamRLError, match=r"neither a file nor one of demo, heavy"):
-        load_cluster("dmo")
+        load_fleet("dmo")
 
 
 def test_simulate_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,17 +66,17 @@ def test_settings_that_the_cluster_decides_are_reported(tmp_path: Path, capsys: 
     assert "note" not in as_recipe.err
     assert main([*simulated, "--set", "engines.count=3", "--set", "sampling.max_tokens=32"]) == 0
     shorter = capsys.readouterr()
-    assert "note: the cluster has 1 engines, whatever the recipe says (engines.count = 3)" in shorter.err
+    assert "note: the fleet has 1 engines, whatever the recipe says (engines.count = 3)" in shorter.err
     assert "go up to 448 tokens and are cut at sampling.max_tokens = 32" in shorter.err
     longest = [json.loads(told.out)[0]["report"]["unbiased"]["longest"] for told in (as_recipe, shorter)]
     assert longest[0] > 32 == longest[1]
     assert main([*simulated, "--set", "sampling.max_tokens=460"]) == 0
-    assert "no completion is longer than the cluster's 448 tokens" in capsys.readouterr().err
+    assert "no completion is longer than the fleet's 448 tokens" in capsys.readouterr().err
 
 
 def test_what_if_tells_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["what-if", str(RECIPE), "--steps", "2", "--warm-up", "0", "--json", "--set", "engines.count=3"]
-    assert main([*asked, "--set", "rollout.prompts_per_batch=2", "--cluster", "heavy"]) == 0
+    assert main([*asked, "--set", "rollout.prompts_per_batch=2", "--fleet", "heavy"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert all(
         any(text in note for note in told["notes"])
@@ -85,9 +85,9 @@ def test_what_if_tells_it_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_simulate_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", str(RECIPE), *SMALL, "--cluster", "heavy", "--json"]) == 0
+    assert main(["simulate", str(RECIPE), *SMALL, "--fleet", "heavy", "--json"]) == 0
     (outcome,) = json.loads(capsys.readouterr().out)
-    assert outcome["cluster"] == "heavy"
+    assert outcome["fleet"] == "heavy"
     report = outcome["report"]
     assert report["steps"] == 4 and len(report["recent"]) == 4
     assert report["trained_tokens"] == sum(row["trained_tokens"] for row in report["recent"])
@@ -121,6 +121,6 @@ def test_wrong_input_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["simulate", str(RECIPE), "--steps", "0"]) == EXIT_BAD_INPUT
     for command in ("simulate", "what-if"):
         assert main([command, str(RECIPE), "--seed", "-1"]) == EXIT_BAD_INPUT
-    assert main(["simulate", str(RECIPE), "--cluster", "nowhere"]) == EXIT_FAILED
+    assert main(["simulate", str(RECIPE), "--fleet", "nowhere"]) == EXIT_FAILED
     assert main(["calibrate", str(tmp_path)]) == EXIT_FAILED
     assert "trace.jsonl" in capsys.readouterr().err
