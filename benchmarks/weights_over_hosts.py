@@ -65,7 +65,7 @@ def receive(directory: Path, place: int, hosts: int, relays: bool) -> None:
         wait_for(directory / "go")
         began = time.monotonic()
         if relay is not None:
-            announced = relay.through(RelayTree(lambda: places).routed(announced, name, places))
+            announced = relay.through(RelayTree(lambda: places).with_relays(announced, name, places))
         staged = CheckpointReplica().stage(fetch_version(announced))
         assert staged.state_hash == announced.state_hash
         (directory / f"took-{place}.new").write_text(str(time.monotonic() - began))

@@ -163,10 +163,10 @@ def _undeclared(before: Any) -> Any:
 
 
 def _not_waited_for(before: Any) -> Any:
-    async def settled(self: Any) -> None:
+    async def flushed(self: Any) -> None:
         return
 
-    return settled
+    return flushed
 
 
 def _ends_nobody(before: Any) -> Any:
@@ -191,7 +191,7 @@ PLANTED = (
     Planted("a wake-up is lost", "progress", "streamrl.base.notifier:Notifier.notify", _lost_wakeup),
     Planted("a decoder raises what nobody expects", "errors", "streamrl.comm.stream_protocol:parse_header",
             _undeclared),
-    Planted("a step does not wait for the disk", "resume", "streamrl.run.journal.run_journal:RunJournal.settled",
+    Planted("a step does not wait for the disk", "resume", "streamrl.run.journal.run_journal:RunJournal.flushed",
             _not_waited_for),
     Planted("processes are left behind", "residue", "streamrl.processes.supervisor:Supervisor._end_all",
             _ends_nobody),

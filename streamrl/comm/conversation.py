@@ -90,7 +90,7 @@ class Conversation(Generic[Request, Reply]):
         self._fail_waiting()
         self._conversation.cancel()
 
-    def answered(self, reply: Any) -> None:
+    def deliver_reply(self, reply: Any) -> None:
         """Hand ``reply`` (a ``Reply``) of the controller to the caller of its request."""
         settled, replies = self._waiting.pop(reply.request_id, (None, []))
         if settled is not None:

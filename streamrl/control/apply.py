@@ -320,8 +320,8 @@ def _finish_push(state: RunState, event: on.WeightsLive, settings: ControlSettin
     if evaluation_due and not (is_last and settings.evaluate_at_end):
         limit = settings.evaluate_limit
         # A requested evaluation of all prompts takes the place of the regular one: there may be no time between two.
-        if "evaluate" in state.steering.wanted:
-            state.steering.wanted.remove("evaluate")
+        if "evaluate" in state.steering.waiting_orders:
+            state.steering.waiting_orders.remove("evaluate")
             limit = 0
         order_evaluation(state, version, limit, out)
     if settings.checkpoint_every and version % settings.checkpoint_every == 0 and not is_last:

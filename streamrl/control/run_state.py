@@ -145,15 +145,15 @@ class Steering(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Orders of users to a running run.
 
     ``paused``: whether launches are paused;
-    ``wanted``: evaluation and checkpoint that a user requested and control has not ordered yet;
-    ``asked``: changes of settings that wait for their step;
+    ``waiting_orders``: evaluation and checkpoint that a user requested and control has not ordered yet;
+    ``waiting_changes``: changes of settings that wait for their step;
     ``changed``: changed values in force, by key;
     ``changes``: number of changes so far;
     ``recipe_steps``: ``run.steps`` of the recipe when a user changed this key."""
 
     paused: bool = False
-    wanted: list[str] = []
-    asked: list[on.SettingsChanged] = []
+    waiting_orders: list[str] = msgspec.field(default_factory=list, name="wanted")
+    waiting_changes: list[on.SettingsChanged] = msgspec.field(default_factory=list, name="asked")
     changed: dict[str, Any] = {}
     changes: int = 0
     recipe_steps: int = 0

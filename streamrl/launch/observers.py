@@ -137,7 +137,7 @@ def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun
         processes.engine_processes,
         set_chooser(recipe, rooms, processes.start_s),
         record.store,
-        decided=decided,
+        on_decision=decided,
         freeing=None if recipe.engines.release is ReleaseKind.NEVER else Freeing(recipe.most_tokens),
         # vLLM's blocks are smaller on a GPU: this figure is then the more careful one.
         block_tokens=cpu_block_tokens(recipe),

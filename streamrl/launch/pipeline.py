@@ -339,10 +339,10 @@ class Pipeline:
                     self._tasks.start_soon(self._orders.handle, event)
                     continue
                 if isinstance(event, RewardReply):
-                    self._rewards.answered(event)
+                    self._rewards.deliver_reply(event)
                     continue
                 if isinstance(event, SteeringReply):
-                    self._steering.answered(event)
+                    self._steering.deliver_reply(event)
                     continue
                 if isinstance(event, RunFinished):
                     self._supervisor.run_finished()

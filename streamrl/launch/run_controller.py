@@ -207,7 +207,7 @@ def _evaluations(
     bound = most_bytes(recipe.metrics.most_mib, "evaluations")
     store = partial(write_evaluation, run_directory / "evaluations", processes.tokenizer, most_bytes=bound)
     stored = store if recipe.evaluation.store_samples else None
-    return HeldOutEvaluations(held_out, recipe.run.seed, emit=emit, scored=keeper.scored, store=stored)
+    return HeldOutEvaluations(held_out, recipe.run.seed, emit=emit, on_scored=keeper.scored, store=stored)
 
 
 def _note_rewards(record: JournalledRun, version: int, rewards: tuple[str, ...], change: str) -> None:

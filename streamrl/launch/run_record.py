@@ -14,7 +14,7 @@ from streamrl.control.policies.round_policies import make_control
 from streamrl.control.run_state import Snapshot
 from streamrl.control.settings import ControlSettings
 from streamrl.launch.run_directory import NOT_RESUMED
-from streamrl.learning.state.durable_files import newest_checkpoint, surviving
+from streamrl.learning.state.durable_files import newest_checkpoint, surviving_directory
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.recipe.topology import JOURNAL_DIRECTORY
 from streamrl.run.checkpoints import read_fork_point
@@ -58,7 +58,7 @@ def open_record(recipe: Recipe, settings: ControlSettings, run_directory: Path, 
             control=recovered.control, store=store, journal=journal, resumed=True, file=file, recovered=recovered
         )
     resumed = recipe.checkpoint.resume_from
-    point = read_fork_point(surviving(Path(resumed))) if resumed else None
+    point = read_fork_point(surviving_directory(Path(resumed))) if resumed else None
     control = make_control(settings, fork(point.control, settings) if point else None)
     if point is None:
         control.state.prompts.drawn = start_version * recipe.rollout.prompts_per_batch

@@ -85,7 +85,7 @@ async def open_weight_sync(
         on_failure=processes.engine_processes.on_failure,
         canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
         waits=waits,
-        routed=RelayTree(lambda: relay_places(read_topology(run_directory))).routed,
+        add_relays=RelayTree(lambda: relay_places(read_topology(run_directory))).with_relays,
     )
     processes.engine_processes.set_weight_sync(sync)
     attached = processes.pool.attached

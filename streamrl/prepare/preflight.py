@@ -24,7 +24,7 @@ from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.engines.vllm.options import device_problems, installed_device, max_model_len, model_config
 from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.learning.routing_replay import why_not_replayed
-from streamrl.learning.state.durable_files import read_digests, refuse_faults, surviving
+from streamrl.learning.state.durable_files import read_digests, refuse_faults, surviving_directory
 from streamrl.learning.state.tensor_meaning import other_meanings
 from streamrl.observe.trackers.available_trackers import tracker_problems
 from streamrl.prepare.gpu_placement import facts_of, gpu_placement
@@ -74,7 +74,7 @@ def with_checkpoint_rewards(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | N
     has no rewards. Raises ``RecipeError`` where it is unclear which rewards are meant."""
     if not recipe.checkpoint.resume_from or is_url(recipe.checkpoint.resume_from):  # a dry run fetches none
         return recipe, None
-    checkpoint = surviving(Path(recipe.checkpoint.resume_from))
+    checkpoint = surviving_directory(Path(recipe.checkpoint.resume_from))
     try:
         snapshot = read_rewards_file(checkpoint)
     except StreamRLError as error:
@@ -372,7 +372,7 @@ def _checkpoint(recipe: Recipe) -> Iterator[str]:
             if is_url(resumed):
                 whole_copy(resumed, give_up_s=0)
             else:
-                saved = surviving(Path(resumed))
+                saved = surviving_directory(Path(resumed))
                 missing = [f"{name} is missing" for name in read_digests(saved) if not (saved / name).is_file()]
                 refuse_faults(saved, missing)
                 yield from other_meanings(saved, recipe.lora, recipe.model.path)

@@ -7,7 +7,7 @@ import math
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.problems import shown
+from streamrl.recipe.problems import short_toml
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
 from streamrl.run.prompts.open_prompts import stored_rows
@@ -29,11 +29,11 @@ def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:
     except RecipeError:
         return recipe, ""
     if size is None:
-        problem = f"{shown(epochs)} passes over {recipe.prompts.train}, an iterator, which has no length"
+        problem = f"{short_toml(epochs)} passes over {recipe.prompts.train}, an iterator, which has no length"
         raise RecipeError(f"training.epochs: {problem}: set run.steps in its place")
     prompts = max(1, math.ceil(epochs * size))
     steps = math.ceil(prompts / batch)
-    text = f"epochs      {shown(epochs)} of {size:,} prompts: run.prompts = {prompts}, {steps} steps of {batch}"
+    text = f"epochs      {short_toml(epochs)} of {size:,} prompts: run.prompts = {prompts}, {steps} steps of {batch}"
     if recipe.rollout.rounds is not RoundKind.SYNCHRONOUS or recipe.group_sizing.varies:
         text += ", fewer or more where rounds or groups take other numbers of prompts"
     run = structs.replace(recipe.run, steps=steps, prompts=prompts)

@@ -18,7 +18,7 @@ from streamrl.pretrained.turns.template_facts import template_facts
 from streamrl.recipe.environment import FORMS
 from streamrl.recipe.learning_rate import learning_rate_notice
 from streamrl.recipe.objective import Proximal, RatioLevel, why_not_streaming
-from streamrl.recipe.problems import shown
+from streamrl.recipe.problems import short_toml
 from streamrl.recipe.schedules.schedule import rate_factor
 from streamrl.recipe.scheduling import InFlight, RoundKind, SizingKind, StalePolicy
 from streamrl.recipe.sections import HELD_OUT, EngineKind, EvaluationSet, Gathered, Recipe
@@ -170,7 +170,7 @@ def objective_lines(recipe: Recipe) -> list[str]:
 
 
 def _assignments(settings: msgspec.Struct, *names: str) -> str:
-    return ", ".join(f"{name} = {shown(getattr(settings, name))}" for name in names)
+    return ", ".join(f"{name} = {short_toml(getattr(settings, name))}" for name in names)
 
 
 def streaming_notice(recipe: Recipe) -> str:

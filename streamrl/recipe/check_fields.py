@@ -12,7 +12,7 @@ import msgspec
 from msgspec import inspect
 
 from streamrl.recipe.field_types import ADVANCED, Key, bare, keys_of, paths_to
-from streamrl.recipe.problems import Origin, did_you_mean, nearest, problem, shown
+from streamrl.recipe.problems import Origin, did_you_mean, nearest, problem, short_toml
 from streamrl.recipe.sections import Recipe
 
 NUMBERS = {inspect.IntType: ("an integer", "integers"), inspect.FloatType: ("a number", "numbers")}
@@ -26,7 +26,7 @@ def expected(kind: inspect.Type) -> str:
     if isinstance(kind, inspect.UnionType):
         return " or ".join(expected(member) for member in kind.types if not isinstance(member, inspect.NoneType))
     if names := choices(kind):
-        return "one of " + ", ".join(map(shown, names))
+        return "one of " + ", ".join(map(short_toml, names))
     if isinstance(kind, inspect.VarTupleType):
         item = bare(kind.item_type)
         if isinstance(item, inspect.StructType):
@@ -107,7 +107,7 @@ class CheckedTable:
             else:
                 first = next(iter(keys_of(struct)))
                 text = f"write [{name}] and its keys below, such as {first}, or --set {name}.{first}=VALUE"
-                self._refuse(name, f"{shown(value)} is not a section: {text}")
+                self._refuse(name, f"{short_toml(value)} is not a section: {text}")
         elif not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
             self._refuse(name, f"must be a list of tables: write [[{name}]] with double brackets")
         else:
@@ -141,7 +141,7 @@ class CheckedTable:
         below = table.get(ADVANCED, {})
         if not isinstance(below, Mapping):
             self._refuse(
-                f"{path}.{ADVANCED}", f"{shown(below)} is not a table: write [{_without_index(path)}.{ADVANCED}]"
+                f"{path}.{ADVANCED}", f"{short_toml(below)} is not a table: write [{_without_index(path)}.{ADVANCED}]"
             )
             return pairs
         return pairs + [(name, value, True) for name, value in below.items()]
@@ -158,7 +158,7 @@ class CheckedTable:
             UnicodeError,
         ) as error:  # UnicodeError: an override with bytes that are no text
             answer = self._foreign(_without_index(path), value)
-            text = f"{shown(value)} is not allowed: must be {expected(key.kind)}"
+            text = f"{short_toml(value)} is not allowed: must be {expected(key.kind)}"
             if isinstance(value, str) and not answer:
                 text += did_you_mean(value, choices(key.kind))
             if isinstance(value, Mapping) and "table" in expected(key.kind):
@@ -166,7 +166,7 @@ class CheckedTable:
             self._refuse(written, f"{text}; {answer}" if answer else text, path)
             return
         if isinstance(converted, float) and not math.isfinite(converted):
-            self._refuse(written, f"{shown(converted)} is not allowed: must be finite", path)
+            self._refuse(written, f"{short_toml(converted)} is not allowed: must be finite", path)
         else:
             valid[key.name] = converted
 

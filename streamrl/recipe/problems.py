@@ -44,7 +44,7 @@ class Origin(msgspec.Struct, frozen=True):
         return self.file
 
 
-def shown(value: Any) -> str:
+def short_toml(value: Any) -> str:
     """Return a value as TOML, shortened to ``LONGEST_VALUE`` characters."""
     text = toml_value(value)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."

@@ -18,7 +18,7 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.check_fields import expected
 from streamrl.recipe.field_types import keys_of
-from streamrl.recipe.problems import did_you_mean, shown
+from streamrl.recipe.problems import did_you_mean, short_toml
 
 RewardCallable = Callable[..., Any]
 """``function(completion, **columns)``, or a coroutine function of that form."""
@@ -71,7 +71,7 @@ class BuiltinReward:
             try:
                 msgspec.convert(value, fields[key].annotation)
             except msgspec.ValidationError:
-                yield f"{place} = {shown(value)} is not allowed: must be {expected(fields[key].kind)}"
+                yield f"{place} = {short_toml(value)} is not allowed: must be {expected(fields[key].kind)}"
         for key, field in fields.items():
             if field.required and key not in options:
                 yield f'reward "{self.name}" has no option "{key}": set it in [rewards.options]'

@@ -139,7 +139,7 @@ class Controller:
             for observer in self._observers:
                 observer.end()
             self._sync.on_version_left = lambda: None  # no evaluation waits for an engine any more
-            await self._journal.settled()
+            await self._journal.flushed()
         if self._wait_for_copies is not None:
             await self._wait_for_copies()
         # Only now, when the last reward of a dropped trajectory has come back: the supervisor treats ranks that ended
@@ -212,7 +212,7 @@ class Controller:
                 group = self._store.training_group(action.group_id, action.batch_id, action.ids, action.temperature)
                 await self._trainer.train_group(group)
             case do.StepOptimizer():
-                await self._journal.settled()  # a resumed run must never sample again what was trained
+                await self._journal.flushed()  # a resumed run must never sample again what was trained
                 gather = await self._trainer.close_batch(close_of(action))
                 batch = self._store.scored(_trajectories_in_batch(self.state))
                 children.start_soon(self._step, action, gather, batch)
@@ -245,7 +245,7 @@ class Controller:
                 self._store.forget((identity,))
                 return  # the trajectory was cancelled while it was scored
             self._store.add(item.outcome)
-            self._journal.scored(item.outcome)
+            self._journal.on_scored(item.outcome)
         self.notify(event_of(item))
 
     async def _progress(self) -> None:
@@ -255,7 +255,7 @@ class Controller:
     async def _draw(self, count: int) -> None:
         with self._waits.waiting_for(f"{count} prompts"):
             prompts = await self._prompts.draw(count)
-        self._journal.drawn(prompts)
+        self._journal.on_prompts(prompts)
         self._store.add_prompts(prompts)
         await self._event_sender.send(
             on.PromptsDrawn(
@@ -296,7 +296,7 @@ class Controller:
             )
         weights = announcement(reports)
         self._announced[action.policy_version] = weights
-        self._journal.published(action.policy_version, weights.state_hash)
+        self._journal.on_published(action.policy_version, weights.state_hash)
         for observer in self._observers:
             observer.on_trained(action.policy_version, batch, reports[0].metrics)
         await self._event_sender.send(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
@@ -322,7 +322,7 @@ class Controller:
 
     async def _checkpoint(self, policy_version: int, sidecar_files: Mapping[str, bytes]) -> None:
         with self._waits.waiting_for(f"the checkpoint of version {policy_version}"):
-            await self._journal.settled()  # a resumed run must not find a version that its journal does not know
+            await self._journal.flushed()  # a resumed run must not find a version that its journal does not know
             await self._save(policy_version, sidecar_files)
         await self._event_sender.send(on.CheckpointDone(policy_version=policy_version))
 

@@ -494,7 +494,7 @@ class Episodes:
             await trajectory.take(Scored(outcome=failure))
             await self._scorer.lost(order.id, order.group_size)
         else:
-            await self._journal.sampled(sampled)
+            await self._journal.on_sampled(sampled)
             await trajectory.take(await self._scorer.score(sampled, order.group_size))
 
     def _complete(self, trajectory: OpenTrajectory, end: EpisodeEnd) -> Trajectory:
@@ -544,7 +544,7 @@ class Episodes:
             complete_turn = TurnSoFar(
                 appended=turn.appended, after=turn.after, completion=turn.completion, seconds=turn.seconds
             )
-            await self._journal.turn(trajectory.order.id, len(trajectory.ends) - 1, complete_turn)
+            await self._journal.on_turn(trajectory.order.id, len(trajectory.ends) - 1, complete_turn)
 
     async def _until_resumed(self, trajectory: OpenTrajectory, turn: _Turn) -> None:
         identity = trajectory.order.id
@@ -552,7 +552,7 @@ class Episodes:
         # With an environment the journal has only complete turns: a restarted controller samples a paused turn again.
         if turn.completion is not None and not self._has_environment:
             sampled = SampledSoFar(completion=turn.completion, parts=turn.parts, seconds=turn.seconds)
-            await self._journal.paused(identity, sampled)
+            await self._journal.on_paused(identity, sampled)
         await trajectory.take(TrajectoryPaused(id=identity, tokens=trajectory.tokens))
         trajectory.has_left_engine = True
         self._count_sampling(-1)

@@ -135,9 +135,10 @@ def test_other_steps_win_over_pending_changes_and_pauses() -> None:
     world.tell(on.SettingsChanged(values={"run.steps": 6, "sampling.temperature": 0.7}, step=3, recipe_steps=3))
     world.tell(on.Steered(order="pause"))
     world.tell(on.RunContinued(steps=3))
-    assert [one.values["run.steps"] for one in world.state.steering.asked] == [5, 6], "the recipe is as it was"
+    changes = world.state.steering.waiting_changes
+    assert [one.values["run.steps"] for one in changes] == [5, 6], "the recipe is as it was"
     world.tell(on.RunContinued(steps=8))
-    assert [one.values for one in world.state.steering.asked] == [{"sampling.temperature": 0.7}]
+    assert [one.values for one in world.state.steering.waiting_changes] == [{"sampling.temperature": 0.7}]
     assert world.state.steering.paused, "it was killed, not drained"
     world.tell(on.StopRequested(reason="drained"))
     assert not world.state.steering.paused
@@ -156,7 +157,7 @@ def test_a_requested_evaluation_replaces_a_smaller_one() -> None:
             world.tell(on.Steered(order="evaluate"))
             world.evaluate()
         world.go_live()
-    assert world.to_evaluate == (2, 0) and not world.state.steering.wanted
+    assert world.to_evaluate == (2, 0) and not world.state.steering.waiting_orders
 
 
 async def test_every_request_is_answered() -> None:
@@ -176,7 +177,7 @@ async def test_every_request_is_answered() -> None:
         return reply
 
     refused = await answer(ChangeSettings(changes=(f"reward_limits.window={10**20}",)))
-    assert refused.problems and not world.state.steering.asked and not world.state.steering.changed
+    assert refused.problems and not world.state.steering.waiting_changes and not world.state.steering.changed
     for request in (SteerRun(order="evaluate"), SteerRun(order="checkpoint")):
         assert "ordered already" not in (await answer(request)).text
         assert f"the {request.order} of version 0 was ordered already" in (await answer(request)).text

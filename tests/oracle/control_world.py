@@ -407,7 +407,7 @@ class World:
             self.paused_for = None
         every, at_end = self.settings.evaluate_every, self.settings.evaluate_at_end
         if every and self.live_version % every == 0 and not (at_end and self.live_version == self.settings.steps):
-            self.falls_due(0 if "evaluate" in self.state.steering.wanted else self.settings.evaluate_limit)
+            self.falls_due(0 if "evaluate" in self.state.steering.waiting_orders else self.settings.evaluate_limit)
         self.tell(on.WeightsLive(policy_version=self.live_version))
 
     def falls_due(self, limit: int) -> None:

@@ -81,7 +81,7 @@ async def test_live_changes_lose_no_sample(
         log.append((version, rewards, change))
 
     async def reply(answer: Any) -> None:
-        attachments.answered(answer)
+        attachments.deliver_reply(answer)
 
     async def accept(recipe: Recipe, reward: Reward) -> None:
         checked.append(reward.label)

@@ -85,7 +85,7 @@ class LiveRun:
         self.attachments = RewardAttachments()
 
         async def reply(answer: Any) -> None:
-            self.attachments.answered(answer)
+            self.attachments.deliver_reply(answer)
 
         def note(version: int, rewards: tuple[str, ...], change: str) -> None:
             self.log.append((version, rewards, change))

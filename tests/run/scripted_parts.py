@@ -90,7 +90,7 @@ class Killed(Exception):
 def _let_die(journal: RunJournal, events: int, sampled: int, held_out: list[Trajectory]) -> None:
     """Let the controller die when it journals one event more than ``events``, or once ``sampled`` trajectories left the
     engines (0: never). Those that are held out are noted."""
-    on_event, record, count, left = journal.on_event, journal.sampled, itertools.count(), itertools.count(1)
+    on_event, record, count, left = journal.on_event, journal.on_sampled, itertools.count(), itertools.count(1)
 
     def on_event_or_die(event: ControlEvent, control: Control) -> None:
         on_event(event, control)
@@ -104,7 +104,7 @@ def _let_die(journal: RunJournal, events: int, sampled: int, held_out: list[Traj
         if next(left) == sampled:
             raise Killed
 
-    journal.on_event, journal.sampled = on_event_or_die, record_or_die  # type: ignore[method-assign]
+    journal.on_event, journal.on_sampled = on_event_or_die, record_or_die  # type: ignore[method-assign]
 
 
 class CountedPrompts:
@@ -358,7 +358,7 @@ class SimulatedRun:
                 held,
                 0,
                 emit=emit,
-                scored=self._scored,
+                on_scored=self._scored,
                 store=partial(write_evaluation, self.directory / "evaluations", None),
             )
             waits = Waits()
@@ -430,7 +430,7 @@ class SimulatedRun:
             MemoryHosts(self, pool),  # type: ignore[arg-type]
             SetChooser(self._sets or [alone], steps=self.settings.steps, switch_s=1.0),
             store,
-            decided=decided,
+            on_decision=decided,
             freeing=None if self._release is ReleaseKind.NEVER else Freeing(64),
             share_cores=trainer.engines_freed,
             clock=self.clock.now,

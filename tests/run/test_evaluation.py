@@ -260,7 +260,7 @@ async def test_due_sets_are_asked_and_have_their_figures(
         msgspec.structs.replace(held_out(6, 1, in_flight=9), sets=sets),
         0,
         emit=emit,
-        scored=scored,
+        on_scored=scored,
         store=partial(write_evaluation, tmp_path, None),
     )
     evaluations.begin(version, limit)

@@ -519,7 +519,7 @@ class PausesKept(Journal):
     def __init__(self) -> None:
         self.kept: list[SampledSoFar] = []
 
-    async def paused(self, trajectory: TrajectoryId, done: SampledSoFar) -> None:
+    async def on_paused(self, trajectory: TrajectoryId, done: SampledSoFar) -> None:
         self.kept.append(done)
 
 

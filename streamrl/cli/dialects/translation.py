@@ -15,7 +15,7 @@ from streamrl.cli.dialects.setting_files import Foreign, read_foreign
 from streamrl.recipe.check_fields import CheckedTable
 from streamrl.recipe.dialects.foreign_keys import assigned, defaults_of, dialects, find
 from streamrl.recipe.field_types import as_written, keys_of, written_path
-from streamrl.recipe.problems import Origin, did_you_mean, shown
+from streamrl.recipe.problems import Origin, did_you_mean, short_toml
 from streamrl.recipe.rules.load_recipe import read_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import parse_toml, toml_value
@@ -133,14 +133,14 @@ def _setting(dialect: str, key: str, value: Any, given: Given, *, default: bool)
         if reason := given.reason_without_effect(row.key):
             effect = f"={reason}"
     except (TypeError, ValueError, ArithmeticError, LookupError):
-        effect = f"~{shown(value)} is no value that it takes; {row.here.lstrip('~=-')}"
+        effect = f"~{short_toml(value)} is no value that it takes; {row.here.lstrip('~=-')}"
     sets = assigned(effect, value) if isinstance(effect, str) else effect
     if problems := [problem for path, one in sets.items() for problem in _problems(path, one)]:
         return ForeignSetting(key, value, BY_HAND, "; ".join(problems), default)
     if isinstance(effect, str) and not sets:
         outcome = {"-": WITHOUT, "=": NEEDLESS}.get(effect[:1], BY_HAND)
         return ForeignSetting(key, value, outcome, as_written(Recipe, effect.lstrip("-=~")), default)
-    here = ", ".join(f"{written_path(Recipe, path)} = {shown(one)}" for path, one in sets.items())
+    here = ", ".join(f"{written_path(Recipe, path)} = {short_toml(one)}" for path, one in sets.items())
     return ForeignSetting(key, value, TRANSLATED, here, default, sets)
 
 
@@ -188,7 +188,7 @@ def _by_answer(settings: Iterable[ForeignSetting]) -> list[tuple[str, str]]:
     found: dict[str, list[str]] = {}
     for one in settings:
         mark = " (default)" if one.default else ""
-        found.setdefault(one.here, []).append(f"{one.key} = {shown(one.value)}{mark}" if one.key else "")
+        found.setdefault(one.here, []).append(f"{one.key} = {short_toml(one.value)}{mark}" if one.key else "")
     return [
         (here, ", ".join(names[:MOST] + [f"{len(names) - MOST} more"] * (len(names) > MOST)))
         for here, names in found.items()

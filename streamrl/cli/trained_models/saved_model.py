@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.learning.state.durable_files import surviving
+from streamrl.learning.state.durable_files import surviving_directory
 from streamrl.recipe.remote_names import HUB, is_bare_name
 from streamrl.run.checkpoints import LATEST, SCORES, read_scores
 
@@ -41,7 +41,7 @@ def saved_model(run: Path, version: str = "") -> SavedModel:
         scores = {number: score for number, score in read_scores(checkpoints / SCORES).items() if number in folders}
         number = max(scores, key=lambda step: (scores[step], step), default=None)
     elif version in ("", LATEST) and folders:
-        latest = surviving(checkpoints / LATEST)
+        latest = surviving_directory(checkpoints / LATEST)
         number = next((step for step, path in folders.items() if path.resolve() == latest), max(folders))
     if number not in folders:
         versions = f"it has versions {', '.join(map(str, folders))}" if folders else "it has no checkpoint yet"

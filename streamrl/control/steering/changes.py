@@ -37,7 +37,7 @@ def steer(make: MakePolicies, state: RunState, rules: Rules, event: on.ControlEv
     _take_order(state, event, out)
     batch = state.batch
     round_may_open = isinstance(event, on.BatchTrained) or not (batch.round_kind or state.ending)
-    changes = state.steering.asked
+    changes = state.steering.waiting_changes
     while round_may_open and not batch.groups and not state.batch_closed and changes:
         if changes[0].step > batch.batch_id + 1:
             break
@@ -56,18 +56,18 @@ def _take_order(state: RunState, event: on.ControlEvent, out: Actions) -> None:
                 steering.paused = not steering.paused
                 out.append(Decision(subject="pause", reason=PAUSED if steering.paused else "launches go on"))
         case on.Steered(order=order):
-            if order not in steering.wanted:
-                steering.wanted.append(order)
+            if order not in steering.waiting_orders:
+                steering.waiting_orders.append(order)
         case on.SettingsChanged():
-            steering.asked.append(event)
-            steering.asked.sort(key=lambda change: change.step)
+            steering.waiting_changes.append(event)
+            steering.waiting_changes.sort(key=lambda change: change.step)
         case on.RunContinued(steps=steps):
             # Another number of steps than the user's last change: the recipe was edited after this change.
             if steps and steps != steering.changed.get(STEPS):
                 steering.changed.pop(STEPS, None)
                 steering.recipe_steps = 0
-                changes = [_without_older_steps(change, steps) for change in steering.asked]
-                steering.asked = [change for change in changes if change.values]
+                changes = [_without_older_steps(change, steps) for change in steering.waiting_changes]
+                steering.waiting_changes = [change for change in changes if change.values]
 
 
 def _without_older_steps(change: on.SettingsChanged, recipe_steps: int) -> on.SettingsChanged:
@@ -131,7 +131,7 @@ def _order_requested(state: RunState, out: Actions) -> None:
     """Order the evaluation and checkpoint that a user requested, once the trainer's version is live and no other one is
     under way."""
     pending = state.pending
-    requests = state.steering.wanted
+    requests = state.steering.waiting_orders
     if state.ending:
         requests.clear()  # ``wind_down`` orders the last evaluation and checkpoint
         state.steering.paused = False

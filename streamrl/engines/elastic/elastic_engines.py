@@ -71,7 +71,7 @@ class ElasticEngines(Observer):
     """Frees and switches engines, by the rounds that it observes. ``run`` carries out both.
 
     ``store``: store with the prompts of launched trajectories
-    ``decided``: callback with a decision, its step, and whether users see it
+    ``on_decision``: callback with a decision, its step, and whether users see it
     ``freeing``: choice of the engines to free (None: no engine is freed)
     ``block_tokens``: tokens of a block of the engines' KV caches
     ``share_cores``: callback with the number of idle engines, whose cores the trainer may use"""
@@ -83,7 +83,7 @@ class ElasticEngines(Observer):
         chooser: SetChooser,
         store: TrajectoryStore,
         *,
-        decided: Callable[[Decision, int, bool], Awaitable[None]],
+        on_decision: Callable[[Decision, int, bool], Awaitable[None]],
         freeing: Freeing | None = None,
         block_tokens: int = 16,
         share_cores: Callable[[int], Awaitable[None]] | None = None,
@@ -93,7 +93,7 @@ class ElasticEngines(Observer):
         self._processes = processes
         self._chooser = chooser
         self._store = store
-        self._decided = decided
+        self._on_decision = on_decision
         self._freeing = freeing
         self._block_tokens = block_tokens
         self._share_cores = share_cores
@@ -169,7 +169,7 @@ class ElasticEngines(Observer):
         if plan is not None and plan.because is not None and not self._given_up and self._planned is None:
             self._planned = plan
             self._pool.withdraw(self._set.engines, UNAVAILABLE)
-            await self._decided(plan.because, self._step, True)
+            await self._on_decision(plan.because, self._step, True)
             self._switch_planned.set()
 
     def on_outcome(self, outcome: TrajectoryOutcome) -> None:
@@ -233,7 +233,7 @@ class ElasticEngines(Observer):
         self.freed = plan.free
         serving = len(engines) - len(self.freed)
         # The decision is much the same in every round: users see only a new number of engines.
-        await self._decided(plan.because, self._step, bool(plan.free) and serving != self._shown_serving)
+        await self._on_decision(plan.because, self._step, bool(plan.free) and serving != self._shown_serving)
         if plan.free:
             self._shown_serving = serving
             await self._free(plan)

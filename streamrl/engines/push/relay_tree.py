@@ -70,7 +70,7 @@ class RelayTree:
         self._order = sorted(places, key=lambda name: (not places[name].beside_trainer, places[name].host))
         self._places = places
 
-    def routed(self, announced: WeightAnnouncement, name: str, engines: Collection[str]) -> WeightAnnouncement:
+    def with_relays(self, announced: WeightAnnouncement, name: str, engines: Collection[str]) -> WeightAnnouncement:
         """Return the announcement of a version to the engine ``name``, with its relays. ``engines``: engines that take
         the version at this time, or, for an engine that joins and is not among them, engines that hold it."""
         if self._places and name not in engines:

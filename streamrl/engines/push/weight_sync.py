@@ -25,7 +25,7 @@ from streamrl.engines.push.verify import WeightCanary
 from streamrl.recipe.scheduling import InFlight
 
 Limit = Callable[[], AbstractContextManager[None]]
-Routed = Callable[[WeightAnnouncement, str, Collection[str]], WeightAnnouncement]
+AddRelays = Callable[[WeightAnnouncement, str, Collection[str]], WeightAnnouncement]
 """Returns the announcement of a version to one engine, with relays. Arguments: the announcement, the name of the
 engine, and the names of the engines that take the version at the same time, or hold it."""
 
@@ -42,7 +42,7 @@ class WeightSync:
     ``canary``: comparison of the engines' logprobs with the trainer's after each push, which needs ``run``. Engines
     beyond its limit take the next version as an anchor; an engine that is beyond the limit again ends the run
     ``waits``: list of current waits, in which each wait for an engine is named
-    ``routed``: function that adds relays to an announcement (``push.relay_tree``)
+    ``add_relays``: function that adds relays to an announcement (``push.relay_tree``)
 
     ``push``, ``pause``, ``resume`` and the last step of ``admit`` exclude each other. ``on_version_left`` is called
     when no engine holds the live version and no engine can get it: then only the next version helps."""
@@ -58,7 +58,7 @@ class WeightSync:
         on_failure: Callable[[Engine, str], bool] | None = None,
         canary: WeightCanary | None = None,
         waits: Waits | None = None,
-        routed: Routed = lambda announced, _name, _engines: announced,
+        add_relays: AddRelays = lambda announced, _name, _engines: announced,
     ) -> None:
         self._engines = {engine: name for name, engine in engines.items()}
         self._anchor = anchor
@@ -68,7 +68,7 @@ class WeightSync:
         self._on_failure = on_failure
         self._canary = canary
         self._waits = waits or Waits()
-        self._routed = routed
+        self._add_relays = add_relays
         self._live: WeightAnnouncement | None = None
         self._pushed = anyio.Event()
         self._paused = False  # all engines, ahead of a push
@@ -130,7 +130,7 @@ class WeightSync:
         async def take(engine: Engine, version: WeightAnnouncement, names: Mapping[Engine, str]) -> None:
             nonlocal staged_at
             try:
-                await self._stage(engine, self._routed(version, names[engine], names.values()))
+                await self._stage(engine, self._add_relays(version, names[engine], names.values()))
                 began = anyio.current_time()
                 staged_at = max(staged_at, began)
                 await self._commit(engine, version)
@@ -207,7 +207,7 @@ class WeightSync:
         announced = live
         while True:
             try:
-                await self._stage(engine, self._routed(announced, name, self._engines.values()))
+                await self._stage(engine, self._add_relays(announced, name, self._engines.values()))
                 return await self._commit(engine, announced)
             except WeightError as refusal:
                 if announced is not live:

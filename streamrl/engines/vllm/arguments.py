@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from streamrl.base.errors import ModelRefused
-from streamrl.recipe.problems import did_you_mean, shown
+from streamrl.recipe.problems import did_you_mean, short_toml
 from streamrl.recipe.sections import STAGES
 
 ON_CPU = ("enforce_eager", "enable_chunked_prefill")
@@ -66,7 +66,7 @@ def _checked(path: str, arguments: Mapping[str, Any], dataclass: type[Any]) -> d
             converted[name] = _converted(hints[name], value)
         except pydantic.ValidationError as error:
             reason = error.errors()[0]["msg"]
-            text = f"{shown(value)} is not what vLLM {__version__} takes there ({reason}): correct or remove it"
+            text = f"{short_toml(value)} is not what vLLM {__version__} takes there ({reason}): correct or remove it"
             raise ModelRefused(f"{path}.{name}: {text}") from error
     return converted
 

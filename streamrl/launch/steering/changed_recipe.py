@@ -33,7 +33,7 @@ def settings_change(started: Recipe, state: RunState, changes: Sequence[str], st
     keys = {_without_advanced(change.partition("=")[0]): change for change in changes}
     present_recipe = _with(started, steering.changed)
     waiting_values: dict[str, Any] = {}
-    for waiting_change in steering.asked:
+    for waiting_change in steering.waiting_changes:
         if waiting_change.step <= step:
             waiting_values |= waiting_change.values
     overrides = []
@@ -52,7 +52,7 @@ def settings_change(started: Recipe, state: RunState, changes: Sequence[str], st
     change = SettingsChanged(values=values, step=step, recipe_steps=started.run.steps if STEPS in values else 0)
     # The recipe must be possible after each change that waits, in the order of their steps.
     recipe = present_recipe
-    for later_change in sorted([*steering.asked, change], key=lambda waiting_change: waiting_change.step):
+    for later_change in sorted([*steering.waiting_changes, change], key=lambda waiting_change: waiting_change.step):
         recipe = _with(recipe, later_change.values)
         problems += _why_impossible(started, recipe, later_change.values, state)
     if problems:

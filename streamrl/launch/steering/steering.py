@@ -88,7 +88,7 @@ class SteeringService(Observer):
         self._event_handled = anyio.Event()
         notify(event)
         await self._event_handled.wait()
-        await self._journal.settled()
+        await self._journal.flushed()
         return SteeringTaken(request_id=number, text=text)
 
     def _event(self, request: SteerRun | ChangeSettings, state: RunState) -> tuple[ControlEvent, str]:
@@ -145,7 +145,7 @@ class SteeringService(Observer):
             waits_for=str(reason),
             waited_s=round(seconds, 1),
             waits=tuple(self._watch.waits.lines()[:_MOST_WAITS]),
-            pending=(*open_orders, *steering.wanted),
+            pending=(*open_orders, *steering.waiting_orders),
             changed=steering.changed,
-            waiting=tuple(WaitingChange(step=change.step, values=change.values) for change in steering.asked),
+            waiting=tuple(WaitingChange(step=change.step, values=change.values) for change in steering.waiting_changes),
         )

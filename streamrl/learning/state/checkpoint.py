@@ -136,7 +136,7 @@ def load(
 ) -> TrainerState:
     """Fill masters, optimizer state and ``extra`` of this rank from a checkpoint. Collective. Raises ``StreamRLError``
     when the directory is not a checkpoint, has a damaged file, is of another model, or lacks a tensor of ``extra``."""
-    directory = durable_files.surviving(directory)
+    directory = durable_files.surviving_directory(directory)
     _verify_together(directory)
     scalars = _read_scalars(directory)
     buffers = {name: torch.zeros_like(moment) for name, moment in optimizer.moments().items()}

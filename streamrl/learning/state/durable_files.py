@@ -100,7 +100,7 @@ def move_into_place(partial: Path, directory: Path) -> None:
     _settle(directory.parent)
 
 
-def surviving(directory: Path) -> Path:
+def surviving_directory(directory: Path) -> Path:
     """Return ``directory`` without links. After a crash between the two renames of ``move_into_place``, return the
     directory that the first rename moved aside."""
     real = directory.resolve()
@@ -112,7 +112,7 @@ def surviving(directory: Path) -> Path:
 def newest_checkpoint(run_directory: Path) -> Path | None:
     """Return the newest undamaged checkpoint of a run; None where there is none. The log names damaged checkpoints."""
     checkpoints = run_directory / "checkpoints"
-    latest = surviving(checkpoints / "latest")
+    latest = surviving_directory(checkpoints / "latest")
     older = sorted((path for path in checkpoints.glob("step-*") if path.is_dir()), reverse=True)
     candidates = [path.resolve() for path in older]
     if latest.is_dir():

@@ -9,7 +9,7 @@ from typing import Any
 from streamrl.base.types import SamplingSettings
 from streamrl.recipe.dialects.foreign_keys import owned_arguments
 from streamrl.recipe.field_types import keys_of
-from streamrl.recipe.problems import shown
+from streamrl.recipe.problems import short_toml
 from streamrl.recipe.rules.rule import Broken, Problem, rule
 from streamrl.recipe.sections import ROUNDING, STAGES, Recipe
 
@@ -41,7 +41,7 @@ def refused_arguments(recipe: Recipe) -> Broken:
                 yield Problem(f"{path}.{name}", f"is set by {key}: write it there")
         stages = arguments.get(STAGES, 1)
         if not isinstance(stages, int):  # vLLM takes "2" and 2.0
-            text = f"{shown(stages)} is no whole number, by which workers are counted: set 2"
+            text = f"{short_toml(stages)} is no whole number, by which workers are counted: set 2"
             yield Problem(f"{path}.{STAGES}", text)
 
 
@@ -55,7 +55,8 @@ def rounded_engines(recipe: Recipe) -> Broken:
             if arguments.get(name) not in (None, "auto"):
                 yield Problem(
                     f"{path}.{name}",
-                    f"{shown(arguments[name])} samples from a policy that is rounded otherwise than the trainer's: set "
+                    f"{short_toml(arguments[name])} samples from a policy that is rounded otherwise than the "
+                    "trainer's: set "
                     "off_policy.correct_mismatch = true, which weighs each token by their ratio, or remove it",
                 )
 
@@ -69,7 +70,7 @@ def arguments_beside_adapters(recipe: Recipe) -> Broken:
         for name in ("quantization", SPECULATION, STAGES):
             if arguments.get(name) not in (None, 1):
                 text = 'is not possible beside an adapter: remove it, or set lora.sync = "merged"'
-                yield Problem(f"{path}.{name}", f"{shown(arguments[name])} {text}")
+                yield Problem(f"{path}.{name}", f"{short_toml(arguments[name])} {text}")
 
 
 @rule("engines", "run.deterministic", "tail_batching", "sampling")
@@ -82,16 +83,19 @@ def speculation(recipe: Recipe) -> Broken:
             continue
         where = f"{path}.{SPECULATION}"
         if not isinstance(drafts, Mapping):
-            yield Problem(where, f"{shown(drafts)} is no table: write [{where}] with method and num_speculative_tokens")
+            yield Problem(
+                where, f"{short_toml(drafts)} is no table: write [{where}] with method and num_speculative_tokens"
+            )
             continue
         method = drafts.get("method")
         if method not in LOSSLESS:
             methods = ", ".join(f'"{name}"' for name in LOSSLESS)
-            yield Problem(f"{where}.method", f"{shown(method or '')} is not allowed: must be one of {methods}")
+            yield Problem(f"{where}.method", f"{short_toml(method or '')} is not allowed: must be one of {methods}")
         if drafts.get("rejection_sample_method", "standard") != "standard":
             yield Problem(
                 f"{where}.rejection_sample_method",
-                f"{shown(drafts['rejection_sample_method'])} is not known to keep the policy's distribution: remove it",
+                f"{short_toml(drafts['rejection_sample_method'])} is not known to keep the policy's distribution: "
+                "remove it",
             )
         if recipe.run.deterministic:
             yield Problem(where, "makes completions depend on what runs beside them: set run.deterministic = false")
@@ -106,7 +110,7 @@ def speculation(recipe: Recipe) -> Broken:
             if name not in KEPT_BY_SPECULATION and value != key.default:
                 yield Problem(
                     f"sampling.{name}",
-                    f"{shown(value)} is not kept by vLLM's speculative decoding: set {name} = {key.default:g}, or "
+                    f"{short_toml(value)} is not kept by vLLM's speculative decoding: set {name} = {key.default:g}, or "
                     f"remove {where}",
                 )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from streamrl.recipe.problems import shown
+from streamrl.recipe.problems import short_toml
 from streamrl.recipe.rules.rule import Broken, Problem, rule
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import EngineKind, Recipe, ReleaseKind
@@ -68,7 +68,7 @@ def sampling_temperature(recipe: Recipe) -> Broken:
     if recipe.engines.kind is EngineKind.VLLM and not COLDEST <= value <= HOTTEST:
         yield Problem(
             "sampling.temperature",
-            f"{shown(value)} is not what vLLM would sample with, which takes {COLDEST} for less and refuses more "
+            f"{short_toml(value)} is not what vLLM would sample with, which takes {COLDEST} for less and refuses more "
             f"than {HOTTEST:g}: set it from {COLDEST} to {HOTTEST:g}",
         )
 
@@ -78,7 +78,9 @@ def evaluation_temperature(recipe: Recipe) -> Broken:
     """Evaluation temperatures that vLLM refuses. 0 is greedy, and vLLM may use 0.01 for smaller ones."""
     value = recipe.evaluation.temperature
     if recipe.engines.kind is EngineKind.VLLM and value is not None and value > HOTTEST:
-        yield Problem("evaluation.temperature", f"{shown(value)} is refused by vLLM: set it to {HOTTEST:g} or less")
+        yield Problem(
+            "evaluation.temperature", f"{short_toml(value)} is refused by vLLM: set it to {HOTTEST:g} or less"
+        )
 
 
 def _shapes(recipe: Recipe) -> Broken:

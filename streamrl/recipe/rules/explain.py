@@ -15,7 +15,7 @@ from streamrl.recipe.check_fields import expected
 from streamrl.recipe.dialects.foreign_keys import foreign_answer
 from streamrl.recipe.field_types import ADVANCED, Key, bare, keys_of, paths_in_view, paths_to, written_path
 from streamrl.recipe.objectives.catalog import METHODS, AlgorithmName
-from streamrl.recipe.problems import did_you_mean, shown
+from streamrl.recipe.problems import did_you_mean, short_toml
 from streamrl.recipe.rules.systems import explained_systems
 from streamrl.recipe.scheduling import System
 from streamrl.recipe.sections import Recipe
@@ -122,7 +122,7 @@ def algorithm_lines() -> list[str]:
         values = msgspec.structs.asdict(method)
         values |= {"surrogate": method.surrogate.name, "advantages": method.advantages.name}
         fields = ", ".join(
-            f"{name} = {shown(value)}"
+            f"{name} = {short_toml(value)}"
             for name, value in values.items()
             if name != "name" and not (name.startswith("clip_") and not method.surrogate.clips)
         )
@@ -147,7 +147,7 @@ def _doc(cls: type) -> list[str]:
 def _default(key: Key) -> str:
     if key.required:
         return "required"
-    return "default: not set" if key.default is None else f"default {shown(key.default)}"
+    return "default: not set" if key.default is None else f"default {short_toml(key.default)}"
 
 
 REFERENCE_HEAD = f"""\
@@ -177,7 +177,7 @@ def _table(struct: msgspec.StructMeta, prefix: str) -> str:
             if key.required:
                 default = "required"
             elif key.default is not None:
-                default = f"`{shown(key.default)}`"
+                default = f"`{short_toml(key.default)}`"
             name = f"{prefix}{ADVANCED}.{key.name}" if key.advanced else f"{prefix}{key.name}"
             rows.append(f"| `{name}` | {expected(key.kind)} | {default} | {_cell(key)} |".replace("|  |", "| |"))
             if key.struct is not None:

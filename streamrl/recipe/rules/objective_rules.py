@@ -10,7 +10,7 @@ from streamrl.recipe.field_types import keys_of
 from streamrl.recipe.objective import KlEstimator, Proximal, RatioLevel
 from streamrl.recipe.objectives.method import KlPlace, Surrogate
 from streamrl.recipe.objectives.ppo import CriticKeys
-from streamrl.recipe.problems import shown
+from streamrl.recipe.problems import short_toml
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
 from streamrl.recipe.sections import Recipe
 
@@ -135,7 +135,8 @@ def values_with_an_effect(recipe: Recipe) -> Broken:
     if 0 < objective.dual_clip <= 1:
         yield Problem(
             "objective.dual_clip",
-            f"{shown(objective.dual_clip)} clips on-policy tokens (r = 1): set it above 1, such as 3, or remove it",
+            f"{short_toml(objective.dual_clip)} clips on-policy tokens (r = 1): set it above 1, such as 3, or remove "
+            "it",
         )
     if settings.has_reference and settings.kl_estimator is KlEstimator.K1 and settings.kl_in is KlPlace.LOSS:
         # The gradient of log pi - log reference is the score, whose mean is 0 (arXiv 2506.09477, section 3).
@@ -150,7 +151,8 @@ def values_with_an_effect(recipe: Recipe) -> Broken:
         if settings.has_reference and name != "temperature" and value != key.default:
             yield Problem(
                 "objective.kl_coefficient",
-                f"{shown(objective.kl_coefficient)} has no KL to estimate with sampling.{name} = {shown(value)}, which "
+                f"{short_toml(objective.kl_coefficient)} has no KL to estimate with sampling.{name} = "
+                f"{short_toml(value)}, which "
                 f"cuts policy and reference to different tokens: set sampling.{name} = {key.default:g}, or remove "
                 "kl_coefficient",
             )
@@ -177,17 +179,17 @@ def correction_bounds(recipe: Recipe) -> Broken:
     if off_policy.truncate is not RatioLevel.NONE and off_policy.cap < 1:
         yield Problem(
             "off_policy.cap",
-            f"{shown(off_policy.cap)} would shrink the weight of on-policy tokens (w = 1): set it to 1 or more",
+            f"{short_toml(off_policy.cap)} would shrink the weight of on-policy tokens (w = 1): set it to 1 or more",
         )
     if off_policy.mask is RatioLevel.NONE:
         return
     problem = "masks on-policy tokens (w = 1): set it to 1 or"
     if off_policy.mask_low > 1:
-        yield Problem("off_policy.mask_low", f"{shown(off_policy.mask_low)} {problem} less")
+        yield Problem("off_policy.mask_low", f"{short_toml(off_policy.mask_low)} {problem} less")
     if off_policy.mask_high < 1:
-        yield Problem("off_policy.mask_high", f"{shown(off_policy.mask_high)} {problem} more")
+        yield Problem("off_policy.mask_high", f"{short_toml(off_policy.mask_high)} {problem} more")
     if off_policy.mask_low >= off_policy.mask_high:
         yield Problem(
             "off_policy.mask_low",
-            f"{shown(off_policy.mask_low)} is not below mask_high = {shown(off_policy.mask_high)}: lower it",
+            f"{short_toml(off_policy.mask_low)} is not below mask_high = {short_toml(off_policy.mask_high)}: lower it",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.recipe.judge import CALLS_AT_ONCE, JUDGE_REWARD, Judge, asks_own_judge
-from streamrl.recipe.problems import shown
+from streamrl.recipe.problems import short_toml
 from streamrl.recipe.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, FailurePolicy, Reward
 from streamrl.recipe.rules.engine_rules import are_cores
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
@@ -124,7 +124,7 @@ def judges_are_there(recipe: Recipe) -> Broken:
         if not asking:
             yield Problem(
                 "judge.model",
-                f'{shown(recipe.judge.model)} is asked by nobody: add a reward with function = "{JUDGE_REWARD}" '
+                f'{short_toml(recipe.judge.model)} is asked by nobody: add a reward with function = "{JUDGE_REWARD}" '
                 "that names no endpoint, or leave [judge] out",
             )
         return

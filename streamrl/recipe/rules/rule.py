@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from streamrl.recipe.field_types import as_written, keys_of, written_path
-from streamrl.recipe.problems import shown
+from streamrl.recipe.problems import short_toml
 from streamrl.recipe.sections import Recipe
 
 
@@ -65,7 +65,7 @@ def has_no_effect(keys: str, why: Callable[[Recipe], str], *reads: str) -> None:
         for name in names:
             value = getattr(getattr(recipe, section), name)
             if value != fields[name].default:
-                yield Problem(f"{section}.{name}", f"{shown(value)} has no effect{reason}")
+                yield Problem(f"{section}.{name}", f"{short_toml(value)} has no effect{reason}")
 
 
 def unless(condition: Callable[[Recipe], object], reason: str) -> Callable[[Recipe], str]:

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from streamrl.recipe.problems import did_you_mean, shown
+from streamrl.recipe.problems import did_you_mean, short_toml
 from streamrl.recipe.remote_names import is_url, url_problem
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
 from streamrl.recipe.schedules.schedule import SCHEDULES, WITHOUT_END, options_of, rate_factor
@@ -81,7 +81,7 @@ def adapters(recipe: Recipe) -> Broken:
     try:
         re.compile(lora.pattern)
     except re.error as error:
-        yield Problem("lora.targets", f"{shown(lora.pattern)} is no regular expression ({error}): correct it")
+        yield Problem("lora.targets", f"{short_toml(lora.pattern)} is no regular expression ({error}): correct it")
     if lora.syncs_adapter and lora.dora:
         yield Problem(
             "lora.dora", f'is not served by vLLM beside the base (lora.sync = "adapter"): remove it, {merged}'
@@ -152,11 +152,11 @@ def _option_problem(options: Mapping[str, float | str], name: str, value: float 
     if isinstance(options[name], str):
         if value in DECAYS:
             return ""
-        return f"{shown(value)} is none of {', '.join(DECAYS)}"
+        return f"{short_toml(value)} is none of {', '.join(DECAYS)}"
     largest = 1.0 if name.startswith("min_lr") else math.inf
     if isinstance(value, float) and 0 <= value <= largest:
         return ""
-    return f"{shown(value)} is no number from 0 to {largest:g}"
+    return f"{short_toml(value)} is no number from 0 to {largest:g}"
 
 
 @rule("training.epochs", "run.steps")
@@ -165,7 +165,7 @@ def run_length(recipe: Recipe) -> Broken:
     if recipe.training.epochs and recipe.run.steps != Run().steps:
         yield Problem(
             "training.epochs",
-            f"{shown(recipe.training.epochs)} and run.steps = {recipe.run.steps} both say how long the run is: "
+            f"{short_toml(recipe.training.epochs)} and run.steps = {recipe.run.steps} both say how long the run is: "
             "remove one of them",
         )
 

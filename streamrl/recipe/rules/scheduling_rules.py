@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from streamrl.recipe.field_types import Section
-from streamrl.recipe.problems import shown
+from streamrl.recipe.problems import short_toml
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.scheduling import (
     SMALLEST_SIZE,
@@ -247,11 +247,12 @@ def sizes_fit_the_batch(recipe: Recipe) -> Broken:
     if len(sizing.sizes) < 2:
         yield Problem(
             "group_sizing.sizes",
-            f'{shown(list(sizing.sizes))} leaves nothing to choose: give two or more, or set kind = "fixed"',
+            f'{short_toml(list(sizing.sizes))} leaves nothing to choose: give two or more, or set kind = "fixed"',
         )
     if any(first >= second for first, second in pairwise(sizing.sizes)):
         yield Problem(
-            "group_sizing.sizes", f"{shown(list(sizing.sizes))} is not ascending: write each size once, smallest first"
+            "group_sizing.sizes",
+            f"{short_toml(list(sizing.sizes))} is not ascending: write each size once, smallest first",
         )
     if sizing.keeps is Keeps.PROMPTS:
         return
@@ -291,28 +292,31 @@ def sizes_show_stragglers(recipe: Recipe) -> Broken:
         yield Problem(
             "rollout.group_size",
             f"{rollout.group_size}, which the run starts with, is none of group_sizing.sizes = "
-            f"{shown(list(sizing.sizes))}: add it there, or start with one of them (and scale prompts_per_batch)",
+            f"{short_toml(list(sizing.sizes))}: add it there, or start with one of them (and scale prompts_per_batch)",
         )
     if sizing.straggler_ratio <= 1:
         yield Problem(
             "group_sizing.straggler_ratio",
-            f"{shown(sizing.straggler_ratio)} makes every group a straggler: set it above 1, such as 2",
+            f"{short_toml(sizing.straggler_ratio)} makes every group a straggler: set it above 1, such as 2",
         )
     if sizing.budget is not None and not 0 < sizing.budget < 1:
         yield Problem(
             "group_sizing.budget",
-            f"{shown(sizing.budget)} is no share of groups that could be kept: set it above 0 and below 1, or remove "
+            f"{short_toml(sizing.budget)} is no share of groups that could be kept: set it above 0 and below 1, or "
+            "remove "
             "it, so that it is measured",
         )
     elif sizing.budget is not None and sizing.tightening >= sizing.budget:
         yield Problem(
             "group_sizing.tightening",
-            f"{shown(sizing.tightening)} leaves nothing of budget = {shown(sizing.budget)}: set it lower, such as 0.02",
+            f"{short_toml(sizing.tightening)} leaves nothing of budget = {short_toml(sizing.budget)}: set it lower, "
+            "such as 0.02",
         )
     if sizing.calibration_steps and sizing.budget is not None:
         yield Problem(
             "group_sizing.calibration_steps",
-            f"{sizing.calibration_steps} has no effect with group_sizing.budget = {shown(sizing.budget)}: remove one",
+            f"{sizing.calibration_steps} has no effect with group_sizing.budget = {short_toml(sizing.budget)}: remove "
+            "one",
         )
     elif (sizing.calibration_steps or 0) >= recipe.run.steps and not recipe.training.epochs:
         yield Problem(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from streamrl.recipe.problems import Origin, problem, shown
+from streamrl.recipe.problems import Origin, problem, short_toml
 from streamrl.recipe.scheduling import System
 
 SANDBOXED = "code"
@@ -132,9 +132,9 @@ def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[st
             elif setting.only and holder[last] not in setting.only:
                 problems.append(problem(origin, key, _contradiction(system, setting, holder[last])))
                 holder[last] = published
-            text = shown(holder[last])
+            text = short_toml(holder[last])
             if holder[last] != published:
-                text += f" (yours, not {shown(published)})"
+                text += f" (yours, not {short_toml(published)})"
             rows.append((key, text, setting.source))
     return structs.replace(origin, implied=implied), problems, _columns(rows)
 
@@ -168,8 +168,8 @@ def _contradiction(system: System, setting: Setting, value: Any) -> str:
         if any(other.key == setting.key and value in other.only for other in settings)
     ]
     remedy = f'set rollout.system = "{with_value[0]}"' if with_value else "leave rollout.system out"
-    has = " or ".join(map(shown, setting.only))
-    return f'{shown(value)} contradicts rollout.system = "{system}", which has {has}: remove it, or {remedy}'
+    has = " or ".join(map(short_toml, setting.only))
+    return f'{short_toml(value)} contradicts rollout.system = "{system}", which has {has}: remove it, or {remedy}'
 
 
 def explained_systems() -> list[str]:

@@ -182,7 +182,7 @@ class HeldOutEvaluations(Evaluations):
 
     ``seed``: seed of the run;
     ``emit``: function that gets the figures of an evaluation, or a warning with the reason of its cancellation;
-    ``scored``: function that gets version, figures and limit of an evaluation;
+    ``on_scored``: function that gets version, figures and limit of an evaluation;
     ``store``: function that writes the outcomes, with the places of the prompts of each set (None: they are not
     written)."""
 
@@ -192,13 +192,13 @@ class HeldOutEvaluations(Evaluations):
         seed: int,
         *,
         emit: Callable[[RunEvent], Awaitable[None]],
-        scored: Callable[[int, dict[str, float], int], Awaitable[None]],
+        on_scored: Callable[[int, dict[str, float], int], Awaitable[None]],
         store: Callable[[int, Sequence[EndedOutcome], Mapping[str, range]], Awaitable[None]] | None = None,
     ) -> None:
         self._held_out = held_out
         self._seed = seed
         self._emit = emit
-        self._scored = scored
+        self._on_scored = on_scored
         self._store_outcomes = store
         self.running: EvaluationRun | None = None
 
@@ -221,7 +221,7 @@ class HeldOutEvaluations(Evaluations):
 
         async def store() -> None:
             if finished:
-                await self._scored(version, figures, evaluation.limit)
+                await self._on_scored(version, figures, evaluation.limit)
                 if self._store_outcomes is not None:
                     await self._store_outcomes(version, evaluation.outcomes, evaluation.sets)
 

@@ -58,40 +58,40 @@ class RunJournal(Journal):
         self._events = recovered.events if recovered else 0
         self._published = recovered.published if recovered else None
 
-    def drawn(self, prompts: Sequence[Prompt]) -> None:
+    def on_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Append prompts, before control gets the event that names them."""
         for prompt in prompts:
             self._append(JournalPrompt(prompt=prompt))
 
-    async def sampled(self, trajectory: Trajectory) -> None:
+    async def on_sampled(self, trajectory: Trajectory) -> None:
         """Append a trajectory that has left the engines, before it is scored. Waits while the disk is behind."""
         await self._room()
         if not trajectory.evaluation:
             self._store.add(trajectory)
             self._append(sampled_record(trajectory))
 
-    async def paused(self, trajectory: TrajectoryId, completion: SampledSoFar) -> None:
+    async def on_paused(self, trajectory: TrajectoryId, completion: SampledSoFar) -> None:
         """Append the tokens of a paused trajectory. Waits while the disk is behind."""
         await self._room()
         self._store.add_part(trajectory, completion)
         self._append(JournalPaused(id=trajectory, done=completion))
 
-    async def turn(self, trajectory: TrajectoryId, number: int, turn: TurnSoFar) -> None:
+    async def on_turn(self, trajectory: TrajectoryId, number: int, turn: TurnSoFar) -> None:
         """Append a turn of an episode, before the episode gets it. Waits while the disk is behind."""
         await self._room()
         self._store.add_turn(trajectory, number, turn)
         self._append(JournalTurn(id=trajectory, number=number, turn=turn))
 
-    def returned(self, trajectory: TrajectoryId, call: ReturnedCall) -> None:
+    def on_call(self, trajectory: TrajectoryId, call: ReturnedCall) -> None:
         """Append a call of a tool that has returned."""
         self._store.add_call(trajectory, call)
         self._append(JournalCall(id=trajectory, call=call))
 
-    def scored(self, scored: ScoredTrajectory) -> None:
+    def on_scored(self, scored: ScoredTrajectory) -> None:
         """Append a reward, before control gets it."""
         self._append(scored_record(scored))
 
-    def published(self, policy_version: int, state_hash: int) -> None:
+    def on_published(self, policy_version: int, state_hash: int) -> None:
         """Append the state hash of the version that the ranks have made."""
         self._published = JournalPublished(policy_version=policy_version, state_hash=state_hash)
         self._append(self._published)
@@ -114,7 +114,7 @@ class RunJournal(Journal):
         self._events += 1
         self._append(JournalEvent(event=event, time_s=round(elapsed_s, 4)))
 
-    async def settled(self) -> None:
+    async def flushed(self) -> None:
         """Return when everything so far is on the disk. Raises ``JournalFailed``."""
         if self._journal is not None and self._last:
             await self._journal.durable(self._last)

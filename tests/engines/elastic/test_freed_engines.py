@@ -70,7 +70,7 @@ class Rounds:
             None,  # type: ignore[arg-type] - no set is changed
             SetChooser([one], steps=100, switch_s=1.0),
             store,
-            decided=self.decided,
+            on_decision=self.decided,
             freeing=freeing,
             share_cores=self.share_cores,
         )

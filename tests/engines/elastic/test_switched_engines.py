@@ -52,7 +52,7 @@ class World:
             self,  # type: ignore[arg-type]
             self.chooser,
             store,
-            decided=self.decided,
+            on_decision=self.decided,
             clock=lambda: self.now,
         )
 

@@ -81,9 +81,9 @@ def test_an_engine_is_found_where_it_is_now() -> None:
     places = {f"engine-{index}": RelayPlace(f"host-{index}", f"tcp://{index}:1") for index in range(3)}
     tree = RelayTree(lambda: places)
     announced = WeightAnnouncement(1, 0, 0, (WeightSource(0, "tcp://trainer:1", "d", 100, 1, 1),))
-    assert tree.routed(announced, "engine-2", places).peers == ("tcp://1:1", "tcp://0:1")
+    assert tree.with_relays(announced, "engine-2", places).peers == ("tcp://1:1", "tcp://0:1")
     places = places | {"engine-1": RelayPlace("host-9", "tcp://9:1")}
-    assert tree.routed(announced, "engine-1", ["engine-0", "engine-2"]).peers == ("tcp://2:1", "tcp://0:1")
-    assert tree.routed(announced, "engine-2", places).peers == ("tcp://0:1",)
-    assert tree.routed(announced, "engine-1", places).peers == ("tcp://2:1", "tcp://0:1")
-    assert tree.routed(announced, "elsewhere", places) is announced
+    assert tree.with_relays(announced, "engine-1", ["engine-0", "engine-2"]).peers == ("tcp://2:1", "tcp://0:1")
+    assert tree.with_relays(announced, "engine-2", places).peers == ("tcp://0:1",)
+    assert tree.with_relays(announced, "engine-1", places).peers == ("tcp://2:1", "tcp://0:1")
+    assert tree.with_relays(announced, "elsewhere", places) is announced

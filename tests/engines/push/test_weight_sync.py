@@ -108,10 +108,10 @@ class Run:
             on_pause=self.pauses.append,
             on_failure=self.on_failure if tolerates else None,
             waits=self.waits,
-            routed=self.routed,
+            add_relays=self.with_relays,
         )
 
-    def routed(self, announced: WeightAnnouncement, name: str, engines: Collection[str]) -> WeightAnnouncement:
+    def with_relays(self, announced: WeightAnnouncement, name: str, engines: Collection[str]) -> WeightAnnouncement:
         self.routes.append((announced.base_version, name, tuple(engines)))
         return announced
 

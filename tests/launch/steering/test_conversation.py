@@ -35,6 +35,6 @@ async def test_only_requests_with_waiting_askers_survive(tmp_path: Path) -> None
         async with zmq_receiver(SteeringRequest, endpoint, bind=False, name="test") as requests:
             with anyio.fail_after(60):
                 assert await requests.receive() == SteerRun(order="continue", request_id=5)
-            steering.answered(SteeringTaken(request_id=5))
+            steering.deliver_reply(SteeringTaken(request_id=5))
         steering.close()
     assert len(unanswered) == 3 and all("pause: the controller ended before" in one for one in unanswered)

@@ -262,10 +262,10 @@ class Kept(Journal):
     def __init__(self) -> None:
         self.store = TrajectoryStore()
 
-    async def turn(self, trajectory: TrajectoryId, number: int, turn: TurnSoFar) -> None:
+    async def on_turn(self, trajectory: TrajectoryId, number: int, turn: TurnSoFar) -> None:
         self.store.add_turn(trajectory, number, turn)
 
-    def returned(self, trajectory: TrajectoryId, call: ReturnedCall) -> None:
+    def on_call(self, trajectory: TrajectoryId, call: ReturnedCall) -> None:
         self.store.add_call(trajectory, call)
 
 
