@@ -54,7 +54,7 @@ _SHOWN_EXACTLY = frozenset({"LANG", "LC_ALL", "TZ", "LD_PRELOAD", "PYTHONHASHSEE
 
 class CrashManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content of ``bundle.json``. ``failure``: error that ended the run; ``variable_names``: names of all variables;
-    ``harmless_variables``: their values, by name; ``left_out``: files that are missing or shortened,
+    ``harmless_variables``: values of harmless variables, by name; ``left_out``: files that are missing or shortened,
     each with the reason."""
 
     schema: int

@@ -170,7 +170,7 @@ class Search:
             self._try(name, candidate)
         self._refine_race(recipe)
         self._vary_best()
-        for name in {result.name for result in self._best(CONFIRMED)} | {CURRENT}:
+        for name in dict.fromkeys([*(result.name for result in self._best(CONFIRMED)), CURRENT]):  # in one order
             if self._reports.get(name):
                 self._simulate(name, self._results[name].recipe, self._world.seed + 1)
         confirmed = [result for result in self._best(len(self._results)) if len(self._reports[result.name]) > 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -363,6 +364,12 @@ def test_the_plot_draws_where_the_points_are() -> None:
     assert first.strip("\u2800"), "the top row holds the end of the line"
     assert len(first) == 10
     assert len(last) <= 3, "the bottom row holds only its beginning"
+
+
+def test_a_first_reward_that_is_not_finite_is_shown_as_it_is() -> None:
+    history = RunHistory(Clock())
+    history.stepped(StepFinished(step=1, policy_version=1, metrics={"reward/mean": math.nan}))
+    assert math.isnan(history.line_metrics({"reward/mean": math.nan})["reward/mean"])
 
 
 @pytest.mark.parametrize("steps", [3, MOST_POINTS - 1, 5 * MOST_POINTS + 1])

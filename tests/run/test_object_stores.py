@@ -165,6 +165,21 @@ async def test_an_absent_store_keeps_no_older_copies(tmp_path: Path, url: str, m
     assert await later.bring(4) == {"step-000004"}
 
 
+async def test_a_newer_order_of_copies_ends_the_wait_for_an_older(tmp_path: Path, url: str) -> None:
+    """Whoever waited for the first order would wait for ever."""
+    checkpoint(tmp_path / "run", 2)
+    copies = Copies(url, tmp_path / "run").copies
+    copies.want([2])
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            async with anyio.create_task_group() as waiting:
+                waiting.start_soon(copies.settled)
+                await anyio.wait_all_tasks_blocked()
+                copies.want([2, 4])
+                tasks.start_soon(copies.run)
+            tasks.cancel_scope.cancel()
+
+
 @contextmanager
 def failing_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
     """The writer dies after so many objects."""

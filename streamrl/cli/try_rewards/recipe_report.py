@@ -147,7 +147,7 @@ def _step_lines(trial: RecipeTrial) -> list[str]:
     speed = f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} a second"
     lines = [f"sampling    {count} completions in {duration(seconds)} on one engine: {speed} (measured)"]
     if training is not None and not training.problem:
-        cost = f"{duration(training.seconds)} on one rank, in {training.host_bytes / 2**30:.2f} GiB"
+        cost = f"{duration(training.seconds)} on one rank, in {training.cpu_bytes / 2**30:.2f} GiB"
         if training.device_bytes:
             cost += f", {training.device_bytes / 2**30:.2f} GiB of the GPU"
         lines.append(f"training    {training.trajectories} of them, {training.tokens:,} tokens: {cost} (measured)")

@@ -107,7 +107,7 @@ class RunHistory:
         """Return the metrics for the line of a step: ``metrics`` of the step that was added last, with the mean reward
         of the last steps, and the score of the last evaluation."""
         line_metrics = dict(metrics)
-        if "reward/mean" in metrics:
+        if "reward/mean" in metrics and self._recent_rewards:  # the first reward may be no finite number
             line_metrics["reward/mean"] = fmean(self._recent_rewards)
         if self._scores:
             score, _ = list(self._scores.values())[-1]

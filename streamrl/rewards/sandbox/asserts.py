@@ -227,7 +227,8 @@ def _inlined(body: Sequence[ast.stmt]) -> list[ast.stmt]:
                 name in checks
             ):
                 parameter = checks[name].args.args[0].arg
-                renamer = _ValuesForNames({parameter: argument}, set())
+                renamed = {parameter: argument} if argument.id != parameter else {}
+                renamer = _ValuesForNames(renamed, set())
                 copies = [ast.parse(ast.unparse(inner)).body[0] for inner in checks[name].body]
                 statements += [renamer.visit(copy) for copy in copies]
             case _:

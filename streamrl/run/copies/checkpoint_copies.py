@@ -56,7 +56,8 @@ class CheckpointCopies:
         """Set the checkpoints that are to have copies, and return at once. Other copies are removed."""
         if not self._epoch_lost:
             self._versions = tuple(versions)
-            self._settled = anyio.Event()
+            if self._settled.is_set():
+                self._settled = anyio.Event()
             self._changed.set()
 
     def sent_bytes(self) -> int:
@@ -75,7 +76,6 @@ class CheckpointCopies:
             with anyio.move_on_after(patience_s):
                 await self._changed.wait()
             self._changed = anyio.Event()
-            settled = self._settled
             versions = self._versions
             patience_s = math.inf
             newest = max(versions, default=0)
@@ -88,7 +88,8 @@ class CheckpointCopies:
             except (StreamRLError, OSError) as error:
                 patience_s = RETRY_S
                 await self._warn(newest, f"checkpoints are not copied ({error}); {_HINT}, tried again in {RETRY_S:g} s")
-            settled.set()
+            if not self._changed.is_set():
+                self._settled.set()
 
     def _synchronise(self, versions: Collection[int]) -> None:
         """Copy the checkpoints of ``versions``, and remove all other copies. Blocking."""

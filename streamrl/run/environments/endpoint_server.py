@@ -138,11 +138,10 @@ class EndpointServer:
 
 def _split_path(path: str) -> tuple[str | None, str]:
     """Return the key in ``/sessions/KEY/v1/...`` and the path behind it. The key is None in another path."""
-    if not path.startswith("/sessions/"):
+    start, sessions, rest = path.partition("/sessions/")
+    if start or not sessions:
         return None, path
-    if path.count("/") < 3:  # no API is named: the path itself is the key of no trajectory, so that it is refused
-        return path, "/"
-    _, _, key, api_path = path.split("/", 3)
+    key, _, api_path = rest.partition("/")
     return key, f"/{api_path}"
 
 

@@ -104,7 +104,7 @@ class RunJournal(Journal):
         """Begin the first segment, after control has handled ``RunBegan``, and wait until it is on the disk: a
         checkpoint must not be older than the journal of its run. Raises ``JournalFailed``."""
         self._begin_segment(control, 0.0)
-        await self.settled()
+        await self.flushed()
 
     def on_event(self, event: ControlEvent, control: Control) -> None:
         """Append ``event``, before control handles it. A new segment begins with each checkpoint."""

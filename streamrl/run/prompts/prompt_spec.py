@@ -121,7 +121,7 @@ def _with_keys(text: str, recipe: Recipe) -> str:
     if not missing:
         return text
     added = "&".join(f"{key}={quote(toml_value(value), safe='')}" for key, value in missing.items())
-    separator = "&" if query else "?"
+    separator = "&" if "?" in text else "?"
     return f"{text}{separator}{added}"
 
 

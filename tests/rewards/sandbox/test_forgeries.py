@@ -226,6 +226,14 @@ async def test_only_a_known_syntax_is_evaluated_outside(test: str) -> None:
     assert take_apart("", parse_test("", test), "") is None
 
 
+@pytest.mark.parametrize("parameter", ["candidate", "f"])
+async def test_a_check_may_name_its_parameter_as_the_function(parameter: str) -> None:
+    """As HumanEval's ``check(candidate)``: such a test is simple, whatever the name."""
+    test = parse_test("", f"def check({parameter}):\n    assert {parameter}(1) == 2\ncheck(f)")
+    simple = take_apart("", test, "f")
+    assert simple is not None and simple.questions == ("f(1)",)
+
+
 @pytest.mark.parametrize(
     "expression", ["10**10**10", "'x' * 10**12", "[0] * f(0)", "2 ** f(0)", "'%999999999d' % 1", "round(5, -(10**9))"]
 )

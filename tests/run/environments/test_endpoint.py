@@ -349,6 +349,7 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
         (CHAT, {"messages": [ASKED], "tools": [{"function": {"name": "x", "parameters": DEEP}}]}, 400, "recursion"),
         (CHAT, b" " * 70_000, 413, "65536 bytes"),
         ("/v1/completions", {}, 404, "/v1/responses"),
+        ("/sessions/key-1", {}, 404, "there is no /: post to one of"),
     ],
 )
 async def test_what_cannot_be_had_is_refused_in_the_form_of_its_api(

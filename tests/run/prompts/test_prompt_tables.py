@@ -247,6 +247,8 @@ async def test_prompts_are_made_of_columns_by_templates(
         prompt_sources(load_recipe(table | {"prompts": given | {"train": f"{path}?answer=mine"}}))["prompts.train"]
     )
     assert own.form.answer == "mine", "an option goes before the key"
+    with pytest.raises(RecipeError, match='"" is no option'):
+        read_spec(prompt_sources(load_recipe(table | {"prompts": given | {"train": f"{path}?"}}))["prompts.train"])
 
 
 @pytest.mark.parametrize(
