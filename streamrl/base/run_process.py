@@ -1,8 +1,9 @@
 """Set-up of a process of a run, before anything heavy is imported (standard library only): death with the parent, names
 of shared memory, usable cores, a writable home. Every process that streamrl starts calls it first: processes of a run
-(``launch.__main__``), commands, throw-away processes, fork servers, trackers, agents, vLLM's plug-in. The supervisor
-and its launchers use its constants. Shared memory is named after the run, so that it can be found when every process
-that would have removed it was killed."""
+(``launch.__main__``), commands, throw-away processes, fork servers, trackers, agents, vLLM's plug-in. Their parents
+start them by ``start_session`` and end them by ``end_session``; the supervisor and its launchers use the constants.
+Shared memory is named after the run, so that it can be found when every process that would have removed it was
+killed."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ import os
 import pwd
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import process, shared_memory
 from pathlib import Path
+from typing import Any
 
 PARENT_PID = "STREAMRL_PARENT_PID"
 RUN_MARKER = "STREAMRL_RUN_MARKER"
@@ -26,6 +30,7 @@ or not set: no check."""
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
 CUDA_ORDER = "CUDA_DEVICE_ORDER"
+_TAIL_BYTES = 4096
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -61,6 +66,35 @@ def set_process_option(option: int, value: int) -> None:
     """Call ``prctl(option, value)``. Raises ``OSError``."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def start_session(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a child that leads a session of its own: no signal of a terminal or of this process's group reaches it.
+    ``options``: options of ``Popen``; where they do not say otherwise, the child reads nothing, and stderr goes where
+    stdout goes. Raises ``OSError``."""
+    usual: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+    return subprocess.Popen(command, **(usual | options))
+
+
+def end_session(child: subprocess.Popen[bytes], patience_s: float = 0.0) -> bool:
+    """Give a child of ``start_session`` ``patience_s`` seconds to end by itself, then kill it with all processes of its
+    group, also where the wait is interrupted. Returns whether it ended by itself. Blocking; idempotent."""
+    try:
+        child.wait(patience_s)
+        return True
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with suppress(ProcessLookupError, PermissionError):  # nothing of the group is left, or it is another user's
+            os.killpg(child.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # it may be in a call to a disk that does not answer
+            child.wait(1.0)
+
+
+def last_line(output: int) -> str:
+    """The last line of a file that a child wrote, at most 200 characters. ``output``: descriptor of the file."""
+    start = max(0, os.fstat(output).st_size - _TAIL_BYTES)
+    return os.pread(output, _TAIL_BYTES, start).decode(errors="replace").strip().rpartition("\n")[2][:200]
 
 
 def signal_name(number: int) -> str:

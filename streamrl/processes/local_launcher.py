@@ -12,7 +12,6 @@ import hashlib
 import os
 import shutil
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,14 @@ from types import MappingProxyType
 import anyio.to_thread
 import psutil
 
-from streamrl.base.run_process import PARENT_PID, PR_SET_CHILD_SUBREAPER, RUN_MARKER, memory_prefix, set_process_option
+from streamrl.base.run_process import (
+    PARENT_PID,
+    PR_SET_CHILD_SUBREAPER,
+    RUN_MARKER,
+    memory_prefix,
+    set_process_option,
+    start_session,
+)
 from streamrl.processes.launcher import ChildProcess
 from streamrl.recipe.topology import ProcessPlan, Topology
 
@@ -105,14 +111,7 @@ class LocalLauncher:
         }
         log = self._run_directory / "logs" / f"{plan.name}.log"
         with log.open("ab") as output, self._starting:
-            process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=variables,
-            )
+            process = start_session(arguments, stdout=output, env=variables)
             self.sessions.add(process.pid)
             return ChildProcess(plan, process, log, output.tell())
 

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import anyio
 
-from streamrl.base.run_process import PARENT_PID
+from streamrl.base.run_process import PARENT_PID, end_session, start_session
 from streamrl.processes.restart_policy import Restarts
 
 log = logging.getLogger(__name__)
@@ -50,13 +48,8 @@ class _Follower:
         self.due_s = None
         self._started_s = time.monotonic()
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=os.environ | {PARENT_PID: str(os.getpid())},
+            self.process = start_session(
+                self._command, stdin=subprocess.PIPE, stdout=output, env=os.environ | {PARENT_PID: str(os.getpid())}
             )
 
     def poll(self) -> None:
@@ -83,10 +76,7 @@ class _Follower:
         process = self.process
         self.process = None
         if process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # it may be in a call to a disk that does not answer
-                process.wait(1.0)
+            end_session(process)
             if process.stdin is not None:
                 process.stdin.close()
 

@@ -4,18 +4,16 @@ it; ``answer_parent`` runs in the child."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
-from streamrl.base.run_process import die_with
+from streamrl.base.run_process import die_with, end_session, last_line, start_session
 
 
 class ThrowawayAnswer(NamedTuple):
@@ -41,41 +39,18 @@ def run_throwaway(
     caller's)."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         started = time.monotonic()
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(timeout_s), str(os.getpid()), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,
-            env=variables,
-        )
-        late = False
-        try:
-            child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # all processes of its group have ended
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        command = [sys.executable, "-P", "-m", module, str(timeout_s), str(os.getpid()), *arguments]
+        child = start_session(command, stdout=output, stderr=errors, env=variables)
+        late = not end_session(child, timeout_s) or child.returncode == -signal.SIGALRM
         seconds = time.monotonic() - started
         output.seek(0)
         written = output.read()
-        late = late or child.returncode == -signal.SIGALRM
         if late:
             return ThrowawayAnswer(written, "late", True, seconds)
         failure = ""
         if child.returncode:
-            failure = ", ".join([f"exit code {child.returncode}", *_last_line(errors)])
+            failure = ", ".join(filter(None, [f"exit code {child.returncode}", last_line(errors.fileno())]))
         return ThrowawayAnswer(written, failure, False, seconds)
-
-
-def _last_line(errors: BinaryIO) -> list[str]:
-    """The last line of the child's stderr, shortened, as a list; empty: it wrote none."""
-    errors.seek(0, os.SEEK_END)
-    errors.seek(max(0, errors.tell() - 4096))
-    lines = errors.read().decode(errors="replace").strip().splitlines()
-    return [line[:200] for line in lines[-1:]]
 
 
 def answer_parent(work: Callable[[BinaryIO, Sequence[str]], None]) -> None:

@@ -166,7 +166,6 @@ async def test_an_absent_store_keeps_no_older_copies(tmp_path: Path, url: str, m
 
 
 async def test_a_newer_order_of_copies_ends_the_wait_for_an_older(tmp_path: Path, url: str) -> None:
-    """Whoever waited for the first order would wait for ever."""
     checkpoint(tmp_path / "run", 2)
     copies = Copies(url, tmp_path / "run").copies
     copies.want([2])

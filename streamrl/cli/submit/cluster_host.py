@@ -24,10 +24,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from streamrl.base.run_process import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, set_process_option, signal_name
+from streamrl.base.run_process import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    end_session,
+    set_process_option,
+    signal_name,
+    start_session,
+)
 from streamrl.cli.submit.ray_start import RAY_PORT, ray_arguments, variables_with_ray
 from streamrl.processes.cluster.this_host import address_on, raise_file_limit
 
@@ -111,7 +119,7 @@ class Host:
         if shutil.which(arguments[0]) is None:
             raise HostFailed('ray is not on the PATH: `pip install "streamrl[ray]"`, or see --setup')
         with (self._temporary / "ray.out").open("wb") as output:
-            self._ray = _start(arguments, variables, signal.SIGTERM, output.fileno())
+            self._ray = _start(arguments, variables, signal.SIGTERM, stdout=output)
 
     def _run_command(self) -> list[str]:
         """The command of the options; where an earlier start of this job began a run, the command that resumes that
@@ -174,7 +182,7 @@ class Host:
         sent_signals = 0
         sent_s = 0.0
         ray_ended = False
-        self._work = _start(command, variables, signal.SIGKILL)
+        self._work = _start(command, variables, signal.SIGKILL, stderr=None)
         while (code := self._work.poll()) is None:
             self._orders.wait(TICK_S)
             # Requests to drain count once: Slurm sends one when time is up, also to a run that drains already.
@@ -213,8 +221,7 @@ class Host:
         for process, seconds in ((self._work, END_S), (self._ray, RAY_END_S)):
             if process is not None and process.poll() is None:
                 process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(seconds)
+                end_session(process, seconds)
         self._kill_below()
         shutil.rmtree(self._temporary, ignore_errors=True)
         if self._is_head:
@@ -308,19 +315,10 @@ def say(text: str) -> None:
 
 
 def _start(
-    command: Sequence[str], variables: dict[str, str], dies_by: signal.Signals, output: int | None = None
+    command: Sequence[str], variables: dict[str, str], dies_by: signal.Signals, **outputs: Any
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` in a session of its own, so that no signal of a terminal or a job step reaches it. It ends with
-    this process (``dies_by``), which has one thread."""
-    return subprocess.Popen(
-        command,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT if output is not None else None,
-        start_new_session=True,
-        preexec_fn=partial(_tie, dies_by),
-    )
+    """Start ``command`` in a session of its own. It ends with this process (``dies_by``), which has one thread."""
+    return start_session(command, env=variables, preexec_fn=partial(_tie, dies_by), **outputs)
 
 
 def _tie(dies_by: signal.Signals) -> None:

@@ -20,6 +20,7 @@ from urllib.parse import quote
 import msgspec
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.run_process import end_session, last_line, start_session
 from streamrl.prepare.hub import messages
 from streamrl.prepare.hub.messages import HubAnswer, Resolved, WantedFiles, answer_s
 from streamrl.recipe.remote_names import HUB, cached_name, is_bare_name, read_hub_name
@@ -186,8 +187,7 @@ def _ask(requests: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]
         finally:
             if tasks:
                 bars.stop()
-        errors.seek(0)
-        last = errors.read().decode(errors="replace").strip().rpartition("\n")[2][:200]
+        last = last_line(errors.fileno())
     if not problems:
         why = "got no answer: try again later, or set HF_ENDPOINT to a mirror"
         if last:
@@ -204,9 +204,7 @@ def _answers(requests: Sequence[WantedFiles], stand_ins: str, errors: IO[bytes])
     address has no time limit of its own."""
     command = [sys.executable, "-P", "-m", "streamrl.prepare.hub.fetch", str(_LONGEST_S), str(os.getpid())]
     command += [msgspec.json.encode(requests).decode(), stand_ins]
-    nothing = subprocess.DEVNULL
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=errors, start_new_session=True)
+    child = start_session(command, stdout=subprocess.PIPE, stderr=errors)
     assert child.stdout is not None, "it has a pipe"
     guard_s = answer_s() + _SLOW_MACHINE_S
     output = child.stdout.fileno()
@@ -220,8 +218,7 @@ def _answers(requests: Sequence[WantedFiles], stand_ins: str, errors: IO[bytes])
                 patience_s = guard_s if answer == messages.Asking() else _LONGEST_S
                 yield answer
     finally:
-        child.kill()
-        child.wait()
+        end_session(child)
         child.stdout.close()
 
 

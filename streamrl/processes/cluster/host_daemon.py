@@ -22,6 +22,7 @@ from typing import IO
 import anyio
 import msgspec
 
+from streamrl.base.run_process import start_session
 from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.prepare.machine_check import installed_version
 from streamrl.processes.cluster.daemon_messages import (
@@ -170,7 +171,7 @@ def _start_lease(lease_s: float, sockets: Path) -> subprocess.Popen[bytes]:
     arguments = (str(lease_s), str(sockets), str(os.getpid()))
     command: Sequence[str] = (sys.executable, "-P", "-m", "streamrl.processes.cluster.lease", *arguments)
     # In its own session: Ray ends the process group of a worker, and the lease must outlive the daemon for a moment.
-    lease = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    lease = start_session(command, stdin=subprocess.PIPE, stderr=None)
     assert lease.stdin is not None
     os.set_blocking(lease.stdin.fileno(), False)
     return lease

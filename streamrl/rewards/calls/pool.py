@@ -34,11 +34,12 @@ from typing import Any
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.notifier import Notifier
-from streamrl.base.run_process import signal_name, usable_cores
+from streamrl.base.run_process import end_session, signal_name, start_session, usable_cores
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.rewards import Reward
 from streamrl.rewards.calls.frames import (
@@ -267,11 +268,8 @@ class _ForkServerClient:
         if self._process is None or self._control is None:
             return
         self._control.shutdown(socket.SHUT_RDWR)
-        with anyio.move_on_after(_LEAVE_LIMIT_S, shield=True):
-            while self._process.poll() is None:  # noqa: ASYNC110 - ends of processes are polled
-                await anyio.sleep(0.005)
-        self._process.kill()
-        self._process.wait()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(end_session, self._process, _LEAVE_LIMIT_S)
         self._control.close()
         self._process = None
         self._control = None
@@ -302,13 +300,11 @@ class _ForkServerClient:
         self._control, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_socket:
             number = str(server_socket.fileno())
-            self._process = subprocess.Popen(
+            self._process = start_session(
                 [sys.executable, "-P", "-m", "streamrl.rewards.calls.fork_server", number, str(os.getpid())],
-                stdin=subprocess.DEVNULL,
                 stderr=writable,
                 pass_fds=[server_socket.fileno()],
                 env=variables_of_user_code(self._rewards),
-                start_new_session=True,
             )
         os.close(writable)
         self._tasks.start_soon(_log_output, readable, "the server of the reward processes")

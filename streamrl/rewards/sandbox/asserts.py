@@ -227,10 +227,10 @@ def _inlined(body: Sequence[ast.stmt]) -> list[ast.stmt]:
                 name in checks
             ):
                 parameter = checks[name].args.args[0].arg
-                renamed = {parameter: argument} if argument.id != parameter else {}
-                renamer = _ValuesForNames(renamed, set())
+                renamer = _ValuesForNames({parameter: argument}, set())
                 copies = [ast.parse(ast.unparse(inner)).body[0] for inner in checks[name].body]
-                statements += [renamer.visit(copy) for copy in copies]
+                same_name = argument.id == parameter
+                statements += copies if same_name else [renamer.visit(copy) for copy in copies]
             case _:
                 statements.append(statement)
     return statements

@@ -24,6 +24,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.run_process import end_session, last_line, start_session
 from streamrl.rewards.sandbox.jail import Limits
 from streamrl.rewards.sandbox.values import MALFORMED, decode
 
@@ -159,7 +160,7 @@ class Sandbox:
         run_id = next(self._run_ids)
         order = {"run": run_id, "kind": kind, "limits": list(limits)}
         report = await zygote.run(run_id, order, files, limits.seconds + _ANSWER_GRACE_S)
-        return msgspec.structs.replace(report, last_error=_last_line(files[3]))
+        return msgspec.structs.replace(report, last_error=last_line(files[3]))
 
     async def _ready(self) -> _Zygote:
         async with self._starting:
@@ -190,15 +191,13 @@ class _Zygote:
         errors = os.memfd_create("zygote errors")
         with zygote_socket:
             folder = str(Path(__file__).parent)
-            process = subprocess.Popen(  # noqa: ASYNC220 - it starts in milliseconds, once
+            process = start_session(
                 [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, folder, str(zygote_socket.fileno())],
-                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 cwd="/",
                 env={"MALLOC_ARENA_MAX": "1"},  # an arena for each thread would count as memory of the code
                 pass_fds=(zygote_socket.fileno(),),
-                start_new_session=True,
             )
         zygote = cls(process, control, errors)
         try:
@@ -235,10 +234,7 @@ class _Zygote:
     async def aclose(self) -> None:
         self._end("the sandbox was closed")
         try:
-            await anyio.to_thread.run_sync(self._process.wait, _END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await anyio.to_thread.run_sync(self._process.wait)
+            await anyio.to_thread.run_sync(end_session, self._process, _END_S)
         finally:
             os.close(self._errors)
 
@@ -301,14 +297,6 @@ def _content(fd: int, limit: int) -> bytes:
     while len(content) < limit and (part := os.pread(fd, limit - len(content), len(content))):
         content += part
     return content
-
-
-def _last_line(stderr: int) -> str:
-    start = max(0, os.fstat(stderr).st_size - _MOST_STDERR_BYTES)
-    lines = os.pread(stderr, _MOST_STDERR_BYTES, start).decode(errors="replace").strip().splitlines()
-    if not lines:
-        return ""
-    return lines[-1][:200]
 
 
 @cache

@@ -24,7 +24,7 @@ import anyio.abc
 import msgspec
 
 from streamrl.base.errors import RecipeError, leaves
-from streamrl.base.run_process import PARENT_PID
+from streamrl.base.run_process import PARENT_PID, last_line
 from streamrl.recipe.environment import with_run_python
 from streamrl.run.environments.tools import Tool, ToolFailedError
 
@@ -68,11 +68,10 @@ def list_tools(commands: Sequence[Sequence[str]]) -> list[Tool]:
         try:
             return anyio.run(list_and_end, errors)
         except RecipeError as error:
-            errors.seek(0)
-            lines = errors.read().splitlines()
-            if not lines:
+            text = last_line(errors.fileno())
+            if not text:
                 raise
-            raise RecipeError(f"{error} (its stderr: {lines[-1][:200]})") from None
+            raise RecipeError(f"{error} (its stderr: {text})") from None
 
 
 @asynccontextmanager
