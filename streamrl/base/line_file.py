@@ -32,7 +32,7 @@ class LineFile:
         self._head = head
         self._most_bytes = most_bytes
         if goes_on and path.exists():
-            _cut_torn_line(path)
+            _remove_torn_line(path)
         self._open("ab" if goes_on else "wb")
 
     def append(self, *lines: object) -> None:
@@ -53,7 +53,7 @@ class LineFile:
             append_whole(self._file, msgspec.json.encode(self._head) + b"\n")
 
 
-def _cut_torn_line(path: Path) -> None:
+def _remove_torn_line(path: Path) -> None:
     """Remove half a line from the end of ``path``."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)

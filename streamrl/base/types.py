@@ -55,7 +55,7 @@ class DropReason(StrEnum):
     REWARD_FAILED = "reward_failed"
     ENGINE_FAILED = "engine_failed"
     LOST_RACE = "lost_race"
-    CUT = "cut"
+    BATCH_FULL = "cut"
     CANCELLED = "cancelled"
     DRAINED = "drained"
 

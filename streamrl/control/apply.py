@@ -231,7 +231,7 @@ def drop_group(state: RunState, group: Group, reason: DropReason, out: Actions) 
     """End a group that is not in a closed batch, with all its members."""
     state.buffer.drop_group(group, reason)
     state.slots.release(group.size)
-    if reason not in (DropReason.LOST_RACE, DropReason.CUT):
+    if reason not in (DropReason.LOST_RACE, DropReason.BATCH_FULL):
         state.dropped_in_a_row += 1
     out.append(do.Drop(ids=group.ids, reason=reason, abort=group.open > 0))
 

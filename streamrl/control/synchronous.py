@@ -12,7 +12,7 @@ class SynchronousRounds(StatelessRounds):
     """Round policy of synchronous rounds, strictly on-policy. The same round replaces a dropped group."""
 
     on_policy = True
-    drop_reason = DropReason.CUT
+    drop_reason = DropReason.BATCH_FULL
 
     def __init__(self, settings: ControlSettings) -> None:
         self._batch = settings.batch_trajectories

@@ -43,7 +43,7 @@ from streamrl.prepare.memory import estimate_memory, gib
 from streamrl.prepare.recipe_probe import look_at_environment, problems_of_object
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
-from streamrl.pretrained.trainable_models import cut_problems, refuse_untrainable, split_problems, unknown_modules
+from streamrl.pretrained.trainable_models import refuse_untrainable, row_split_problems, split_problems, unknown_modules
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
 from streamrl.recipe.remote_names import is_url, url_problem
 from streamrl.recipe.rules.rules import broken_rules
@@ -142,7 +142,7 @@ def check_model(recipe: Recipe) -> CheckedModel:
         facts = read_model_facts(directory)
         refuse_untrainable(directory)
         problems = split_problems(directory, recipe.training.tensor_parallel_size, recipe.training.expert_parallel_size)
-        problems += cut_problems(directory, recipe.training.context_parallel_size)
+        problems += row_split_problems(directory, recipe.training.context_parallel_size)
         targets = recipe.lora.named_targets if recipe.lora.rank else None
         unknown = unknown_modules(directory, targets or ())
         other_dtypes: set[str] = set()

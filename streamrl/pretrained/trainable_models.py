@@ -54,7 +54,7 @@ def split_problems(directory: Path, tensor: int, expert: int) -> list[str]:
     return problems
 
 
-def cut_problems(directory: Path, context: int) -> list[str]:
+def row_split_problems(directory: Path, context: int) -> list[str]:
     """Return why ``context`` ranks cannot share the rows of the model (context parallelism): it has recurrent layers,
     which carry a state from token to token. Raises ``ModelDirectoryError``."""
     config = read_model_config(directory)
@@ -65,7 +65,7 @@ def cut_problems(directory: Path, context: int) -> list[str]:
         recurrent = [str(config.get("model_type"))]
     if context == 1 or not recurrent:
         return []
-    text = f"the model has layers of type {', '.join(recurrent)}, which carry a state over the cuts of a row"
+    text = f"the model has layers of type {', '.join(recurrent)}, which carry a state over the splits of a row"
     return [f"training.advanced.context_parallel_size: {text}: set it to 1, or give a model of attention layers alone"]
 
 

@@ -31,11 +31,11 @@ class LogFiles:
         if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + INTERVAL_S
             try:
-                await anyio.to_thread.run_sync(self.cut, abandon_on_cancel=True)
+                await anyio.to_thread.run_sync(self.shorten, abandon_on_cancel=True)
             except OSError as error:
-                log.warning("logs were not cut: %s", error)
+                log.warning("logs were not shortened: %s", error)
 
-    def cut(self) -> None:
+    def shorten(self) -> None:
         """Copy the end of each log that is too large to ``older-NAME``, which is replaced, and empty the log: its
         process goes on writing into the same file. Lines written between the copy and the emptying are lost. Raises
         ``OSError``."""

@@ -155,7 +155,7 @@ def test_each_ends_once_whatever_comes_first(tmp_path: Path) -> None:
     work.on_outcome(lost(ids[1], 7), 2.7)
     work.on_outcome(Scored(outcome=scored(ids[2], 20, reward=0.5)), 3.0)
     work.dropped([ids[2]], DropReason.ZERO_VARIANCE, 3.1)
-    work.dropped([ids[3]], DropReason.CUT, 3.2)
+    work.dropped([ids[3]], DropReason.BATCH_FULL, 3.2)
     work.on_outcome(Scored(outcome=scored(ids[3], 30, reward=0.25)), 3.3)  # it ended before the cancel reached it
     failure = RewardFailure(trajectory=trajectory(ids[4], 40), function="f", kind=RewardFailureKind.RAISED, message="")
     work.on_outcome(Scored(outcome=failure), 3.4)

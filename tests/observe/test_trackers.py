@@ -466,7 +466,7 @@ def test_files_of_a_long_run_stay_within_their_bound(tmp_path: Path) -> None:
             for log in (a, b):
                 log.write(b"%d %s\n" % (n, b"x" * 90))
                 log.flush()
-            logs.cut()
+            logs.shorten()
             (tmp_path / f"step-{n:06d}.jsonl").write_text("x" * 900)
             remove_oldest(tmp_path.glob("step-*.jsonl"), most_bytes(most_mib, "evaluations"))
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= most_mib * (1 << 20) + 4 * 250

@@ -290,7 +290,7 @@ class World:
         with_the_run = reason in (DropReason.DRAINED, DropReason.CANCELLED)
         if with_the_run:
             self.drawn_again.add(trajectory.prompt_id)
-        deferred = reason in (DropReason.LOST_RACE, DropReason.CUT)
+        deferred = reason in (DropReason.LOST_RACE, DropReason.BATCH_FULL)
         regenerated = reason is DropReason.STALE and self.settings.when_stale is StalePolicy.REGENERATE
         if not (with_the_run or deferred or regenerated):
             self.over.add(trajectory.prompt_id)

@@ -16,7 +16,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.types import token_array
 from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.tokenizer import end_tokens, load_tokenizer, tokenizer_digest
-from streamrl.pretrained.trainable_models import cut_problems, refuse_untrainable, split_problems
+from streamrl.pretrained.trainable_models import refuse_untrainable, row_split_problems, split_problems
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors, weight_files
 from streamrl.run.prompts.open_prompts import check_prompts
 
@@ -129,8 +129,8 @@ def test_sizes_that_ranks_cannot_share_come_with_the_arithmetic(
 @pytest.mark.parametrize(("config", "kind"), CUT)
 def test_rows_of_layers_that_carry_a_state_are_not_cut(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | config))
-    assert cut_problems(tmp_path, 1) == []
-    found = cut_problems(tmp_path, 2)
+    assert row_split_problems(tmp_path, 1) == []
+    found = row_split_problems(tmp_path, 2)
     assert len(found) == bool(kind) and all(f"layers of type {kind}, which" in one for one in found)
     assert all(one.endswith("set it to 1, or give a model of attention layers alone") for one in found)
 

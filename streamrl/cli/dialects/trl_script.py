@@ -78,10 +78,10 @@ def read_trl_script(text: str, path: Path) -> tuple[dict[str, Any], Unread, dict
     if not settings:
         what = "the script that has them, or the command line (.sh) whose arguments the script reads"
         raise RecipeError(f"{path}: no GRPOConfig(...) or GRPOTrainer(...) is in it: give {what}")
-    return settings, unread, {REWARDS: _cut_out(text, tree, made, copied, path)} if copied else {}
+    return settings, unread, {REWARDS: _copied_source(text, tree, made, copied, path)} if copied else {}
 
 
-def _cut_out(text: str, tree: ast.Module, made: Mapping[str, ast.stmt], names: list[str], path: Path) -> str:
+def _copied_source(text: str, tree: ast.Module, made: Mapping[str, ast.stmt], names: list[str], path: Path) -> str:
     """The functions, with the imports, constants and functions of the script that they name."""
     wanted = set[str]()
     waiting = list(names)

@@ -37,7 +37,7 @@ class LengthSortedRounds(StatelessRounds):
     """Round policy that launches prompts in order of their predicted length, on-policy or partial. With ``single`` each
     trajectory is a group of its own; otherwise all trajectories of a group are launched together."""
 
-    drop_reason = DropReason.CUT
+    drop_reason = DropReason.BATCH_FULL
 
     def __init__(self, settings: ControlSettings) -> None:
         options = settings.length_sorted

@@ -126,7 +126,7 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
     ``bits``, ``base``: uint16 or uint32 [n], contiguous or strided. ``dtype``: published dtype of the patterns. Raises
     ``WeightError`` for more than ``MAXIMUM_ELEMENTS``."""
     if bits.size > MAXIMUM_ELEMENTS:
-        raise WeightError(f"a patch of {bits.size} elements was asked for; {MAXIMUM_ELEMENTS} fit: cut the shard")
+        raise WeightError(f"a patch of {bits.size} elements was asked for; {MAXIMUM_ELEMENTS} fit: split the shard")
     if base is None:
         return EncodedPatch(WeightPatch(None, bits.copy()), encode_complete(bits))
     base = kernels.frozen(base)
