@@ -172,7 +172,7 @@ def push_raw(setting: Setting) -> tuple[Timed, int]:
 def publish_raw(setting: Setting, server: PublisherServer) -> WeightAnnouncement:
     part_hash, entries, patches = setting.old_hash, [], []
     units = [
-        shard.piece(start, min(UNIT_ELEMENTS, shard.count - start))
+        shard.part(start, min(UNIT_ELEMENTS, shard.count - start))
         for shard in setting.shards
         for start in range(0, shard.count, UNIT_ELEMENTS)
     ]

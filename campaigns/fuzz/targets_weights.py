@@ -207,7 +207,7 @@ def node_states() -> Target:
         state_hash=9,
         payload_bytes=100,
         tensors=(),
-        pieces=(shared_versions._SharedPatch("t", 9, None, 64), shared_versions._SharedPatch("u", 9, 0, 128)),
+        patches=(shared_versions._SharedPatch("t", 9, None, 64), shared_versions._SharedPatch("u", 9, 0, 128)),
         memory=MemorySegment(7, 4096, (Holder(1, 5),)),
     )
     states = (shared_versions.SharedState(version, version, writing=True), shared_versions.SharedState(None, version))

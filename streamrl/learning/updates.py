@@ -274,6 +274,6 @@ def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeig
 
         adapter_weights = UnmergedAdapters if options.lora.syncs_adapter else AdapterWeights
         return adapter_weights(options, policy)
-    weights = FullWeights(policy.trained_parameters(), policy.pieces, masters_on_cpu=on_cpu)
+    weights = FullWeights(policy.trained_parameters(), policy.entries, masters_on_cpu=on_cpu)
     weights.reduce_over(policy.tensor_group, policy.partial_gradients)
     return weights

@@ -73,8 +73,8 @@ def rank_bytes(
     """Bytes of one trainer rank at its peak, in rows of which the longest has ``context`` tokens."""
     training = recipe.training
     sizes = training_sizes(training, recipe.lora, recipe.objective_settings, facts, on_device=on_device)
-    pieces = -(-context // training.context_parallel_size)
-    tokens = max(training.row_tokens("cuda", facts.parameters, context), pieces)  # the larger rows
+    row_share = -(-context // training.context_parallel_size)
+    tokens = max(training.row_tokens("cuda", facts.parameters, context), row_share)  # the larger rows
     logits = min(tokens * facts.vocabulary, LARGEST_LOGITS)
     activations = activation_bytes(facts, training, tokens, logits, sixteen_bit=sizes.sixteen_bit)
     return bytes_per_rank(sizes, gathered, activations)

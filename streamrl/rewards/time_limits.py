@@ -76,7 +76,7 @@ class LearntLimits:
                 for key, seconds in by_key.items():
                     _keep_slowest(slowest_of_reward, key, seconds)
 
-    def pieces(self, version: int) -> Iterator[dict[str, dict[str, float]]]:
+    def messages(self, version: int) -> Iterator[dict[str, dict[str, float]]]:
         """Yield the observations for a worker that has loaded ``version``, split so that each part fits a message."""
         for name, by_key in self.slowest_s.items():
             if version < self.since[name]:

@@ -164,7 +164,7 @@ class RewardStage:
                     raise RecipeError(*dict.fromkeys(problems))
                 if replies:
                     on_attached()
-                    for remembered in self.limits.pieces(version):
+                    for remembered in self.limits.messages(version):
                         await self._send_all(RememberLimits(reward_version=version, slowest_s=remembered))
                     await self._attach(order, per_group=any(reply.per_group for reply in replies))
 
@@ -279,7 +279,7 @@ class RewardStage:
         if 0 not in self._versions.scoring:
             await worker.orders.send(CloseRewardSet(reward_version=0))
         for version in self._versions.scoring:
-            for remembered in self.limits.pieces(version):
+            for remembered in self.limits.messages(version):
                 await worker.orders.send(RememberLimits(reward_version=version, slowest_s=remembered))
 
     async def _receive_answers(

@@ -77,7 +77,7 @@ class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
                 f"shard [{self.offset}, {self.offset + end}) of {self.name!r} leaves its {total} elements"
             )
 
-    def piece(self, start: int, count: int) -> ShardSpec:
+    def part(self, start: int, count: int) -> ShardSpec:
         """Return the spec of ``count`` elements of the shard, from its element ``start`` on."""
         if self.run:
             return msgspec.structs.replace(self, skipped=self.skipped + start, count=count)
@@ -278,7 +278,7 @@ def work_units(shards: Iterable[ShardSpec]) -> list[WorkUnit]:
             start = 0
             count = min(free_elements, shard.count)
             while True:
-                slices.append(shard.piece(start, count))
+                slices.append(shard.part(start, count))
                 start = start + count
                 free_elements = free_elements - count
                 if not free_elements:

@@ -318,13 +318,13 @@ def test_limits_that_were_learnt_belong_to_one_attachment() -> None:
     limits.observed(2, {"a": {"p": 0.5, "q": 2.0}, "b": {"p": 3.0}, "gone": {"p": 9.0}})
     limits.observed(1, {"b": {"p": 8.0}})  # of the one that b replaced
     assert limits.slowest_s == {"a": {"p": 1.0, "q": 2.0}, "b": {"p": 3.0}}
-    assert list(limits.pieces(0)) == [{"a": {"p": 1.0, "q": 2.0}}]
+    assert list(limits.messages(0)) == [{"a": {"p": 1.0, "q": 2.0}}]
     limits.attached({"a": 0, "b": 3})
     assert limits.slowest_s == {"a": {"p": 1.0, "q": 2.0}}
     many = LearntLimits({"a": 0}, {"a": {str(key): 1.0 for key in range(45_000)}})
-    pieces = [piece["a"] for piece in many.pieces(0)]
-    assert [len(piece) for piece in pieces] == [20_000, 20_000, 5_000]
-    assert {key for piece in pieces for key in piece} == {str(key) for key in range(45_000)}
+    messages = [message["a"] for message in many.messages(0)]
+    assert [len(message) for message in messages] == [20_000, 20_000, 5_000]
+    assert {key for message in messages for key in message} == {str(key) for key in range(45_000)}
 
 
 @pytest.mark.long

@@ -91,7 +91,7 @@ def _why_not_adapted(matches: dict[str, nn.Module], with_own_weight: set[str]) -
     return ""
 
 
-class CheckpointPiece(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """One tensor of the checkpoint, which is a part of a model's parameter: it has ``shape``, and begins at element
     ``start`` of the flattened ``parameter``."""
 
@@ -110,7 +110,7 @@ class _WithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def checkpoint_pieces(model: PreTrainedModel) -> list[CheckpointPiece]:
+def checkpoint_entries(model: PreTrainedModel) -> list[CheckpointEntry]:
     """Locate each tensor of the checkpoint in the parameters, tied ones once, by parameter and position.
 
     transformers renames and fuses weights at load (experts of one layer become one parameter); engines use the names
@@ -120,7 +120,7 @@ def checkpoint_pieces(model: PreTrainedModel) -> list[CheckpointPiece]:
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in parameters.items()}
     with _WithoutCopies():  # type: ignore[no-untyped-call]
         converted = revert_weight_conversion(model, dict(parameters))
-    pieces = []
+    entries = []
     for name, tensor in converted.items():
         owner = owners.get(tensor.untyped_storage()._cdata)
         if owner is None or not tensor.is_contiguous():
@@ -128,19 +128,19 @@ def checkpoint_pieces(model: PreTrainedModel) -> list[CheckpointPiece]:
                 f"model type {model.config.model_type!r} computes parameters from {name!r} when it is loaded: "
                 "engines cannot be given trained weights under the names of the checkpoint"
             )
-        pieces.append(CheckpointPiece(name, owner, tuple(tensor.shape), int(tensor.storage_offset())))
+        entries.append(CheckpointEntry(name, owner, tuple(tensor.shape), int(tensor.storage_offset())))
     order = {name: index for index, name in enumerate(parameters)}
-    pieces.sort(key=lambda piece: (order[piece.parameter], piece.start))
-    _check_complete(pieces, parameters)
-    return pieces
+    entries.sort(key=lambda entry: (order[entry.parameter], entry.start))
+    _check_complete(entries, parameters)
+    return entries
 
 
-def _check_complete(pieces: list[CheckpointPiece], parameters: dict[str, Tensor]) -> None:
-    """Raise ``StreamRLError`` unless the pieces of each parameter follow each other without a gap and fill it."""
+def _check_complete(entries: list[CheckpointEntry], parameters: dict[str, Tensor]) -> None:
+    """Raise ``StreamRLError`` unless the entries of each parameter follow each other without a gap and fill it."""
     ends = dict.fromkeys(parameters, 0)
-    for piece in pieces:
-        if piece.start == ends[piece.parameter]:
-            ends[piece.parameter] += torch.Size(piece.shape).numel()
+    for entry in entries:
+        if entry.start == ends[entry.parameter]:
+            ends[entry.parameter] += torch.Size(entry.shape).numel()
     broken = [name for name, tensor in parameters.items() if ends[name] != tensor.numel()]
     if broken:
         raise StreamRLError(f"parameters {broken[:3]} are not made of tensors of the checkpoint one after the other")

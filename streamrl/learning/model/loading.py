@@ -149,10 +149,10 @@ def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: to
             tensor = cast("Any", DTensor)(tensor, parameter._spec, requires_grad=False)
         tensors[part.name] = tensor
         starts[part.name] = part.start
-    for piece, part in zip(policy.pieces, published_shards(local_shards(parameters), policy.pieces), strict=True):
-        stored = open_files[files[piece.name]].get_slice(piece.name)
-        first = part.start - starts[piece.parameter]
-        flat = local_part(tensors[piece.parameter]).view(-1)
+    for entry, part in zip(policy.entries, published_shards(local_shards(parameters), policy.entries), strict=True):
+        stored = open_files[files[entry.name]].get_slice(entry.name)
+        first = part.start - starts[entry.parameter]
+        flat = local_part(tensors[entry.parameter]).view(-1)
         flat[first : first + part.stop - part.start] = _stored_part(stored, part)
     return tensors
 
@@ -207,7 +207,7 @@ def published_shapes(
     refuse_targets(policy.hugging_face, targets)
     if split[0] > 1:
         refuse_without_plan(policy.hugging_face, experts=split[1] > 1)
-    return {piece.name: piece.shape for piece in policy.pieces}
+    return {entry.name: entry.shape for entry in policy.entries}
 
 
 def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
@@ -215,7 +215,7 @@ def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
     load the same directory. Returns the file of each tensor."""
     stored = stored_tensors(directory)
     model = policy.hugging_face
-    unknown = sorted(piece.name for piece in policy.pieces if piece.name not in stored)
+    unknown = sorted(entry.name for entry in policy.entries if entry.name not in stored)
     if unknown:
         raise StreamRLError(
             f"model type {model.config.model_type!r} has no weights for {len(unknown)} parameters "
@@ -227,10 +227,10 @@ def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
             f"model type {model.config.model_type!r} has stored tensors that are no parameters "
             f"({', '.join(buffers[:3])}): they are neither trained nor published"
         )
-    for piece in policy.pieces:
-        if (shape := stored[piece.name].shape) != piece.shape:
+    for entry in policy.entries:
+        if (shape := stored[entry.name].shape) != entry.shape:
             raise StreamRLError(
-                f"{piece.name} is {list(shape)} in {stored[piece.name].file.name} and {list(piece.shape)} by "
+                f"{entry.name} is {list(shape)} in {stored[entry.name].file.name} and {list(entry.shape)} by "
                 "config.json: they are not of one model; copy or save it again"
             )
     return {name: tensor.file for name, tensor in stored.items()}

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from streamrl.base.errors import StreamRLError
-from streamrl.learning.model.architecture import CheckpointPiece
+from streamrl.learning.model.architecture import CheckpointEntry
 
 
 class LocalShard(NamedTuple):
@@ -80,34 +80,34 @@ def local_shards(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
     return shards
 
 
-def published_shards(shards: Sequence[LocalShard], pieces: Sequence[CheckpointPiece]) -> list[LocalShard]:
+def published_shards(shards: Sequence[LocalShard], entries: Sequence[CheckpointEntry]) -> list[LocalShard]:
     """Return this rank's part of each tensor of the checkpoint: a range of elements, or columns. ``shards``: parts
     of the parameters. Raises ``StreamRLError`` for a part that is neither a range nor columns."""
     by_name = {shard.name: shard for shard in shards}
     rows = {shard.name: _rows(shard) for shard in shards}
-    return [_published(piece, by_name[piece.parameter], rows[piece.parameter]) for piece in pieces]
+    return [_published(entry, by_name[entry.parameter], rows[entry.parameter]) for entry in entries]
 
 
-def _published(piece: CheckpointPiece, shard: LocalShard, rows: np.ndarray) -> LocalShard:
-    """Part of a piece. ``rows``: rows of the parameter's matrix that this rank holds, in order."""
+def _published(entry: CheckpointEntry, shard: LocalShard, rows: np.ndarray) -> LocalShard:
+    """Part of an entry. ``rows``: rows of the parameter's matrix that this rank holds, in order."""
     width = 1
     columns = np.zeros(1, dtype=np.int64)
     if len(shard.shape) > 1:
         width = shard.shape[-1]
         columns = shard.indices[-1]
-    count = math.prod(piece.shape)
+    count = math.prod(entry.shape)
     local_width = len(columns)
     has_all_columns = local_width == width
     if not local_width or not count:
-        return LocalShard(piece.name, piece.shape, (0,), 0, shard.start, shard.start, owned=shard.owned)
-    first = int(np.searchsorted(rows, piece.start // width))
-    last = int(np.searchsorted(rows, (piece.start + count) // width))
+        return LocalShard(entry.name, entry.shape, (0,), 0, shard.start, shard.start, owned=shard.owned)
+    first = int(np.searchsorted(rows, entry.start // width))
+    last = int(np.searchsorted(rows, (entry.start + count) // width))
     local_rows = rows[first:last]
-    is_whole_rows = piece.start % width == 0 and count % width == 0
-    aligned = is_whole_rows and (len(piece.shape) < 2 or has_all_columns or piece.shape[-1] == width)
+    is_whole_rows = entry.start % width == 0 and count % width == 0
+    aligned = is_whole_rows and (len(entry.shape) < 2 or has_all_columns or entry.shape[-1] == width)
     if not aligned or any((np.diff(indices) != 1).any() for indices in (local_rows, columns)):
         raise StreamRLError(
-            f"{piece.name}: this rank has neither consecutive rows nor consecutive columns of it: such a split of "
+            f"{entry.name}: this rank has neither consecutive rows nor consecutive columns of it: such a split of "
             f"{shard.name} cannot be published; set training.advanced.tensor_parallel_size = 1, or "
             "expert_parallel_size to it"
         )
@@ -115,10 +115,10 @@ def _published(piece: CheckpointPiece, shard: LocalShard, rows: np.ndarray) -> L
     stop = start + len(local_rows) * local_width
     offset = 0
     if len(local_rows):
-        offset = int(local_rows[0]) * width - piece.start + int(columns[0])
+        offset = int(local_rows[0]) * width - entry.start + int(columns[0])
     run = 0 if has_all_columns else local_width
     stride = 0 if has_all_columns else width
-    return LocalShard(piece.name, piece.shape, (stop - start,), offset, start, stop, run, stride, shard.owned)
+    return LocalShard(entry.name, entry.shape, (stop - start,), offset, start, stop, run, stride, shard.owned)
 
 
 def _rows(shard: LocalShard) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.model.architecture import (
-    checkpoint_pieces,
+    checkpoint_entries,
     decoder_layers,
     logit_scaling,
     longest_exact_sequence,
@@ -119,7 +119,7 @@ class PackedPolicy(nn.Module):
     exist.
 
     ``hugging_face``: transformers model.
-    ``pieces``: tensors of the checkpoint, each with its place in the parameters; weights are published under their
+    ``entries``: tensors of the checkpoint, each with its place in the parameters; weights are published under their
     names.
     ``partial_gradients``: names of parameters whose gradient on each rank of ``tensor_group`` is only the part of that
     rank's heads (``parallel.split_tensors``).
@@ -136,7 +136,7 @@ class PackedPolicy(nn.Module):
             raise StreamRLError(
                 f"{kind} does not use transformers' attention interface: it cannot be trained on packed rows"
             )
-        self.pieces = checkpoint_pieces(self.hugging_face)
+        self.entries = checkpoint_entries(self.hugging_face)
         self.partial_gradients: frozenset[str] = frozenset()
         self.tensor_group: Any = None
         self.context: ContextGroup | None = None

@@ -70,7 +70,7 @@ class AdapterWeights(PublishedWeights):
     modules."""
 
     def __init__(self, options: TrainerOptions, policy: PackedPolicy) -> None:
-        super().__init__(policy.trained_parameters(), policy.pieces)
+        super().__init__(policy.trained_parameters(), policy.entries)
         self.model_path = options.model_path
         layers, self.config = peft_adapters(options.lora, policy.hugging_face, options.model_path, options.seed)
         self._master_tensors: dict[str, Tensor] = {}

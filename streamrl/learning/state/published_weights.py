@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from streamrl.learning.model.architecture import CheckpointPiece
+from streamrl.learning.model.architecture import CheckpointEntry
 from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards
 from streamrl.learning.state.masters import Masters, SplitMasters, WholeMasters
 
@@ -38,7 +38,7 @@ NORM_ELEMENTS = 1 << 20
 class PublishedWeights(ABC):
     """Masters, gradients and published bits of one rank. The parameters must be loaded, and sharded where they will be.
 
-    ``shards``: published tensors, with the names and shapes of the checkpoint (``pieces``; None: of the parameters).
+    ``shards``: published tensors, with the names and shapes of the checkpoint (``entries``; None: of the parameters).
     ``master_shards``: tensors that make up the masters, ``gradient_L`` and the optimizer's moments.
     ``_master_tensors``: tensors with the shapes and the sharding of ``master_shards``.
     ``adapter_elements``: number of elements of all adapters over all ranks; 0 where all parameters are trained.
@@ -51,14 +51,14 @@ class PublishedWeights(ABC):
     adapter_elements = 0
     base_part: int | None = None
 
-    def __init__(self, parameters: dict[str, nn.Parameter], pieces: Sequence[CheckpointPiece] | None = None) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], entries: Sequence[CheckpointEntry] | None = None) -> None:
         self._parameters = parameters
         self._parameter_shards = local_shards(parameters)
-        self._pieces = pieces or [
-            CheckpointPiece(shard.name, shard.name, shard.shape, 0) for shard in self._parameter_shards
+        self._entries = entries or [
+            CheckpointEntry(shard.name, shard.name, shard.shape, 0) for shard in self._parameter_shards
         ]
         # Of the ranks that hold the same part of a tensor, one publishes it; the part is empty on the others.
-        shards = published_shards(self._parameter_shards, self._pieces)
+        shards = published_shards(self._parameter_shards, self._entries)
         self.shards = [
             shard if shard.owned else shard._replace(offset=0, stop=shard.start, run=0, stride=0) for shard in shards
         ]
@@ -100,8 +100,8 @@ class PublishedWeights(ABC):
         flat = {name: local_part(parameter.detach()).reshape(-1) for name, parameter in self._parameters.items()}
         starts = {shard.name: shard.start for shard in self._parameter_shards}
         return {
-            shard.name: flat[piece.parameter][shard.start - starts[piece.parameter] :][: shard.stop - shard.start]
-            for piece, shard in zip(self._pieces, self.shards, strict=True)
+            shard.name: flat[entry.parameter][shard.start - starts[entry.parameter] :][: shard.stop - shard.start]
+            for entry, shard in zip(self._entries, self.shards, strict=True)
         }
 
     def save_adapter(self, directory: Path) -> None:  # noqa: B027 - without adapters there is no file
@@ -137,7 +137,7 @@ class PublishedWeights(ABC):
         if not is_first_rank:
             return {}
         tensors: dict[str, Tensor] = {}
-        for name, parameter_name, shape, first in self._pieces:
+        for name, parameter_name, shape, first in self._entries:
             tensor = complete[parameter_name].flatten()[first:][: torch.Size(shape).numel()].view(shape)
             # Cloned where several tensors share a parameter: safetensors refuses views of one storage.
             tensors[name] = tensor.clone() if tensor.numel() < complete[parameter_name].numel() else tensor
@@ -154,11 +154,11 @@ class FullWeights(PublishedWeights):
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
-        pieces: Sequence[CheckpointPiece] | None = None,
+        entries: Sequence[CheckpointEntry] | None = None,
         *,
         masters_on_cpu: bool = False,
     ) -> None:
-        super().__init__(parameters, pieces)
+        super().__init__(parameters, entries)
         self._group: Any = None
         self._partial: list[slice] = []
         self.master_shards = self._parameter_shards

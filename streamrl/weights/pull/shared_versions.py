@@ -119,7 +119,7 @@ class _SharedPatch(msgspec.Struct, frozen=True):
 
 class SharedVersion(msgspec.Struct, frozen=True):
     """A version in a segment of memory: complete, or a delta on the version ``base_version``. ``base_hash``: state hash
-    of the base. ``pieces``: patches of the tensors. ``payload_bytes``: bytes that were fetched for it."""
+    of the base. ``patches``: patches of the tensors. ``payload_bytes``: bytes that were fetched for it."""
 
     run_id: str
     policy_version: int
@@ -128,7 +128,7 @@ class SharedVersion(msgspec.Struct, frozen=True):
     state_hash: int
     payload_bytes: int
     tensors: tuple[TensorSpec, ...]
-    pieces: tuple[_SharedPatch, ...]
+    patches: tuple[_SharedPatch, ...]
     memory: MemorySegment
 
     @property
@@ -222,7 +222,7 @@ class SharedVersions:
         memory = self._memories[shared.memory.inode]
         tensors = {spec.name: spec for spec in shared.tensors}
         patches = {}
-        for patch in shared.pieces:
+        for patch in shared.patches:
             dtype = bit_type(tensors[patch.tensor].dtype, patch.tensor)
             positions = None if patch.positions_at is None else memory.positions(patch.positions_at, patch.count)
             patches[patch.tensor] = StagedPatch(positions, memory.bits(dtype, patch.bits_at, patch.count))

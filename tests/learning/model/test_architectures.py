@@ -189,7 +189,7 @@ def test_packed_rows_equal_the_models_own_results(family: str, tmp_path: Path) -
     error = sum(float((policy.trained_parameters()[n].grad - g).square().sum()) for n, g in gradients.items())
     assert error**0.5 < 1e-4 * sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
 
-    weights = FullWeights(policy.trained_parameters(), policy.pieces)
+    weights = FullWeights(policy.trained_parameters(), policy.entries)
     published = weights.full_published()
     stored = load_file(f"{path}/model.safetensors")
     assert {name: tuple(t.shape) for name, t in published.items()} == {n: tuple(t.shape) for n, t in stored.items()}
@@ -267,7 +267,7 @@ def test_a_weight_that_is_not_finite_is_named(value: float, tmp_path: Path) -> N
 def test_what_is_published_is_known_without_weights(tmp_path: Path) -> None:
     path = save_model(transformers.PhiConfig(**SHAPE), tmp_path / "phi")
     found = published_shapes(path)
-    assert found == {piece.name: piece.shape for piece in load_policy(path, CPU).pieces}
+    assert found == {entry.name: entry.shape for entry in load_policy(path, CPU).entries}
     assert found["lm_head.bias"] == (32,)
     alibi = save_model(REFUSED["alibi"][0](), tmp_path / "bloom")
     with pytest.raises(StreamRLError, match="does not use transformers' attention interface"):
@@ -325,20 +325,20 @@ def test_pieces_of_a_sharded_parameter_are_ranges_of_it(tmp_path: Path) -> None:
     policy = load_policy(save_model(SUPPORTED["mixtral"](), tmp_path), CPU)
     whole = local_shards(policy.trained_parameters())
     fused = next(shard for shard in whole if "gate_up_proj" in shard.name)
-    pieces = [piece for piece in policy.pieces if piece.parameter == fused.name]
-    assert len(pieces) == 8
-    size, served = fused.stop - fused.start, {piece.name: 0 for piece in pieces}
+    entries = [entry for entry in policy.entries if entry.parameter == fused.name]
+    assert len(entries) == 8
+    size, served = fused.stop - fused.start, {entry.name: 0 for entry in entries}
     width = size // fused.shape[0]
     for experts in (range(1), range(1, 3), range(3, 4)):
         first, last = experts.start * width, experts.stop * width
         indices = (np.array(experts), *fused.indices[1:])
         part = LocalShard(fused.name, fused.shape, (), first, 100, 100 + last - first, indices=indices)
-        for piece, here in zip(pieces, published_shards([part], pieces), strict=True):
+        for entry, here in zip(entries, published_shards([part], entries), strict=True):
             if here.stop > here.start:
-                assert here.start - 100 + first == piece.start + here.offset
-                assert here.offset == served[piece.name]
-                served[piece.name] += here.stop - here.start
-    assert served == {piece.name: 48 * 32 for piece in pieces}
+                assert here.start - 100 + first == entry.start + here.offset
+                assert here.offset == served[entry.name]
+                served[entry.name] += here.stop - here.start
+    assert served == {entry.name: 48 * 32 for entry in entries}
 
 
 def test_a_family_without_a_plan_is_refused_early(tmp_path: Path) -> None:
@@ -399,4 +399,4 @@ def test_sharded_files_and_dropout(tmp_path: Path) -> None:
     for file in files:
         with safe_open(file, "pt") as tensors:
             names.update(tensors.keys())
-    assert names == {piece.name for piece in policy.pieces}
+    assert names == {entry.name for entry in policy.entries}
