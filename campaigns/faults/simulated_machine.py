@@ -17,7 +17,7 @@ from streamrl.launch.roles import role_main
 from streamrl.processes import run_role
 from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of, write_reason
 from streamrl.processes.launcher import ChildProcess
-from streamrl.processes.run_role import ChildContext, Terminated
+from streamrl.processes.run_role import ChildSetup, Terminated
 from streamrl.recipe.topology import ProcessPlan, Topology
 
 FIRST_PID = 100
@@ -73,7 +73,7 @@ class Machine:
         """A role of the run, as ``python -m streamrl.launch`` would start it."""
         world = self.world
         assert world.topology is not None
-        context = ChildContext(
+        setup = ChildSetup(
             plan=plan,
             recipe=world.recipe,
             topology=world.topology,
@@ -84,7 +84,7 @@ class Machine:
 
         async def main() -> int:
             try:
-                await run_role._until_terminated(role_main(plan.role), context)
+                await run_role._until_terminated(role_main(plan.role), setup)
             except Terminated:
                 return TERMINATED_CODE
             except BaseException as error:  # noqa: BLE001 - as ``run_role.leave``

@@ -10,13 +10,13 @@ def main() -> None:
     """Tie this process to its parent before anything heavy is imported, then do the work of its role."""
     die_with_parent()
     from streamrl.launch.roles import role_main
-    from streamrl.processes.run_role import leave, load_context, parse_arguments, run_role
+    from streamrl.processes.run_role import leave, load_setup, parse_arguments, run_role
 
     plan, directory, sockets, resumes = parse_arguments()
 
     def work() -> None:
-        context = load_context(plan, directory, sockets, resumes=resumes)
-        run_role(context, role_main(plan.role))
+        setup = load_setup(plan, directory, sockets, resumes=resumes)
+        run_role(setup, role_main(plan.role))
 
     leave(plan, directory, work)
 

@@ -28,7 +28,7 @@ from streamrl.contracts import WatchedEngine
 from streamrl.engines.engine_process import serve_engine
 from streamrl.engines.push.relay_tree import relay_endpoint
 from streamrl.engines.vllm.options import EngineOptions, engine_options
-from streamrl.processes.run_role import ChildContext, RoleMain
+from streamrl.processes.run_role import ChildSetup, RoleMain
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.remote_names import place_of_run
 from streamrl.recipe.sections import EngineKind, Recipe
@@ -75,18 +75,18 @@ async def controller_streams(
 # ---- engine ----------------------------------------------------------------------------------------
 
 
-async def run_engine(context: ChildContext) -> None:
+async def run_engine(setup: ChildSetup) -> None:
     """Serve one engine of vLLM or a simulated engine until the orders end."""
-    engine = engine_of(context.recipe, context.plan, context.socket_directory)
-    name = context.plan.name
-    streams = controller_streams(context.topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
-    endpoint = relay_endpoint(context.topology, name)
+    engine = engine_of(setup.recipe, setup.plan, setup.socket_directory)
+    name = setup.plan.name
+    streams = controller_streams(setup.topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
+    endpoint = relay_endpoint(setup.topology, name)
     if not endpoint:
         await serve_engine(engine, streams)
     else:
         from streamrl.weights.relay.relay import Relay  # takes a second, for numba
 
-        relay = Relay(endpoint, f"ipc://{context.socket_directory / name}.relay")
+        relay = Relay(endpoint, f"ipc://{setup.socket_directory / name}.relay")
         await serve_engine(engine, _with_relay(relay, streams), relay.through)
 
 
@@ -138,7 +138,7 @@ def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
 # ---- trainer, rewards, judge -----------------------------------------------------------------------
 
 
-async def run_trainer(context: ChildContext) -> None:
+async def run_trainer(setup: ChildSetup) -> None:
     """Train as one rank until the batches end. A run that resumes goes on from its newest checkpoint."""
     note_phase("imports torch and transformers")
     from streamrl.learning.options import trainer_options
@@ -148,69 +148,69 @@ async def run_trainer(context: ChildContext) -> None:
     from streamrl.stages.training import run_training
     from streamrl.weights.publish.torch_tensors import start_publisher
 
-    name = context.plan.name
-    endpoint = context.topology.endpoint
-    recipe = context.recipe
-    newest = newest_checkpoint(context.run_directory) if context.resumes else None
+    name = setup.plan.name
+    endpoint = setup.topology.endpoint
+    recipe = setup.recipe
+    newest = newest_checkpoint(setup.run_directory) if setup.resumes else None
     store = recipe.weights.transport
     options = trainer_options(
         recipe,
-        context.plan.index,
+        setup.plan.index,
         recipe.run.name,
-        f"{place_of_run(store, context.run_directory)}/weights/{name}" if store else endpoint(name, "weights"),
-        rendezvous=context.topology.endpoints[RENDEZVOUS] or f"file://{context.socket_directory / RENDEZVOUS_FILE}",
+        f"{place_of_run(store, setup.run_directory)}/weights/{name}" if store else endpoint(name, "weights"),
+        rendezvous=setup.topology.endpoints[RENDEZVOUS] or f"file://{setup.socket_directory / RENDEZVOUS_FILE}",
         resume_from=str(newest or ""),
     )
-    if context.plan.gpus:
+    if setup.plan.gpus:
         options = msgspec.structs.replace(options, device="cuda")  # the only GPU that this process sees
     trainer = TorchTrainer(options, start_publisher, tokenizer_digest)
-    streams = controller_streams(context.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
+    streams = controller_streams(setup.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
     note_phase("loads the model")
     async with streams as (batches, reports):
         await run_training(trainer, batches, reports)
 
 
-async def run_reward(context: ChildContext) -> None:
+async def run_reward(setup: ChildSetup) -> None:
     """Score with the user's functions, in a process that can be killed, until the orders end."""
     note_phase("imports the reward functions")
     from streamrl.pretrained.tokenizer import load_tokenizer
     from streamrl.rewards.calls.worker import run_reward_worker
 
-    os.environ[JUDGE_SOCKET] = str(judge_socket(context.topology) or "")
-    os.environ[JUDGE_MODEL] = context.recipe.judge.model
-    name = context.plan.name
-    streams = controller_streams(context.topology, name, ("orders", RewardOrder), ("results", RewardResult))
+    os.environ[JUDGE_SOCKET] = str(judge_socket(setup.topology) or "")
+    os.environ[JUDGE_MODEL] = setup.recipe.judge.model
+    name = setup.plan.name
+    streams = controller_streams(setup.topology, name, ("orders", RewardOrder), ("results", RewardResult))
     async with streams as (orders, results):
-        tokenizer = load_tokenizer(context.recipe.model.path)
-        await run_reward_worker(context.recipe, tokenizer, context.plan.index, orders, results)
+        tokenizer = load_tokenizer(setup.recipe.model.path)
+        await run_reward_worker(setup.recipe, tokenizer, setup.plan.index, orders, results)
 
 
-async def run_environment(context: ChildContext) -> None:
+async def run_environment(setup: ChildSetup) -> None:
     """Run episodes of the user's code, in a process that can be killed, until the orders end."""
     note_phase("imports the environment")
     from streamrl.pretrained.tokenizer import load_tokenizer
     from streamrl.run.environments.worker import run_environment_worker
 
-    name = context.plan.name
-    recipe = context.recipe
-    streams = controller_streams(context.topology, name, ("orders", EnvironmentOrder), ("events", EnvironmentEvent))
+    name = setup.plan.name
+    recipe = setup.recipe
+    streams = controller_streams(setup.topology, name, ("orders", EnvironmentOrder), ("events", EnvironmentEvent))
     async with streams as (orders, events):
         tokenizer = load_tokenizer(recipe.model.path)
-        await run_environment_worker(recipe.environment, tokenizer, context.plan.index, orders, events)
+        await run_environment_worker(recipe.environment, tokenizer, setup.plan.index, orders, events)
 
 
-async def run_judge(context: ChildContext) -> None:
+async def run_judge(setup: ChildSetup) -> None:
     """Answer questions of rewards with the run's judge until the orders of the controller end."""
     from streamrl.rewards.judge.options import judge_options
 
-    options = judge_options(context.recipe, context.socket_directory)
+    options = judge_options(setup.recipe, setup.socket_directory)
     os.environ.update(options.variables)  # vLLM reads it when it is imported
     from streamrl.engines.vllm.engine import RunEngine
     from streamrl.rewards.judge.server import serve_judge
 
-    name = context.plan.name
-    path = judge_socket(context.topology)
+    name = setup.plan.name
+    path = judge_socket(setup.topology)
     assert path is not None
-    streams = controller_streams(context.topology, name, ("orders", JudgeOrder), ("reports", JudgeEvent))
+    streams = controller_streams(setup.topology, name, ("orders", JudgeOrder), ("reports", JudgeEvent))
     async with streams as (orders, reports):
-        await serve_judge(RunEngine(options), context.recipe.judge, path, orders, reports, sleeps=options.sleeps)
+        await serve_judge(RunEngine(options), setup.recipe.judge, path, orders, reports, sleeps=options.sleeps)

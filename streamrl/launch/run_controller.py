@@ -54,7 +54,7 @@ from streamrl.observe.sinks import JsonlSink, Reporter
 from streamrl.observe.telemetry import TelemetryPublisher
 from streamrl.observe.top.live_figures import Publish
 from streamrl.observe.user_calls import UserObserver, close_all
-from streamrl.processes.run_role import ChildContext
+from streamrl.processes.run_role import ChildSetup
 from streamrl.processes.watchdog import Watchdog
 from streamrl.recipe.rules.transport_rules import transport_metrics
 from streamrl.recipe.scheduling import RoundKind
@@ -69,11 +69,11 @@ from streamrl.run.evaluate.evaluation import HeldOut, HeldOutEvaluations, read_h
 from streamrl.run.evaluate.sample_files import write_evaluation
 
 
-async def run_controller(context: ChildContext) -> None:
+async def run_controller(setup: ChildSetup) -> None:
     """Connect to every process, train until the run is done, or drained after SIGTERM, and end every stream."""
-    recipe = context.recipe
-    topology = context.topology
-    run_directory = context.run_directory
+    recipe = setup.recipe
+    topology = setup.topology
+    run_directory = setup.run_directory
     async with AsyncExitStack() as streams:
         steps = await streams.enter_async_context(
             zmq_sender(ParentMessage, topology.endpoint("controller", "steps"), bind=False, name="controller.steps")
@@ -117,18 +117,18 @@ async def run_controller(context: ChildContext) -> None:
                     trained_parameters=processes.rank.trained_parameters,
                 )
             )
-            await _train(context, processes, watch, events, emit, socket.publish)
+            await _train(setup, processes, watch, events, emit, socket.publish)
             await processes.aclose()
             watch.end()
 
 
 async def _train(
-    context: ChildContext, processes: Processes, watch: Watchdog, events: TraceEvents, emit: Emit, publish: Publish
+    setup: ChildSetup, processes: Processes, watch: Watchdog, events: TraceEvents, emit: Emit, publish: Publish
 ) -> None:
     """Run control and the episodes that it launches, from the present version of the trainer to the end of the run."""
-    recipe = context.recipe
-    topology = context.topology
-    run_directory = context.run_directory
+    recipe = setup.recipe
+    topology = setup.topology
+    run_directory = setup.run_directory
     # The record: the state of control, new or from before the run was resumed, and its journal.
     version = processes.rank.policy_version
     trainer = processes.trainer

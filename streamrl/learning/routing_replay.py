@@ -45,7 +45,8 @@ def why_not_replayed(recipe: Recipe, config: Mapping[str, Any]) -> str:
     if recipe.training.compile:
         return f"training.compile = true compiles the choice of the trainer's own routers: set it to false, or {remedy}"
     if recipe.training.context_parallel_size > 1:
-        return f"training.advanced.context_parallel_size splits rows, and the experts of their tokens are not split: {remedy}"
+        key = "training.advanced.context_parallel_size"
+        return f"{key} splits rows, and the experts of their tokens are not split: {remedy}"
     for name in _PARALLEL:
         if any(arguments.get(name, 1) != 1 for arguments in engine_arguments):
             return f"engines.args.{name}: vLLM returns no experts then: remove it, or {remedy}"

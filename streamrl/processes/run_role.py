@@ -34,8 +34,8 @@ from streamrl.recipe.topology import ProcessPlan, Role, Topology, read_topology
 log = logging.getLogger(__name__)
 
 
-class ChildContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Context of a role. ``socket_directory``: short path, private to the run; ``resumes``: whether this process
+class ChildSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Setup of a role. ``socket_directory``: short path, private to the run; ``resumes``: whether this process
     continues the work of a process that died."""
 
     plan: ProcessPlan
@@ -46,7 +46,7 @@ class ChildContext(msgspec.Struct, frozen=True, kw_only=True):
     resumes: bool = False
 
 
-RoleMain = Callable[[ChildContext], Awaitable[None]]
+RoleMain = Callable[[ChildSetup], Awaitable[None]]
 
 
 class Terminated(Exception):
@@ -93,15 +93,13 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
     os._exit(code)
 
 
-def load_context(
-    plan: ProcessPlan, run_directory: Path, socket_directory: Path, *, resumes: bool = False
-) -> ChildContext:
+def load_setup(plan: ProcessPlan, run_directory: Path, socket_directory: Path, *, resumes: bool = False) -> ChildSetup:
     """Read the recipe and the topology that the command and the supervisor wrote."""
     from streamrl.recipe.rules.load_recipe import load_recipe
 
     recipe = with_cluster_keys(load_recipe(run_directory / "recipe.toml"), run_directory)
     topology = read_topology(run_directory)
-    return ChildContext(
+    return ChildSetup(
         plan=next((process for process in topology.processes if process.name == plan.name), plan),
         recipe=recipe,
         topology=topology,
@@ -111,22 +109,22 @@ def load_context(
     )
 
 
-def run_role(context: ChildContext, main: RoleMain) -> None:
+def run_role(setup: ChildSetup, main: RoleMain) -> None:
     """Run the role's coroutine ``main``. Raises ``Terminated`` on SIGTERM, ``StreamRLError`` without usable keys."""
     # Also for the processes that this process starts: vLLM's workers pull weights themselves.
-    os.environ.update(transport_variables(context.recipe, context.plan.role))
-    os.environ[RUN_EPOCH] = str(context.topology.epoch)
-    if context.plan.gpus:  # before anything opens a device; numbered as NVML does
+    os.environ.update(transport_variables(setup.recipe, setup.plan.role))
+    os.environ[RUN_EPOCH] = str(setup.topology.epoch)
+    if setup.plan.gpus:  # before anything opens a device; numbered as NVML does
         os.environ[CUDA_ORDER] = "PCI_BUS_ID"
-        os.environ[CUDA_DEVICES] = ",".join(context.plan.gpus)
-    if notice := insecure_notice(context.recipe):
+        os.environ[CUDA_DEVICES] = ",".join(setup.plan.gpus)
+    if notice := insecure_notice(setup.recipe):
         log.warning("%s", notice)
-    anyio.run(_until_terminated, main, context, backend_options={"use_uvloop": True})
+    anyio.run(_until_terminated, main, setup, backend_options={"use_uvloop": True})
 
 
-async def _until_terminated(main: RoleMain, context: ChildContext) -> None:
-    if context.plan.role is Role.CONTROLLER:
-        await main(context)  # the controller handles SIGTERM itself: the signal orders it to drain
+async def _until_terminated(main: RoleMain, setup: ChildSetup) -> None:
+    if setup.plan.role is Role.CONTROLLER:
+        await main(setup)  # the controller handles SIGTERM itself: the signal orders it to drain
         return
     terminated = False
     async with anyio.create_task_group() as tasks:
@@ -135,12 +133,12 @@ async def _until_terminated(main: RoleMain, context: ChildContext) -> None:
             nonlocal terminated
             with anyio.open_signal_receiver(signal.SIGTERM) as signals:
                 async for _ in signals:
-                    log.info("%s: SIGTERM", context.plan.name)
+                    log.info("%s: SIGTERM", setup.plan.name)
                     terminated = True
                     tasks.cancel_scope.cancel()
 
         tasks.start_soon(cancel_on_sigterm)
-        await main(context)
+        await main(setup)
         tasks.cancel_scope.cancel()
     if terminated:
         raise Terminated

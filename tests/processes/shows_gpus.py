@@ -19,20 +19,20 @@ from streamrl.recipe.topology import Role
 from streamrl.rewards.user_variables import variables_of_user_code
 
 
-async def show(context: run_role.ChildContext) -> None:
+async def show(setup: run_role.ChildSetup) -> None:
     shares: list[float] = []
-    if context.plan.role is Role.ENGINE:
+    if setup.plan.role is Role.ENGINE:
         roles._vllm = lambda options: note(options, shares)  # type: ignore[assignment, return-value]
         with contextlib.suppress(NotStarted):
-            await roles.run_engine(context)
+            await roles.run_engine(setup)
     variables = dict(os.environ)
-    if context.plan.role is Role.REWARD:
-        variables = variables_of_user_code(context.recipe.rewards)
+    if setup.plan.role is Role.REWARD:
+        variables = variables_of_user_code(setup.recipe.rewards)
     script = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('CUDA_DEVICE_ORDER'))"
     seen = (await anyio.run_process([sys.executable, "-c", script], env=variables)).stdout.decode()
-    partial = context.run_directory / f"seen-{context.plan.name}"
+    partial = setup.run_directory / f"seen-{setup.plan.name}"
     partial.write_text(json.dumps([*seen.split(), *shares]))
-    partial.rename(context.run_directory / "seen" / context.plan.name)
+    partial.rename(setup.run_directory / "seen" / setup.plan.name)
     await anyio.sleep_forever()
 
 
@@ -48,9 +48,7 @@ def note(options: EngineOptions, shares: list[float]) -> None:
 def main() -> None:
     plan, directory, sockets, resumes = run_role.parse_arguments()
     run_role.leave(
-        plan,
-        directory,
-        lambda: run_role.run_role(run_role.load_context(plan, directory, sockets, resumes=resumes), show),
+        plan, directory, lambda: run_role.run_role(run_role.load_setup(plan, directory, sockets, resumes=resumes), show)
     )
 
 

@@ -22,7 +22,7 @@ from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.launch.pipeline import Pipeline
 from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.preflight import preflight
-from streamrl.processes.run_role import ChildContext
+from streamrl.processes.run_role import ChildSetup
 from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
@@ -251,9 +251,7 @@ def test_a_rank_takes_the_only_gpu_that_it_sees(cuda: Any, monkeypatch: pytest.M
     made = recipe("training.device=cuda:3")
     for topology in (plan_topology(made, tmp_path), gpu_placement(made).placed(plan_topology(made, tmp_path))):
         plan = next(one for one in topology.processes if one.role is Role.TRAINER)
-        context = ChildContext(
-            plan=plan, recipe=made, topology=topology, run_directory=tmp_path, socket_directory=tmp_path
-        )
+        setup = ChildSetup(plan=plan, recipe=made, topology=topology, run_directory=tmp_path, socket_directory=tmp_path)
         with pytest.raises(Begun):
-            anyio.run(roles.run_trainer, context)
+            anyio.run(roles.run_trainer, setup)
     assert devices == ["cuda:3", "cuda"] and plan.gpus == ("3",)
