@@ -59,7 +59,7 @@ class Request(msgspec.Struct, eq=False):
     ``engine``: number of its engine, -1 for none;
     ``stopped``: whether it was cancelled or paused;
     ``paused_arrival``: whether it came to a paused engine;
-    ``noise``: seed base of its group;
+    ``seed_base``: number of its group, from which the seeds of its completions are made;
     ``verified``: whether it begins with tokens of an earlier attempt;
     ``turns``: remaining turns;
     ``appended``: tokens of its environment so far;
@@ -81,7 +81,7 @@ class Request(msgspec.Struct, eq=False):
     running: bool = False
     stopped: bool = False
     paused_arrival: bool = False
-    noise: int = -1
+    seed_base: int = -1
     verified: bool = False
     turns: Turns = ()
     appended: int = 0

@@ -1,8 +1,8 @@
 """Sources of completion lengths for a simulation: a model (a mixture with a tail and a mass at the cap, correlated
 within a prompt), or the lengths of a recorded run. ``simulation`` draws from a source for each launched group.
 
-A length is a function of (seed, prompt, noise, sample) alone. The *noise* is the seed base of a group: a deferred
-prompt that is replayed keeps its noise and so its lengths; one that is regenerated gets other lengths for the same
+A length is a function of (seed, prompt, seed base, sample) alone. The *seed base* belongs to a group: a deferred
+prompt that is replayed keeps its seed base and so its lengths; one that is regenerated gets other lengths for the same
 prompt."""
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class LengthSource(Protocol):
         """The longest completion, in tokens."""
         ...
 
-    def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
+    def draw(self, prompt: int, seed_base: int, samples: int, version: int) -> list[int]:
         """Lengths in tokens of samples ``0 .. samples - 1`` of the ``prompt``-th prompt under ``version``."""
         ...
 
@@ -145,11 +145,11 @@ class ModelledLengths:
         _, lengths = model.quantile_table()
         self._lengths: list[int] = np.maximum(np.rint(lengths), 1).astype(int).tolist()
 
-    def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
+    def draw(self, prompt: int, seed_base: int, samples: int, version: int) -> list[int]:
         mask = (1 << POOL_BITS) - 1
         table = self._lengths
         latent = self._prompts[hash((self._seed, prompt)) & mask]
-        start = hash((self._seed, prompt, noise)) & mask
+        start = hash((self._seed, prompt, seed_base)) & mask
         lengths = [table[int(latent + member)] for member in self._members[start : start + samples]]
         drift = self.model.drift_per_step
         cap = self.cap
@@ -174,8 +174,8 @@ class DomainLengths:
         self._domain_of = domain_of
         self.cap = sources[0].cap
 
-    def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        return self._sources[self._domain_of(prompt)].draw(prompt, noise, samples, version)
+    def draw(self, prompt: int, seed_base: int, samples: int, version: int) -> list[int]:
+        return self._sources[self._domain_of(prompt)].draw(prompt, seed_base, samples, version)
 
 
 class RecordedLengths:
@@ -202,19 +202,19 @@ class RecordedLengths:
         self._near = min(NEIGHBOURS, len(means) // 20)
         self._resample = resample
         self._seed = seed
-        self._noises: dict[int, int] = {}
+        self._seed_bases: dict[int, int] = {}
         self.cap = run.header.max_tokens
 
-    def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
+    def draw(self, prompt: int, seed_base: int, samples: int, version: int) -> list[int]:
         """Draw from the record. ``version`` is ignored: a record has its own drift."""
-        return [length for length, _ in self.completions(prompt, noise, samples)]
+        return [length for length, _ in self.completions(prompt, seed_base, samples)]
 
-    def completions(self, prompt: int, noise: int, samples: int) -> list[tuple[int, Turns]]:
+    def completions(self, prompt: int, seed_base: int, samples: int) -> list[tuple[int, Turns]]:
         """Draw as ``draw`` does. Returns each length with its turns."""
         count = len(self._rows)
-        if not self._resample and self._noises.setdefault(prompt, noise) == noise:
+        if not self._resample and self._seed_bases.setdefault(prompt, seed_base) == seed_base:
             return self._row(self._places[prompt % count], 0, samples)
-        mixed = _scattered(self._seed, prompt, noise)
+        mixed = _scattered(self._seed, prompt, seed_base)
         place = self._places[prompt % count] if not self._resample else _scattered(self._seed, prompt) % count
         place += mixed % (2 * self._near + 1) - self._near
         # Places beyond the ends are reflected, so that all rows are drawn equally often.
@@ -252,25 +252,25 @@ class RecipeLengths:
         self.cap = min(recipe.most_tokens, source.cap)
         self._most_turns = recipe.environment.max_turns if recipe.environment.configured else 0
 
-    def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        return [min(length, self.cap) for length in self._source.draw(prompt, noise, samples, version)]
+    def draw(self, prompt: int, seed_base: int, samples: int, version: int) -> list[int]:
+        return [min(length, self.cap) for length in self._source.draw(prompt, seed_base, samples, version)]
 
-    def turns(self, prompt: int, noise: int, samples: int, version: int) -> list[Turns]:
+    def turns(self, prompt: int, seed_base: int, samples: int, version: int) -> list[Turns]:
         """Turns of each sample, and after them a turn without tokens with the last wait for its environment. Empty
         without an environment."""
         source = self._source
         if not self._most_turns:
             return []
         if isinstance(source, RecordedLengths):
-            completions = source.completions(prompt, noise, samples)
+            completions = source.completions(prompt, seed_base, samples)
         else:
-            completions = [(length, ()) for length in source.draw(prompt, noise, samples, version)]
+            completions = [(length, ()) for length in source.draw(prompt, seed_base, samples, version)]
         samples_turns: list[Turns] = []
         for sample, (length, turns) in enumerate(completions):
             if turns:
                 samples_turns.append(turns[:-1][: self._most_turns] + turns[-1:])
             else:
-                numbers = random.Random(hash((self._seed, prompt, noise, sample)))
+                numbers = random.Random(hash((self._seed, prompt, seed_base, sample)))
                 samples_turns.append(self._modelled(min(length, self.cap), numbers))
         return samples_turns
 

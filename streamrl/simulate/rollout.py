@@ -37,12 +37,12 @@ class DeferredTokens:
 
     def verify(self, request: Request) -> None:
         """Begin ``request`` with the stored tokens of its draw, up to the first token that the new weights reject."""
-        tokens = self.tokens.pop((request.noise, request.id.sample), 0.0)
+        tokens = self.tokens.pop((request.seed_base, request.id.sample), 0.0)
         if tokens < FEWEST_KEPT:
             return
         accepted = math.inf
         if self._rejected:
-            share = random.Random(hash((request.noise, request.id.sample, request.id.attempt))).random()
+            share = random.Random(hash((request.seed_base, request.id.sample, request.id.attempt))).random()
             accepted = math.log(1 - share) / math.log1p(-self._rejected)
         request.sampled = float(int(min(tokens, accepted)))
         request.verified = True
@@ -52,7 +52,7 @@ class DeferredTokens:
         tokens = min(request.sampled, request.length - 1)
         if tokens < FEWEST_KEPT:
             return
-        draw = (request.noise, request.id.sample)
+        draw = (request.seed_base, request.id.sample)
         self.tokens.pop(draw, None)  # a new entry is the last one
         self.tokens[draw] = tokens
         while len(self.tokens) > ROUNDS_KEPT * self.most_open:
@@ -341,7 +341,7 @@ class SimulatedRollout(RequestsOnEngines):
         for identity in action.ids:
             request = Request(identity, prompt, tokens, lengths[identity.sample], now)
             request.first_version = version
-            request.noise = action.seed_base
+            request.seed_base = action.seed_base
             if samples_turns:
                 request.turns = samples_turns[identity.sample]
             if self.deferred is not None:

@@ -121,7 +121,7 @@ def test_prompts_beyond_the_record_resemble_their_neighbours() -> None:
     run = recorded_run([(f"p{number}", [10 + number, 12 + number]) for number in range(60)])
     source = RecordedLengths(run, resample=False)
     assert source.draw(30, 7, 2, 0) == [40, 42], "its own at first"
-    again = {tuple(source.draw(30, noise, 2, 0)) for noise in range(100, 200)}
+    again = {tuple(source.draw(30, seed_base, 2, 0)) for seed_base in range(100, 200)}
     assert len(again) > 3 and all(36 <= value <= 46 for lengths in again for value in lengths)
     assert source.draw(30, 7, 2, 0) == [40, 42], "a replayed prompt keeps them"
     longer = source.draw(30, 7, 5, 0)

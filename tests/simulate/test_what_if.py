@@ -167,10 +167,10 @@ def test_an_unsimulated_candidate_is_left_out_by_name(tmp_path: Path) -> None:
     class Few(ModelledLengths):
         """Whose prompts run out, as those of a cohort do first."""
 
-        def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
+        def draw(self, prompt: int, seed_base: int, samples: int, version: int) -> list[int]:
             if prompt >= 30:
                 raise StreamRLError("no more prompts")
-            return super().draw(prompt, noise, samples, version)
+            return super().draw(prompt, seed_base, samples, version)
 
     world = World(model=HEAVY, steps=4, warm_up=1, lengths=functools.cache(lambda seed: Few(HEAVY.lengths, seed)))
     told = Search(world, Budget(min_length_share=0.0)).run(recipe)
