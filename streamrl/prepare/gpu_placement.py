@@ -50,7 +50,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.share * gpu.memory) or self.size
 
 
-class Placement(msgspec.Struct, kw_only=True):
+class GpuPlacement(msgspec.Struct, kw_only=True):
     """Processes of a run on the GPUs of this host.
 
     ``tenants``: processes that use GPUs, by name.
@@ -94,12 +94,12 @@ class Placement(msgspec.Struct, kw_only=True):
         return msgspec.structs.replace(topology, processes=tuple(processes))
 
 
-def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand) -> Placement:
+def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand) -> GpuPlacement:
     """GPUs for the processes that this run starts.
 
     Engines come first, then ranks, the judge and reward models, each on GPUs of its own. Where GPUs are too few,
     engines share them evenly, and each other process takes the GPU that has most memory left."""
-    placement = Placement(gpus=tuple(gpus), engine_share=recipe.engines.gpu_memory_utilization)
+    placement = GpuPlacement(gpus=tuple(gpus), engine_share=recipe.engines.gpu_memory_utilization)
     if not gpus:
         return placement
     if recipe.engines.kind is EngineKind.VLLM and recipe.on_one_host:
@@ -117,7 +117,7 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand) -> Placement:
     return placement
 
 
-def _place_engines(placement: Placement, prepared_set: PreparedSet, least: int) -> None:
+def _place_engines(placement: GpuPlacement, prepared_set: PreparedSet, least: int) -> None:
     """Place each engine on neighbouring GPUs: one engine a group of GPUs while there are enough groups."""
     width = prepared_set.workers
     gpus = placement.gpus
@@ -135,7 +135,7 @@ def _place_engines(placement: Placement, prepared_set: PreparedSet, least: int) 
         placement.tenants[name] = Tenant(gpus=groups[group], share=share, least=least // width)
 
 
-def _place_ranks(placement: Placement, recipe: Recipe, size: int) -> None:
+def _place_ranks(placement: GpuPlacement, recipe: Recipe, size: int) -> None:
     """Place each rank on a GPU of its own: NCCL refuses two on one. ``training.device = "cuda:1"`` names the GPU of the
     only rank."""
     ranks = recipe.training.ranks
@@ -154,12 +154,12 @@ def _place_ranks(placement: Placement, recipe: Recipe, size: int) -> None:
         placement.tenants[f"trainer-{rank}"] = Tenant(gpus=(gpu,), size=size)
 
 
-def _best(placement: Placement, gpus: Sequence[Gpu]) -> Gpu:
+def _best(placement: GpuPlacement, gpus: Sequence[Gpu]) -> Gpu:
     """The first GPU that no process uses, else the GPU with most memory left."""
     return min(gpus, key=lambda gpu: (bool(placement.on(gpu)), placement.used(gpu) - gpu.memory))
 
 
-def _memory_problems(placement: Placement) -> Iterator[str]:
+def _memory_problems(placement: GpuPlacement) -> Iterator[str]:
     """One sentence at most: about the GPU that lacks most, else about the first engine whose share is too small."""
     gpu = max(placement.gpus, key=lambda gpu: (bool(gpu.memory), placement.used(gpu) - gpu.memory))
     engines = [tenant for tenant in placement.on(gpu).values() if tenant.share]
@@ -191,7 +191,7 @@ def _gib(size: int) -> str:
     return f"{size / (1 << 30):.1f}"
 
 
-def gpu_placement(recipe: Recipe) -> Placement:
+def gpu_placement(recipe: Recipe) -> GpuPlacement:
     """GPUs of this host for the processes of ``recipe`` (see ``place``)."""
     gpus = visible_gpus()
     return place(recipe, gpus, _demand(recipe) if gpus else Demand())

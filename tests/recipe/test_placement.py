@@ -9,7 +9,7 @@ import pytest
 from builders.recipe import small_recipe
 
 from streamrl.engines.vllm.visible_gpus import Gpu
-from streamrl.prepare.gpu_placement import Demand, Placement, place
+from streamrl.prepare.gpu_placement import Demand, GpuPlacement, place
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import RewardLimits
 from streamrl.recipe.sections import Engines, EngineShape, Recipe, Training
@@ -32,7 +32,7 @@ def recipe(count: int = 1, ranks: int = 1, *, device: str = "auto", judge: str =
     )
 
 
-def names(found: Placement) -> dict[str, str]:
+def names(found: GpuPlacement) -> dict[str, str]:
     assert found.problems == []
     return {name: ",".join(gpu.name for gpu in one.gpus) for name, one in found.tenants.items()}
 

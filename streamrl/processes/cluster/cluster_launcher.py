@@ -26,8 +26,8 @@ from streamrl.base.atomic_files import write_atomic, write_durable
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.engines.vllm.options import installed_device
 from streamrl.processes.cluster.daemon_messages import DaemonSetup, EndAll, EndLeftBehind, HostFacts, StartProcess
+from streamrl.processes.cluster.host_assignment import GpuNeed, HostRoom, assign, gpu_need, on_fewer_ranks
 from streamrl.processes.cluster.host_daemon import packages_here
-from streamrl.processes.cluster.placement import GpuNeed, HostRoom, assign, gpu_need, on_fewer_ranks
 from streamrl.processes.cluster.remote_host import DaemonLink, RemoteHost, RemoteProcess
 from streamrl.processes.launcher import ChildProcess, NoHost
 from streamrl.processes.local_launcher import LocalLauncher
@@ -258,7 +258,7 @@ class ClusterLauncher:
 
     async def _look(self) -> None:
         """Start daemons on hosts that can replace lost ones."""
-        async with self._looking:  # ``_watch`` and a placement both call this: a host joins once
+        async with self._looking:  # ``_watch`` and an assignment both call this: a host joins once
             lost_hosts = [host for host in self.hosts.values() if host.lost]
             offers: list[HostOffer] = []
             with _logged_failure():
@@ -401,7 +401,7 @@ def host_problems(facts: HostFacts, gpus: int = 0) -> list[str]:
     return problems
 
 
-def placement_lines(recipe: Recipe, offers: Sequence[HostOffer]) -> list[str]:
+def assignment_lines(recipe: Recipe, offers: Sequence[HostOffer]) -> list[str]:
     """One line a host, with the processes that it would get. Raises ``RecipeError`` with the arithmetic where there is
     no room."""
     places = assign(recipe, _rooms(offers), gpu_need(recipe, installed_device()))

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from streamrl.comm.transport_keys import CLUSTER_KEYS, make_keys
-from streamrl.processes.cluster.cluster_launcher import SaveRecipe, cluster_launcher, host_line, placement_lines
+from streamrl.processes.cluster.cluster_launcher import SaveRecipe, assignment_lines, cluster_launcher, host_line
 from streamrl.processes.cluster.ray_hosts import ray_hosts
 from streamrl.processes.launcher import Launcher
 from streamrl.processes.local_launcher import ENTRY, LocalLauncher
@@ -45,7 +45,7 @@ async def hosts_of(recipe: Recipe) -> list[str]:
     if recipe.on_one_host:
         return []
     async with ray_hosts(recipe.cluster, recipe.transport) as hosts:
-        return placement_lines(recipe, await hosts.offers())
+        return assignment_lines(recipe, await hosts.offers())
 
 
 def placed_lines(topology: Topology) -> list[str]:

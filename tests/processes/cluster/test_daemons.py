@@ -34,8 +34,8 @@ from streamrl.processes.cluster.daemon_messages import (
     SignalProcess,
     StartProcess,
 )
+from streamrl.processes.cluster.host_assignment import GpuNeed
 from streamrl.processes.cluster.host_daemon import HostDaemon
-from streamrl.processes.cluster.placement import GpuNeed
 from streamrl.processes.cluster.this_host import free_ports
 from streamrl.processes.engine_orders import EngineOrders
 from streamrl.processes.exit_reason import read_reason

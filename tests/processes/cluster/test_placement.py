@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.base.errors import RecipeError
-from streamrl.processes.cluster.placement import GpuNeed, HostRoom, assign, on_fewer_ranks
+from streamrl.processes.cluster.host_assignment import GpuNeed, HostRoom, assign, on_fewer_ranks
 from streamrl.processes.cluster.ray_hosts import RayLink, ray_hosts
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Cluster, Recipe, Transport

@@ -1,4 +1,4 @@
-"""Placement of the engines and trainer ranks of a run on the hosts of a cluster. Pure.
+"""Assignment of the engines and trainer ranks of a run on the hosts of a cluster. Pure.
 
 ``cluster_launcher`` calls it in the process of the command: before processes are started, each time before they are
 started again, and for the lines of a dry run."""
