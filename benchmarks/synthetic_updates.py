@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.codec.bits import apply_steps
+from streamrl.weights.codec.bits import apply_moves
 
 STEPS = 20
 SIGMA = 0.02
@@ -117,7 +117,7 @@ def uniform_step(weights: HalfArray, density: float, seed: int, place: int) -> t
         block = new[start : start + _BLOCK]
         chosen = np.flatnonzero(generator.random(block.size, dtype=np.float32) < density)
         directions = generator.integers(0, 2, chosen.size, dtype=np.uint16)
-        block[chosen] = apply_steps(block[chosen], directions)
+        block[chosen] = apply_moves(block[chosen], directions)
     return old, new
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.weights.codec.bits import BitArray, exponents_of, step_symbols
+from streamrl.weights.codec.bits import BitArray, exponents_of, move_symbols
 
 _BLOCK = 1 << 20
 _EXPONENTS = 256
@@ -39,7 +39,7 @@ class UpdateCounts:
             if at.size:
                 counts.changed += np.bincount(exponents[at], minlength=_EXPONENTS)
                 cells = exponents[at].astype(np.uint64) << np.uint64(32)
-                counts._merge(*np.unique(cells | step_symbols(before[at], after[at]), return_counts=True))
+                counts._merge(*np.unique(cells | move_symbols(before[at], after[at]), return_counts=True))
         return counts
 
     def add(self, other: UpdateCounts) -> None:

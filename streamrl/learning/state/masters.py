@@ -36,7 +36,7 @@ class Masters(ABC):
     def write(self, place: slice, values: Tensor) -> None:
         """Store ``values`` in ``place``: the changed result of ``read(place)``, or other values."""
 
-    def steps(self) -> Iterator[slice]:
+    def chunks(self) -> Iterator[slice]:
         """Yield places that cover all elements, in order; one place at least."""
         chunk = STEP_ELEMENTS[self.device.type]
         for start in range(0, max(1, self.size), chunk):
@@ -45,14 +45,14 @@ class Masters(ABC):
     def full(self) -> Tensor:
         """Return all masters, float32 [L]: a copy where they are split."""
         values_L = torch.empty(self.size, dtype=torch.float32, device=self.device)
-        for place in self.steps():
+        for place in self.chunks():
             values_L[place] = self.read(place)
         return values_L
 
     @torch.no_grad()
     def load(self, values_L: Tensor) -> None:
         """Store all masters, float32 [L] on their device."""
-        for place in self.steps():
+        for place in self.chunks():
             self.write(place, values_L[place])
 
 
@@ -94,7 +94,7 @@ class SplitMasters(Masters):
         scratch = min(self.size, STEP_ELEMENTS[device.type])
         self._values_C = torch.empty(scratch, dtype=torch.float32, device=device)
         self._patterns_C = torch.empty(scratch, dtype=torch.int32, device=device)
-        for place in self.steps():
+        for place in self.chunks():
             values_C = self._values_C[: place.stop - place.start]
             for part, inside in self._parts(place):
                 values_C[inside] = part

@@ -60,7 +60,7 @@ class MasterOptimizer:
             if self._cpu_gradient_L is None:
                 self._cpu_gradient_L = torch.empty(gradient_L.shape, dtype=gradient_L.dtype, pin_memory=True)
             gradient_L = self._cpu_gradient_L.copy_(gradient_L)
-        for place in self._masters.steps():
+        for place in self._masters.chunks():
             values = self._masters.read(place)
             for decayed in self._decayed_places:
                 inside = slice(max(decayed.start - place.start, 0), max(decayed.stop - place.start, 0))
@@ -130,7 +130,7 @@ class _QuantizedMoments:
                 'install streamrl[torch] or set it to "adamw"'
             ) from error
         self.steps = 0
-        self._places = list(masters.steps())
+        self._places = list(masters.chunks())
         self._chunks = [nn.Parameter(torch.empty(0, device=masters.device)) for _ in self._places]
         self._adamw = AdamW8bit(
             self._chunks,

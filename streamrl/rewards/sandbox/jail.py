@@ -22,7 +22,7 @@ from streamrl.rewards.sandbox import files, seccomp
 from streamrl.rewards.sandbox import syscalls as sc
 
 _NOBODY = 65534
-_KILL_ROUNDS = 1000
+_KILL_ATTEMPTS = 1000
 AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 """Signals that are blocked when a watcher is forked, so that only ``_wait`` receives them: a signal that is not blocked
 is lost to the first process of a namespace. SIGTERM is the zygote's request to cancel the run."""
@@ -211,7 +211,7 @@ def _kill_descendants() -> None:
     """Kill processes that the code left. Orphans become children of this process, so the loop ends when it has no
     more children."""
     children = f"/proc/self/task/{os.getpid()}/children"
-    for _ in range(_KILL_ROUNDS):
+    for _ in range(_KILL_ATTEMPTS):
         try:
             with open(children) as file:
                 pids = [int(word) for word in file.read().split()]

@@ -102,8 +102,8 @@ def _run_to_the_end(run: Callable[[], object]) -> int:
     """Exit code of ``run()``, after the steps of an interpreter at its end: join threads, call ``atexit`` functions,
     flush output."""
     code = _exit_code_of(run)
-    for final_step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
-        code = _exit_code_of(final_step) or code
+    for final_call in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        code = _exit_code_of(final_call) or code
     try:
         sys.stdout.flush()
         sys.stderr.flush()

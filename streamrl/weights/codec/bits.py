@@ -1,10 +1,10 @@
-"""Elements of published tensors as integers: their type, their exponent, and steps between neighbouring numbers.
+"""Elements of published tensors as integers: their type, their exponent, and moves between neighbouring numbers.
 
 The codec, the publisher (trainer rank) and the replica (vLLM's workers) use these functions. A floating-point number is
 stored as sign and magnitude. Read as ``~bits`` below zero and ``bits + 2**(width - 1)`` above, its pattern becomes an
 unsigned integer that grows with the number. The map is a bijection of all patterns: zeros of both signs, infinities and
-every NaN payload included. One step up or down is then +1 or -1, also across a power of two and across zero, where the
-exclusive or of the patterns has many bits set."""
+every NaN payload included. A move to the next number up or down is then +1 or -1, also across a power of two and across
+zero, where the exclusive or of the patterns has many bits set."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ def from_ordered(ordered: BitArray) -> BitArray:
     return np.where(ordered & top, ordered ^ top, ~ordered)
 
 
-def step_symbols(base: BitArray, new: BitArray) -> BitArray:
-    """Encode the steps between patterns that differ: 0 is one step down, 1 one up, 2 two down, and so on. A symbol is
+def move_symbols(base: BitArray, new: BitArray) -> BitArray:
+    """Encode the moves between patterns that differ: 0 is one number down, 1 one up, 2 two down, and so on. A symbol is
     the difference of the ordered integers modulo 2**width, zigzag-encoded, minus one (the difference is never zero)."""
     signed = (to_ordered(new) - to_ordered(base)).view(f"i{base.dtype.itemsize}")
     zigzag = (signed << 1) ^ (signed >> (8 * base.dtype.itemsize - 1))
     return cast("BitArray", zigzag.view(base.dtype)) - base.dtype.type(1)
 
 
-def apply_steps(base: BitArray, symbols: BitArray) -> BitArray:
-    """Return the ``new`` patterns from ``base`` and the result of ``step_symbols``. A symbol with all bits set would
+def apply_moves(base: BitArray, symbols: BitArray) -> BitArray:
+    """Return the ``new`` patterns from ``base`` and the result of ``move_symbols``. A symbol with all bits set would
     mean no change: callers check for it before."""
     unit = base.dtype.type(1)
     zigzag = symbols + unit
-    steps = (zigzag >> unit) ^ (~(zigzag & unit) + unit)
-    return from_ordered(to_ordered(base) + steps)
+    moves = (zigzag >> unit) ^ (~(zigzag & unit) + unit)
+    return from_ordered(to_ordered(base) + moves)

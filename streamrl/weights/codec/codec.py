@@ -6,7 +6,7 @@ one of three forms:
 =========  ==================================================================================================
 form       bytes
 =========  ==================================================================================================
-delta      header, then for each class of the *base*: the gaps between changes, then the step of each change
+delta      header, then for each class of the *base*: the gaps between changes, then the move of each change
 complete   header without classes, then all elements: their exponents (zstd), then their other bits
 dense      the bits of all elements, without a header
 =========  ==================================================================================================
@@ -16,8 +16,8 @@ A patch with exactly the size of the dense form is dense; the other forms are sm
 Whether an optimizer step changes a published element depends on the size of the step relative to the spacing of the
 numbers around the element, hence on its exponent. So every exponent of the base, which the receiver holds too, is a
 class. Positions are counted within a class and take half the bytes of positions counted over all elements. Exponents
-with fewer than ``_FEW_MEMBERS`` elements share class 0. Changes are coded as steps between neighbouring numbers
-(``bits.step_symbols``).
+with fewer than ``_FEW_MEMBERS`` elements share class 0. Changes are coded as moves between neighbouring numbers
+(``bits.move_symbols``).
 
 A header is its length (uint16, little endian), then msgpack. An anchor takes the smaller of the last two forms, a delta
 the smallest of all three. The decoder refuses bytes that the encoder would not have written, and checks each size
@@ -39,11 +39,11 @@ from streamrl.weights.codec import kernels
 from streamrl.weights.codec.bits import (
     BitArray,
     PositionArray,
-    apply_steps,
+    apply_moves,
     bit_type,
     exponent_field,
     exponents_of,
-    step_symbols,
+    move_symbols,
 )
 from streamrl.weights.codec.planes import join_planes, split_planes
 from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
@@ -93,12 +93,12 @@ class ExponentClasses(msgspec.Struct, frozen=True, eq=False):
 
 class ClassChanges(msgspec.Struct, frozen=True, eq=False):
     """The changes of one class, by rising position. ``index``: number of the class. ``gaps``: uint32 [n], unchanged
-    elements of the class between a change and the change before it. ``steps``: uint16 or uint32 [n], see
-    ``bits.step_symbols``."""
+    elements of the class between a change and the change before it. ``moves``: uint16 or uint32 [n], see
+    ``bits.move_symbols``."""
 
     index: int
     gaps: GapArray
-    steps: BitArray
+    moves: BitArray
 
 
 class Changes(msgspec.Struct, frozen=True, eq=False):
@@ -111,7 +111,7 @@ class Changes(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Header of a patch. ``classes``: index, number of changes, bytes of gaps and bytes of steps of each class with
+    """Header of a patch. ``classes``: index, number of changes, bytes of gaps and bytes of moves of each class with
     changes; empty in the complete form."""
 
     layout: int
@@ -141,7 +141,7 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
     old = base[positions]
     values = bits[positions]
     changed_classes = classes.class_at[exponents_of(old, dtype)]
-    changes = Changes(positions, values, by_class(changed_classes, gaps, step_symbols(old, values)))
+    changes = Changes(positions, values, by_class(changed_classes, gaps, move_symbols(old, values)))
     return encode_changes(changes, bits.size, lambda: bits)
 
 
@@ -153,16 +153,16 @@ def classes_of(base: BitArray, dtype: str) -> ExponentClasses:
     return ExponentClasses.from_counts(counts)
 
 
-def by_class(classes: npt.NDArray[np.unsignedinteger], gaps: GapArray, steps: BitArray) -> list[ClassChanges]:
-    """Group changes by class, each class by rising position. ``classes``, ``gaps``, ``steps``: class, gap and step of
+def by_class(classes: npt.NDArray[np.unsignedinteger], gaps: GapArray, moves: BitArray) -> list[ClassChanges]:
+    """Group changes by class, each class by rising position. ``classes``, ``gaps``, ``moves``: class, gap and move of
     each change, all [n], by rising position."""
     order = np.argsort(classes, kind="stable")
     indices, counts = np.unique(classes, return_counts=True)
     gaps = gaps[order]
-    steps = steps[order]
+    moves = moves[order]
     edges = pairwise([0, *np.cumsum(counts).tolist()])
     return [
-        ClassChanges(index, gaps[start:stop], steps[start:stop])
+        ClassChanges(index, gaps[start:stop], moves[start:stop])
         for index, (start, stop) in zip(indices.tolist(), edges, strict=True)
     ]
 
@@ -174,9 +174,9 @@ def encode_changes(changes: Changes, elements: int, complete: Callable[[], BitAr
     streams: list[bytes] = []
     for change in changes.by_class:
         gaps = encode_symbols(change.gaps)
-        steps = encode_symbols(change.steps)
-        classes.append((change.index, change.gaps.size, len(gaps), len(steps)))
-        streams += [gaps, steps]
+        moves = encode_symbols(change.moves)
+        classes.append((change.index, change.gaps.size, len(gaps), len(moves)))
+        streams += [gaps, moves]
     encoded = _frame(_Header(_LAYOUT_VERSION, elements, tuple(classes)), *streams)
     patch = WeightPatch(changes.positions, changes.values)
     if 2 * len(encoded) > elements * changes.values.itemsize:
@@ -221,12 +221,12 @@ def decode_patch(
         starts[change.index + 1] = change.gaps.size
     starts = np.cumsum(starts)
     gaps = np.concatenate([change.gaps for change in changes])
-    steps = np.concatenate([change.steps for change in changes])
+    moves = np.concatenate([change.moves for change in changes])
     positions = np.empty(gaps.size, dtype=np.int64)
     sources = np.empty(gaps.size, dtype=np.int64)
     lowest, _ = exponent_field(dtype)
     kernels.places_of(base, lowest, classes.class_at, starts, gaps, positions, sources)
-    return WeightPatch(positions, apply_steps(base[positions], steps[sources]))
+    return WeightPatch(positions, apply_moves(base[positions], moves[sources]))
 
 
 def _frame(header: _Header, *body: bytes) -> bytes:
@@ -258,7 +258,7 @@ def _read_classes(header: _Header, body: memoryview, sizes: list[int], dtype: st
     """Decode the streams of all classes. ``sizes``: number of elements of each class of the base. Every size is checked
     against the header and the base before it is used; raises ``WeightError``."""
     indices = [index for index, *_ in header.classes]
-    lengths = sum(gap_bytes + step_bytes for *_, gap_bytes, step_bytes in header.classes)
+    lengths = sum(gap_bytes + move_bytes for *_, gap_bytes, move_bytes in header.classes)
     rising = all(low < high for low, high in pairwise((-1, *indices, len(sizes))))
     if not rising or min(min(entry[1:]) for entry in header.classes) < 0 or lengths != len(body):
         raise WeightError(
@@ -268,19 +268,19 @@ def _read_classes(header: _Header, body: memoryview, sizes: list[int], dtype: st
     changes = []
     start = 0
     bits = bit_type(dtype, tensor)
-    for index, count, gap_bytes, step_bytes in header.classes:
+    for index, count, gap_bytes, move_bytes in header.classes:
         if not 0 < count <= sizes[index]:
             raise _beyond_class(tensor, count, sizes[index])
         middle = start + gap_bytes
-        stop = start + gap_bytes + step_bytes
+        stop = start + gap_bytes + move_bytes
         gaps = cast("GapArray", decode_symbols(body[start:middle], np.dtype("<u4"), count, tensor))
         members = int(gaps.sum(dtype=np.uint64)) + count
         if members > sizes[index]:
             raise _beyond_class(tensor, members, sizes[index])
-        steps = decode_symbols(body[middle:stop], bits, count, tensor)
-        if steps.max() == (1 << (8 * bits.itemsize)) - 1:
+        moves = decode_symbols(body[middle:stop], bits, count, tensor)
+        if moves.max() == (1 << (8 * bits.itemsize)) - 1:
             raise WeightError(f"patch of {tensor!r} lists an element that does not change")
-        changes.append(ClassChanges(index, gaps, steps))
+        changes.append(ClassChanges(index, gaps, moves))
         start = stop
     return changes
 

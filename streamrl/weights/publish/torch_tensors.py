@@ -18,7 +18,7 @@ from streamrl.base.errors import WeightError
 from streamrl.learning.model.local_shards import LocalShard
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.published_weights import bit_array, upper_halves
-from streamrl.weights.codec.bits import BitArray, BitType, bit_type, exponent_field, step_symbols
+from streamrl.weights.codec.bits import BitArray, BitType, bit_type, exponent_field, move_symbols
 from streamrl.weights.codec.codec import Changes, EncodedPatch, ExponentClasses, WeightPatch, by_class, encode_changes
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher
@@ -111,9 +111,9 @@ def encode_on_device(new: Tensor, base: Tensor, dtype: str) -> EncodedPatch | No
         ranks = (kinds == kind).cumsum(0, dtype=torch.int32)[positions[in_class]].to(torch.int64)
         gaps[in_class] = torch.diff(ranks, prepend=ranks.new_zeros(1)) - 1
     values_on_cpu = _to_cpu(new_values, bits)
-    steps = step_symbols(_to_cpu(old, bits), values_on_cpu)
+    moves = move_symbols(_to_cpu(old, bits), values_on_cpu)
     gaps_on_cpu = gaps.to(torch.int32).cpu().numpy().view(np.uint32)
-    streams = by_class(changed_kinds.cpu().numpy().view(np.uint16), gaps_on_cpu, steps)
+    streams = by_class(changed_kinds.cpu().numpy().view(np.uint16), gaps_on_cpu, moves)
     changes = Changes(positions.cpu().numpy(), values_on_cpu, streams)
     return encode_changes(changes, new.numel(), lambda: _to_cpu(new, bits))
 

@@ -53,7 +53,7 @@ def test_parts_cross_the_vectors_of_the_forward(monkeypatch: pytest.MonkeyPatch)
     vectors = [part.clone() for part in torch.split(values_L, sizes)]
     masters = SplitMasters([partial(vectors.__getitem__, i) for i in range(len(sizes))], sizes, torch.device("cpu"))
     assert torch.equal(masters.full(), values_L)
-    places = list(masters.steps())
+    places = list(masters.chunks())
     assert [place.stop - place.start for place in places] == [256, 256, 256, 132]
     for place in places:
         masters.write(place, masters.read(place).mul_(3.0))

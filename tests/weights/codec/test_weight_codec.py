@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import (
-    apply_steps,
+    apply_moves,
     as_bits,
     bit_type,
     exponent_field,
     exponents_of,
     from_ordered,
-    step_symbols,
+    move_symbols,
     to_ordered,
 )
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, classes_of, decode_patch, encode_patch
@@ -317,10 +317,10 @@ def test_base_exponents_are_classes_and_rare_ones_share_one(dtype: str) -> None:
 def test_steps_are_a_bijection_of_all_patterns(edge: int) -> None:
     every = np.arange(65536, dtype=U16)
     base = np.full(65536, edge, dtype=U16)
-    symbols = step_symbols(base, every)
+    symbols = move_symbols(base, every)
     assert np.unique(symbols).size == 65536
     assert symbols[edge] == 65535  # no change, which no patch may say
-    assert np.array_equal(apply_steps(base, symbols), every)
+    assert np.array_equal(apply_moves(base, symbols), every)
 
 
 def test_order_is_that_of_the_numbers() -> None:
@@ -331,8 +331,8 @@ def test_order_is_that_of_the_numbers() -> None:
     finite = every[np.isfinite(numbers)]
     by_order = finite[np.argsort(to_ordered(finite))]
     assert bool(np.all(np.diff((by_order.astype(np.uint32) << 16).view(np.float32)) >= 0))
-    assert set(step_symbols(by_order[:-1], by_order[1:]).tolist()) == {1}
-    assert set(step_symbols(by_order[1:], by_order[:-1]).tolist()) == {0}
+    assert set(move_symbols(by_order[:-1], by_order[1:]).tolist()) == {1}
+    assert set(move_symbols(by_order[1:], by_order[:-1]).tolist()) == {0}
 
 
 def test_bits_must_have_the_width_and_size_of_the_shard() -> None:
