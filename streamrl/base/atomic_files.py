@@ -161,8 +161,8 @@ def hold_lock(path: Path, refused: Callable[[str], StreamRLError]) -> IO[bytes]:
 # ---- sidecars: files of the controller for a directory (a checkpoint) that a trainer rank writes --------
 
 
-def stage_sidecar(directory: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Write ``files`` to the staging folder of ``directory``, from which its writer takes them (``take_sidecar``).
+def write_sidecar(directory: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Write ``files`` to the sidecar folder of ``directory``, from which its writer takes them (``take_sidecar``).
     Replaces the files of an earlier call. Returns their SHA-256 by name. Durable when it returns."""
     folder = sidecar_folder(directory)
     shutil.rmtree(folder, ignore_errors=True)
@@ -176,7 +176,7 @@ def stage_sidecar(directory: Path, files: Mapping[str, bytes]) -> dict[str, byte
 
 
 def take_sidecar(directory: Path, into: Path, digests: Mapping[str, bytes]) -> None:
-    """Move the files that ``stage_sidecar`` wrote for ``directory`` to ``into``, on the same file system, not flushed.
+    """Move the files that ``write_sidecar`` wrote for ``directory`` to ``into``, on the same file system, not flushed.
     Raises ``StreamRLError`` for a file that is not there or has another digest."""
     folder = sidecar_folder(directory)
     for name, expected in digests.items():

@@ -309,7 +309,7 @@ class SaveCheckpoint(Message, frozen=True):
 
     ``min_free_bytes``: bytes that must be free on the disk afterwards, or the rank refuses;
     ``sidecar_digests``: SHA-256 by name of the controller's own files for the checkpoint, which may be larger than a
-    message; the rank moves them from the place where ``atomic_files.stage_sidecar`` put them."""
+    message; the rank moves them from the place where ``atomic_files.write_sidecar`` put them."""
 
     directory: str
     policy_version: int

@@ -12,12 +12,12 @@ from typing import Any
 
 from streamrl.pretrained.model_facts import experts_of, read_model_config
 from streamrl.pretrained.weight_files import ModelDirectoryError
-from streamrl.recipe.sections import STAGES, EngineKind, Recipe
+from streamrl.recipe.sections import PIPELINE_PARALLEL, EngineKind, Recipe
 
 MOST_BYTES = 192 << 20
 """Largest size of the experts of a group, which goes to the trainer in one message of at most 256 MiB."""
 
-_PARALLEL = ("decode_context_parallel_size", STAGES)
+_PARALLEL = ("decode_context_parallel_size", PIPELINE_PARALLEL)
 
 
 def replays_routing(recipe: Recipe) -> bool:
@@ -45,8 +45,7 @@ def why_not_replayed(recipe: Recipe, config: Mapping[str, Any]) -> str:
     if recipe.training.compile:
         return f"training.compile = true compiles the choice of the trainer's own routers: set it to false, or {remedy}"
     if recipe.training.context_parallel_size > 1:
-        key = "training.advanced.context_parallel_size"
-        return f"{key} splits rows, and the experts of their tokens are not split: {remedy}"
+        return f"training.advanced.context_parallel_size splits rows, but not the experts of their tokens: {remedy}"
     for name in _PARALLEL:
         if any(arguments.get(name, 1) != 1 for arguments in engine_arguments):
             return f"engines.args.{name}: vLLM returns no experts then: remove it, or {remedy}"

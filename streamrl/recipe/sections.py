@@ -43,7 +43,7 @@ from streamrl.recipe.scheduling import (
 
 HELD_OUT = "held_out"
 ENGINE_RESTARTS = 3
-STAGES = "pipeline_parallel_size"
+PIPELINE_PARALLEL = "pipeline_parallel_size"
 """Argument of vLLM by which the tensor parallel size is multiplied to get the number of workers."""
 ROUNDING = ("quantization", "quantization_config", "kv_cache_dtype")
 """Arguments of vLLM that make an engine compute in fewer bits than the trainer."""

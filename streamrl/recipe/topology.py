@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
-from streamrl.recipe.sections import STAGES, Engines, EngineShape, Recipe, TransportKind
+from streamrl.recipe.sections import PIPELINE_PARALLEL, Engines, EngineShape, Recipe, TransportKind
 
 TOPOLOGY_FILE = "topology.json"
 """File of the topology in the directory of a run."""
@@ -82,12 +82,12 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> int:
-        """Number of computing processes of each engine, with one GPU each: tensor parallel ranks times pipeline
-        stages."""
-        stages = self.args.get(STAGES)
-        if not isinstance(stages, int) or stages <= 0:  # not set, or another type, which a rule refuses
+        """Number of computing processes of each engine, with one GPU each: tensor parallel size times
+        pipeline parallel size."""
+        pipeline_size = self.args.get(PIPELINE_PARALLEL)
+        if not isinstance(pipeline_size, int) or pipeline_size <= 0:  # not set, or another type, which a rule refuses
             return self.tensor_parallel_size
-        return self.tensor_parallel_size * stages
+        return self.tensor_parallel_size * pipeline_size
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio.to_thread
 import msgspec
 
-from streamrl.base.atomic_files import make_directory, stage_sidecar, write_durable, write_link
+from streamrl.base.atomic_files import make_directory, write_durable, write_link, write_sidecar
 from streamrl.base.errors import UNDECODABLE, StreamRLError, WireError
 from streamrl.base.types import Prompt, Record
 from streamrl.buffers.trajectory_store import TrajectoryStore
@@ -177,7 +177,7 @@ class CheckpointKeeper:
 def _stage(path: Path, sidecar_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Write ``sidecar_files`` where the ranks pick them up, and return their digests."""
     try:
-        return stage_sidecar(path, sidecar_files)
+        return write_sidecar(path, sidecar_files)
     except OSError as error:
         raise StreamRLError(
             f"checkpoint {str(path)!r}: what control keeps cannot be written ({error}): make room, or mend the disk"

@@ -142,7 +142,7 @@ class TrainerRanks:
         sidecar_digests: Mapping[str, bytes] | None = None,
     ) -> messages.CheckpointSaved:
         """Have all ranks write a checkpoint, and return the answer of rank 0. ``sidecar_digests``: sha256 by name of
-        the files that ``atomic_files.stage_sidecar`` has written for the checkpoint. Their contents are not in the
+        the files that ``atomic_files.write_sidecar`` has written for the checkpoint. Their contents are not in the
         message, whose size is limited."""
         order = messages.SaveCheckpoint(
             directory=directory,

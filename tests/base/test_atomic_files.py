@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from builders.files import SORT_RECIPE as DEMO
 
-from streamrl.base.atomic_files import make_directory, stage_sidecar, write_durable
+from streamrl.base.atomic_files import make_directory, write_durable, write_sidecar
 from streamrl.launch.pipeline import _make_run_directory
 from streamrl.recipe.rules.load_recipe import load_recipe
 
@@ -68,7 +68,7 @@ def test_new_directories_and_sidecars_are_on_the_disk(tmp_path: Path, disk: Disk
     make_directory(tmp_path / "runs" / "run" / "checkpoints")
     made = [tmp_path / "runs", tmp_path / "runs" / "run", tmp_path / "runs" / "run" / "checkpoints"]
     assert [path for path in made if not disk.holds(path)] == []
-    stage_sidecar(made[-1] / "step-000001", {"control.msgpack": b"kept"})
+    write_sidecar(made[-1] / "step-000001", {"control.msgpack": b"kept"})
     folder = made[-1] / ".step-000001.beside.partial"
     assert disk.holds(folder)
     assert disk.holds(folder / "control.msgpack")

@@ -13,7 +13,7 @@ from builders.files import SORT_RECIPE as DEMO
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.base.atomic_files import sidecar_folder, stage_sidecar, take_sidecar, write_link
+from streamrl.base.atomic_files import sidecar_folder, take_sidecar, write_link, write_sidecar
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CheckpointSaved, SaveCheckpoint, TrainingOrder
 from streamrl.comm.memory_stream import memory_stream
@@ -282,11 +282,11 @@ def test_sidecars_are_files_of_the_controller(tmp_path: Path) -> None:
     """The files beside a checkpoint are those that the controller wrote."""
     directory, into = tmp_path / "step-000003", tmp_path / ".step-000003.partial"
     into.mkdir()
-    digests = stage_sidecar(directory, {"control.msgpack": b"kept"})
+    digests = write_sidecar(directory, {"control.msgpack": b"kept"})
     (sidecar_folder(directory) / "control.msgpack").write_bytes(b"torn")
     with pytest.raises(StreamRLError, match=r"control\.msgpack differs from what the controller wrote"):
         take_sidecar(directory, into, digests)
-    stage_sidecar(directory, {"rewards.msgpack": b"what another call left does not stay"})
+    write_sidecar(directory, {"rewards.msgpack": b"what another call left does not stay"})
     with pytest.raises(StreamRLError, match="is not there, where the controller wrote it"):
         take_sidecar(directory, into, digests)
     assert list(into.iterdir()) == []

@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 from streamrl.base.errors import ModelRefused
 from streamrl.recipe.problems import did_you_mean, short_toml
-from streamrl.recipe.sections import STAGES
+from streamrl.recipe.sections import PIPELINE_PARALLEL
 
 ON_CPU = ("enforce_eager", "enable_chunked_prefill")
 """Arguments that an engine on a CPU sets itself and that a recipe may not change."""
-CUDA_ONLY = {STAGES: 1, "enable_expert_parallel": False}
+CUDA_ONLY = {PIPELINE_PARALLEL: 1, "enable_expert_parallel": False}
 """Arguments that have an effect on CUDA only, with their values of no effect. With other values vLLM 0.32 on a CPU dies
 at the first request: its model runner has no buffer for the output of the pipeline stage before, and its kernel for
 experts computes any expert, even one of another worker."""

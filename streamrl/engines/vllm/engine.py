@@ -40,7 +40,7 @@ from streamrl.engines.vllm.routing_capture import allow_capture_on_cpu
 from streamrl.engines.vllm.statistics import EngineCounters, kv_tokens
 from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.pretrained.tokenizer import tokenizer_digest
-from streamrl.recipe.sections import STAGES
+from streamrl.recipe.sections import PIPELINE_PARALLEL
 from streamrl.recipe.toml_text import toml_value
 from streamrl.weights import engine_variables
 
@@ -211,7 +211,7 @@ def engine_config(options: EngineOptions) -> Any:
     if options.cache_blocks:
         arguments |= {"block_size": options.block_tokens, "num_gpu_blocks_override": options.cache_blocks}
     recipe_arguments = checked_arguments(options.args, on_cpu=options.on_cpu)
-    arguments["tensor_parallel_size"] = options.workers // max(1, recipe_arguments.get(STAGES, 1))
+    arguments["tensor_parallel_size"] = options.workers // max(1, recipe_arguments.get(PIPELINE_PARALLEL, 1))
     try:
         config = vllm_config(options, **arguments | recipe_arguments)
     except (ValueError, ImportError) as error:  # ImportError: the package of a method of speculation is missing

@@ -16,7 +16,7 @@ import torch
 from streamrl.base.errors import ModelRefused
 from streamrl.engines.vllm.arguments import checked_arguments
 from streamrl.engines.vllm.options import EngineOptions
-from streamrl.recipe.sections import STAGES
+from streamrl.recipe.sections import PIPELINE_PARALLEL
 from streamrl.weights import engine_variables
 from streamrl.weights.pull.replica import TensorSpec
 from streamrl.weights.vllm.adapter import add_adapters, record_adapter_plan
@@ -41,8 +41,12 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adap
 
     from streamrl.engines.vllm.engine import engine_config
 
-    stages = checked_arguments(options.args, on_cpu=options.on_cpu).get(STAGES, 1)
-    args = {name: value for name, value in options.args.items() if name not in (STAGES, "decode_context_parallel_size")}
+    pipeline_size = checked_arguments(options.args, on_cpu=options.on_cpu).get(PIPELINE_PARALLEL, 1)
+    args = {
+        name: value
+        for name, value in options.args.items()
+        if name not in (PIPELINE_PARALLEL, "decode_context_parallel_size")
+    }
     config = engine_config(msgspec.structs.replace(options, workers=1, args=args))
     config.device_config.device = torch.device("meta")  # the transformers backend makes its parameters on this device
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
@@ -51,8 +55,10 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adap
             initialize_model_parallel(1)
         with torch.device("meta"):
             model: Any = initialize_model(vllm_config=config)
-        if stages > 1 and not supports_pp(model):
-            raise ModelRefused(f"engines.args.{STAGES}: vLLM serves {type(model).__qualname__} in one stage: remove it")
+        if pipeline_size > 1 and not supports_pp(model):
+            raise ModelRefused(
+                f"engines.args.{PIPELINE_PARALLEL}: vLLM serves {type(model).__qualname__} in one stage: remove it"
+            )
         with torch.no_grad():
             run_loader(model, without_values(tensors))  # as an engine does at its start; the loader may add parameters
         record_post_load_changes(model, lambda: None)

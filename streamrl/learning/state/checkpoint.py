@@ -89,7 +89,7 @@ def save(
     """Write a checkpoint, or replace the one of the same name. Collective; all ranks must have the same file system.
 
     ``extra``: tensors that are equal on every rank, by name.
-    ``sidecar_digests``: sha256, by name, of the files that ``atomic_files.stage_sidecar`` staged for the checkpoint.
+    ``sidecar_digests``: sha256, by name, of the files that ``atomic_files.write_sidecar`` wrote for the checkpoint.
     Raises ``StreamRLError`` on every rank when a rank cannot write, or when less than ``min_free_bytes`` would be left
     on the disk. A failed write leaves no partial files."""
     partial = directory.with_name(f".{directory.name}.partial")

@@ -11,7 +11,7 @@ from streamrl.recipe.dialects.foreign_keys import owned_arguments
 from streamrl.recipe.field_types import keys_of
 from streamrl.recipe.problems import short_toml
 from streamrl.recipe.rules.rule import Broken, Problem, rule
-from streamrl.recipe.sections import ROUNDING, STAGES, Recipe
+from streamrl.recipe.sections import PIPELINE_PARALLEL, ROUNDING, Recipe
 
 SPECULATION = "speculative_config"
 
@@ -39,10 +39,10 @@ def refused_arguments(recipe: Recipe) -> Broken:
                 yield Problem(f"{path}.{name}", f"cannot be set, because {key[1:]}: remove it")
             elif key:
                 yield Problem(f"{path}.{name}", f"is set by {key}: write it there")
-        stages = arguments.get(STAGES, 1)
-        if not isinstance(stages, int):  # vLLM takes "2" and 2.0
-            text = f"{short_toml(stages)} is no whole number, by which workers are counted: set 2"
-            yield Problem(f"{path}.{STAGES}", text)
+        pipeline_size = arguments.get(PIPELINE_PARALLEL, 1)
+        if not isinstance(pipeline_size, int):  # vLLM takes "2" and 2.0
+            text = f"{short_toml(pipeline_size)} is no whole number, by which workers are counted: set 2"
+            yield Problem(f"{path}.{PIPELINE_PARALLEL}", text)
 
 
 @rule("engines", "off_policy")
@@ -67,7 +67,7 @@ def arguments_beside_adapters(recipe: Recipe) -> Broken:
     if not recipe.lora.syncs_adapter:
         return
     for path, arguments in _arguments(recipe):
-        for name in ("quantization", SPECULATION, STAGES):
+        for name in ("quantization", SPECULATION, PIPELINE_PARALLEL):
             if arguments.get(name) not in (None, 1):
                 text = 'is not possible beside an adapter: remove it, or set lora.sync = "merged"'
                 yield Problem(f"{path}.{name}", f"{short_toml(arguments[name])} {text}")

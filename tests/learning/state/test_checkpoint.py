@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 from torch import Tensor, nn  # noqa: E402
 
-from streamrl.base.atomic_files import stage_sidecar  # noqa: E402
+from streamrl.base.atomic_files import write_sidecar  # noqa: E402
 from streamrl.base.errors import StreamRLError  # noqa: E402
 from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
@@ -211,7 +211,7 @@ def test_controller_files_go_with_a_failed_write(
     weights, optimizer, _ = part(1)
 
     def save() -> None:
-        beside = stage_sidecar(directory, {"control.msgpack": b"kept"})
+        beside = write_sidecar(directory, {"control.msgpack": b"kept"})
         checkpoint.save(directory, weights, optimizer, state=STATE, model_path=model_path, sidecar_digests=beside)
 
     save()
