@@ -1,7 +1,7 @@
 """The LoRA adapter of a vLLM worker, whose weights a push updates (``lora.sync = "adapter"``).
 
 ``weight_receiver.py`` calls these functions in vLLM's worker processes, ``engines/vllm/load_plan_probe.py`` in the dry
-run. vLLM wraps linear layers and gives each wrapper stacked buffers for A and B. Here the buffers have one slot, which
+run. vLLM wraps linear layers and gives each wrapper stacked buffers for A and B. Here the buffers have one entry, which
 all requests use: a commit writes the next version to it, in place, as it does with merged weights. So requests in
 flight continue under the new version, and no request can name an older one. The state hash is read back from these
 buffers.
@@ -22,18 +22,18 @@ from streamrl.weights.pull.replica import TensorSpec
 from streamrl.weights.vllm.load_plan import LoadPlan, Route, check_exact, flat_storage, record_copies, without_values
 
 ADAPTER_ID = 1
-SLOT = 0
+ADAPTER_INDEX = 0
 
 
 def adapter_request() -> Any:
-    """Return vLLM's name for the adapter in the slot, which every request carries."""
+    """Return vLLM's name for the one adapter, which every request carries."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", ADAPTER_ID, "/none")  # vLLM does not read the path of an adapter that is loaded
 
 
 def open_adapter(worker: Any) -> None:
-    """Put an adapter of zeros into the slot of a worker. To be called before the first request."""
+    """Put an adapter of zeros into the buffers of a worker. To be called before the first request."""
     worker_manager = worker.model_runner.lora_manager
     worker_manager.add_dummy_lora(adapter_request(), worker_manager.lora_config.max_lora_rank)
     manager = worker.model_runner.get_model().lora_manager
@@ -73,7 +73,7 @@ def _add_linear(
     for a, b, width in zip(a_stacked, b_stacked, widths, strict=True):
         if b.data_ptr() in used_buffers:
             y_slice = y.view(-1, y.shape[-1])[:, start : start + width]
-            y_slice += (rows @ a[SLOT, 0].T) @ b[SLOT, 0].T * scale
+            y_slice += (rows @ a[ADAPTER_INDEX, 0].T) @ b[ADAPTER_INDEX, 0].T * scale
         start += width
 
 
@@ -109,7 +109,7 @@ def record_adapter_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec
             weights = manager._get_lora_layer_weights(adapter, name)
             if weights:
                 module.reset_lora = bool  # does nothing: the zeros that it writes are no published tensor
-                module.set_lora(SLOT, weights.lora_a, weights.lora_b)
+                module.set_lora(ADAPTER_INDEX, weights.lora_a, weights.lora_b)
                 del module.reset_lora
 
     routes: dict[str, list[Route]] = {name: [] for name in tensors}
