@@ -397,7 +397,7 @@ class Episodes:
         self._launched += 1
         unverified_tokens = self._unverified_tokens_of(order)
         trajectory = OpenTrajectory(
-            order, self._request(order), unverified_tokens, take, self._sample, self._journal.returned
+            order, self._request(order), unverified_tokens, take, self._sample, self._journal.on_call
         )
         self._open[order.id] = trajectory
         self._tasks.start_soon(self._live, trajectory)

@@ -50,7 +50,7 @@ print("running", flush=True)
 time.sleep(600)
 """
 STAYS = DRAINS.replace('    print("draining", flush=True)\n', "").replace("1.5", "600")
-PROGRAM = """from streamrl.cli.submit import host
+PROGRAM = """from streamrl.cli.submit import cluster_host as host
 host.GONE_S = host.END_S = 3.0
 raise SystemExit(host.main(host.sys.argv[1:]))"""
 LINE = json.dumps({"token": "t", "head": "127.0.0.1"}) + "\n"
