@@ -367,7 +367,7 @@ def test_the_plot_draws_where_the_points_are() -> None:
 
 
 def test_a_first_reward_that_is_not_finite_is_shown_as_it_is() -> None:
-    history = RunHistory(Clock())
+    history = RunHistory(SetClock(0.0))
     history.stepped(StepFinished(step=1, policy_version=1, metrics={"reward/mean": math.nan}))
     assert math.isnan(history.line_metrics({"reward/mean": math.nan})["reward/mean"])
 
