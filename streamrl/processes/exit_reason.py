@@ -2,7 +2,7 @@
 among several deaths.
 
 A process classifies its own error and writes its file (``run_role``, ``watchdog``); ``exit_monitor`` reads it in the
-supervisor's process, which sorts and describes deaths. On a cluster, agents read it, and ``remote_host`` writes it for
+supervisor's process, which sorts and describes deaths. On a cluster, daemons read it, and ``remote_host`` writes it for
 the supervisor."""
 
 from __future__ import annotations
