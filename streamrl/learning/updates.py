@@ -40,7 +40,7 @@ from streamrl.learning.model.policy import (
 from streamrl.learning.objective.advantages import Moments
 from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.state.durable_files import surviving
+from streamrl.learning.state.durable_files import surviving_directory
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import FullWeights, PublishedWeights, global_norm
 from streamrl.learning.state.tensor_meaning import other_meanings
@@ -227,7 +227,9 @@ class Updates:
         from streamrl.learning.state import checkpoint  # 3 MiB of imports that few runs need before their first save
 
         extra = self.critic.tensors() if self.critic else None
-        if problems := list(other_meanings(surviving(directory), self._options.lora, self._options.model_path)):
+        if problems := list(
+            other_meanings(surviving_directory(directory), self._options.lora, self._options.model_path)
+        ):
             raise StreamRLError("\n".join(problems))
         state = checkpoint.load(directory, self.weights, self.optimizer, extra=extra)
         self.policy_version = state.policy_version
