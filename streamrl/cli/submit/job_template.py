@@ -28,20 +28,20 @@ def filled(template: Path, values: Mapping[str, Any]) -> str:
     """Return the text of ``template`` with ``values`` by the names of its placeholders.
 
     Raises ``RecipeError`` for a template that cannot be read or filled, or that has a placeholder without a value."""
-    environment = ImmutableSandboxedEnvironment(
+    jinja = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"json": _quoted, "quote": shlex.quote, "sbatch": sbatch_value}
+    jinja.filters |= {"json": _quoted, "quote": shlex.quote, "sbatch": sbatch_value}
     if not template.is_file():
         raise RecipeError(f"{template}: no such file")
     text = template.read_text()
     try:
-        placeholders = jinja2.meta.find_undeclared_variables(environment.parse(text))
-        unknown = sorted(placeholders - values.keys() - environment.globals.keys())
+        placeholders = jinja2.meta.find_undeclared_variables(jinja.parse(text))
+        unknown = sorted(placeholders - values.keys() - jinja.globals.keys())
         if unknown:
             names = ", ".join(sorted(values))
             raise RecipeError(f"{template}: {', '.join(unknown)}: there is no such placeholder; there are {names}")
-        return environment.from_string(text).render(values)
+        return jinja.from_string(text).render(values)
     except jinja2.TemplateSyntaxError as error:
         raise RecipeError(f"{template}:{error.lineno}: {error.message}") from error
     except (jinja2.TemplateError, TypeError, ValueError) as error:
