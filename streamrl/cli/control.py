@@ -81,6 +81,7 @@ class Attach(AttachedOptions, frozen=True, kw_only=True):
     function: FunctionName
 
     def run(self) -> int:
+        control_socket.refuse_ended(self.run_directory)  # first what the run is, then what is wrong with the function
         return _change(self, self.run_directory, AttachReward(reward=self.attached(self.function)))
 
 
@@ -92,6 +93,7 @@ class Replace(AttachedOptions, frozen=True, kw_only=True):
     function: FunctionName
 
     def run(self) -> int:
+        control_socket.refuse_ended(self.run_directory)
         order = ReplaceReward(name=self.replaced, reward=self.attached(self.function))
         return _change(self, self.run_directory, order)
 

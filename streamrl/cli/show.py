@@ -14,8 +14,10 @@ import msgspec
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, Command
+from streamrl.control.actions import ALL_STEPS_DONE, PROMPTS_EXHAUSTED
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
+from streamrl.observe.run_files.run_reader import RunFiles
 from streamrl.processes.crash_bundle import SUMMARY, CrashManifest, read_manifest, read_member
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.topology import JOURNAL_DIRECTORY
@@ -73,15 +75,15 @@ def read_run(directory: Path) -> ShownRun:
     if summary is None:
         raise StreamRLError(f"{directory / JOURNAL_DIRECTORY} is empty: the run has not begun")
     process = writer_of(directory / JOURNAL_DIRECTORY)
-    bundles = sorted((directory / "crash").glob("*.zip"))
     failure = None
-    if bundles and process is None and not summary.finished:
-        failure = read_manifest(bundles[-1]).failure
+    if process is None and (summary.failed or not summary.finished):
+        bundle = RunFiles(directory).last_crash()
+        failure = read_manifest(bundle).failure if bundle else None
     if process:
         status = "running"
-    elif summary.finished:
+    elif summary.finished and not summary.failed:
         status = "ended"
-    elif failure:
+    elif failure or summary.failed:
         status = "failed"
     else:
         status = "killed"
@@ -95,8 +97,8 @@ def lines_of(run: ShownRun) -> list[str]:
     dropped = sum(accounts.dropped.values())
     status = {
         "running": f"running, process {run.process}",
-        "ended": f"ended: {summary.ending or 'all steps done'}",
-        "failed": f"failed: {(run.failure or 'unknown').splitlines()[0]}",
+        "ended": f"ended: {_end_text(summary)}",
+        "failed": f"failed: {(run.failure or summary.ending or 'unknown').splitlines()[0]}",
         "killed": "killed, or its machine stopped",
     }[run.status]
     rows = {
@@ -113,7 +115,7 @@ def lines_of(run: ShownRun) -> list[str]:
         "waited for": f"{summary.waits_for}, for {summary.time_s - summary.waits_since_s:.1f} s",
         "stopping": summary.ending or "",
     }
-    if run.status == "ended":
+    if run.status == "ended" or summary.failed:
         del rows["waited for"], rows["stopping"]
     lines = [line for name, text in rows.items() if text for line in _wrapped(name, text)]
     for text in summary.violations:
@@ -124,6 +126,19 @@ def lines_of(run: ShownRun) -> list[str]:
     if run.status in ("failed", "killed"):
         lines.append(f"continue with: streamrl resume {run.run_id}")
     return lines
+
+
+def _end_text(summary: RunSummary) -> str:
+    return "all steps done" if summary.ending == ALL_STEPS_DONE else summary.ending or ""
+
+
+def nothing_left(run: ShownRun) -> str:
+    """Return what an ended run ended with, where ``streamrl resume`` has nothing left to do; empty where it has."""
+    summary = run.summary
+    is_over = summary.live_version >= summary.wanted_steps or summary.ending == PROMPTS_EXHAUSTED
+    if run.status != "ended" or not is_over:
+        return ""
+    return _end_text(summary)
 
 
 def _wrapped(name: str, text: str) -> list[str]:

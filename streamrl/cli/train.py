@@ -16,11 +16,13 @@ import anyio
 import anyio.abc
 import msgspec
 
+from streamrl.base.errors import StreamRLError
 from streamrl.base.printable import also_log_to, log_to
 from streamrl.base.run_events import RunFinished, RunStarted, StartProgress
 from streamrl.base.waits import start_phases
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, RunPath, recipe_file
 from streamrl.cli.dry_run import dry_run
+from streamrl.cli.show import nothing_left, read_run
 from streamrl.cli.trained_models.runs import listed_run
 from streamrl.launch.pipeline import Pipeline, recipe_of_run
 from streamrl.launch.run_directory import refuse_running
@@ -80,11 +82,24 @@ class ResumeRun(Command, frozen=True):
         """0: done or drained; 130: cut short."""
         directory = self.run_directory
         overrides = [*self.overrides, *_cluster_overrides(self.cluster)]
+        recipe = recipe_of_run(directory, overrides)
+        refuse_running(directory)
+        if not overrides and not recipe.checkpoint.copy_to and (ending := self._nothing_left()):
+            sentence = f"{directory} has ended: {ending}; nothing is started. --set run.steps=N makes it longer"
+            return self.print(listed_run(directory), sentence)
         return _follow(
-            recipe_of_run(directory, overrides),
+            recipe,
             lambda: Pipeline.of_run(directory, overrides=overrides, despite_changes=self.force),
             as_json=self.json,
         )
+
+    def _nothing_left(self) -> str:
+        """Return what the run ended with, where nothing is left to do. A journal that cannot be read is named by the
+        start, which also says what to do."""
+        try:
+            return nothing_left(read_run(self.run_directory))
+        except StreamRLError:
+            return ""
 
 
 def _cluster_overrides(address: str) -> list[str]:

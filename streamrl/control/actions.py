@@ -129,6 +129,13 @@ class WriteCheckpoint(Action, frozen=True):
     policy_version: int
 
 
+ALL_STEPS_DONE = "finished"
+"""Reason of an end after the last step."""
+
+PROMPTS_EXHAUSTED = "prompts exhausted"
+"""Reason of an end without further prompts."""
+
+
 class End(Action, frozen=True):
     """End the run; this is the last action. ``reason``: message for the user; ``error``: whether the run failed.
     Without an error nothing is in flight."""

@@ -198,7 +198,7 @@ def wind_down(state: RunState, rules: Rules, out: Actions) -> None:
 def _end_reason(state: RunState) -> str:
     if state.stop_reason is not None:
         return state.stop_reason
-    return "prompts exhausted" if state.starved else "finished"
+    return do.PROMPTS_EXHAUSTED if state.starved else do.ALL_STEPS_DONE
 
 
 # ---- ends that no user requested ------------------------------------------------------------------

@@ -26,6 +26,7 @@ from streamrl.base.errors import RecipeError, StreamRLError, WireError
 from streamrl.comm.zmq_sockets import IPC_PATH_BYTES
 from streamrl.launch import control_protocol as protocol
 from streamrl.recipe.topology import control_socket, read_topology
+from streamrl.run.journal.journal_file import writer_of
 
 KEY_FILE = "control.key"
 REQUEST_LIMIT_S = 5.0
@@ -67,7 +68,8 @@ def read_key(run_directory: Path) -> str:
         return path.read_text()
     except OSError as error:
         raise StreamRLError(
-            f"{path} cannot be read ({error.strerror}): who changes a run needs its key; be the user who started it"
+            f"{path} cannot be read ({error.strerror}): a change of a run needs its key, which the user who started it "
+            "can read"
         ) from error
 
 
@@ -232,11 +234,21 @@ async def ask_run(
 ) -> protocol.ControlAnswer:
     """Send one request to the run in ``run_directory``, and return its answer. ``changes``: whether the operation
     changes the run and needs its key. Raises the errors of ``ask_control`` and ``read_key``."""
+    refuse_ended(run_directory)
     path = control_socket(read_topology(run_directory))
     key = ""
     if changes:
         key = read_key(run_directory)
     return await ask_control(path, operation, key, timeout_s)
+
+
+def refuse_ended(run_directory: Path) -> None:
+    """Raise ``StreamRLError`` where ``run_directory`` has a run that no process of this host runs."""
+    if (run_directory / "recipe.toml").is_file() and writer_of(run_directory) is None:
+        raise StreamRLError(
+            f"{run_directory} does not run on this host: it has ended (`streamrl show {run_directory}` says how, "
+            f"`streamrl resume {run_directory}` goes on), or another host runs it: ask there"
+        )
 
 
 def peer_of(stream: anyio.abc.SocketStream) -> tuple[int, int]:

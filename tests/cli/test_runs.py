@@ -12,7 +12,7 @@ from builders.recipe import small_recipe
 from streamrl.base.atomic_files import hold_lock
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
-from streamrl.recipe.rules.load_recipe import dump_recipe
+from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.scheduling import Rollout
 from streamrl.recipe.sections import Run
 
@@ -80,6 +80,8 @@ def test_a_list_has_every_run_once_the_oldest_first(runs: Path, capsys: pytest.C
         "10/10",
         "1",
         "0.5",
+        "of",
+        "8",
         "Qwen/Qwen3-0.6B",
     ]
 
@@ -95,6 +97,66 @@ def test_runs_are_compared_by_what_differs(runs: Path, capsys: pytest.CaptureFix
     }
     assert main(["runs", "runs/a-20261101-101500", "runs/b-20261102-101500"]) == 0
     assert ["rollout.group_size", "4", "8"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        ("", "recipe.toml is empty, or cannot be read"),
+        ("\n \n", "recipe.toml is empty, or cannot be read"),
+        ('[model]\npath = "m', "recipe.toml is no TOML"),
+        ("\x00\x00\x00\x00", "recipe.toml is no TOML"),
+        ('[policy]\npath = "m"\n', "of another version"),
+        ('[model]\npath = 3\n[run]\nsteps = "many"\n', "of another version"),
+        ('model = "m"\nrun = 7\n', "of another version"),
+        ('[model]\npath = "m"\n[run]\ntags = 3\nsteps = 3\n', "of another version"),
+    ],
+)
+def test_a_broken_run_hides_no_other(runs: Path, capsys: pytest.CaptureFixture[str], recipe: str, problem: str) -> None:
+    broken = runs / "e-20261104-101500"
+    broken.mkdir()
+    (broken / "recipe.toml").write_text(recipe)
+    (broken / "metrics.jsonl").write_text('{"kind": "step", "step": 4, "time": 1e9, "reward/mean": 0.5}\n')
+    assert main(["runs", str(runs)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[0] for line in lines[1:6]] == ["d", "a", "b", "c", "e"] and " 0.5 " in lines[5]
+    assert lines[6].startswith("e-20261104-101500: recipe.toml is ") and problem in lines[6]
+    assert main(["runs", str(runs), "--json"]) == 0
+    *others, listed = json.loads(capsys.readouterr().out)
+    assert problem in listed["problem"] and listed["step"] == 4 and not any(other["problem"] for other in others)
+
+
+def test_a_run_that_failed_after_its_last_step(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = runs / "a-20261101-101500"
+    (failed / "crash").mkdir()
+    (failed / "crash" / "one.zip").write_bytes(b"")
+    assert main(["runs", str(failed), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "failed"
+    (failed / "journal").mkdir()
+    (failed / "journal" / "000002.journal").write_bytes(b"")  # it was resumed since, and ended
+    os.utime(failed / "crash" / "one.zip", (1e9 + 20, 1e9 + 20))
+    assert main(["runs", str(failed), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "finished"
+
+
+@pytest.mark.parametrize(("size", "prompts"), [(12, "held_out.jsonl"), (8, "other.jsonl")])
+def test_scores_of_other_sets_are_not_compared(
+    runs: Path, capsys: pytest.CaptureFixture[str], size: int, prompts: str
+) -> None:
+    """A score on another number of prompts, or on other prompts, has a row of its own."""
+    for name in ("a-20261101-101500", "b-20261102-101500"):
+        source = prompts if name.startswith("b") else "held_out.jsonl"
+        recipe = load_recipe(runs / name / "recipe.toml", [f'evaluation.prompts="/{source}"', "evaluation.every=2"])
+        (runs / name / "recipe.toml").write_text(dump_recipe(recipe))
+    with (runs / "b-20261102-101500" / "metrics.jsonl").open("a") as lines:
+        scores = {"eval/held_out/avg@1": 0.25, "eval/held_out/size": size, "eval/held_out/prompts": 8.0}
+        lines.write(json.dumps({"kind": "evaluation", "time": 2e9, "step": 3} | scores) + "\n")
+    assert main(["runs", "a-20261101-101500", "b-20261102-101500", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["compared"]
+    assert {name: row for name, row in rows.items() if name.startswith("eval/")} == {
+        'eval/held_out/avg@1 (8 prompts of "/held_out.jsonl")': ["0.5", ""],
+        f'eval/held_out/avg@1 ({size} prompts of "/{prompts}")': ["", "0.25"],
+    }
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from builders.files import SORT_RECIPE as DEMO
 
 import streamrl.cli.main
 from streamrl.buffers.rollout_buffer import RolloutBuffer
+from streamrl.cli.show import nothing_left, read_run
 from streamrl.control.settings import control_settings
 from streamrl.processes.crash_bundle import write_crash_bundle
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
@@ -62,6 +63,32 @@ def test_a_run_that_was_killed_and_then_ended(run: SimulatedRun, capsys: pytest.
     text = shown(capsys, directory)
     assert "status      ended: all steps done" in text and "step        6 of 6" in text
     assert "+ in flight 0" in text and "waited for" not in text
+    # Orders to a run that has ended: first what the run is, then the request.
+    (run.directory / "recipe.toml").write_text(dump_recipe(load_recipe(DEMO, CHOSEN)))
+    orders = (
+        ["resume"], ["drain"], ["status"], ["pause"], ["continue"], ["checkpoint"], ["evaluate"], ["set", "no.key=1"],
+        ["reward list"], ["reward attach", "none.py:f"], ["reward detach", "f"], ["reward replace", "f", "none.py:g"],
+    )  # fmt: skip
+    for name, *rest in orders:
+        code = streamrl.cli.main.main([*name.split(), directory, *rest])
+        out, problem = capsys.readouterr()
+        if name == "resume":
+            assert (code, problem) == (0, "") and "has ended: all steps done; nothing is started" in out
+        else:
+            assert (code, out) == (1, "") and f"{directory} does not run on this host: it has ended" in problem, name
+
+
+def test_a_run_that_control_ended_with_an_error(run: SimulatedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """Show says failed with the cause, without a crash bundle too; ``resume`` does not refuse such a run."""
+    recipe = load_recipe(DEMO, [*CHOSEN, "reward_limits.max_failed_share=0.01"])
+    (run.directory / "recipe.toml").write_text(dump_recipe(recipe))
+    failed = SimulatedRun(control_settings(recipe), run.directory, failing=2)
+    with pytest.raises(BaseExceptionGroup):
+        anyio.run(failed.run)
+    text = shown(capsys, str(run.directory))
+    assert "status      failed: " in text and "trajectories failed" in text and "all steps done" not in text
+    known = read_run(run.directory)
+    assert known.status == "failed" and not nothing_left(known)
 
 
 def test_a_run_that_goes_on(run: SimulatedRun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -478,3 +478,26 @@ def test_the_verdict_is_of_the_first_held_out_set() -> None:
                 report(EvaluationFinished(step=step, policy_version=step, metrics=figures))
     told = [line for line in stream.getvalue().splitlines() if line.startswith("after 20 steps")]
     assert told == ["after 20 steps: held-out 0.250 -> 0.350, +0.100 ± 0.028: it learns"]
+
+
+def test_scores_of_different_sizes_are_not_compared() -> None:
+    """Evaluations at the start and at the end are on all 25 prompts, those between on 12: each is compared with its
+    own kind."""
+    stream = io.StringIO()
+    with StdoutReporter(stream, clock=Clock()) as report:
+        report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=30, parameters=1))
+        for step in range(31):
+            if step:
+                report(StepFinished(step=step, policy_version=step, metrics={"reward/mean": 0.5}))
+            if step % 10 == 0:
+                score, size = (0.9, 25) if step in (0, 30) else (0.1 + step / 1000, 12)
+                figures = {"eval/a/avg@1": score, "eval/a/standard_error": 0.001, "eval/a/size": size}
+                report(EvaluationFinished(step=step, policy_version=step, metrics=figures))
+        report(RunFinished(reason="finished", step=30))
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("after 20 steps")] == [
+        "after 20 steps: held-out 0.110 -> 0.120, +0.010 ± 0.001: it learns"
+    ]
+    assert [line for line in lines if "eval/a/avg@1  " in line] == [
+        "  eval/a/avg@1  0.900 -> 0.900  (best 0.900 at step 0)"
+    ]

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, Command, print_json
-from streamrl.observe.run_files.run_reader import SCORE, RunFiles, RunStatus, runs_in
+from streamrl.observe.run_files.run_reader import SCORE, RunFiles, RunStatus, run_files, runs_in, set_size
 from streamrl.recipe.remote_names import hub_name
 from streamrl.recipe.toml_text import toml_value
 
@@ -25,8 +25,8 @@ _COMPARED = ("reward/mean", "reward/zero_std_ratio", "completion/length_mean", "
 
 class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     """``state``: ``streamrl show`` says of a stopped run whether it was drained or killed; ``started``: local time;
-    ``metrics``: values of the last step; ``scores``: values of the last evaluation; ``recipe``: values as TOML by
-    key."""
+    ``metrics``: values of the last step; ``scores``: values of the last evaluation; ``sizes``: numbers
+    of their prompts; ``recipe``: values as TOML by key; ``problem``: reason for which the recipe is not known."""
 
     run: str
     directory: str
@@ -38,7 +38,9 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     tags: tuple[str, ...]
     metrics: dict[str, float]
     scores: dict[str, float]
+    sizes: dict[str, float | None]
     recipe: dict[str, str]
+    problem: str = ""
 
 
 class Runs(Command, frozen=True):
@@ -55,7 +57,7 @@ class Runs(Command, frozen=True):
         if len(places) == 1 and not (places[0] / "recipe.toml").is_file():
             runs = [listed_run(run.directory) for run in runs_in(places[0])]
         else:
-            runs = list(map(listed_run, places))
+            runs = [listed_run(run_files(place).directory) for place in places]
         if not runs:
             raise StreamRLError(f"{places[0]} has no runs: name a directory that has some, such as runs")
         rows = None
@@ -67,6 +69,9 @@ class Runs(Command, frozen=True):
         console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
         columns = ["run", "started", "state", "step", "reward", "held-out", "model", "tags"]
         console.print(_table(columns, map(_cells, runs)))
+        for run in runs:
+            if run.problem:
+                console.print(f"{run.run}: {run.problem}", markup=False, soft_wrap=True)
         if rows:
             differences = ((name, *row) for name, row in rows.items())
             console.print("", _table(("", *(run.run for run in runs)), differences))
@@ -74,17 +79,18 @@ class Runs(Command, frozen=True):
 
 
 def listed_run(directory: Path) -> ListedRun:
-    """Return the run in ``directory``. Raises ``StreamRLError`` for a directory without a readable recipe of a run."""
+    """Return what is known of the run in ``directory``, also without a readable recipe."""
     run = RunFiles(directory)
     last = {line.kind: line for line in run.metric_lines()}
     recipe = run.recipe()
-    if not {"run.steps", "model.path"} <= recipe.keys():
-        raise StreamRLError(
-            f"{directory} is not the directory of a run (its recipe.toml cannot be read): name one, such as runs/latest"
-        )
+    problem = run.recipe_problem()
     step = last.get("step")
     evaluation = last.get("evaluation")
-    model = recipe["model.path"]
+    model = ""
+    tags = ()
+    if not problem:
+        model = hub_name(recipe["model.path"]) or Path(recipe["model.path"]).name
+        tags = tuple(recipe.get("run.tags", ()))
     started = ""
     if started_at := run.started():
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started_at))
@@ -92,8 +98,10 @@ def listed_run(directory: Path) -> ListedRun:
     if step:
         metrics = step.values
     scores: dict[str, float] = {}
+    sizes: dict[str, float | None] = {}
     if evaluation:
         scores = {name: value for name, value in evaluation.values.items() if SCORE.fullmatch(name)}
+        sizes = {name: set_size(name, evaluation.values) for name in scores}
     return ListedRun(
         run=run.run_id,
         directory=str(directory.resolve()),
@@ -101,11 +109,13 @@ def listed_run(directory: Path) -> ListedRun:
         state=run.state(step),
         step=step.step if step else 0,
         steps=run.steps(step) or 0,
-        model=hub_name(model) or Path(model).name,
-        tags=tuple(recipe.get("run.tags", ())),
+        model=model,
+        tags=tags,
         metrics=metrics,
         scores=scores,
+        sizes=sizes,
         recipe={name: toml_value(value) for name, value in recipe.items()},
+        problem=problem,
     )
 
 
@@ -115,7 +125,7 @@ def _differences(runs: Sequence[ListedRun]) -> dict[str, list[str]]:
         run.recipe
         | {"step": str(run.step)}
         | {name: _number(value) for name, value in run.metrics.items() if name in _COMPARED}
-        | {name: _number(value) for name, value in run.scores.items()}
+        | {_score_name(run, name, runs): _number(value) for name, value in run.scores.items()}
         for run in runs
     ]
     names = dict.fromkeys(name for table in tables for name in table)
@@ -123,11 +133,31 @@ def _differences(runs: Sequence[ListedRun]) -> dict[str, list[str]]:
     return {name: row for name, row in rows.items() if len(set(row)) > 1}
 
 
+def _score_name(run: ListedRun, name: str, runs: Sequence[ListedRun]) -> str:
+    """Return the name of the row of a score: with size and source of its set where those of ``runs`` differ, since such
+    scores are not comparable."""
+    sets = {(other.sizes[name], _source(other, name)) for other in runs if name in other.sizes}
+    if len(sets) == 1:
+        return name
+    return f"{name} ({run.sizes[name] or 0:g} prompts of {_source(run, name)})"
+
+
+def _source(run: ListedRun, name: str) -> str:
+    """Return the source of the held-out set of a score, as the recipe writes it; of several sets as of one."""
+    held_out_set = name.split("/")[1]
+    keys = ("evaluation.prompts", f"evaluation.prompts.{held_out_set}", f"evaluation.prompts.{held_out_set}.prompts")
+    return "".join(run.recipe.get(key, "") for key in keys)
+
+
 def _cells(run: ListedRun) -> Sequence[str]:
     reward = run.metrics.get("reward/mean")
-    held_out = next(iter(run.scores.values()), None)
+    held_out = ""
+    for name, value in list(run.scores.items())[:1]:
+        held_out = _number(value)
+        if size := run.sizes[name]:
+            held_out += f" of {size:g}"
     step = f"{run.step}/{run.steps}"
-    return (run.run, run.started, run.state, step, _number(reward), _number(held_out), run.model, ", ".join(run.tags))
+    return (run.run, run.started, run.state, step, _number(reward), held_out, run.model, ", ".join(run.tags))
 
 
 def _number(value: float | None) -> str:

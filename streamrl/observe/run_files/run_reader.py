@@ -7,8 +7,8 @@ from __future__ import annotations
 import re
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ _STARTED = re.compile(r"-(\d{8}-\d{6})(-\d+)?$")
 class RunStatus(StrEnum):
     """State of a run.
 
-    ``running``: a process of this machine holds its lock. ``finished``: all its steps are done. ``failed``: the newest
-    crash bundle is newer than its last step. ``stopped``: the run was drained or killed."""
+    ``running``: a process of this machine holds its lock. ``failed``: a crash bundle is newer than its last event.
+    ``finished``: all its steps are done. ``stopped``: the run was drained or killed."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -59,6 +59,13 @@ def metric_lines(lines: Iterable[bytes]) -> Iterator[MetricLine]:
                 name: value for name, value in line.items() if name not in _HEAD and isinstance(value, int | float)
             }
             yield MetricLine("step" if line.get("kind") == "step" else "evaluation", step, time_s, values)
+
+
+def set_size(name: str, values: Mapping[str, Any]) -> float | None:
+    """Return the number of prompts of the score ``name`` among the ``values`` of an evaluation. Scores on different
+    numbers of prompts are not comparable. None: it is not known."""
+    held_out_set = name.rpartition("/")[0]
+    return values.get(f"{held_out_set}/size", values.get(f"{held_out_set}/prompts"))
 
 
 class RunFiles(msgspec.Struct, frozen=True):
@@ -108,14 +115,26 @@ class RunFiles(msgspec.Struct, frozen=True):
     def recipe(self) -> dict[str, Any]:
         """Return the values of the recipe by path, such as ``run.steps``, as they were written. A recipe of another
         version may lack keys, or have keys that this version does not know. Empty where the file is missing or cannot
-        be read."""
-        try:
-            values = tomllib.loads(self.recipe_text())
-            if values:
+        be read (``recipe_problem``)."""
+        with suppress(ValueError):  # not TOML
+            if values := tomllib.loads(self.recipe_text()):
                 return dict(leaves("", values))
-        except ValueError:  # not TOML
-            pass
         return {}
+
+    def recipe_problem(self) -> str:
+        """Return the reason for which model and steps of the recipe are not known; empty where they are."""
+        text = self.recipe_text()
+        if not text.strip():
+            return "recipe.toml is empty, or cannot be read"
+        try:
+            tomllib.loads(text)
+        except ValueError as error:
+            return f"recipe.toml is no TOML: {error}"
+        recipe = self.recipe()
+        kinds = {"run.steps": int, "model.path": str, "run.tags": list}
+        if all(isinstance(recipe.get(key, []), kind) for key, kind in kinds.items()):
+            return ""
+        return "recipe.toml is of another version: model.path, run.steps or run.tags is missing, or of another type"
 
     def started(self) -> float | None:
         """Return the time of the start of the run in seconds since 1970, from the name of the directory, which has it
@@ -141,19 +160,28 @@ class RunFiles(msgspec.Struct, frozen=True):
         steps = last_step.values.get("run/steps") if last_step else None
         if steps is None:
             steps = self.recipe().get("run.steps")
-        return None if steps is None else int(steps)
+        return int(steps) if isinstance(steps, int | float) else None
 
     def state(self, last_step: MetricLine | None) -> RunStatus:
         """Return the current state of the run. ``last_step``: last line of a step in ``metrics.jsonl``, where there is
         one."""
         if writer_of(self.directory) is not None:  # the lock of the run, which its supervisor holds
             return RunStatus.RUNNING
+        if self.last_crash(last_step.time if last_step else 0.0) is not None:
+            return RunStatus.FAILED
         steps = self.steps(last_step)
-        last_s = last_step.time if last_step else 0.0
         if steps is not None and last_step is not None and last_step.step >= steps:
             return RunStatus.FINISHED
-        failed = any(changed_s(bundle) > last_s for bundle in self.directory.glob("crash/*.zip"))
-        return RunStatus.FAILED if failed else RunStatus.STOPPED
+        return RunStatus.STOPPED
+
+    def last_crash(self, last_s: float = 0.0) -> Path | None:
+        """Return the newest crash bundle; None where there is none, or the run went on after it: its journal, or a step
+        at ``last_s`` (seconds since 1970), is newer."""
+        newest = max(self.directory.glob("crash/*.zip"), key=changed_s, default=None)
+        journal_s = max(map(changed_s, self.directory.glob("journal/*.journal")), default=0.0)
+        if newest is None or changed_s(newest) < max(journal_s, last_s):
+            return None
+        return newest
 
 
 def run_files(directory: Path) -> RunFiles:

@@ -12,7 +12,8 @@ from statistics import fmean, variance
 from typing import Any
 
 from streamrl.base.run_events import RunStarted, StepFinished
-from streamrl.observe.run_files.run_reader import RunFiles
+from streamrl.control.actions import ALL_STEPS_DONE
+from streamrl.observe.run_files.run_reader import RunFiles, set_size
 from streamrl.observe.terminal.curve import Curve, terminal_plot
 from streamrl.observe.terminal.step_line import HELD_OUT, duration
 from streamrl.recipe.learning_rate import learning_rate_notice
@@ -52,7 +53,8 @@ class RunHistory:
         self._first_rewards: list[float] = []
         self._recent_rewards: deque[float] = deque(maxlen=SUMMARY_STEPS)
         self._score_name = ""  # metric of the held-out score
-        self._scores: dict[int, tuple[float, float]] = {}  # held-out score and its standard error, by step
+        # By step: held-out score, its standard error, and the number of prompts (None: not known).
+        self._scores: dict[int, tuple[float, float, float | None]] = {}
 
     def started(self, event: RunStarted) -> None:
         """Note the start of a run, whose processes are ready. The time of the run counts from here."""
@@ -110,7 +112,7 @@ class RunHistory:
         if "reward/mean" in metrics and self._recent_rewards:  # the first reward may be no finite number
             line_metrics["reward/mean"] = fmean(self._recent_rewards)
         if self._scores:
-            score, _ = list(self._scores.values())[-1]
+            score, _, _ = list(self._scores.values())[-1]
             line_metrics[HELD_OUT] = score
         return line_metrics
 
@@ -134,7 +136,15 @@ class RunHistory:
                 if self._score_name and self._score_name.rpartition("/")[0] != held_out_set:
                     continue
                 self._score_name = name
-                self._scores[step] = value, metrics.get(f"{held_out_set}/standard_error") or 0.0
+                error = metrics.get(f"{held_out_set}/standard_error") or 0.0
+                self._scores[step] = value, error, set_size(name, metrics)
+
+    @property
+    def _comparable_scores(self) -> dict[int, tuple[float, float]]:
+        """Scores and their standard errors by step, of the number of prompts that was evaluated most often, or last."""
+        sizes = [size for _, _, size in self._scores.values()]
+        compared = max(reversed(sizes), key=sizes.count, default=None)
+        return {step: (score, error) for step, (score, error, size) in self._scores.items() if size == compared}
 
     def verdict(self) -> str | None:
         """Return a line that says whether the run learns, once, after step 20 and the evaluation that is due then; else
@@ -145,9 +155,9 @@ class RunHistory:
         if self._reward_count < VERDICT_STEP:  # this process began to watch after the run began
             return None
         self._has_verdict = True
-        if len(self._scores) > 1:
+        scores = list(self._comparable_scores.values())
+        if len(scores) > 1:
             measure = "held-out"
-            scores = list(self._scores.values())
             before, before_error = scores[0]
             after, after_error = scores[-1]
             error = math.hypot(before_error, after_error)
@@ -170,7 +180,7 @@ class RunHistory:
 
     def curves(self) -> list[Curve]:
         """Return the curves of the reward and of the held-out score."""
-        scores = tuple((step, score) for step, (score, _) in self._scores.items())
+        scores = tuple((step, score) for step, (score, _) in self._comparable_scores.items())
         curves = [Curve("reward/mean", tuple(self.rewards.items())), Curve(self._score_name, scores, marked=True)]
         return [curve for curve in curves if curve.points]
 
@@ -190,7 +200,7 @@ class RunHistory:
             last = fmean([*self._recent_rewards][-count:])
             lines.append(f"  reward/mean  {first:.3f} -> {last:.3f}  (means of the first and the last {count} steps)")
         if self._scores:
-            scores = {step: score for step, (score, _) in self._scores.items()}
+            scores = {step: score for step, (score, _) in self._comparable_scores.items()}
             best = max(scores, key=lambda step: scores[step])
             values = list(scores.values())
             first = values[0]
@@ -213,7 +223,7 @@ class RunHistory:
             lines.append(f"  model  {model}")
         if (self.directory / "journal").is_dir():
             command = f"streamrl resume {self.directory}"
-            if reason == "finished":
+            if reason == ALL_STEPS_DONE:
                 command += f" run.steps={2 * self.steps}"
             lines.append(f"  go on with  {command}")
         return lines

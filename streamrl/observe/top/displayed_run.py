@@ -14,7 +14,7 @@ import msgspec
 
 from streamrl.base import run_events
 from streamrl.base.printable import one_line
-from streamrl.observe.run_files.run_reader import MetricLine
+from streamrl.observe.run_files.run_reader import MetricLine, set_size
 from streamrl.observe.telemetry import Telemetry, to_run_event
 from streamrl.observe.terminal.step_line import duration, evaluation_line
 from streamrl.observe.top.live_figures import Live
@@ -167,10 +167,12 @@ class Picture:
 
     def points(self, name: str) -> tuple[tuple[float, float], ...]:
         """Return the values of a metric by step, ascending."""
-        rows = self.scores if name.startswith("eval/") else self.history
-        return tuple(
-            (float(step), float(metrics[name])) for step, metrics in rows.items() if metrics.get(name) is not None
-        )
+        rows = {step: metrics for step, metrics in self.history.items() if metrics.get(name) is not None}
+        if name.startswith("eval/"):
+            rows = {step: metrics for step, metrics in self.scores.items() if metrics.get(name) is not None}
+            newest = set_size(name, _last_row(rows))
+            rows = {step: metrics for step, metrics in rows.items() if set_size(name, metrics) == newest}
+        return tuple((float(step), float(metrics[name])) for step, metrics in rows.items())
 
     def waits(self, steps: int) -> list[tuple[int, float, dict[str, float]]]:
         """Return for each of the last ``steps`` steps (at least 1) its number, its seconds, and the shares of the

@@ -131,6 +131,7 @@ class EvaluationRun:
         reward = self._held_out.reward
         figures = {"time/eval_s": anyio.current_time() - started}
         for name, numbers in self.sets.items():
+            figures[f"eval/{name}/size"] = float(len(numbers))
             figures |= evaluation_metrics(
                 self.outcomes_of(numbers), settings.samples, settings.success_reward, reward=reward, collection=name
             )

@@ -66,7 +66,8 @@ class RunSummary(msgspec.Struct, kw_only=True):
     ``batch``, ``prompts``: descriptions of the open batch and of the prompts;
     ``pending``: version by the work that is being done with it, such as ``push``;
     ``waits_for``, ``waits_since_s``: wait reason, and the time since which it holds;
-    ``ending``: reason for which training ends (None: it goes on);
+    ``ending``: reason for which training ends, or has ended (None: it goes on);
+    ``finished``: whether the run has ended; ``failed``: whether it has ended with an error;
     ``steps``: steps since the journal's base, oldest first;
     ``groups``: groups that have not ended;
     ``decisions``: newest decisions of control with time, subject and reason;
@@ -85,6 +86,7 @@ class RunSummary(msgspec.Struct, kw_only=True):
     waits_since_s: float
     ending: str | None
     finished: bool
+    failed: bool = False
     steps: list[StepSummary]
     groups: list[GroupSummary]
     decisions: list[tuple[float, str, str]]
@@ -201,13 +203,20 @@ def _summary(replay: _Replay) -> RunSummary:
         pending={work: version for work, version in pending.items() if version is not None},
         waits_for=replay.waits_for,
         waits_since_s=replay.waits_since_s,
-        ending=state.stop_reason or ("prompts exhausted" if state.starved else None),
+        ending=_ending(state),
         finished=state.finished,
+        failed=state.pending.end is not None and state.pending.end.error,
         steps=replay.steps,
         groups=[_group(group, replay) for group in state.buffer.groups()],
         decisions=list(replay.decisions),
         violations=violations(state, replay.control.rules),
     )
+
+
+def _ending(state: RunState) -> str | None:
+    if state.pending.end is not None:
+        return state.pending.end.reason
+    return state.stop_reason or (do.PROMPTS_EXHAUSTED if state.starved else None)
 
 
 def _batch_text(state: RunState) -> str:

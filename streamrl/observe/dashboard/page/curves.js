@@ -22,14 +22,21 @@ function xOf(run, metrics, series) {
   return series.step.map(step => { const place = metrics.step.findLastIndex(one => one <= step); return place < 0 ? 0 : metrics.trained_tokens[place]; });
 }
 
+// The number of prompts of each evaluation of a score: those of different numbers are not compared.
+function setSizes({ step, values }, name) {
+  const columns = ["size", "prompts"].map(size => values[name.replace(/[^/]*$/, size)] ?? []);
+  return step.map((unused, at) => columns.map(column => column[at]).find(known) ?? null);
+}
+
 function drawCurve(one, runs, data) {
   const tables = [], series = [];
   runs.forEach((run, place) => {
     const [metrics] = data[place];
-    for (const [from, points] of [[metrics, false], [metrics.evaluations, true]]) {
-      const values = from.values[one.name];
+    const held = metrics.evaluations.values[one.name] ?? [], sizes = setSizes(metrics.evaluations, one.name), different = [...new Set(sizes.filter((size, at) => known(held[at])))];
+    for (const [from, points, values, size] of [[metrics, false, metrics.values[one.name]], ...different.map(size => [metrics.evaluations, true, held.map((value, at) => sizes[at] === size ? value : null), size])]) {
       if (!values?.some(known)) continue;
-      const label = runs.length > 1 ? run.name || run.run_id : one.name.split("/").at(-1), colour = runColour(run), smooth = curves.smooth > 0 && !points && values.length > 4;
+      const name = runs.length > 1 ? run.name || run.run_id : one.name.split("/").at(-1), label = different.length > 1 ? `${name} of ${number(size)} prompts` : name, smooth = curves.smooth > 0 && !points && values.length > 4;
+      const colour = points && size !== different[0] ? faint(runColour(run), "99") : runColour(run);
       const rows = xOf(run, metrics, from).map((x, index) => [x, values[index]]).filter(([x]) => known(x)).sort((a, b) => a[0] - b[0]);
       const unique = rows.filter(([x], index) => index + 1 === rows.length || x !== rows[index + 1][0]);
       const [xs, ys] = [unique.map(row => row[0]), unique.map(row => row[1])];

@@ -58,7 +58,9 @@ function tile(label, value, detail, extra = null) {
 
 function heldOut(evaluations) {
   const names = Object.keys(evaluations.values), name = names.find(one => /\/avg@/.test(one));
-  return name ? { name, steps: evaluations.step, values: evaluations.values[name] } : null;
+  if (!name) return null;
+  const sizes = setSizes(evaluations, name), newest = sizes[evaluations.values[name].findLastIndex(known)];
+  return { name, size: newest, steps: evaluations.step, values: evaluations.values[name].map((value, at) => sizes[at] === newest ? value : null) };
 }
 
 panel("overview", "Overview", "The newest figures of the run. A small line shows the last 200 steps.", { paths: ["metrics", "waits", "details"], without: "no step has ended, or metrics.jsonl is gone." },
