@@ -484,7 +484,7 @@ def test_scores_of_different_sizes_are_not_compared() -> None:
     """Evaluations at the start and at the end are on all 25 prompts, those between on 12: each is compared with its
     own kind."""
     stream = io.StringIO()
-    with StdoutReporter(stream, clock=Clock()) as report:
+    with StdoutReporter(stream, clock=SetClock(0.0)) as report:
         report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=30, parameters=1))
         for step in range(31):
             if step:
