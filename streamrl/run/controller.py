@@ -229,7 +229,7 @@ class Controller:
                 children.start_soon(self._checkpoint, action.policy_version, sidecar_files)
             case do.End():
                 if action.error:
-                    await self._journal.settled()  # ``streamrl show`` says why the run has failed
+                    await self._journal.flushed()  # ``streamrl show`` says why the run has failed
                     raise CannotContinue(action.reason)
                 return action.reason
         return ""

@@ -65,7 +65,8 @@ def set_size(name: str, values: Mapping[str, Any]) -> float | None:
     """Return the number of prompts of the score ``name`` among the ``values`` of an evaluation. Scores on different
     numbers of prompts are not comparable. None: it is not known."""
     held_out_set = name.rpartition("/")[0]
-    return values.get(f"{held_out_set}/size", values.get(f"{held_out_set}/prompts"))
+    size: float | None = values.get(f"{held_out_set}/size", values.get(f"{held_out_set}/prompts"))
+    return size
 
 
 class RunFiles(msgspec.Struct, frozen=True):
