@@ -457,12 +457,12 @@ class TurnRequest(Message, frozen=True):
 
     ``appended``: token ids that the environment adds before the turn, which are not trained;
     ``after``: number of the turn to continue from (None: the newest; -1: the prompt);
-    ``most_tokens``: limit of the turn's tokens (0: the recipe's ``sampling.max_tokens``)."""
+    ``max_tokens``: limit of the turn's tokens (0: the recipe's ``sampling.max_tokens``)."""
 
     episode: int
     appended: TokenArray
     after: int | None = None
-    most_tokens: int = 0
+    max_tokens: int = 0
 
 
 class CallReturned(Message, frozen=True):

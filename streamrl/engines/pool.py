@@ -315,7 +315,7 @@ def _served_request(request: Generate, engine: str) -> ServedRequest[str]:
         engine=engine,
         prompt=prompt,
         sampled=request.prefix_length,
-        most_tokens=prompt + request.max_tokens,
+        max_tokens=prompt + request.max_tokens,
         since=anyio.current_time(),
     )
 

@@ -32,14 +32,14 @@ class ServedRequest(msgspec.Struct, Generic[E], frozen=True, kw_only=True):
 
     ``prompt``: tokens of the prompt
     ``sampled``: tokens of the earlier parts of this completion
-    ``most_tokens``: largest number of tokens of prompt and completion together
+    ``max_tokens``: largest number of tokens of prompt and completion together
     ``since``: submission time of this part, in seconds on the caller's clock"""
 
     request_id: str
     engine: E
     prompt: int
     sampled: int
-    most_tokens: int
+    max_tokens: int
     since: float
 
 
@@ -123,14 +123,14 @@ class Router(Generic[E]):
         """Count ``request`` as open on its engine."""
         self._requests[request.request_id] = request
         self._open_requests[request.engine] += 1
-        self._open_tokens[request.engine] += request.most_tokens
+        self._open_tokens[request.engine] += request.max_tokens
         self._rank_again(request.engine)
 
     def remove_request(self, request_id: str) -> None:
         """Count a request as open no more: it was answered, or failed."""
         request = self._requests.pop(request_id)
         self._open_requests[request.engine] -= 1
-        self._open_tokens[request.engine] -= request.most_tokens
+        self._open_tokens[request.engine] -= request.max_tokens
         self._rank_again(request.engine)
 
     def move(self, request_id: str, to: E) -> None:

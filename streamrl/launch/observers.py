@@ -83,7 +83,7 @@ def run_observers(
         resumption=resumption,
         trace=trace,
         samples=TrainingSamples(run_directory / "samples.jsonl", processes.tokenizer, most_bytes=size("samples")),
-        length_limit=recipe.most_tokens,
+        length_limit=recipe.max_tokens,
     )
     record.journal.elapsed = report.elapsed
     state = record.control.state
@@ -95,7 +95,7 @@ def run_observers(
         report,
         events,
         MissingSamples(record.control, emit, train_truncated=recipe.objective_settings.train_truncated),
-        LiveFigures(publish, lambda: record.control.state, report.waits, pool, budget=recipe.most_tokens),
+        LiveFigures(publish, lambda: record.control.state, report.waits, pool, budget=recipe.max_tokens),
     ]
     if resumption is not None:
         observers.append(resumption)
@@ -107,7 +107,7 @@ def _trace_header(recipe: Recipe, run_id: str, processes: Processes) -> TraceHea
         schema=TRACE_SCHEMA,
         run_id=run_id,
         seed=recipe.run.seed,
-        max_tokens=recipe.most_tokens,
+        max_tokens=recipe.max_tokens,
         max_model_len=processes.ready.max_model_len,
         temperature=recipe.sampling.temperature,
         prompts_per_batch=recipe.rollout.prompts_per_batch,
@@ -138,7 +138,7 @@ def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun
         set_chooser(recipe, rooms, processes.start_s),
         record.store,
         on_decision=decided,
-        freeing=None if recipe.engines.release is ReleaseKind.NEVER else Freeing(recipe.most_tokens),
+        freeing=None if recipe.engines.release is ReleaseKind.NEVER else Freeing(recipe.max_tokens),
         # vLLM's blocks are smaller on a GPU: this figure is then the more careful one.
         block_tokens=cpu_block_tokens(recipe),
         share_cores=processes.trainer.engines_freed,

@@ -102,7 +102,7 @@ def trainer_options(
         idle_threads=threads_of_rank(engines_on_cpu=False),
         freed_threads=tuple(threads_of_rank(freed=freed) for freed in range(1, recipe.engines.count + 1)),
         sampling=recipe.sampling,
-        max_tokens=recipe.most_tokens,
+        max_tokens=recipe.max_tokens,
         objective=objective,
         credit=recipe.environment.credit,
         off_policy=recipe.off_policy,

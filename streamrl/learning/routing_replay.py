@@ -52,10 +52,10 @@ def why_not_replayed(recipe: Recipe, config: Mapping[str, Any]) -> str:
     sizing = recipe.group_sizing
     rollout = recipe.rollout
     group = max(size for _, size in sizing.batches(rollout.prompts_per_batch, rollout.group_size))
-    needed = group * recipe.most_tokens * sizes.bytes_per_token
+    needed = group * recipe.max_tokens * sizes.bytes_per_token
     if needed > MOST_BYTES:
         return (
-            f"the experts of {group} completions of {recipe.most_tokens} tokens take {math.ceil(needed / (1 << 20))} "
+            f"the experts of {group} completions of {recipe.max_tokens} tokens take {math.ceil(needed / (1 << 20))} "
             f"MiB ({sizes.bytes_per_token} bytes a token), and a group may have {MOST_BYTES >> 20}: lower "
             f"sampling.max_tokens or rollout.group_size, or {remedy}"
         )

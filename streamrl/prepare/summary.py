@@ -36,7 +36,7 @@ def arithmetic_lines(
     ``held_out``: number of prompts of each held-out set, where it is known."""
     rollout = recipe.rollout
     engines = recipe.engines
-    longest = context or engines.max_model_len or recipe.most_tokens
+    longest = context or engines.max_model_len or recipe.max_tokens
     objective, *objective_details = objective_lines(recipe)
     prompts = rollout.prompts_per_batch
     slots = recipe.max_in_flight
@@ -292,7 +292,7 @@ def _steps_text(recipe: Recipe) -> str:
 
 
 def _training_text(recipe: Recipe, parameters: int) -> str:
-    limit = recipe.most_tokens
+    limit = recipe.max_tokens
     device = installed_device()
     row = recipe.training.row_tokens(device, parameters, 0)
     longest_row = recipe.training.row_tokens(device, parameters, limit)

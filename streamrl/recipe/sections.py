@@ -617,7 +617,7 @@ class Recipe(Section, frozen=True):
         return slots(self.rollout, self.tail_batching, self.length_sorted, self.group_sizing)
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Limit of the sampled tokens of a trajectory."""
         return self.environment.max_tokens if self.environment.configured else self.sampling.max_tokens
 

@@ -117,7 +117,7 @@ def differences(recipe: Recipe, model: FleetModel, cap: int) -> list[str]:
             f"{recipe.engines.count}): a fleet file sets engines.count"
         )
     key = "environment.max_tokens" if recipe.environment.configured else "sampling.max_tokens"
-    limit = recipe.most_tokens
+    limit = recipe.max_tokens
     if limit < cap:
         messages.append(f"lengths of the fleet go up to {cap} tokens and are cut at {key} = {limit}")
     elif limit > cap:

@@ -249,7 +249,7 @@ class RecipeLengths:
         self._source = source
         self._model = environment
         self._seed = seed
-        self.cap = min(recipe.most_tokens, source.cap)
+        self.cap = min(recipe.max_tokens, source.cap)
         self._most_turns = recipe.environment.max_turns if recipe.environment.configured else 0
 
     def draw(self, prompt: int, seed_base: int, samples: int, version: int) -> list[int]:

@@ -95,7 +95,7 @@ class RequestsOnEngines:
         self.requests: dict[TrajectoryId, Request] = {}
         self._queue = queue
         self.deferred = DeferredTokens(model.engine.rejected_per_token) if verifies_deferred else None
-        self._most_tokens = model.engines.prompt_tokens + max_tokens
+        self._max_tokens = model.engines.prompt_tokens + max_tokens
         self.in_use = model.engines.count
         self.absent: Callable[[int], Collection[int]] = lambda in_use: ()
         self._further = model.hosts.further_engines(self.in_use)
@@ -146,7 +146,7 @@ class RequestsOnEngines:
                 engine=index,
                 prompt=request.prompt_tokens,
                 sampled=int(request.sampled),
-                most_tokens=self._most_tokens,
+                max_tokens=self._max_tokens,
                 since=self._queue.now,
             )
         )

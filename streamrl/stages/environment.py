@@ -183,7 +183,7 @@ class EnvironmentStage:
                         trajectory.note(trajectory.order.id, event.call)
                 case TurnRequest():
                     try:
-                        turn = await trajectory.sample(event.appended, after=event.after, most_tokens=event.most_tokens)
+                        turn = await trajectory.sample(event.appended, after=event.after, max_tokens=event.max_tokens)
                     except ValueError as error:
                         worker.order(StopEpisode(episode=number))
                         return _failed(number, str(error))

@@ -191,10 +191,10 @@ class OpenTrajectory:
         """Number of tokens that were sampled until now."""
         return sum(turn.tokens for turn in self.turns)
 
-    async def sample(self, appended: TokenArray = _NOTHING, *, after: int | None = None, most_tokens: int = 0) -> Turn:
+    async def sample(self, appended: TokenArray = _NOTHING, *, after: int | None = None, max_tokens: int = 0) -> Turn:
         """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeCancelled``, ``RequestRefused`` where no engine
         serves it, and ``ValueError`` for a turn that cannot be sampled."""
-        turn = self.next_turn(appended, after, most_tokens)
+        turn = self.next_turn(appended, after, max_tokens)
         number = self.requested_turns - 1
         if len(self.ends) < len(self.turns) or turn.completion is None:
             await self._sample_turn(self, turn)
@@ -227,7 +227,7 @@ class OpenTrajectory:
         if not self.is_sampling:  # it is in its environment
             self.scope.cancel()
 
-    def next_turn(self, appended: TokenArray, after: int | None, most_tokens: int) -> _Turn:
+    def next_turn(self, appended: TokenArray, after: int | None, max_tokens: int) -> _Turn:
         """Begin a turn; arguments as in ``TurnSampler``. An episode that has begun again gets the turn that it had, if
         its request is the same. Raises ``ValueError`` for a turn that cannot be sampled."""
         order = self.order
@@ -260,7 +260,7 @@ class OpenTrajectory:
             request,
             request_id=part_id(str(order.id), self._parts),
             token_ids=request.token_ids + appended,
-            max_tokens=min(most_tokens or limit, limit),
+            max_tokens=min(max_tokens or limit, limit),
         )
         follows: int | None = None
         if not follows_newest:

@@ -77,7 +77,7 @@ class Walk:
         elif whole[0] not in self.prompts:
             assert chosen == min(serving, key=loads.__getitem__), "the idlest, the first of equals"
         self.prompts.add(whole[0])
-        request = {"request_id": part_id(whole, part), "prompt": 4, "sampled": 0, "most_tokens": 9, "since": 0.0}
+        request = {"request_id": part_id(whole, part), "prompt": 4, "sampled": 0, "max_tokens": 9, "since": 0.0}
         self.router.add_request(ServedRequest(engine=chosen, **request))  # type: ignore[arg-type]
         self.open[whole] = chosen
 

@@ -116,7 +116,7 @@ every = 5
 GOLDEN = [
     (
         'demo.toml:2: run.stepz: unknown key; did you mean "steps"? Keys of [run]: name, project, tags, directory, '
-        "seed, steps, journal, deterministic; below [run.advanced]: restarts, observers, stall_timeout_s"
+        "seed, steps, journal, deterministic; below [run.advanced]: prompts, restarts, observers, stall_timeout_s"
     ),
     (
         'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, environment, '

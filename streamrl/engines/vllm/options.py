@@ -216,7 +216,7 @@ def max_model_len(recipe: Recipe, config: dict[str, Any]) -> int:
         )
     has_turns = recipe.environment.configured
     if not context:
-        context = recipe.most_tokens if has_turns else recipe.sampling.max_tokens + PROMPT_ALLOWANCE
+        context = recipe.max_tokens if has_turns else recipe.sampling.max_tokens + PROMPT_ALLOWANCE
     if has_turns and 0 < positions < context:
         raise RecipeError(f"environment.max_tokens: {context} is more than the model's {positions} positions; lower it")
     if positions:

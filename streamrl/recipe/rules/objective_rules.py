@@ -131,7 +131,7 @@ def values_with_an_effect(recipe: Recipe) -> Broken:
     DAPO's soft punishment needs lengths that are not punished, and a penalty."""
     objective = recipe.objective
     settings = recipe.objective_settings
-    limit = recipe.most_tokens
+    limit = recipe.max_tokens
     if 0 < objective.dual_clip <= 1:
         yield Problem(
             "objective.dual_clip",

@@ -113,9 +113,9 @@ class EpisodePolicy:
         """Call ``function`` when the episode has ended, however it ended."""
         self._stack.push_async_callback(call_user, function)
 
-    async def sample(self, appended: TokenArray | Sequence[int] = (), *, most_tokens: int = 0) -> Turn:
+    async def sample(self, appended: TokenArray | Sequence[int] = (), *, max_tokens: int = 0) -> Turn:
         """Sample a turn after ``appended`` token ids, for an environment that makes the tokens itself."""
-        return await self.turns.sample(token_array(appended), most_tokens=most_tokens)
+        return await self.turns.sample(token_array(appended), max_tokens=max_tokens)
 
     def decode(self, token_ids: TokenArray) -> str:
         """Return the text of token ids, without special tokens."""

@@ -127,7 +127,7 @@ def _request(parameters: Body, body: _RequestBody, read: Callable[[_RequestBody]
         tool_set=tool_set,
         digest=digest_of(digested_chat, tool_set.hex(), options),
         model=body.model,
-        most_tokens=min(limits, default=0),
+        max_tokens=min(limits, default=0),
         stream=bool(body.stream),
         calls=choice != "none",
         usage=bool((body.stream_options or {}).get("include_usage")),

@@ -61,7 +61,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     ``tool_set``: digest of ``tools``;
     ``digest``: digest of everything that decides the answer: equal requests have the same one;
     ``model``: name of the model, which the answer repeats;
-    ``most_tokens``: limit of the answer's tokens (0: the limit of the run);
+    ``max_tokens``: limit of the answer's tokens (0: the limit of the run);
     ``stream``: whether the client wants server-sent events;
     ``calls``: whether the answer may call tools;
     ``usage``: whether the client wants the usage at the end of a stream;
@@ -74,7 +74,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     tool_set: bytes
     digest: bytes
     model: str
-    most_tokens: int
+    max_tokens: int
     stream: bool
     calls: bool
     usage: bool
@@ -272,7 +272,7 @@ class EndpointSession:
             after = parent.answer.turn.number
         appended = prompt.appended.token_ids
         async with self._free_turns:
-            turn = await self._sampler.sample(appended, after=after, most_tokens=request.most_tokens)
+            turn = await self._sampler.sample(appended, after=after, max_tokens=request.max_tokens)
         node.tokens = prompt.length + len(turn.token_ids)
         node.text = prompt.chat_tokens.text(appended + turn.token_ids)
         if parent is not None:

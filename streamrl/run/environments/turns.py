@@ -76,7 +76,7 @@ class OpenEpisode:
         self.stopped = True
         self.time_limit.cancel()
 
-    async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> Turn:
+    async def sample(self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0) -> Turn:
         """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeLimit``, and ``RuntimeError`` where the user's code
         may not request a turn now."""
         number = len(self._lengths)
@@ -90,7 +90,7 @@ class OpenEpisode:
         if room <= 0:
             tokens = before + len(appended)
             self._refuse(FinishReason.LENGTH, f"{tokens} tokens leave no room of {max_tokens} for a turn")
-        turn = await self._receive(appended, after, min(most_tokens or room, room))
+        turn = await self._receive(appended, after, min(max_tokens or room, room))
         self._lengths.append(before + len(appended) + len(turn.token_ids))
         self.finish = None
         return turn
@@ -100,7 +100,7 @@ class OpenEpisode:
         self.limit = message
         raise EpisodeLimit(finish, message)
 
-    async def _receive(self, appended: TokenArray, after: int | None, most_tokens: int) -> Turn:
+    async def _receive(self, appended: TokenArray, after: int | None, max_tokens: int) -> Turn:
         """Request a turn from the controller, and wait for it."""
         if self._lost_turn:
             raise RuntimeError("a turn was not waited for (a time limit around it?), so that no other may follow it")
@@ -109,7 +109,7 @@ class OpenEpisode:
         if self.finished or self.stopped:
             raise RuntimeError("the episode has ended: nothing is sampled for it any more")
         self._is_sampling = True
-        self._send(TurnRequest(episode=self.order.episode, appended=appended, after=after, most_tokens=most_tokens))
+        self._send(TurnRequest(episode=self.order.episode, appended=appended, after=after, max_tokens=max_tokens))
         self.pause_clock()
         try:
             return await self.turns.receive()

@@ -46,12 +46,12 @@ class Scripted:
         self.waits.set()
         self.begun = anyio.Event()
 
-    async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> Turn:
+    async def sample(self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0) -> Turn:
         assert after is not None
         if not self.texts:
             raise StreamRLError("the episode has had its turns")
         text = self.texts.pop(0)
-        self.asked.append((after, most_tokens))
+        self.asked.append((after, max_tokens))
         self.appended.append(appended)
         self.begun.set()
         await self.waits.wait()
