@@ -35,7 +35,7 @@ WINGS = {
         "engines/vllm", "observe/run_files", "observe/terminal", "prepare/hub", "recipe/rules", "rewards/calls",
         "run/environments", "run/evaluate", "run/prompts",
     ),
-    "cli/init": ("cli/dialects", "recipe/rules"),
+    "cli/init": ("cli/dialects", "recipe/rules", "run/prompts"),
     "cli/steering": ("launch/steering",),
     "cli/submit": ("processes/cluster", "recipe/rules"),
     "cli/try_rewards": (
@@ -53,7 +53,7 @@ WINGS = {
     "observe/terminal": ("observe/run_files",),
     "observe/top": ("observe/run_files", "observe/terminal"),
     "observe/trackers": ("observe/run_files",),
-    "prepare/hub": ("recipe/rules", "run/copies"),
+    "prepare/hub": ("recipe/rules", "run/copies", "run/prompts"),
     "processes/cluster": ("engines/vllm", "recipe/rules"),
     "recipe/rules": ("recipe/cells", "recipe/dialects"),
     "rewards/builtin": ("rewards/judge", "rewards/sandbox"),

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE
+from streamrl.pretrained.lfs_pointers import FETCH, IS_POINTER, POINTER
 
 CODE = frozenset({".py", ".pyc", ".pyd", ".so"})
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill"})
@@ -43,11 +44,15 @@ def unsafe_content(directory: Path) -> str:
 
 
 def read_bounded(path: Path, most_bytes: int = LARGEST_CONFIGURATION) -> bytes:
-    """Read a file that is no weight file. Raises ``ValueError`` for more than ``most_bytes`` bytes, and ``OSError``."""
+    """Read a file that is no weight file. Raises ``ValueError`` for more than ``most_bytes`` bytes and for a pointer of
+    git-lfs, and ``OSError``."""
     size = path.stat().st_size
     if size > most_bytes:
         raise ValueError(f"{path.name} has {size} bytes, and at most {most_bytes} are read")
-    return path.read_bytes()
+    content = path.read_bytes()
+    if content.startswith(POINTER):
+        raise ValueError(f"it {IS_POINTER}: {FETCH}")
+    return content
 
 
 def own_folder(directory: Path) -> Path:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.pretrained.lfs_pointers import pointer_problem
 from streamrl.pretrained.model_folder import read_bounded
 
 LARGEST_SAFETENSORS_HEADER = 100_000_000
@@ -157,7 +158,8 @@ def read_safetensors_header(file: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"it is {'cut' if size < end else 'too long'}: {size} bytes of {end}")
         _refuse_gaps(entries)
     except (OSError, struct.error, *UNDECODABLE) as error:
-        raise ModelDirectoryError(f"has a broken {file.name}: {error}; copy or save it again") from error
+        reason = pointer_problem(file) or error
+        raise ModelDirectoryError(f"has a broken {file.name}: {reason}; copy or save it again") from error
     data_start = 8 + length
     return {
         name: StoredTensor(file, entry.dtype, entry.shape, data_start + entry.data_offsets[0])

@@ -115,8 +115,8 @@ class Prompts(Section, frozen=True):
     train: Annotated[
         str,
         doc(
-            "a .jsonl, .parquet or .arrow file, the directory of a Hugging Face dataset (data/gsm8k?split=train), a "
-            "data set of the Hub (hf:openai/gsm8k@revision?config=main&split=train), a "
+            "a .jsonl, .json, .csv, .parquet or .arrow file, the directory of a Hugging Face dataset "
+            "(data/gsm8k?split=train), a data set of the Hub (hf:openai/gsm8k@revision?config=main&split=train), a "
             "task of reasoning-gym (reasoning_gym:chain_sum?size=1000&seed=0), or module:name / file.py:name of an "
             "(async) iterator or a function that returns one; ?prompt=COLUMN takes the prompt from another column, "
             "?limit=N takes the first N rows, and ?chat=true makes a chat of a text"

@@ -72,7 +72,7 @@ def key_lines(text: str) -> dict[str, int]:
     lines: dict[str, int] = {}
     array_lengths: dict[str, int] = {}
     prefix = ""
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if table := _TABLE.match(line):
             prefix = _indexed(_split_key(table[2]), array_lengths)
             lines.setdefault(prefix, number)

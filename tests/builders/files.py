@@ -15,7 +15,7 @@ SORT_RECIPE = SORT / "recipe.toml"
 
 def json_lines(path: Path) -> list[Any]:
     """The lines of a file of JSON lines, in order."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def rows_of_table(path: Path) -> list[str]:

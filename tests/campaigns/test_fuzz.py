@@ -30,7 +30,7 @@ from streamrl.rewards.reward_messages import (
     ScoreGroup,
     ScoreGroups,
 )
-from streamrl.run.prompts.prompt_tables import find_table_files
+from streamrl.run.prompts.data_directory import find_files
 
 
 def test_no_decoder_is_surprised() -> None:
@@ -71,7 +71,7 @@ def test_what_honest_peers_send_is_never_too_large() -> None:
 def test_splits_of_a_dataset_lie_in_its_directory(name: str, tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_bytes(msgspec.json.encode({"splits": [name]}))
     with pytest.raises(RecipeError, match="no file of that directory"):
-        find_table_files(tmp_path)
+        find_files(tmp_path)
 
 
 # ---- what sees a fault is tested itself ----------------------------------------------------------------

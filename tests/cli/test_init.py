@@ -93,6 +93,35 @@ def test_rows_of_ones_own(lines: list[str], columns: set[str], init: Init, tmp_p
     assert main(["train", "new/recipe.toml", "--dry-run", "--set", "engines.kind=simulated"]) == 0
 
 
+CORPUS = [{"prompt": f"twice {n}\u2028\x85:", "answer": str(2 * n)} for n in range(24)] * 2
+CORPUS_LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in CORPUS)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("r.json", json.dumps(CORPUS, indent=2), "rows of JSON"),
+        ("r.txt", json.dumps(CORPUS), "rows of JSON"),
+        ("r.jsonl", f"\ufeff{CORPUS_LINES}", "rows of JSON"),
+        ("r", CORPUS_LINES, "rows of JSON"),
+        ("r.csv", "prompt,answer\n" + "".join(f'"{r["prompt"]}",{r["answer"]}\n' for r in CORPUS), "rows of CSV"),
+        ("r.tsv?prompt=q", "q\tanswer\n" + "".join(f"{r['prompt']}\t{r['answer']}\n" for r in CORPUS), "rows of CSV"),
+        ("r.txt", "\ufeff" + "".join(f"{n % 24} and\u2028 {n % 24} make\n" for n in range(48)), "lines of text"),
+    ],
+)
+def test_rows_of_ones_own_in_any_form(name: str, text: str, kind: str, init: Init, tmp_path: Path) -> None:
+    """As people have them: an array, a table, a byte order mark, line separators in a text, rows twice."""
+    (tmp_path / name.partition("?")[0]).write_text(text, newline="")
+    code, said = init("new", "--task", "own", "--model", MODEL, "--corpus", name)
+    assert code == 0 and f"{name}: 48 {kind}: 21 to train, 3 held out, 24 double" in said
+    made = [row for file in ("train.jsonl", "held_out.jsonl") for row in json_lines(tmp_path / "new" / file)]
+    if kind == "lines of text":
+        assert {row["prompt"]: row["answer"] for row in made} == {f"{n} ": f"and {n} make" for n in range(24)}
+    else:
+        prompts = {row["prompt"]: str(row["answer"]) for row in made}
+        assert prompts == {row["prompt"]: row["answer"] for row in CORPUS}
+
+
 def test_a_name_of_the_hub_stands_in_the_recipe_as_it_is(init: Init, tmp_path: Path) -> None:
     assert init("new", "--task", "math", "--model", "Qwen/Qwen3-0.6B@main")[0] == 0
     text = (tmp_path / "new" / "recipe.toml").read_text()
@@ -117,11 +146,18 @@ def test_a_name_of_the_hub_stands_in_the_recipe_as_it_is(init: Init, tmp_path: P
         (["--task", "reasoning-gym", "--corpus", "mine"], "the rows of reasoning-gym are made by its task"),
         (["--task", "own", "--corpus", "absent"], "--corpus absent cannot be read"),
         (["--task", "own", "--corpus", "few"], "--corpus few has 1 distinct prompts: give 8 or more"),
-        (["--task", "own", "--corpus", "broken"], "--corpus broken:2 is no JSON"),
-        (["--task", "code", "--corpus", "mine"], '--corpus mine:1 has no column "tests", which the reward needs'),
-        (["--task", "own", "--corpus", "bare"], '--corpus bare:1 has no text "completion" or "answer" for a small'),
+        (
+            ["--task", "own", "--corpus", "broken"],
+            "--corpus broken, line 2 is not a JSON object (Input data was truncated)",
+        ),
+        (["--task", "code", "--corpus", "mine"], '--corpus mine, line 1 has no column "tests", which the reward needs'),
+        (["--task", "own", "--corpus", "bare"], '--corpus bare, line 1 has no text "completion" or "answer"'),
+        (["--task", "own", "--corpus", "null"], '--corpus null, line 1 has no column "answer", which the reward needs'),
+        (["--task", "own", "--corpus", "table"], "--corpus table:1 names columns (prompt,answer): rename the file to"),
+        (["--task", "own", "--corpus", "cut.json"], "--corpus: prompts cut.json begins a JSON array and is none ("),
+        (["--task", "own", "--corpus", "latin"], "--corpus latin is no text in UTF-8"),
         (["--task", "judge", "--corpus", "mine"], "a tiny model has not learnt to judge these rows"),
-        (["--task", "own", "--corpus", "numbers"], '--corpus numbers:1 has no text "prompt"'),
+        (["--task", "own", "--corpus", "numbers"], '--corpus numbers, line 1 has no text "prompt"'),
     ],
 )
 def test_what_is_refused_leaves_nothing(flags: list[str], answer: str, init: Init, tmp_path: Path) -> None:
@@ -131,9 +167,13 @@ def test_what_is_refused_leaves_nothing(flags: list[str], answer: str, init: Ini
         "broken": '{"prompt": "a", "answer": "b"}\n{"prompt":\n',
         "bare": '{"prompt": "a", "answer": 7}\n',
         "numbers": '{"prompt": 1, "answer": 2}\n',
+        "null": '{"prompt": "a", "answer": null}\n',
+        "table": "prompt,answer\na,b\n",
+        "cut.json": '[{"prompt": "a"},',
+        "latin": "caf\xe9 \xe0 c\xf4t\xe9\n",
     }
     for name, text in written.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="latin-1")
     code, error = init("new", *flags)
     assert code in (1, 2) and answer in error and "Traceback" not in error
     assert {path.name for path in tmp_path.iterdir()} == {*written}

@@ -6,17 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from campaigns.foreign_inputs.layouts import LAYOUTS
 from streamrl.base.errors import RecipeError
-from streamrl.prepare.hub.data_files import (
-    chosen_split,
-    compact,
-    declared_splits,
-    matching,
-    model_files,
-    splits_by_name,
-)
+from streamrl.prepare.hub.model_files import model_files
 from streamrl.recipe.remote_names import HubName, cached_name, read_hub_name
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
+from streamrl.run.prompts.data_files import choose_converted, choose_files, compact
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 PARQUET = [f"main/train-0000{n}-of-00002.parquet" for n in range(2)] + ["main/test-00000-of-00001.parquet"]
@@ -81,46 +76,75 @@ def test_files_of_a_model() -> None:
     assert model_files(["consolidated.safetensors"]) == ["consolidated.safetensors"]
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_files_of_a_split_as_datasets_finds_them(name: str) -> None:
+    names, splits = LAYOUTS[name]
+    for split, files in splits.items():
+        assert sorted(choose_files(names, {}, split=split).names) == sorted(files)
+    for split in {"train", "validation", "test", "nothing"} - set(splits):
+        with pytest.raises(RecipeError, match=f'has no split "{split}"|several configurations'):
+            choose_files(names, {}, split=split)
+
+
 @pytest.mark.parametrize(
-    ("names", "config", "split", "found"),
+    ("names", "config", "split", "files"),
     [
         (PARQUET, "main", "train", PARQUET[:2]),
         (PARQUET, "", "test", PARQUET[2:]),
-        (["data/train-00000-of-00001-abc.parquet", "data/test.parquet"], "", "test", ["data/test.parquet"]),
         (["train.jsonl", "test.jsonl", "README.md"], "", "train", ["train.jsonl"]),
-        (["main/partial-train/0000.parquet", "main/partial-train/0001.parquet"], "main", "train", None),
         (["a/train.parquet", "b/train.parquet"], "b", "", ["b/train.parquet"]),
-        (["a.csv"], "", "", []),
+        (["a/train.parquet", "b/train.parquet"], "", "b/train", ["b/train.parquet"]),
+        (["easy.jsonl", "hard.jsonl"], "", "hard", ["hard.jsonl"]),
+        (["sums_dev.jsonl"], "", "sums_dev", ["sums_dev.jsonl"]),
+        (["README.md", "main.py"], "", "", ()),
     ],
 )
-def test_files_of_a_split_by_their_names(names: list[str], config: str, split: str, found: list[str] | None) -> None:
-    splits = splits_by_name(names)
-    assert (matching(chosen_split(splits, "default", config, split), names) if splits else []) == (
-        names if found is None else found
-    )
+def test_files_of_a_configuration(names: list[str], config: str, split: str, files: list[str]) -> None:
+    assert list(choose_files(names, {}, config, split).names) == list(files)
+
+
+def test_what_the_recipe_must_choose_is_listed() -> None:
+    for names, text in {
+        ("easy.jsonl", "hard.jsonl"): "has several splits: set split=NAME, with one of train, easy, hard",
+        ("train.jsonl", "val.jsonl"): "has several splits: set split=NAME, with one of train, validation",
+        ("a/x.jsonl", "b/x.jsonl"): r"has several configurations: set \?config=NAME, with one of a, b",
+        ("train-00001-of-00003.jsonl",): r"has 1 of the 3 files train-\*-of-00003: download it again",
+    }.items():
+        with pytest.raises(RecipeError, match=text):
+            choose_files(names, {})
+
+
+def test_the_copy_of_the_hub_has_configurations_and_splits() -> None:
+    names = ["main/partial-train/0000.parquet", "main/partial-train/0001.parquet", "main/test/0000.parquet"]
+    assert choose_converted(names, "", "train").names == names[:2]
+    assert choose_converted(names, "main", "test").names == names[2:]
+    assert choose_converted(["all.csv"], "", "train").names == ()
 
 
 def test_files_of_a_split_by_what_the_readme_declares() -> None:
     names = [*PARQUET, "extra/deep/x.parquet", "rows/a.jsonl", "rows/b.jsonl"]
     card = {
         "configs": [
-            {"config_name": "main", "data_files": [{"split": "train", "path": "main/train-*"}]},
+            {"config_name": "main", "data_files": [{"split": "train", "path": "main/train-[0-9]*"}]},
             {"config_name": "extra", "data_files": "extra/**/*.parquet", "default": True},
             {"config_name": "rows", "data_dir": "rows", "data_files": ["a.*", "b.*"]},
             {"config_name": "whole", "data_dir": "main"},
+            {"config_name": "table", "data_files": {"test": "main/te*"}},
         ]
     }
-    splits, default = declared_splits(card, names)
-    assert (list(splits), default) == (["main", "extra", "rows", "whole"], "extra")
-    assert matching(chosen_split(splits, default, "main", ""), names) == PARQUET[:2]
-    assert matching(chosen_split(splits, default, "", "train"), names) == ["extra/deep/x.parquet"]
-    assert matching(chosen_split(splits, default, "whole", "test"), names) == PARQUET[2:]
-    assert matching(chosen_split(splits, default, "rows", ""), names) == [], "two JSONL files are not read as one"
+
+    def files(config: str, split: str) -> list[str]:
+        return list(choose_files(names, card, config, split).names)
+
+    assert files("main", "") == PARQUET[:2]
+    assert files("", "train") == ["extra/deep/x.parquet"]
+    assert files("whole", "test") == files("table", "") == PARQUET[2:]
+    assert files("rows", "") == ["rows/a.jsonl", "rows/b.jsonl"]
     assert compact(PARQUET[:2], names) == "main/train-*-of-00002.parquet"
     assert compact(["rows/a.jsonl"], names) == "rows/a.jsonl"
     with pytest.raises(RecipeError, match=r'no configuration "x": set .config=NAME, with one of main, extra'):
-        chosen_split(splits, default, "x", "")
+        files("x", "")
     with pytest.raises(
-        RecipeError, match="several splits in its configuration whole: set split=NAME, with one of test, train"
+        RecipeError, match="several splits in its configuration whole: set split=NAME, with one of train, test"
     ):
-        chosen_split(splits, default, "whole", "")
+        files("whole", "")

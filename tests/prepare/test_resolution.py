@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -180,6 +181,82 @@ def test_every_place_of_a_name(hub: LocalHub) -> None:
 
 def test_other_formats_come_as_the_hub_converts_them() -> None:
     assert with_hub_folders(recipe(prompts="hf:org/tables")).prompts.train.endswith("?files=default/train/0000.parquet")
+
+
+def fill(hub: LocalHub, code: str) -> None:
+    """Fill the cache as another program does, in a process of its own."""
+    subprocess.run([sys.executable, "-c", f"from huggingface_hub import *\n{code}"], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("how", ["file by file", "by an older huggingface_hub", "by hand", "without refs"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_cache_that_others_filled(
+    how: str, pinned: bool, hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers needs neither the README nor a list of all files; an older huggingface_hub writes no such list."""
+    names = [path.name for path in MODEL.iterdir()]
+    storage = tmp_path / "home" / "hub" / "models--org--tiny"
+    if how == "file by file":
+        fill(hub, f"for name in {names}: hf_hub_download('org/tiny', name)")
+    else:
+        fill(hub, "snapshot_download('org/tiny', ignore_patterns='*out.json')")
+    ref = storage / "refs" / "main"
+    commit = ref.read_text()
+    if how == "by an older huggingface_hub":
+        shutil.rmtree(storage / "trees")
+    if how == "by hand":
+        ref.write_text(f"{commit}\n")
+    if how == "without refs":
+        shutil.rmtree(storage / "refs")
+    named = f"org/tiny@{commit}" if pinned else "org/tiny"
+    for variable, value in {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": CLOSED}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            assert with_hub_folders(recipe(named)).model.path == str(storage / "snapshots" / commit)
+
+
+def test_a_part_of_a_repository_in_the_cache_is_named(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.commit("datasets/org/sharded", {f"train-0000{n}-of-00002.jsonl": b'{"prompt": "1"}\n' for n in range(2)})
+    fill(hub, "hf_hub_download('org/tiny', 'config.json')")
+    fill(hub, "hf_hub_download('org/sharded', 'train-00001-of-00002.jsonl', repo_type='dataset')")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    problem = refused()
+    assert "lacks .safetensors weights, and the Hub: run `hf download org/tiny --revision" in problem
+    problem = refused("/", "hf:org/sharded?split=train")
+    assert "of the Hub has 1 of the 2 files train-*-of-00002: download it again" in problem
+
+
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({f"data/a-0000{n}-of-00002.jsonl": b"{}" for n in range(2)}, "?files=data/a-*-of-00002.jsonl"),
+        ({"train.json": b"[]", "metadata.jsonl": b"{}"}, "?files=default/train/0000.parquet"),
+        ({"train.csv": b"", "logs/debug.jsonl": b"{}"}, "?files=default/train/0000.parquet"),
+        ({"train.jsonl.gz": b"", "samples.jsonl": b"{}"}, "?files=default/train/0000.parquet"),
+        ({"rows.py": b""}, "?files=default/train/0000.parquet"),
+        ({"rows-17k.parquet": b"PAR1"}, "?files=rows-17k.parquet"),
+    ],
+)
+@pytest.mark.parametrize("at", ["", "@main"])
+def test_the_files_that_are_the_data_set(files: dict[str, bytes], end: str, at: str, hub: LocalHub) -> None:
+    hub.commit("datasets/org/set", files)
+    hub.commit("datasets/org/set", {"default/train/0000.parquet": b"PAR1"}, ref=CONVERTED)
+    assert with_hub_folders(recipe("/", f"hf:org/set{at}")).prompts.train.endswith(end)
+
+
+def test_a_set_without_a_copy_is_read_or_refused(hub: LocalHub) -> None:
+    hub.commit("datasets/org/set", {"train.csv": b"prompt\n1\n", "test.csv": b"prompt\n"})
+    assert with_hub_folders(recipe("/", "hf:org/set?split=train")).prompts.train.endswith("?files=train.csv")
+    hub.commit("datasets/org/set", {"train.jsonl.gz": b"", "a.jsonl": b"{}"})
+    problem = refused("/", "hf:org/set")
+    assert "has no parquet, JSON or CSV files there (it has train.jsonl.gz), and no parquet copy" in problem
+
+
+def test_a_part_that_the_hub_converted_is_said(hub: LocalHub, capfd: pytest.CaptureFixture[str]) -> None:
+    hub.commit("datasets/org/set", {"train.csv": b"prompt\n1\n"})
+    hub.commit("datasets/org/set", {"default/partial-train/0000.parquet": b"PAR1"}, ref=CONVERTED)
+    assert "/partial-train/" in with_hub_folders(recipe("/", "hf:org/set?split=train")).prompts.train
+    assert "a partial copy: the Hub has converted only the first part of the data set" in capfd.readouterr().err
 
 
 def test_a_private_model_with_its_token(monkeypatch: pytest.MonkeyPatch) -> None:

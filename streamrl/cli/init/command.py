@@ -34,7 +34,7 @@ class Init(Command, frozen=True, kw_only=True):
     folder: Annotated[Path, Argument("a folder that is not there yet", metavar="FOLDER", positional=True)]
     task: Annotated[str, Argument(f"{', '.join(TASKS)} or {GYM}:NAME", metavar="TASK")] = ""
     model: Annotated[str, Argument(f"{TINY} ({MODELS[TINY]}), {SMOLLM2}, a directory, a name of the Hub")] = ""
-    corpus: Annotated[Path | None, Argument("rows of your own: JSONL with prompt and answer, or text", "FILE")] = None
+    corpus: Annotated[Path | None, Argument("rows of your own (JSON, CSV, parquet), or a text", "FILE")] = None
     source: Annotated[
         str, Argument("settings of TRL, verl, prime-rl or AReaL: a file of theirs, or a command line", "FILE", "--from")
     ] = ""
@@ -55,18 +55,19 @@ class Init(Command, frozen=True, kw_only=True):
             raise RecipeError("--corpus: a tiny model has not learnt to judge these rows: name a --model that can")
         values = _values(self.folder.absolute().name, kind, gym_task, settings)
         with new_directory(self.folder) as partial:
+            corpus_text = ""
             if corpus:
-                write_corpus(corpus, partial, TASKS[kind], imitated=model == TINY)
+                corpus_text = write_corpus(corpus, partial, TASKS[kind], imitated=model == TINY)
             else:
                 _make_rows(partial, kind, values)
-            rows = [json.loads(line) for line in (partial / WARM_UP).read_text(encoding="utf-8").splitlines()]
+            rows = [json.loads(line) for line in (partial / WARM_UP).read_bytes().splitlines()]
             model_figures = self._make_model(model, partial, TASKS[kind].until)
             values |= _lengths(rows, settings)
             values["rewards"] = template(f"{kind}/rewards.toml.part", values)
             for directory in ("any", kind, *TASKS[kind].templates):
                 write_templates(partial, directory, values)
             files = sorted(path.name for path in partial.iterdir())
-        self._report(files, model_figures)
+        self._report(files, model_figures, corpus_text)
         return 0
 
     def _translate(self) -> int:
@@ -127,15 +128,16 @@ class Init(Command, frozen=True, kw_only=True):
             return make_model("packaged", str(folder / MODEL_FOLDER))
         return {}
 
-    def _report(self, files: list[str], model_figures: Mapping[str, Any]) -> None:
+    def _report(self, files: list[str], model_figures: Mapping[str, Any], corpus_text: str) -> None:
         commands = [f"cd {shlex.quote(str(self.folder))}", "pytest", "streamrl train recipe.toml --dry-run"]
         commands += ["streamrl try recipe.toml", "streamrl train recipe.toml"]
         if self.json:
-            print_json(
-                {"folder": str(self.folder.absolute()), "files": files, "model": model_figures, "next": commands}
-            )
+            result = {"folder": str(self.folder.absolute()), "files": files, "corpus": corpus_text}
+            print_json({**result, "model": model_figures, "next": commands})
         else:
             print(f"{self.folder}: {', '.join(files)}")
+            if corpus_text:
+                print(f"{self.corpus}: {corpus_text}")
             print("\nnext:", *commands, sep="\n  ")
 
 

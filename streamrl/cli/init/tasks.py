@@ -3,15 +3,21 @@ command's own process."""
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
+import re
+from contextlib import closing
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.init.folders import write_rows
+from streamrl.run.prompts.data_files import FORMATS
+from streamrl.run.prompts.json_rows import open_json
+from streamrl.run.prompts.open_prompts import open_rows
+from streamrl.run.prompts.prompt_rows import BadRow, to_form
+from streamrl.run.prompts.prompt_spec import read_spec
 
 GYM = "reasoning-gym"
 TRAIN = "train.jsonl"
@@ -59,21 +65,15 @@ def find_task(name: str) -> tuple[str, str]:
     return kind, ""
 
 
-def write_corpus(path: Path, folder: Path, task: Task, *, imitated: bool) -> None:
-    """Write the user's rows: JSON objects, one a line, with ``prompt`` and the columns of ``task``; or a text, each
-    line of which begins as a prompt and goes on as its answer. ``imitated``: a small model needs a right completion in
-    each row. Raises ``RecipeError`` naming the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"--corpus {path} cannot be read ({error}): name JSON objects, one a line, or text") from None
-    numbered = [(f"--corpus {path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    objects = bool(numbered) and numbered[0][1].lstrip().startswith("{")
-    all_rows = [_row_of_object(place, line, task) if objects else _row_of_text(line) for place, line in numbered]
-    for (place, _), row in zip(numbered, all_rows, strict=True):
+def write_corpus(path: Path, folder: Path, task: Task, *, imitated: bool) -> str:
+    """Write the user's rows: a file of rows that ``prompts.train`` reads, with ``prompt`` and the columns of ``task``;
+    or a text, each line of which begins as a prompt and goes on as its answer. Returns what was read, for the user.
+    ``imitated``: a small model needs a right completion in each row. Raises ``RecipeError`` naming the line."""
+    kind, all_rows = _read_text(path) if _is_text(path) else _read_rows(path, task)
+    for place, row in all_rows:
         if imitated and not _imitated_text(row):
             raise RecipeError(f'{place} has no text "completion" or "answer" for a small model to imitate: add one')
-    rows = list({row["prompt"]: row for row in all_rows}.values())
+    rows = list({row["prompt"]: row for _, row in all_rows}.values())
     if len(rows) < _LEAST_ROWS:
         raise RecipeError(f"--corpus {path} has {len(rows)} distinct prompts: give {_LEAST_ROWS} or more")
     random.Random(0).shuffle(rows)
@@ -81,23 +81,60 @@ def write_corpus(path: Path, folder: Path, task: Task, *, imitated: bool) -> Non
     write_rows(folder / HELD_OUT, rows[:count])
     write_rows(folder / TRAIN, rows[count:])
     write_rows(folder / WARM_UP, ({"prompt": row["prompt"], "completion": _imitated_text(row)} for row in rows))
+    double = len(all_rows) - len(rows)
+    return f"{len(all_rows)} {kind}: {len(rows) - count} to train, {count} held out, {double} double"
+
+
+def _is_text(path: Path) -> bool:
+    """Return whether a file is prose: it has no name of a file of rows, and does not begin as JSON."""
+    if PurePath(path.name.partition("?")[0]).suffix in FORMATS or path.is_dir():
+        return False
+    try:
+        return path.read_bytes().removeprefix(b"\xef\xbb\xbf").lstrip()[:1] not in (b"{", b"[")
+    except OSError as error:
+        reason = error.strerror
+        raise RecipeError(f"--corpus {path} cannot be read ({reason}): name a file of rows, or a text") from None
+
+
+def _read_rows(path: Path, task: Task) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    """Return the format, and each row with its place. Raises ``RecipeError``."""
+    source = PurePath(path.name.partition("?")[0]).suffix
+    try:
+        spec = read_spec(str(path)) if source in FORMATS or path.is_dir() else None
+        with closing(open_rows(spec) if spec else open_json([path])) as store:
+            rows = []
+            for index in range(store.size):
+                place = f"--corpus {path}, {store.place(index)}"
+                row = store.row(index)
+                if spec:
+                    row = to_form(row, spec.form)
+                if not isinstance(row.get("prompt"), str):
+                    raise BadRow('has no text "prompt": write {"prompt": "...", "answer": "..."}')
+                for column in task.columns:
+                    if row.get(column) is None:
+                        raise BadRow(f'has no column "{column}", which the reward needs: add it')
+                rows.append((place, row))
+    except BadRow as error:
+        raise RecipeError(f"{place} {error}") from None
+    except RecipeError as error:
+        raise RecipeError(*(f"--corpus: {problem}" for problem in error.problems)) from None
+    return f"rows of {FORMATS.get(source, 'JSON')}", rows
+
+
+def _read_text(path: Path) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    """Return the kind of text, and the row of each line with its place. Raises ``RecipeError``."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"--corpus {path} is no text in UTF-8 ({error}): save it as UTF-8") from None
+    if "prompt" in re.split(r"[,;\t]", lines[0].strip()):
+        raise RecipeError(f"--corpus {path}:1 names columns ({lines[0].strip():.80}): rename the file to .csv or .tsv")
+    numbered = enumerate(lines, 1)
+    return "lines of text", [(f"--corpus {path}:{n}", _row_of_text(line)) for n, line in numbered if line.strip()]
 
 
 def _imitated_text(row: dict[str, Any]) -> str:
     return next((row[name] for name in _IMITATED if isinstance(row.get(name), str)), "")
-
-
-def _row_of_object(place: str, line: str, task: Task) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise RecipeError(f"{place} is no JSON ({error}): correct it") from None
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise RecipeError(f'{place} has no text "prompt": write {{"prompt": "...", "answer": "..."}}')
-    for column in task.columns:
-        if column not in row:
-            raise RecipeError(f'{place} has no column "{column}", which the reward needs: add it')
-    return row
 
 
 def _row_of_text(line: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ STEPS_BETWEEN_CHECKS = 25
 
 def demonstrations(path: Path) -> tuple[list[Demonstration], Characters]:
     """Read all examples of a corpus, and the characters that it has."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     texts = [row["prompt"] + row["completion"] for row in rows]
     characters = Characters(sorted(set("".join(texts))), context=(2 * max(map(len, texts)) // 256 + 1) * 256)
     begin = characters.ids[BOS]

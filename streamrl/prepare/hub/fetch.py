@@ -7,7 +7,7 @@ from __future__ import annotations
 import glob
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -23,15 +23,17 @@ from tqdm import tqdm
 
 from streamrl.base.atomic_files import make_directory, write_durable
 from streamrl.base.errors import RecipeError
-from streamrl.prepare.hub import data_files as files
 from streamrl.prepare.hub import messages
 from streamrl.prepare.hub.failures import no_room, sentence
 from streamrl.prepare.hub.messages import HubAnswer, WantedFiles, answer_s
+from streamrl.prepare.hub.model_files import WEIGHTS, model_files
 from streamrl.recipe.remote_names import HubName
 from streamrl.recipe.throwaway_process import answer_parent
+from streamrl.run.prompts.data_files import DataFiles, choose_converted, choose_files, compact, matching
 
 _CONVERTED = "refs/convert/parquet"
 """The revision at which the Hub keeps data sets of other formats as parquet files."""
+_MAIN = ("", "main")
 _NO_ACCESS = (401, 403, 404)
 _unreachable: list[Exception] = []
 Send = Callable[[HubAnswer], None]
@@ -72,8 +74,8 @@ def _ref(name: HubName) -> Path:
 
 @cache
 def _repository(name: HubName, send: Send) -> _Files:
-    """The files of ``name`` at a commit: from the cache where it has that commit, else from the Hub, or from the cache
-    where the Hub does not answer. Raises the errors of huggingface_hub."""
+    """The files of ``name`` at a commit: from the cache where it has that commit with the list of its files, else from
+    the Hub, or from the cache where the Hub does not answer. Raises the errors of huggingface_hub."""
     if REGEX_COMMIT_HASH.fullmatch(name.revision) and (cached := _cached(name)):
         return cached
     request: dict[str, Any] = {"repo_type": name.kind, "revision": name.revision or None, "files_metadata": True}
@@ -87,10 +89,15 @@ def _repository(name: HubName, send: Send) -> _Files:
         else:
             refused = False
             _unreachable.append(error)
-        cached = None if refused else _cached(name)
+        if refused:
+            raise
+        listed = _cached(name)
+        cached = listed or _cached_without_list(name)
         if cached is None:
             raise
-        return structs.replace(cached, notice=f"the Hub could not say which is the newest: {type(error).__name__}")
+        kind = "of the cache" if listed else "as far as it is in the cache"
+        notice = f"{kind} (the Hub could not say which is the newest: {type(error).__name__})"
+        return structs.replace(cached, notice=notice)
     send(messages.Asking(answered=True))
     if name.revision != info.sha:
         with suppress(OSError):  # a cache that this user may not write
@@ -99,14 +106,40 @@ def _repository(name: HubName, send: Send) -> _Files:
     return _files_at(name, info.sha, ((file.rfilename, file.size) for file in info.siblings or ()))
 
 
+def _cached_commit(name: HubName) -> str:
+    """The commit of ``name`` in the cache. Raises ``OSError`` where the cache does not say it."""
+    if REGEX_COMMIT_HASH.fullmatch(name.revision):
+        return name.revision
+    try:
+        return _ref(name).read_text().strip()
+    except OSError:
+        snapshots = list((_storage(name) / "snapshots").iterdir())
+        if name.revision or len(snapshots) != 1:
+            raise
+        return snapshots[0].name  # of a cache that was copied without refs/
+
+
 def _cached(name: HubName) -> _Files | None:
     """The repository as it is in the cache; None where the cache has not that revision or no list of its files."""
     try:
-        commit = name.revision if REGEX_COMMIT_HASH.fullmatch(name.revision) else _ref(name).read_text()
+        commit = _cached_commit(name)
         tree = get_cached_repo_tree(name.repository, repo_type=name.kind, revision=commit)
     except (OSError, CachedRepoTreeNotFoundError):
         return None
     return _files_at(name, commit, ((file.path, file.size) for file in tree))
+
+
+def _cached_without_list(name: HubName) -> _Files | None:
+    """The files of the repository that are in the cache, where an older huggingface_hub, or a program that asks for
+    single files (transformers, vLLM, ``datasets``), has filled it; None where there are none."""
+    try:
+        commit = _cached_commit(name)
+        folder = _storage(name) / "snapshots" / commit
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        sizes = [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths]
+    except OSError:
+        return None
+    return _files_at(name, commit, sizes) if sizes else None
 
 
 def _files_at(name: HubName, commit: str, sizes: Iterable[tuple[str, int | None]]) -> _Files:
@@ -119,57 +152,66 @@ def _choose(request: WantedFiles, send: Send) -> _Files:
     """The files that one key of a recipe needs. Raises ``RecipeError`` where the recipe must choose among several sets
     of files, or the repository has none."""
     name = request.name
-    repository = _repository(request.name, send)
+    repository = _repository(name, send)
     if not name.dataset:
-        names = files.model_files(repository.sizes)
-        if not any(file_name.endswith(files.WEIGHTS) for file_name in names):
+        names = model_files(repository.sizes)
+        if not any(file_name.endswith(WEIGHTS) for file_name in names):
+            if repository.notice:
+                raise RecipeError(_lacks(repository, [f"{WEIGHTS} weights"]))
             remedy = "name a repository that has them, or convert it and name the folder"
-            raise RecipeError(f"{name} of the Hub has no {files.WEIGHTS} weights, and pickles are not read: {remedy}")
+            raise RecipeError(f"{name} of the Hub has no {WEIGHTS} weights, and pickles are not read: {remedy}")
         return structs.replace(repository, names=names)
-    names = _data_files(request, repository)
-    if not names and not name.revision:
-        with suppress(RevisionNotFoundError):
-            repository = _repository(structs.replace(name, revision=_CONVERTED), send)
-            names = _data_files(request, repository)
-    if not names:
-        raise RecipeError(f"{name} of the Hub has no parquet or JSONL files there: convert it, and name the file")
-    return structs.replace(repository, names=names, patterns=files.compact(names, repository.sizes))
-
-
-def _data_files(request: WantedFiles, repository: _Files) -> list[str]:
-    if request.files:
-        return files.matching(request.files, repository.sizes)
-    names = list(repository.sizes)
-    name = repository.name
-    splits = files.splits_by_name(names)
-    default = files.DEFAULT
-    if "README.md" in names:
-        card = hf_hub_download(name.repository, "README.md", repo_type=name.kind, revision=name.revision)
-        declared, declared_default = files.declared_splits(metadata_load(card) or {}, names)
-        if declared:
-            splits = declared
-            default = declared_default
-    if not splits:
-        return []
     try:
-        patterns = files.chosen_split(splits, default, request.config, request.split)
-        return files.matching(patterns, names)
+        data = _data_files(request, repository)
+        if name.revision in _MAIN and not data.read_as_they_are:
+            with suppress(RevisionNotFoundError):
+                converted = _repository(structs.replace(name, revision=_CONVERTED), send)
+                in_parquet = choose_converted(converted.sizes, request.config, request.split)
+                if in_parquet.names:
+                    repository = converted
+                    data = in_parquet
     except RecipeError as error:
-        raise RecipeError(f"{request.name} of the Hub {error}") from error
+        raise RecipeError(f"{name} of the Hub {error}") from error
+    if not data.names or data.unread:
+        present = ", ".join(list(data.names or repository.sizes)[:5])
+        problem = f"{name} of the Hub has no parquet, JSON or CSV files there (it has {present})"
+        raise RecipeError(f"{problem}, and no parquet copy: convert it, and name the file")
+    return structs.replace(repository, names=data.names, patterns=compact(data.names, repository.sizes))
+
+
+def _data_files(request: WantedFiles, repository: _Files) -> DataFiles:
+    names = list(repository.sizes)
+    if request.files:
+        return DataFiles(matching(request.files, names))
+    card: Mapping[str, Any] = {}
+    name = repository.name
+    if "README.md" in names:
+        path = hf_hub_download(name.repository, "README.md", repo_type=name.kind, revision=name.revision)
+        card = metadata_load(path) or {}
+    return choose_files(names, card, request.config, request.split)
+
+
+def _lacks(repository: _Files, missing: Sequence[str]) -> str:
+    """The error text for a copy in the cache that is not whole, where the Hub cannot be asked."""
+    lacks = ", ".join(missing[:3])
+    if len(missing) > 3:
+        lacks += f" and {len(missing) - 3} more"
+    remedy = f"run {repository.name.command} where there is a network"
+    return f"the copy of {repository.name} in {constants.HF_HUB_CACHE} lacks {lacks}, and the Hub: {remedy}"
 
 
 def _download(key: str, repository: _Files, stand_ins: str, send: Send) -> messages.Resolved:
     """Download the files that are not in the cache. With ``stand_ins``, a directory, weights are not downloaded: where
     they are missing, the answer is a folder in it with the headers of the weights."""
     name = repository.name
-    names = [file_name for file_name in repository.names if not (stand_ins and file_name.endswith(files.WEIGHTS))]
+    if (constants.HF_HUB_OFFLINE or repository.notice) and not name.dataset:
+        # Other programs do not need the README, and not all files of a tokenizer; who reads these says what is missing.
+        names = [file for file in repository.names if file.endswith(WEIGHTS) or (repository.folder / file).exists()]
+        repository = structs.replace(repository, names=names)
+    names = [file_name for file_name in repository.names if not (stand_ins and file_name.endswith(WEIGHTS))]
     if missing := repository.missing(names):
         if constants.HF_HUB_OFFLINE or repository.notice:
-            lacks = ", ".join(list(missing)[:3])
-            if len(missing) > 3:
-                lacks += f" and {len(missing) - 3} more"
-            remedy = f"run {name.command} where there is a network"
-            raise RecipeError(f"the copy of {name} in {constants.HF_HUB_CACHE} lacks {lacks}, and the Hub: {remedy}")
+            raise RecipeError(_lacks(repository, list(missing)))
         make_directory(Path(constants.HF_HUB_CACHE))
         needed = sum(missing.values())
         free = shutil.disk_usage(constants.HF_HUB_CACHE).free
@@ -180,6 +222,9 @@ def _download(key: str, repository: _Files, stand_ins: str, send: Send) -> messa
         snapshot_download(
             name.repository, repo_type=name.kind, revision=name.revision, allow_patterns=patterns, tqdm_class=bar
         )
+    notice = repository.notice
+    if any("/partial-" in file_name for file_name in repository.names):
+        notice += " (a partial copy: the Hub has converted only the first part of the data set)"
     still_missing = repository.missing(repository.names)
     folder = _stand_in(repository, Path(stand_ins, key, name.revision)) if still_missing else repository.folder
     return messages.Resolved(
@@ -189,7 +234,7 @@ def _download(key: str, repository: _Files, stand_ins: str, send: Send) -> messa
         repository.patterns,
         total=sum(repository.sizes[file_name] for file_name in repository.names),
         missing=sum(still_missing.values()),
-        notice=repository.notice,
+        notice=notice.strip(),
     )
 
 
@@ -198,7 +243,7 @@ def _stand_in(repository: _Files, folder: Path) -> Path:
     name = repository.name
     for file_name in repository.names:
         (folder / file_name).parent.mkdir(parents=True, exist_ok=True)
-        if not file_name.endswith(files.WEIGHTS):
+        if not file_name.endswith(WEIGHTS):
             shutil.copyfile(repository.folder / file_name, folder / file_name)
             continue
         header = HfApi().parse_safetensors_file_metadata(name.repository, file_name, revision=name.revision)

@@ -42,7 +42,8 @@ class Resolved(msgspec.Struct, frozen=True, tag=True):
     ``files``: patterns of the files of a data set; empty for a model.
     ``total``: bytes of all files.
     ``missing``: bytes that are not in the cache yet.
-    ``notice``: reason why the commit is not the Hub's answer; empty where it is."""
+    ``notice``: sentence part for users, such as that the Hub did not say which is the newest commit, or that the files
+    are a part of a data set; empty for none."""
 
     key: str
     name: HubName

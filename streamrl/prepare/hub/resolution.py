@@ -181,7 +181,7 @@ def _ask(requests: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]
                     case Resolved(key=key, name=at, notice=notice):
                         resolutions[key] = answer
                         if notice:
-                            console.print(f"{key}: {at} of the cache ({notice})", highlight=False)
+                            console.print(f"{key}: {at} {notice}", highlight=False)
                     case messages.Unresolved(key=key, problem=problem):
                         problems.append(f"{key}: {problem}")
         finally:

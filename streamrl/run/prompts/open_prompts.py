@@ -21,10 +21,12 @@ from streamrl.base.types import Prompt
 from streamrl.contracts import PromptSource
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.rewards.signature import column_of, missing_column
+from streamrl.run.prompts.data_directory import find_files
 from streamrl.run.prompts.first_row import first_row
+from streamrl.run.prompts.json_rows import open_json
 from streamrl.run.prompts.prompt_iterator import IteratorPrompts
-from streamrl.run.prompts.prompt_rows import BadRow, LineRows, RowStore, read_prompt, to_form
-from streamrl.run.prompts.prompt_spec import LINE_ENDINGS, PromptSpec, SourceKind, read_spec
+from streamrl.run.prompts.prompt_rows import BadRow, RowStore, read_prompt, to_form
+from streamrl.run.prompts.prompt_spec import JSON_ENDINGS, PromptSpec, SourceKind, read_spec
 
 _MOST_PROBLEMS = 20
 _TASK_ROWS_CHECKED = 16
@@ -73,22 +75,16 @@ def _open_rows(spec: PromptSpec) -> RowStore:
         return TaskRows(spec)
     if spec.path.exists() and not (spec.path.is_file() or spec.path.is_dir()):
         raise RecipeError(f"prompts {spec.path} is not a regular file: write its rows to one")
-    if spec.kind is SourceKind.LINES:
-        spec.checked_options("limit")
-        return LineRows(spec.path)
-    options = spec.checked_options("split", "limit", "files")
-    files = spec.files
-    if any(file.name.endswith(LINE_ENDINGS) for file in files):
-        if len(files) > 1:
-            names = ", ".join(file.name for file in files)
-            raise RecipeError(f"prompts {spec.path} has {names}: of JSONL name one file with ?files=, or join them")
-        return LineRows(files[0])
+    options = spec.checked_options("config", "split", "limit", "files")
+    files = spec.files or find_files(spec.path, str(options.get("config", "")), str(options.get("split", "")))
+    if all(file.name.endswith(JSON_ENDINGS) for file in files):
+        return open_json(files)
     try:
         from streamrl.run.prompts.prompt_tables import TableRows
     except ModuleNotFoundError as error:
         install = "pip install 'streamrl[rewards]'"
         raise RecipeError(f'prompts "{spec.text}" need {error.name}: {install}') from error
-    return TableRows(spec.path, str(options.get("split", "")), files)
+    return TableRows(spec.path, files)
 
 
 def stored_rows(spec: str) -> int | None:
@@ -106,7 +102,7 @@ def missing_source(spec: str) -> list[str]:
         source = read_spec(spec)
     except RecipeError as error:
         return error.problems
-    if source.kind in (SourceKind.LINES, SourceKind.TABLE) and not source.path.exists():
+    if source.kind is SourceKind.FILES and not source.path.exists():
         return [f"prompts {source.source} is not there: correct the path"]
     return []
 

@@ -6,16 +6,12 @@ and in commands that check or sample prompts."""
 from __future__ import annotations
 
 import hashlib
-import os
-import zlib
-from array import array
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
-from streamrl.base.errors import UNDECODABLE, UNENCODABLE, RecipeError, StreamRLError
+from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError
 from streamrl.base.types import Prompt, TokenArray, token_array
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 from streamrl.comm.wire import WireLimits
@@ -29,14 +25,6 @@ _ID_COLUMN = "prompt_id"
 # A prompt travels in one message with its completions, which have the other half of the message's size.
 _LARGEST_ROW = WireLimits().body_bytes // 2
 _SPARE_BYTES = SPARE_BYTES * 3 // 4
-
-
-_COMPRESSED = "the file is compressed): unpack it"
-_OTHER_FILES = {
-    b"[": "it begins a JSON array): write its rows one a line",
-    b"\x1f\x8b": _COMPRESSED,
-    b"(\xb5/\xfd": _COMPRESSED,
-}
 
 
 class BadRow(StreamRLError):
@@ -64,80 +52,6 @@ class RowStore:
 
     def close(self) -> None:
         """Close the files."""
-
-
-class LineRows(RowStore):
-    """Rows of a JSONL file, read one by one by an index of line offsets (8 bytes a row). Raises ``RecipeError`` when
-    the file is missing or empty."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            self._file = path.open("rb")
-        except OSError as error:
-            raise RecipeError(f"prompts {path} cannot be read ({error.strerror}): correct the path") from error
-        self._stamp = self._stamp_now()
-        self._offsets, self._numbers, self._checksum = _index(self._file)
-        self.size = len(self._numbers)
-        if not self.size:
-            self._file.close()
-            raise RecipeError(f"prompts {path} is empty: add rows")
-
-    def number(self, index: int) -> int:
-        return self._numbers[index]
-
-    def place(self, index: int) -> str:
-        return f"line {self._numbers[index]}"
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Return the object of a line. Raises ``BadRow``, and ``StreamRLError`` where the file was changed."""
-        stamp = self._stamp_now()
-        if stamp != self._stamp:
-            # A file that was only touched, or written again with the same content, is read on.
-            if _index(self._file) != (self._offsets, self._numbers, self._checksum):
-                raise StreamRLError(
-                    f"prompts {self._file.name} was changed while this run reads it: put back what it was and resume "
-                    "the run, or begin another"
-                )
-            self._stamp = stamp
-        start = self._offsets[index]
-        end = self._offsets[index + 1]
-        return decode_row(os.pread(self._file.fileno(), end - start, start).strip())
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _stamp_now(self) -> tuple[int, int]:
-        status = os.fstat(self._file.fileno())
-        return status.st_size, status.st_mtime_ns
-
-
-def _index(file: BinaryIO) -> tuple[array[int], array[int], int]:
-    """Return the offsets of the lines that are not blank and of the end, the numbers of these lines (from 1), and a
-    checksum of their bytes. A byte order mark is skipped."""
-    offsets = array("Q")
-    numbers = array("Q")
-    checksum = 0
-    offset = 0
-    file.seek(0)
-    for number, line in enumerate(file, start=1):
-        start = 3 if number == 1 and line.startswith(b"\xef\xbb\xbf") else 0
-        if line[start:].strip():
-            offsets.append(offset + start)
-            numbers.append(number)
-            checksum = zlib.crc32(line[start:], checksum)
-        offset += len(line)
-    offsets.append(offset)
-    return offsets, numbers, checksum
-
-
-def decode_row(line: bytes) -> dict[str, Any]:
-    """Return the row of one JSONL line. Raises ``BadRow``."""
-    try:
-        return msgspec.json.decode(line, type=dict[str, Any])
-    except UNDECODABLE as error:
-        remedies = (remedy for start, remedy in _OTHER_FILES.items() if line.startswith(start))
-        remedy = next(remedies, f"{error}): correct it")
-        raise BadRow(f"is not a JSON object ({remedy}") from error
 
 
 def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 that opens or checks prompts calls it: the controller, and the commands before and without a run.
 
 =====================================  ==============================================================
-``rows.jsonl``                         JSON objects, one on each line
-``rows.parquet``, ``rows.arrow``       a table
-``some/directory``                     a Hugging Face dataset: parquet files, or the output of ``save_to_disk``
+``rows.jsonl``, ``rows.json``          JSON objects, one on each line, or an array of them
+``rows.parquet``, ``.arrow``, ``.csv``  a table
+``some/directory``                     a Hugging Face dataset: files of rows, or the output of ``save_to_disk``
 ``some/directory?files=a-*|b.jsonl``   files of a directory with these names
 ``hf:owner/name``                      a data set of the Hub; this parser gets its directory, after it is fetched
 ``reasoning_gym:chain_sum``            a task of reasoning-gym
@@ -26,16 +26,15 @@ from streamrl.recipe.problems import did_you_mean
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value, value_or_text
 
-LINE_ENDINGS = (".jsonl", ".ndjson")
-_TABLE_ENDINGS = (".parquet", ".arrow")
+JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
+_FILE_ENDINGS = (*JSON_ENDINGS, ".parquet", ".arrow", ".csv", ".tsv")
 _TASKS = "reasoning_gym:"
 
 
 class SourceKind(Enum):
     """Kinds of readers of rows."""
 
-    LINES = "lines"
-    TABLE = "table"
+    FILES = "files"
     TASK = "task"
     ITERATOR = "iterator"
 
@@ -149,24 +148,22 @@ def read_spec(text: str) -> PromptSpec:
 def _kind(text: str, source: str) -> SourceKind:
     if source.startswith(_TASKS):
         return SourceKind.TASK
-    if source.endswith(LINE_ENDINGS):
-        return SourceKind.LINES
-    if source.endswith(_TABLE_ENDINGS):
-        return SourceKind.TABLE
+    if source.endswith(_FILE_ENDINGS):
+        return SourceKind.FILES
     if source.startswith("hf:"):
         raise RecipeError(f'prompts "{source}" is a data set of the Hub, which was not fetched: name its folder')
     if _is_iterator(source):
         return SourceKind.ITERATOR
     if _is_directory(source):
-        return SourceKind.TABLE
+        return SourceKind.FILES
     raise RecipeError(
-        f'prompts "{source}" is neither a .jsonl, .parquet or .arrow file, nor a directory that exists, nor '
-        '"reasoning_gym:task", nor "module:name" nor "file.py:name", nor of the Hub ("hf:owner/name"): correct it'
+        f'prompts "{source}" is neither a .jsonl, .json, .csv, .parquet or .arrow file, nor a directory that exists, '
+        'nor "reasoning_gym:task", nor "module:name" nor "file.py:name", nor of the Hub ("hf:owner/name"): correct it'
     )
 
 
 def _is_iterator(source: str) -> bool:
-    if source.startswith((_TASKS, "hf:")) or source.endswith(LINE_ENDINGS + _TABLE_ENDINGS):
+    if source.startswith((_TASKS, "hf:")) or source.endswith(_FILE_ENDINGS):
         return False
     return ":" in source
 

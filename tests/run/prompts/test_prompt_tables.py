@@ -138,20 +138,25 @@ def test_rows_of_a_table_that_are_no_prompts_are_named(tokenizer: Tokenizer, tmp
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
-        ("{hub}", "has several splits: add ?split=NAME, with one of main/test, main/train, socratic/train"),
-        ("{hub}?split=train", "has several splits"),
-        ("{hub}?split=dev", 'has no split "dev": add ?split=NAME, with one of main/test'),
+        ("{hub}", "has several configurations: set ?config=NAME, with one of main, socratic"),
+        ("{hub}?split=train", "has several configurations: set ?config=NAME, with one of main, socratic"),
+        (
+            "{hub}?split=main/dev",
+            'has no split "dev" in its configuration main: set split=NAME, with one of train, test',
+        ),
+        ("{hub}?config=other", 'has no configuration "other": set ?config=NAME, with one of main, socratic'),
+        ("{half}", "has 1 of the 2 files train-*-of-00002: download it again"),
+        ("{packed}", "has train.jsonl.gz, a format that is not read: convert it to parquet"),
         ("{hub}?splitt=train", 'unknown option "splitt"; did you mean "split"?'),
         ("{saved}?split=train", 'has no splits, so no "train": remove the option'),
         ("{rows}?split=train", 'is a file and has no split "train"'),
         ("{rows}?chat=maybe", "chat is true or false"),
         ("{rows}?chat", '"chat" is no option: write ?key=value'),
-        ("{empty}", "is no dataset directory (no .parquet files"),
+        ("{empty}", "is no dataset directory (no .parquet, .jsonl, .json, .csv or .arrow files)"),
         ("{root}/absent.parquet", "cannot be read ("),
         ("{root}/absent", "nor a directory that exists"),
         ("{broken}", "cannot be read ("),
         ("{none}", "is empty: add rows"),
-        ("{lines}?files=*.jsonl", "has a.jsonl, b.jsonl: of JSONL name one file with ?files=, or join them"),
         ("{lines}?files=**a", "has no files **a: correct ?files="),
         ("lines.jsonl?size=3", 'unknown option "size"'),
         ("lines.jsonl?limit=0", "limit = 0 is no integer >= 1: correct it"),
@@ -166,10 +171,15 @@ def test_sources_that_cannot_be_read(spec: str, problem: str, tokenizer: Tokeniz
     for name in ("a.jsonl", "b.jsonl"):
         write_jsonl(tmp_path / "lines" / name, [{"prompt": name}])
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 or not")
+    write_parquet(tmp_path / "half" / "data" / "train-00000-of-00002.parquet")
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "train.jsonl.gz").write_bytes(b"x")
     places = {
         "root": tmp_path,
         "hub": write_hub(tmp_path / "hub"),
         "lines": tmp_path / "lines",
+        "half": tmp_path / "half",
+        "packed": tmp_path / "packed",
         "saved": write_saved(tmp_path / "saved"),
         "rows": write_parquet(tmp_path / "rows.parquet"),
         "none": write_arrow(tmp_path / "none.arrow", [{"prompt": "a"}][:0] or []),
@@ -193,6 +203,46 @@ def test_one_split_needs_no_name_and_one_configuration_no_path(tokenizer: Tokeni
     write_saved(splits / "test")
     (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert open_prompts(f"{splits}?split=test", tokenizer, seed=0, shuffle=False).size == 40
+
+
+async def test_rows_of_several_json_files_are_one_source(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Lines and an array, and a place that names the file."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "train-00000-of-00002.jsonl", ROWS[:25])
+    (folder / "train-00001-of-00002.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS[25:], indent=2).encode())
+    drawn = await draw(str(tmp_path), tokenizer, 40, shuffle=False)
+    assert [prompt.columns["answer"] for prompt in drawn] == [row["answer"] for row in ROWS]
+    (folder / "train-00001-of-00002.json").write_text(json.dumps([*ROWS[25:30], {"prompt": ""}]))
+    problem = f"prompts {tmp_path}, train-00001-of-00002.json, row 6 has an empty prompt: remove the row"
+    assert check_prompts(str(tmp_path), tokenizer, {}) == [problem]
+    (tmp_path / "cut.json").write_text('[{"prompt": "a"},')
+    (problem,) = check_prompts(f"{tmp_path}/cut.json", tokenizer, {})
+    assert "cut.json begins a JSON array and is none (" in problem and "write its rows one a line" in problem
+
+
+async def test_values_separated_by_commas_are_a_table(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """With a byte order mark, quotes, a line break in a value, and a date, which stays text."""
+    text = '\ufeffprompt,answer,day\n"a, ""b""\nc",1,2026-01-02\nd,2.5,\n'
+    (tmp_path / "rows.csv").write_text(text)
+    first, second = await draw(f"{tmp_path}/rows.csv", tokenizer, 2, shuffle=False)
+    assert first.columns == {"prompt": 'a, "b"\nc', "answer": 1.0, "day": "2026-01-02"}
+    assert second.columns == {"prompt": "d", "answer": 2.5, "day": ""}
+    (tmp_path / "rows.tsv").write_text("prompt\tanswer\na,b\t1\n")
+    assert (await draw(f"{tmp_path}/rows.tsv", tokenizer, 1))[0].columns == {"prompt": "a,b", "answer": 1}
+    (tmp_path / "ragged.csv").write_text("prompt,answer\na,b,c\n")
+    (problem,) = check_prompts(f"{tmp_path}/ragged.csv", tokenizer, {})
+    assert "ragged.csv cannot be read (" in problem and "Expected 2 columns, got 3" in problem
+
+
+async def test_categories_of_several_row_groups_are_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Each group of rows has a dictionary of its own, as a loop that appends leaves it."""
+    schema = pa.schema([("prompt", pa.string()), ("source", pa.dictionary(pa.int8(), pa.string()))])
+    with pq.ParquetWriter(tmp_path / "rows.parquet", schema) as writer:
+        for name in "ab":
+            writer.write_table(pa.Table.from_pylist([{"prompt": name, "source": name}] * 3, schema=schema))
+    drawn = await draw(f"{tmp_path}/rows.parquet", tokenizer, 6, shuffle=False)
+    assert [prompt.columns["source"] for prompt in drawn] == list("aaabbb")
 
 
 # ---- columns of other names ----------------------------------------------------------------------
@@ -339,7 +389,7 @@ async def test_arrays_of_numpy_are_lists(tokenizer: Tokenizer, tmp_path: Path) -
 
 def test_specs_are_taken_apart_and_made_absolute(tmp_path: Path) -> None:
     assert read_spec("reasoning_gym:chain_sum?size=3").kind is SourceKind.TASK
-    assert read_spec("x/rows.arrow").kind is SourceKind.TABLE
+    assert read_spec("x/rows.arrow").kind is SourceKind.FILES
     assert read_spec("task.py:rows").kind is SourceKind.ITERATOR
     options = read_spec('reasoning_gym:leg_counting?min_animals=2&kinds=["a", "b"]&name=plain').options
     assert options == {"min_animals": 2, "kinds": ["a", "b"], "name": "plain"}

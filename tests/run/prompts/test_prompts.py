@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt, token_array
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
+from streamrl.run.prompts.json_rows import decode_row
 from streamrl.run.prompts.open_prompts import OpenPrompts, check_prompts, open_prompts
-from streamrl.run.prompts.prompt_rows import BadRow, decode_row, read_prompt
+from streamrl.run.prompts.prompt_rows import BadRow, read_prompt
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<bos>")
@@ -282,7 +283,8 @@ def test_check_of_a_good_file_and_of_none(tokenizer: Tokenizer, write_rows, tmp_
     assert check_prompts(str(write_rows({"prompt": "a", "answer": 1})), tokenizer, {"exact": ("answer",)}) == []
     assert "is empty: add rows" in check_prompts(str(write_rows("", "  ")), tokenizer, {})[0]
     assert "cannot be read" in check_prompts(str(tmp_path / "absent.jsonl"), tokenizer, {})[0]
-    assert "neither a .jsonl, .parquet or .arrow file, nor" in check_prompts("prompts.csv", tokenizer, {})[0]
+    [none] = check_prompts("prompts.xml", tokenizer, {})
+    assert "neither a .jsonl, .json, .csv, .parquet or .arrow file, nor" in none
     [one] = check_prompts(str(write_rows(*["x"] * 100)), tokenizer, {})
     assert one.endswith("(so with 99 of the other 99 rows)")
     [one] = check_prompts(str(write_rows(*[{"question": "a"}] * 64)), tokenizer, {})
