@@ -113,7 +113,7 @@ def _environment_lines(recipe: Recipe) -> list[str]:
         return [*lines, f"{'':<12}the model has no chat template: what is said is appended as plain text"]
     tool = {"name": "calculate", "description": "Compute.", "parameters": {"type": "object", "properties": {}}}
     tools = None if environment.env else [{"type": "function", "function": tool}]
-    facts = "; ".join(template_facts(tokenizer, tools).sentences())
+    facts = "; ".join(template_facts(tokenizer, tools, recipe.prompts.template_arguments).sentences())
     if "rewrites" in facts:
         effect = "a turn before which text is rewritten begins a sequence with the text of the template"
         if environment.history == "keep":

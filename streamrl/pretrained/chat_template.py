@@ -19,6 +19,8 @@ from streamrl.pretrained.model_folder import read_bounded
 if TYPE_CHECKING:
     import jinja2
 
+ARGUMENTS_COLUMN = "chat_template_kwargs"
+"""Column of a row with variables of the chat template."""
 TEMPLATE_FOLDER = "additional_chat_templates"
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 

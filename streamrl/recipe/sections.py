@@ -126,6 +126,13 @@ class Prompts(Section, frozen=True):
     answer: Annotated[str, doc('content of the column "answer": another column, or a jinja expression or template')] = (
         ""
     )
+    template_arguments: Annotated[
+        dict[str, Any],
+        doc(
+            "variables of the chat template for every row, held-out rows too, such as {enable_thinking = false}; those "
+            "of a row's column chat_template_kwargs go before them"
+        ),
+    ] = {}
     shuffle: Annotated[bool, doc("stored rows are in another order in each epoch")] = True
 
 

@@ -27,7 +27,8 @@ from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_diff
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.rewards.calls.loading import load_reward
 from streamrl.rewards.calls.reward_set import RewardSet
-from streamrl.run.prompts.prompt_rows import BadRow, read_prompt
+from streamrl.run.prompts.prompt_rows import BadRow, read_prompt, to_form
+from streamrl.run.prompts.prompt_spec import RowForm
 
 PACKAGE = ROOT / "streamrl"
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "é"]
@@ -184,6 +185,33 @@ def test_rows_with_messages(chat_tokenizer: Callable[[str], Tokenizer]) -> None:
     assert tokenizer.decode(prompt.token_ids).endswith("assistant\n<think>\n\n</think>\n\n")
 
 
+@pytest.mark.parametrize("column", ["tools", "chat_template_kwargs", "messages"])
+def test_columns_of_a_chat_may_be_json_text(column: str, chat_tokenizer: Callable[[str], Tokenizer]) -> None:
+    """As TRL keeps tools in tables; an empty text is none."""
+    row = {"messages": ASKS, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
+    tokenizer = chat_tokenizer("chatml")
+    token_ids = read_prompt(row, 1, tokenizer).token_ids
+    assert read_prompt(row | {column: json.dumps(row[column])}, 1, tokenizer).token_ids == token_ids
+    if column != "messages":
+        without = {name: value for name, value in row.items() if name != column}
+        assert read_prompt(row | {column: " "}, 1, tokenizer).token_ids == read_prompt(without, 1, tokenizer).token_ids
+
+
+def test_rows_have_the_arguments_of_the_recipe(chat_tokenizer: Callable[[str], Tokenizer]) -> None:
+    """Those of a row go before them; its column may be JSON text or null."""
+    form = RowForm(template_arguments={"enable_thinking": False, "more": 1})
+    for own, arguments in (
+        ({}, {"enable_thinking": False, "more": 1}),
+        ({"chat_template_kwargs": None}, {"enable_thinking": False, "more": 1}),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True, "more": 1}),
+        ({"chat_template_kwargs": '{"enable_thinking": true}'}, {"enable_thinking": True, "more": 1}),
+    ):
+        prompt = read_prompt(to_form({"messages": ASKS, **own}, form), 1, chat_tokenizer("chatml"))
+        assert prompt.columns["chat_template_kwargs"] == arguments
+        assert prompt.token_ids == chat_tokenizer("chatml").encode_chat(ASKS, None, arguments)
+        assert read_prompt(to_form(own, form), 1, None).columns == {"chat_template_kwargs": arguments}
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -193,7 +221,9 @@ def test_rows_with_messages(chat_tokenizer: Callable[[str], Tokenizer]) -> None:
         ({"messages": [{"content": "b"}]}, 'has a wrong message 1: its "role" must be text'),
         ({"messages": [{"role": "user", "content": 3}]}, 'has a wrong message 1: its "content" must be text'),
         ({"messages": [{"role": "user"}]}, 'has a wrong message 1: its "content" must be text'),
-        ({"messages": ASKS, "tools": "add"}, 'has wrong "tools" or "chat_template_kwargs"'),
+        ({"messages": ASKS, "tools": "add"}, 'has wrong "tools": a list of JSON schemas, or the JSON text of one'),
+        ({"messages": ASKS, "tools": "{}"}, 'has wrong "tools": a list of JSON schemas, or the JSON text of one'),
+        ({"messages": ASKS, "chat_template_kwargs": [1]}, 'has wrong "chat_template_kwargs": an object of variables'),
         ({"messages": ASKS, "prompt": "b"}, 'has both "prompt" and "messages"'),
         ({"prompt": [*ASKS, "b"]}, "has a wrong message 2: it is a str, not an object"),
         ({"prompt": [3]}, "has a wrong message 1: it is a int"),

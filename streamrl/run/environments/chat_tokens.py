@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import msgspec
+
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import FinishReason, TokenArray, Turn
+from streamrl.pretrained.chat_template import ARGUMENTS_COLUMN
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.seam_tokens import CalledTool, ChatMessage, ChatSeams, SeamKind, calling_message
 from streamrl.pretrained.turns.template_facts import template_facts, without_special_tokens
@@ -40,6 +44,7 @@ class ChatModel:
     def __init__(self, tokenizer: Tokenizer, environment: Environment | None = None) -> None:
         self.tokenizer = tokenizer
         self.environment = environment or Environment()
+        self.template_arguments: Mapping[str, Any] = {}
         self.toolbox = lru_cache(_CACHED_TOOL_SETS)(self._toolbox)
         self._tokens: dict[Hashable, ChatTokens] = {}
 
@@ -60,16 +65,24 @@ class ChatModel:
             f"write {', '.join(TOOL_FORMATS)} or vllm:PARSER, or take a model that calls tools"
         )
 
+    def of_row(self, columns: Mapping[str, Any]) -> ChatModel:
+        """Return the model with the variables of the chat template that the row of an episode has. Caches are
+        shared."""
+        model = copy(self)
+        model.template_arguments = columns.get(ARGUMENTS_COLUMN) or {}
+        return model
+
     def _toolbox(self, tools: tuple[Any, ...]) -> ToolBox:
         return ToolBox(tools, ToolLimits(self.environment.tool_seconds, self.environment.tool_characters))
 
     def tokens(self, tool_set: Hashable, schemas: Sequence[Any]) -> ChatTokens:
         """Return the ``ChatTokens`` of the tools in ``schemas``, which are cached. ``tool_set``: key of the tools in
         the cache."""
-        chat_tokens = self._tokens.get(tool_set)
+        key = (tool_set, msgspec.json.encode(self.template_arguments, order="sorted"))
+        chat_tokens = self._tokens.get(key)
         if chat_tokens is None:
             chat_tokens = ChatTokens(self, schemas)
-            self._tokens[tool_set] = chat_tokens
+            self._tokens[key] = chat_tokens
             if len(self._tokens) > _CACHED_TOOL_SETS:
                 oldest = next(iter(self._tokens))
                 del self._tokens[oldest]
@@ -82,18 +95,19 @@ class ChatTokens:
     def __init__(self, model: ChatModel, tools: Sequence[Any]) -> None:
         self._tokenizer = model.tokenizer
         self._schemas = tools
+        self._arguments = model.template_arguments
         broken_tools, self._broken_in_tools = self._break_special_tokens(tools)
         self._tools = broken_tools or None
         self._call_format = model.call_reader(tools) if tools else "hermes"
         self._rewrites = model.environment.history == "template"
-        self._seams = ChatSeams(self._tokenizer, self._tools)
-        self._opens_reasoning = template_facts(self._tokenizer, self._tools).opens_reasoning
+        self._seams = ChatSeams(self._tokenizer, self._tools, self._arguments)
+        self._opens_reasoning = template_facts(self._tokenizer, self._tools, self._arguments).opens_reasoning
 
     def prompt_tokens(self, messages: Sequence[ChatMessage]) -> AppendedTokens:
         """Return the tokens of a chat up to the begin of the assistant's turn, by the model's own template. Raises
         ``ChatError``."""
         safe_messages, broken = self._break_special_tokens(_with_tool_names(messages))
-        token_ids = self._tokenizer.encode_chat(safe_messages, self._tools)
+        token_ids = self._tokenizer.encode_chat(safe_messages, self._tools, self._arguments)
         return AppendedTokens(token_ids, "", broken + self._broken_in_tools)
 
     def seam_tokens(
@@ -111,7 +125,7 @@ class ChatTokens:
         named_messages = _with_tool_names(messages)
         if self._rewrites:
             safe_messages, broken = self._break_special_tokens(named_messages)
-            rendered = self._tokenizer.render_chat(safe_messages, self._tools)
+            rendered = self._tokenizer.render_chat(safe_messages, self._tools, self._arguments)
             if not _without_spaces(rendered).startswith(before):
                 token_ids = self._tokenizer.encode_fragment(rendered)
                 return AppendedTokens(token_ids, SeamKind.REWRITTEN, broken + self._broken_in_tools)

@@ -195,7 +195,7 @@ class _Worker:
         order = episode.order
         stack = AsyncExitStack()
         model = EpisodePolicy(
-            self._chat_model,
+            self._chat_model.of_row(order.columns),
             episode,
             CallRecord(order.returned, partial(self._note, order.episode)),
             stack,

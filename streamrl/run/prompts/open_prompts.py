@@ -54,7 +54,7 @@ def open_prompts(spec: str, tokenizer: Tokenizer | None, *, seed: int, shuffle: 
     live (``UserRows``)."""
     source = read_spec(spec)
     if source.kind is SourceKind.ITERATOR:
-        return IteratorPrompts(spec, tokenizer, start=start)
+        return IteratorPrompts(source.source, tokenizer, start=start, form=source.form)
     return StoredPrompts(source, open_rows(source), tokenizer, seed=seed, shuffle=shuffle, start=start)
 
 
@@ -191,7 +191,7 @@ def check_prompts(
     try:
         source = read_spec(spec)
         if source.kind is SourceKind.ITERATOR:
-            problems, first = _check_iterator(spec, tokenizer, needed_columns, max_tokens, timeout_s)
+            problems, first = _check_iterator(source, tokenizer, needed_columns, max_tokens, timeout_s)
         else:
             problems, first = _check_stored(source, tokenizer, needed_columns, max_tokens)
         if first is not None and see is not None:
@@ -272,21 +272,21 @@ def _missing_from_all(spec: PromptSpec, store: RowStore, needed_columns: Mapping
 
 
 def _check_iterator(
-    spec: str,
+    spec: PromptSpec,
     tokenizer: Tokenizer | None,
     needed_columns: Mapping[str, Sequence[str]],
     max_tokens: int | None,
     timeout_s: float,
 ) -> tuple[list[str], Prompt | None]:
     """Return the problems of an iterator's first row, and its prompt if it is valid."""
-    row, problem = first_row(spec, timeout_s)
+    row, problem = first_row(spec.source, timeout_s)
     if problem:
         return [problem], None
     try:
-        prompt = read_prompt(row, 1, tokenizer, max_tokens)
+        prompt = read_prompt(to_form(row, spec.form), 1, tokenizer, max_tokens)
     except BadRow as error:
-        return [f"prompts {spec}, row 1 {error}"], None
-    return [f"prompts {spec}, row 1 {missing}" for missing in missing_columns(prompt, needed_columns)], prompt
+        return [f"prompts {spec.source}, row 1 {error}"], None
+    return [f"prompts {spec.source}, row 1 {missing}" for missing in missing_columns(prompt, needed_columns)], prompt
 
 
 def missing_columns(prompt: Prompt, needed_columns: Mapping[str, Sequence[str]]) -> list[str]:

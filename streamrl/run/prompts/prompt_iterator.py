@@ -19,7 +19,8 @@ from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.user_code import describe_error, load_user_object
-from streamrl.run.prompts.prompt_rows import BadRow, read_prompt
+from streamrl.run.prompts.prompt_rows import BadRow, read_prompt, to_form
+from streamrl.run.prompts.prompt_spec import PLAIN, RowForm
 
 _CLOSE_GRACE_S = 2.0
 
@@ -107,13 +108,15 @@ class UserRows:
 
 
 class IteratorPrompts:
-    """``OpenPrompts`` of a user's iterator. ``start``: number of prompts that were drawn before the run was resumed."""
+    """``OpenPrompts`` of a user's iterator. ``start``: number of prompts that were drawn before the run was resumed;
+    ``form``: form of its rows."""
 
     size = None
     """An iterator has no epochs."""
 
-    def __init__(self, spec: str, tokenizer: Tokenizer | None, *, start: int = 0) -> None:
+    def __init__(self, spec: str, tokenizer: Tokenizer | None, *, start: int = 0, form: RowForm = PLAIN) -> None:
         self._spec = spec
+        self._form = form
         self._start = start
         self._tokenizer = tokenizer
         self._rows = UserRows(spec)
@@ -160,7 +163,7 @@ class IteratorPrompts:
                     self._exhausted = True
                     return
                 try:
-                    prompt = read_prompt(row, self._rows.count, self._tokenizer)
+                    prompt = read_prompt(to_form(row, self._form), self._rows.count, self._tokenizer)
                 except BadRow as error:
                     raise StreamRLError(f"prompts {self._spec}, row {self._rows.count} {error}") from error
                 self._drawn.append(prompt)

@@ -15,9 +15,9 @@ from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError
 from streamrl.base.types import Prompt, TokenArray, token_array
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 from streamrl.comm.wire import WireLimits
-from streamrl.pretrained.chat_template import ChatError
+from streamrl.pretrained.chat_template import ARGUMENTS_COLUMN, ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.run.prompts.prompt_spec import RowForm
+from streamrl.run.prompts.prompt_spec import PLAIN, RowForm
 from streamrl.run.prompts.row_template import TemplateFailed, value_of
 
 _TOKEN_COLUMN = "prompt_token_ids"
@@ -55,9 +55,13 @@ class RowStore:
 
 
 def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
-    """Return ``row`` with its prompt in the columns that ``read_prompt`` reads. Raises ``BadRow``."""
-    if form == RowForm():
+    """Return ``row`` with its prompt and the variables of the chat template in the columns that ``read_prompt`` reads.
+    Raises ``BadRow``."""
+    if form == PLAIN or not isinstance(row, Mapping):  # ``read_prompt`` refuses rows of other types
         return row
+    if form.template_arguments:
+        own_arguments = _json_column(row, ARGUMENTS_COLUMN, dict) or {}
+        row = {**row, ARGUMENTS_COLUMN: {**form.template_arguments, **own_arguments}}
     answer: dict[str, Any] = {}
     if form.answer:
         answer["answer"] = _column_value(row, "answer", form.answer)
@@ -163,6 +167,8 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer | None, max_token
         if chat is not None and "messages" not in columns:
             columns["messages"] = chat
             del columns["prompt"]
+        if arguments := _json_column(columns, ARGUMENTS_COLUMN, dict):
+            columns[ARGUMENTS_COLUMN] = arguments
     else:
         token_ids = _checked_token_ids(columns, tokenizer, max_tokens)
     if columns.pop(_TOKEN_COLUMN, None) is not None:
@@ -248,14 +254,27 @@ def _chat_token_ids(messages: object, name: str, columns: Mapping[str, Any], tok
     messages = [
         {key: value for key, value in message.items() if value is not None or key == "content"} for message in messages
     ]
-    tools = columns.get("tools")
-    arguments = columns.get("chat_template_kwargs")
-    if not isinstance(tools, list | None) or not isinstance(arguments, dict | None):
-        raise BadRow('has wrong "tools" or "chat_template_kwargs": a list of JSON schemas, and an object of variables')
+    tools = _json_column(columns, "tools", list)
+    arguments = _json_column(columns, ARGUMENTS_COLUMN, dict)
     try:
         return tokenizer.encode_chat(messages, tools, arguments)
     except ChatError as error:
         raise BadRow(f'has "{name}" without a prompt: {error}') from error
+
+
+def _json_column(columns: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
+    """Return the list or object in an optional column, which may be there as JSON text: a table has no type for objects
+    of several shapes. None for an absent, null or empty one. Raises ``BadRow``."""
+    value = columns.get(name)
+    try:
+        if isinstance(value, str):
+            value = msgspec.json.decode(value, type=kind) if value.strip() else None
+    except UNDECODABLE:
+        pass
+    if not isinstance(value, kind | None):
+        form = "a list of JSON schemas" if kind is list else "an object of variables"
+        raise BadRow(f'has wrong "{name}": {form}, or the JSON text of one')
+    return value
 
 
 def _message_problem(message: object) -> str:

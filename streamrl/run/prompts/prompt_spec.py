@@ -46,13 +46,19 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True):
     ``template``: template (``row_template``) that makes the text of several columns;
     ``answer``: column, expression or template that makes the column ``answer``;
     ``chat``: whether the text becomes the user's message in a chat;
-    ``system``: system message of that chat."""
+    ``system``: system message of that chat;
+    ``template_arguments``: variables of the chat template, for rows without these variables."""
 
     prompt: str = ""
     template: str = ""
     answer: str = ""
     chat: bool = False
     system: str = ""
+    template_arguments: Mapping[str, Any] = {}
+
+
+PLAIN = RowForm()
+"""The form of rows without options."""
 
 
 class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +72,7 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     kind: SourceKind
     source: str
-    form: RowForm = RowForm()
+    form: RowForm = PLAIN
     options: Mapping[str, Any] = {}
 
     @property
@@ -100,22 +106,25 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def prompt_sources(recipe: Recipe) -> dict[str, str]:
     """Return every source of ``recipe`` by the path of its key: ``prompts.train``, then the held-out sets in their
-    order. ``prompts.template`` and ``prompts.answer`` become options of sources that do not have these options."""
-    sources = {"prompts.train": _with_keys(recipe.prompts.train, recipe)}
+    order. ``prompts.template``, ``prompts.answer`` and ``prompts.template_arguments`` become options of sources that do
+    not have these options; held-out iterators, which make their rows, get the last of the three alone."""
+    prompts = recipe.prompts
+    of_iterators = {"template_arguments": prompts.template_arguments}
+    keys = {"template": prompts.template, "answer": prompts.answer, **of_iterators}
+    sources = {"prompts.train": _with_keys(prompts.train, keys)}
     for name, settings in recipe.evaluation.sets.items():
         path = "evaluation.prompts" if isinstance(recipe.evaluation.prompts, str) else f"evaluation.prompts.{name}"
-        source = settings.prompts.partition("?")[0]
-        sources[path] = settings.prompts if _is_iterator(source) else _with_keys(settings.prompts, recipe)
+        makes_rows = _is_iterator(settings.prompts.partition("?")[0])
+        sources[path] = _with_keys(settings.prompts, of_iterators if makes_rows else keys)
     return sources
 
 
-def _with_keys(text: str, recipe: Recipe) -> str:
-    """Return ``text`` with ``prompts.template`` and ``prompts.answer`` as options."""
+def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
+    """Return ``text`` with ``keys`` of ``[prompts]`` as options."""
     query = text.partition("?")[2]
     options = {part.partition("=")[0] for part in query.split("&")}
-    keys = {"template": recipe.prompts.template, "answer": recipe.prompts.answer}
     if "prompt" in options:  # it names the prompt already
-        del keys["template"]
+        options.add("template")
     missing = {key: value for key, value in keys.items() if value and key not in options}
     if not missing:
         return text
@@ -131,14 +140,15 @@ def read_spec(text: str) -> PromptSpec:
     if question_mark:
         options = dict(_option(text, part) for part in query.split("&"))
     kind = _kind(text, source)
-    if kind is SourceKind.ITERATOR and options:
+    if kind is SourceKind.ITERATOR and options.keys() - {"template_arguments"}:
         keys = "nor prompts.template and prompts.answer"
         raise RecipeError(f'prompts "{source}": an iterator takes no options, {keys}: let its code make the rows')
     form = {key: options.pop(key) for key in RowForm.__struct_fields__ if key in options}
     try:
         row_form = msgspec.convert(form, RowForm)
     except (msgspec.ValidationError, UnicodeError) as error:
-        raise RecipeError(f'prompts "{text}": {error}: chat is true or false, the others are text') from error
+        types = "chat is true or false, template_arguments a table, the others are text"
+        raise RecipeError(f'prompts "{text}": {error}: {types}') from error
     if row_form.prompt and row_form.template:
         raise RecipeError(f'prompts "{text}": ?prompt= and ?template= both make the prompt: remove one')
     name = source.removeprefix(_TASKS) if kind is SourceKind.TASK else source

@@ -22,7 +22,7 @@ from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.pretrained.lfs_pointers import pointer_problem
 from streamrl.run.prompts.prompt_rows import BadRow, RowStore, without_nulls
 
-_CHAT_COLUMNS = ("prompt", "messages", "tools")
+_CHAT_COLUMNS = ("prompt", "messages", "tools", "chat_template_kwargs")
 
 
 class TableRows(RowStore):

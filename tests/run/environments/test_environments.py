@@ -414,6 +414,24 @@ async def test_tools_are_called_until_a_turn_has_no_call(qwen: Tokenizer, code: 
     assert text == f"{whole}It is 5.<|im_end|>"  # as the template writes the whole
 
 
+async def test_the_template_has_the_arguments_of_the_row(
+    of_family: Callable[[str], Tokenizer], code: Callable[[str], str]
+) -> None:
+    """In the first prompt and after a call; a row without any thinks."""
+    qwen3, box = of_family("qwen3"), load_tools(code("add"))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    chat = [{"role": "user", "content": "2 + 3?"}, called, {"role": "tool", "content": "5"}]
+    for arguments in ({"enable_thinking": False}, {}):
+        run = Run(Environment(tools=(code("add"),)), qwen3, calls_once)
+        trajectory = await run.one({"prompt": "2 + 3?", "chat_template_kwargs": arguments})
+        first, second = (qwen3.decode(request.token_ids, False) for request in run.engine.asked)
+        assert first == qwen3.write_chat(chat[:1], box, arguments)
+        turn_end = qwen3.write_chat(chat, box, arguments).rpartition("</tool_response>")[2]
+        assert second.endswith(turn_end) and ("</think>" in turn_end) == bool(arguments)
+        assert isinstance(trajectory, Trajectory)
+
+
 @pytest.mark.long
 async def test_a_tool_of_an_mcp_server_is_called(qwen: Tokenizer, mcp_server: tuple[str, ...]) -> None:
     run = Run(Environment(tools=(f"mcp:{shlex.join(mcp_server)}",)), qwen, calls_once)

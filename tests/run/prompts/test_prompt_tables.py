@@ -301,6 +301,24 @@ async def test_prompts_are_made_of_columns_by_templates(
         read_spec(prompt_sources(load_recipe(table | {"prompts": given | {"train": f"{path}?"}}))["prompts.train"])
 
 
+@pytest.mark.parametrize("source", ["rows.jsonl", "mine.py:rows"])
+async def test_arguments_of_the_template_hold_for_every_source(
+    source: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Rows of files and of iterators, trained and held out."""
+    write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
+    (tmp_path / "mine.py").write_text("rows = [{'messages': [{'role': 'user', 'content': 'a'}]}]")
+    table = {"model": {"path": "m"}, "rewards": [{"function": "math"}]}
+    table |= {"evaluation": {"prompts": f"{tmp_path}/{source}"}}
+    given = {"train": f"{tmp_path}/{source}", "template_arguments": {"enable_thinking": False, "effort": "low & slow"}}
+    recipe = load_recipe(table | {"prompts": given}, ["prompts.template_arguments.effort=none"])
+    assert len(prompt_sources(recipe)) == 2
+    for spec in prompt_sources(recipe).values():
+        assert check_prompts(spec, tokenizer, {"math": ()}) == []
+        (drawn,) = await draw(spec, tokenizer, 1)
+        assert drawn.columns["chat_template_kwargs"] == {"enable_thinking": False, "effort": "none"}
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
