@@ -52,6 +52,7 @@ CONFINED = {
         "streamrl/prepare/hub/failures.py",
         "streamrl/cli/trained_models/",
         "streamrl/learning/state/",
+        "streamrl/run/prompts/data_directory.py",
     ),
     "obstore": ("streamrl/comm/object_store.py",),
     "textual": ("streamrl/observe/top/application.py",),

@@ -1,12 +1,21 @@
-"""Functions that tell which hosts can reach an address. No name is looked up. The rules of the recipe, the guard of the
-ZeroMQ sockets and the client of the judge use them."""
+"""Functions that tell which hosts can reach an address, and whether a port is one. No name is looked up. The rules of
+the recipe, the guard of the ZeroMQ sockets, the client of the judge and commands that take a port use them."""
 
 from __future__ import annotations
 
 from ipaddress import ip_address
 
+_LARGEST_PORT = 65535
 WILDCARDS = frozenset({"", "*", "0.0.0.0", "::", "0"})
 """Addresses that mean every interface of the host."""
+
+
+def wrong_port(port: str) -> str:
+    """Return what is wrong with a port to be bound or reached, as text; empty for a number from 0 to 65535. The system
+    takes a larger one without the bits above: 99999 is 34463."""
+    if port.isascii() and port.isdigit() and int(port) <= _LARGEST_PORT:
+        return ""
+    return f'"{port}" is no port: write a number up to {_LARGEST_PORT}'
 
 
 def bare_host(host: str) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -14,6 +13,8 @@ import anyio
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
+from streamrl.prepare.called_rewards import call_rewards
+from streamrl.prepare.data_summary import data_lines
 from streamrl.prepare.first_prompt import first_prompt_lines
 from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.hub.resolution import HubRecipe, hub_looked_up
@@ -21,13 +22,15 @@ from streamrl.prepare.preflight import CheckedModel, check_model, preflight, wit
 from streamrl.prepare.recipe_probe import problem_of_model
 from streamrl.prepare.run_length import with_steps_of_epochs
 from streamrl.prepare.summary import arithmetic_lines, process_lines
-from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.processes.cluster.open_launcher import hosts_of
 from streamrl.recipe.rules.load_recipe import dump_recipe
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import plan_topology
+from streamrl.rewards.rewards_snapshot import RewardsSnapshot
 from streamrl.run.prompts.open_prompts import stored_rows
 from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.row_notes import RowNotes
 
 PROBE_TIMEOUT_S = 300.0
 
@@ -64,20 +67,40 @@ def _dry_run(hub: HubRecipe, system: Sequence[str]) -> int:
     if gpus := gpu_placement(recipe).lines():
         print("\n# memory of the GPUs\n")
         print("\n".join(gpus))
-    prompts: list[Prompt] = []
-    preflight(recipe, snapshot, partial(_show_prompt, prompts))
+    prompts = _checked_prompts(recipe, snapshot)
     verdict = "all checks passed" if _try_model(recipe, prompts) else "all other checks passed"
     print(f"\n{verdict}; nothing was started")
     return 0
 
 
-def _show_prompt(prompts: list[Prompt], tokenizer: Tokenizer, prompt: Prompt) -> None:
-    if not len(prompt.token_ids):
-        print(f"\nthe environment writes the prompts, from the columns {', '.join(prompt.columns)} of a row")
-        return
-    prompts.append(prompt)
-    print("\n# the prompt of the first row, as the model will see it\n")
-    print("\n".join(first_prompt_lines(prompt, tokenizer)))
+def _checked_prompts(recipe: Recipe, snapshot: RewardsSnapshot | None) -> list[Prompt]:
+    """Check the recipe, print what its rows are, and call its rewards. Returns the first prompt, where the model sees
+    it. Raises ``RecipeError`` with all problems."""
+    notes: dict[str, RowNotes] = {}
+    problems: list[str] = []
+    try:
+        preflight(recipe, snapshot, notes)
+    except RecipeError as error:
+        problems = error.problems
+    if notes:
+        print("\n# the rows\n")
+        print("\n".join(data_lines(recipe, notes)))
+    first = notes.get("prompts.train", RowNotes()).first
+    prompts: list[Prompt] = []
+    if first and len(first.token_ids):
+        prompts = [first]
+        tokenizer = load_tokenizer(recipe.model.path)
+        print("\n# the prompt of the first row, as the model will see it\n")
+        print("\n".join(first_prompt_lines(first, tokenizer)))
+        if not any(problem.startswith("reward") for problem in problems):
+            reward_problems, reward_notes = call_rewards(recipe, first, tokenizer)
+            problems = [*problems, *reward_problems]
+            print(*(f"warning: {note}" for note in reward_notes), sep="\n")
+    elif first:
+        print(f"\nthe environment writes the prompts, from the columns {', '.join(first.columns)} of a row")
+    if problems:
+        raise RecipeError(*problems)
+    return prompts
 
 
 def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:

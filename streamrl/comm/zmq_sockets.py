@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.host_addresses import wrong_port
 from streamrl.comm.socket_options import make_socket
 
 IPC_PATH_BYTES = 107
@@ -42,9 +43,11 @@ def transport_of(endpoint: str) -> str:
             f"{IPC_PATH_BYTES}; use a shorter run or socket directory"
         )
     if transport == "tcp":
-        host, colon, _port = address.rpartition(":")
+        host, colon, port = address.rpartition(":")
         if not colon or not host:
             raise StreamRLError(f"endpoint {endpoint!r} has no port; write tcp://HOST:PORT")
+        if port != "*" and (problem := wrong_port(port)):
+            raise StreamRLError(f"endpoint {endpoint!r}: {problem}")
         if ":" in host and not host.startswith("["):
             raise StreamRLError(f"endpoint {endpoint!r}: put an IPv6 address in brackets, as in tcp://[::1]:5555")
     return transport

@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from streamrl.base.atomic_files import hold_lock, write_durable, write_link
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.base.types import Prompt
+from streamrl.base.host_addresses import wrong_port
 from streamrl.comm.object_store import access_problem
 from streamrl.comm.transport_keys import transport_variables
 from streamrl.comm.zmq_sockets import has_ipc_listener
@@ -26,7 +25,8 @@ from streamrl.engines.vllm.visible_gpus import visible_gpus
 from streamrl.learning.routing_replay import why_not_replayed
 from streamrl.learning.state.durable_files import read_digests, refuse_faults, surviving_directory
 from streamrl.learning.state.tensor_meaning import other_meanings
-from streamrl.observe.trackers.available_trackers import tracker_problems
+from streamrl.observe.trackers.available_trackers import name_and_options, tracker_problems
+from streamrl.observe.trackers.prometheus import PORT as PROMETHEUS_PORT
 from streamrl.prepare.gpu_placement import facts_of, gpu_placement
 from streamrl.prepare.machine_check import (
     GIB,
@@ -57,9 +57,9 @@ from streamrl.rewards.signature import needed_columns
 from streamrl.run.copies.fetch_checkpoint import whole_copy
 from streamrl.run.prompts.open_prompts import check_prompts, missing_source
 from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.row_notes import RowNotes
 
 USER_CODE_TIMEOUT_S = 60.0
-SeePrompt = Callable[[Tokenizer, Prompt], None]
 
 
 class CheckedModel(msgspec.Struct, frozen=True):
@@ -97,17 +97,20 @@ def recipe_of_resumed_run(recipe: Recipe, run_directory: Path) -> tuple[Recipe, 
     return recipe, snapshot
 
 
-def preflight(recipe: Recipe, snapshot: RewardsSnapshot | None = None, see: SeePrompt | None = None) -> None:
+def preflight(
+    recipe: Recipe, snapshot: RewardsSnapshot | None = None, notes: dict[str, RowNotes] | None = None
+) -> None:
     """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking.
 
-    ``snapshot``: rewards of the run or checkpoint that is resumed. ``see``: function that gets the first prompt."""
+    ``snapshot``: rewards of the run or checkpoint that is resumed. ``notes``: gets the notes about the rows of each
+    source, by the path of its key."""
     problems = [f"{path}: {text}" for path, text in broken_rules(recipe)]
     model: CheckedModel | None = None
     try:
         model = check_model(recipe)
     except RecipeError as error:
         problems += error.problems
-    reward_problems = list(_rewards_and_prompts(recipe, model, see))
+    reward_problems = list(_rewards_and_prompts(recipe, model, notes))
     problems += reward_problems
     if reward_problems and snapshot and snapshot.changed_live:
         problems.append(_live_rewards(recipe, snapshot))
@@ -129,7 +132,8 @@ def preflight(recipe: Recipe, snapshot: RewardsSnapshot | None = None, see: SeeP
     problems += _checkpoint(recipe)
     problems += _stores(recipe)
     problems += _free_space(recipe)
-    problems += [f"metrics.report_to: {problem}" for problem in tracker_problems(recipe.metrics.report_to)]
+    of_trackers = tracker_problems(recipe.metrics.report_to, recipe.run.project, recipe.run.tags)
+    problems += [f"metrics.report_to: {problem}" for problem in of_trackers]
     if problems:
         raise RecipeError(*dict.fromkeys(problems))
 
@@ -163,7 +167,9 @@ def check_model(recipe: Recipe) -> CheckedModel:
     return CheckedModel(facts, max_model_len(recipe, model_config(recipe.model.path)))
 
 
-def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePrompt | None) -> Iterator[str]:
+def _rewards_and_prompts(
+    recipe: Recipe, model: CheckedModel | None, notes: dict[str, RowNotes] | None
+) -> Iterator[str]:
     combining = combining_rewards(recipe.rewards, recipe.reward_limits)
     inspections = inspect_in_subprocess([*recipe.rewards, *combining], USER_CODE_TIMEOUT_S)
     for index, inspection in enumerate(inspections):
@@ -186,12 +192,12 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePro
         yield "environment.agent: the model has no chat template, which requests of agents need: take one that has"
     longest = model.context - recipe.sampling.max_tokens if model else None
     for path, spec in prompt_sources(recipe).items():
-        show = None
-        if see and tokenizer and path == "prompts.train":
-            show = partial(see, tokenizer)
         if tokenizer:
             reader = None if recipe.environment.configured else tokenizer
-            problems = check_prompts(spec, reader, columns, longest, see=show)
+            source_notes = RowNotes()
+            problems = check_prompts(spec, reader, columns, longest, notes=source_notes)
+            if notes is not None:
+                notes[path] = source_notes
         else:
             problems = missing_source(spec)
         yield from (f"{path}: {problem}" for problem in problems)
@@ -267,6 +273,10 @@ def _installation(recipe: Recipe) -> Iterator[str]:
 def _ports(recipe: Recipe) -> Iterator[str]:
     """Problems of ports that this run would bind."""
     endpoints = {"metrics": recipe.metrics.endpoint}
+    for name, options in map(name_and_options, recipe.metrics.report_to):
+        port = options.get("port", str(PROMETHEUS_PORT))
+        if name == "prometheus" and not wrong_port(port):
+            endpoints[name] = f"tcp://{options.get('address', '127.0.0.1')}:{port}"
     if recipe.on_one_host:  # the agent of each host of a cluster finds free ports
         endpoints = plan_topology(recipe, Path("/tmp")).endpoints | endpoints
         if recipe.transport.kind is TransportKind.TCP and (problem := port_problem(recipe.transport.host, 0)):
@@ -274,10 +284,10 @@ def _ports(recipe: Recipe) -> Iterator[str]:
             return
     users: dict[str, str] = {}
     for name, endpoint in endpoints.items():
-        path = "metrics.endpoint" if name == "metrics" else "transport.port"
+        path = {"metrics": "metrics.endpoint", "prometheus": "metrics.report_to"}.get(name, "transport.port")
         if endpoint.startswith("tcp://"):
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-            problem = port_problem(host, int(port))
+            problem = wrong_port(port) or port_problem(host, int(port))
             if endpoint in users:
                 problem = f"port {port} of {host} is already the one of {users[endpoint]}"
             users[endpoint] = name

@@ -19,6 +19,12 @@ _MARKED = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(\S+))?", re.ASCII)
 _SNAPSHOT = re.compile(r".*/(model|dataset)s--([^/]+)/snapshots/([0-9a-f]{40})")
 SCHEMES = {"s3": "bucket", "gs": "bucket", "az": "container", "file": ""}
 
+_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<kind>datasets/|models/)?(?P<name>[^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve|raw)/(?P<revision>[^/?#]+)/?(?P<file>[^?#]*))?.*"
+)
+_FILE_SYSTEM = re.compile(r"hf://(?P<kind>datasets/)?(?P<name>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/?(?P<file>.*)")
+
 
 class HubName(msgspec.Struct, frozen=True):
     """A repository of the Hub. ``revision``: branch, tag or full commit (empty: the main branch)."""
@@ -58,6 +64,20 @@ def read_hub_name(text: str, *, dataset: bool = False) -> HubName:
         return HubName(match[1], match[2] or "", dataset)
     form = f'"{HUB}owner/name" or "{HUB}owner/name@revision"'
     raise RecipeError(f'"{text}" is no name of the Hub: write {form}, with letters, digits, "-", "_" and "."')
+
+
+def name_in_address(text: str) -> str:
+    """Return the name for a recipe of the repository in ``text``, the address of a page or file of the Hub as browsers
+    and pandas have it; empty for another text."""
+    match = _PAGE.fullmatch(text) or _FILE_SYSTEM.fullmatch(text)
+    if match is None:
+        return ""
+    name = f"{HUB}{match['name']}"
+    if match["revision"] not in (None, "main"):
+        name += f"@{match['revision']}"
+    if match["file"] and match["kind"]:
+        name += f"?files={match['file']}"
+    return name
 
 
 def cached_name(path: str | Path) -> HubName | None:

@@ -15,6 +15,7 @@ import anyio
 import yaml
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.host_addresses import wrong_port
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, recipe_file
 from streamrl.cli.submit.job_template import TEMPLATES, filled
 from streamrl.cli.submit.ray_start import DRAIN_S, RAY_PORT, STORE_BYTES, Work, ray_variables, ray_version
@@ -78,7 +79,9 @@ class _OnHosts(_Launch, frozen=True, kw_only=True):
     port: Port = RAY_PORT
 
     def lines(self) -> list[str]:
-        """Shell lines before everything else."""
+        """Shell lines before everything else. Raises ``RecipeError`` for a port that is none."""
+        if problem := wrong_port(str(self.port)):
+            raise RecipeError(f"--port: {problem}")
         exports = [f"export {name}={quote(value)}" for name, value in self.variables().items()]
         return [*([self.setup] if self.setup else local_setup()), *exports]
 

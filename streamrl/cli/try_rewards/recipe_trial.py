@@ -33,6 +33,7 @@ from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.run.prompts.open_prompts import open_prompts
 from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.row_notes import RowNotes
 
 STEP_TIMEOUT_S = 900.0
 _SHOWN_TIMES = 8
@@ -78,8 +79,8 @@ async def try_recipe(
     rewards = _rewards_to_try(recipe, completions)
     size = recipe.rollout.group_size
     recipe = await asyncio.to_thread(with_hub_folders, recipe)
-    checked_prompts: list[Prompt] = []
-    preflight(recipe, see=lambda _, prompt: checked_prompts.append(prompt))
+    notes: dict[str, RowNotes] = {}
+    preflight(recipe, notes=notes)
     model = check_model(recipe)
     tokenizer = load_tokenizer(recipe.model.path)
     prompts = await _draw(recipe, tokenizer, completions // size)
@@ -101,7 +102,7 @@ async def try_recipe(
         training = await asyncio.to_thread(measure_step, recipe, trajectories, STEP_TIMEOUT_S)
     all_trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     lengths = [trajectory.generated_tokens for trajectory in all_trajectories]
-    first_prompt = (checked_prompts or prompts)[0]
+    first_prompt = notes["prompts.train"].first or prompts[0]
     length_spread = spread(lengths)
     batch = recipe.batch_trajectories
     step_training_s = None

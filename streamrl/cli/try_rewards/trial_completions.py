@@ -14,18 +14,9 @@ from msgspec import structs
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.base.messages import Generate
-from streamrl.base.types import (
-    FinishReason,
-    FloatArray,
-    Prompt,
-    Segment,
-    TokenArray,
-    Trajectory,
-    TrajectoryId,
-    float_array,
-    token_array,
-)
+from streamrl.base.types import FinishReason, Prompt, TokenArray, Trajectory, token_array
 from streamrl.cli.trained_models.model_evaluation import started_engine
+from streamrl.prepare.called_rewards import trajectory_of
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.sections import Recipe
 from streamrl.run.prompts.open_prompts import OpenPrompts
@@ -146,33 +137,16 @@ def _group(number: int, prompt: Prompt, lines: Sequence[CompletionLine], tokeniz
     return CompletedGroup(
         prompt,
         tuple(
-            _trajectory(
-                number,
-                sample,
+            trajectory_of(
                 prompt,
                 # Prefer the sampled token ids of the line: tokenising its text again may give other ids.
                 token_array(ids) if ids and not isinstance(tokenizer, PlainText) else tokenizer.encode(text),
-                FinishReason.LENGTH if line.finish_reason == FinishReason.LENGTH else FinishReason.STOP,
+                group=number,
+                sample=sample,
+                finish_reason=FinishReason.LENGTH if line.finish_reason == FinishReason.LENGTH else FinishReason.STOP,
             )
             for sample, (line, text, ids) in enumerate(samples)
         ),
-    )
-
-
-def _trajectory(
-    group: int,
-    sample: int,
-    prompt: Prompt,
-    token_ids: TokenArray,
-    finish_reason: FinishReason,
-    logprobs: FloatArray | None = None,
-) -> Trajectory:
-    logprobs = float_array([0.0]) * len(token_ids) if logprobs is None else logprobs
-    return Trajectory(
-        id=TrajectoryId(prompt_id=prompt.prompt_id, group_id=group, sample=sample),
-        prompt=prompt,
-        segments=(Segment(token_ids=token_ids, trained=True, behavior_logprobs=logprobs),),
-        finish_reason=finish_reason,
     )
 
 
@@ -207,7 +181,14 @@ async def groups_from_engine(
             sampled_count += 1
             progress(sampled_count)
             logprobs = completion.behavior_logprobs
-            return _trajectory(group, index, prompt, completion.token_ids, completion.finish_reason, logprobs)
+            return trajectory_of(
+                prompt,
+                completion.token_ids,
+                group=group,
+                sample=index,
+                finish_reason=completion.finish_reason,
+                logprobs=logprobs,
+            )
 
         progress(0)
         began = time.perf_counter()

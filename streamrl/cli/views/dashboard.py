@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.host_addresses import wrong_port
 from streamrl.cli.command import Argument, Command
 
 RUNS = "runs"
@@ -31,6 +32,8 @@ class Dashboard(Command, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """Serve until Ctrl-C. Raises ``StreamRLError`` for what is no run, or a port in use."""
+        if problem := wrong_port(str(self.port)):
+            raise StreamRLError(f"--port: {problem}")
         require_server()
         from streamrl.observe.dashboard.server import serve  # only here: the packages may be absent
 

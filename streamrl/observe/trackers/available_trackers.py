@@ -3,6 +3,7 @@ checks of a run and ``streamrl sync`` call ``tracker_problems``, a follower call
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.host_addresses import wrong_port
 from streamrl.observe.trackers.tracker import Tracker
 
 GROUP = "streamrl.trackers"
@@ -51,9 +53,9 @@ def make_tracker(name: str) -> Tracker:
     return plug_in
 
 
-def tracker_problems(report_to: Sequence[str]) -> Iterator[str]:
-    """Yield a problem for each tracker of ``metrics.report_to`` that cannot be used on this machine, with its remedy.
-    No tracker is imported."""
+def tracker_problems(report_to: Sequence[str], project: str = "", tags: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a problem for each tracker of ``metrics.report_to`` that cannot be used on this machine, with its remedy,
+    and for a ``project`` or ``tags`` of a run that it would refuse. No tracker is imported."""
     names = [name_and_options(spec)[0] for spec in report_to]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
@@ -64,6 +66,20 @@ def tracker_problems(report_to: Sequence[str]) -> Iterator[str]:
             trackers = ", ".join([*SHIPPED, *_plug_ins()])
             remedy = f"take one of {trackers}, or install a plug-in (entry point group {GROUP})"
             yield f'there is no tracker "{name}": {remedy}'
+    for name, options in map(name_and_options, report_to):
+        if name == "prometheus" and (problem := wrong_port(options.get("port", "0"))):
+            yield f"{name}?port={problem}"
+    if "wandb" in names:
+        yield from _refused_by_wandb(os.environ.get("WANDB_PROJECT") or project, tags)
+
+
+def _refused_by_wandb(project: str, tags: Sequence[str]) -> Iterator[str]:
+    """The limits of ``wandb.Settings``, which takes seconds to import."""
+    if not re.fullmatch(r"[^/\\#?%:]{0,128}", project):
+        yield f"wandb takes no project {project!r:.140} (run.project): at most 128 characters, none of / \\ # ? % :"
+    for tag in tags:
+        if not 1 <= len(tag) <= 64:
+            yield f"wandb takes no tag {tag!r:.80} of {len(tag)} characters (run.tags): write 1 to 64"
 
 
 def _package_problems(name: str, shipped: _Shipped) -> Iterator[str]:

@@ -7,8 +7,9 @@ import math
 import re
 from collections.abc import Mapping
 
+from streamrl.base.host_addresses import wrong_port
 from streamrl.recipe.problems import did_you_mean, short_toml
-from streamrl.recipe.remote_names import is_url, url_problem
+from streamrl.recipe.remote_names import is_url, name_in_address, url_problem
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
 from streamrl.recipe.schedules.schedule import SCHEDULES, WITHOUT_END, options_of, rate_factor
 from streamrl.recipe.scheduling import RoundKind
@@ -292,6 +293,20 @@ def in_flight(recipe: Recipe) -> Broken:
         )
 
 
+@rule("model.path", "judge.model", "prompts.train", "evaluation.prompts")
+def no_addresses(recipe: Recipe) -> Broken:
+    """Models and data are paths or names of the Hub, not addresses of pages."""
+    places = [("model.path", recipe.model.path), ("judge.model", recipe.judge.model)]
+    places += [("prompts.train", recipe.prompts.train)]
+    places += [("evaluation.prompts", held_out.prompts) for held_out in recipe.evaluation.sets.values()]
+    for field, text in places:
+        address = text.partition("?")[0]
+        if name := name_in_address(address):
+            yield Problem(field, f'"{address}" is an address of the Hub: write "{name}"')
+        elif "://" in address:
+            yield Problem(field, f'"{address}" is an address: download the file, and name the copy')
+
+
 @rule("metrics.endpoint")
 def metrics_endpoint(recipe: Recipe) -> Broken:
     """The endpoint of the metrics must be a ZeroMQ endpoint."""
@@ -301,6 +316,8 @@ def metrics_endpoint(recipe: Recipe) -> Broken:
             "metrics.endpoint",
             f'"{endpoint}" is not an endpoint: write "tcp://127.0.0.1:5690" or "ipc:///path/socket", or leave it empty',
         )
+    elif endpoint.startswith("tcp://") and (problem := wrong_port(endpoint.rpartition(":")[2])):
+        yield Problem("metrics.endpoint", problem)
 
 
 @rule("run.name")

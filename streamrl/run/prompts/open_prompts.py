@@ -8,7 +8,7 @@ own, so that user code that blocks does not stop the controller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from streamrl.run.prompts.json_rows import open_json
 from streamrl.run.prompts.prompt_iterator import IteratorPrompts
 from streamrl.run.prompts.prompt_rows import BadRow, RowStore, read_prompt, to_form
 from streamrl.run.prompts.prompt_spec import JSON_ENDINGS, PromptSpec, SourceKind, read_spec
+from streamrl.run.prompts.row_notes import RowNotes
 
 _MOST_PROBLEMS = 20
 _TASK_ROWS_CHECKED = 16
@@ -179,7 +180,7 @@ def check_prompts(
     max_tokens: int | None = None,
     *,
     timeout_s: float = 60.0,
-    see: Callable[[Prompt], None] | None = None,
+    notes: RowNotes | None = None,
 ) -> list[str]:
     """Return the faults of a source, one line each, at most 20; empty: there is none. All stored rows are read, but
     only the first 16 of a task. The first row of an iterator is drawn in a throw-away process.
@@ -187,15 +188,14 @@ def check_prompts(
     ``needed_columns``: columns by the name of the reward that needs them (``rewards.signature.needed_columns``);
     ``max_tokens``: largest number of tokens of a prompt (None: no limit);
     ``timeout_s``: seconds for the first row of an iterator;
-    ``see``: function that gets the first prompt, if the first row is a valid one."""
+    ``notes``: notes about the rows, which are added to."""
+    notes = notes or RowNotes()
     try:
         source = read_spec(spec)
         if source.kind is SourceKind.ITERATOR:
-            problems, first = _check_iterator(source, tokenizer, needed_columns, max_tokens, timeout_s)
+            problems = _check_iterator(source, tokenizer, needed_columns, max_tokens, timeout_s, notes)
         else:
-            problems, first = _check_stored(source, tokenizer, needed_columns, max_tokens)
-        if first is not None and see is not None:
-            see(first)
+            problems = _check_stored(source, tokenizer, needed_columns, max_tokens, notes)
     except RecipeError as error:
         return error.problems
     if len(problems) > _MOST_PROBLEMS:
@@ -205,14 +205,18 @@ def check_prompts(
 
 
 def _check_stored(
-    spec: PromptSpec, tokenizer: Tokenizer | None, needed_columns: Mapping[str, Sequence[str]], max_tokens: int | None
-) -> tuple[list[str], Prompt | None]:
-    """Return the problems of stored rows, and the first prompt if it is valid."""
+    spec: PromptSpec,
+    tokenizer: Tokenizer | None,
+    needed_columns: Mapping[str, Sequence[str]],
+    max_tokens: int | None,
+    notes: RowNotes,
+) -> list[str]:
+    """Return the problems of stored rows."""
     store = open_rows(spec)
-    first_prompt = None
+    notes.size = store.size
     try:
         if problems := _missing_from_all(spec, store, needed_columns):
-            return problems, None
+            return problems
         rows = store.size if spec.kind is not SourceKind.TASK else min(store.size, _TASK_ROWS_CHECKED)
         rows_by_problem: dict[str, list[int]] = {}
         # By the hash of the id, because the ids of a large file would take much memory.
@@ -223,8 +227,7 @@ def _check_stored(
             except BadRow as error:
                 rows_by_problem.setdefault(str(error), []).append(index)
                 continue
-            if index == 0:
-                first_prompt = prompt
+            notes.add(index, store.place(index), prompt, needed_columns)
             row_problems = missing_columns(prompt, needed_columns)
             earlier = row_by_id.setdefault(hash(prompt.prompt_id), index)
             if earlier != index:
@@ -238,7 +241,7 @@ def _check_stored(
             if len(indices) > 1:
                 text += f" (so with {len(indices) - 1} of the other {rows - 1} rows)"
             problems.append(text)
-        return problems, first_prompt
+        return problems
     finally:
         store.close()
 
@@ -277,16 +280,18 @@ def _check_iterator(
     needed_columns: Mapping[str, Sequence[str]],
     max_tokens: int | None,
     timeout_s: float,
-) -> tuple[list[str], Prompt | None]:
-    """Return the problems of an iterator's first row, and its prompt if it is valid."""
+    notes: RowNotes,
+) -> list[str]:
+    """Return the problems of an iterator's first row."""
     row, problem = first_row(spec.source, timeout_s)
     if problem:
-        return [problem], None
+        return [problem]
     try:
         prompt = read_prompt(to_form(row, spec.form), 1, tokenizer, max_tokens)
     except BadRow as error:
-        return [f"prompts {spec.source}, row 1 {error}"], None
-    return [f"prompts {spec.source}, row 1 {missing}" for missing in missing_columns(prompt, needed_columns)], prompt
+        return [f"prompts {spec.source}, row 1 {error}"]
+    notes.add(0, "row 1", prompt, needed_columns)
+    return [f"prompts {spec.source}, row 1 {missing}" for missing in missing_columns(prompt, needed_columns)]
 
 
 def missing_columns(prompt: Prompt, needed_columns: Mapping[str, Sequence[str]]) -> list[str]:

@@ -86,7 +86,9 @@ def _make_chat(row: dict[str, Any], system: str) -> None:
     name = "prompt" if row.get("messages") is None else "messages"
     chat = as_chat(row.get(name))
     if chat is None:
-        text = row.pop("prompt", None)
+        if "prompt" not in row:
+            raise BadRow(f'has no column "prompt" (it has {", ".join(row)}): name the one with ?prompt=COLUMN')
+        text = row.pop("prompt")
         if not isinstance(text, str):
             raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text to become a chat')
         # A verifier may need the text, too, and a row has either a prompt or messages.
@@ -224,7 +226,8 @@ def _token_ids(columns: dict[str, Any], tokenizer: Tokenizer) -> TokenArray:
             raise BadRow(f'has a wrong "prompt_token_ids": a list of integers from 0 to {size - 1}')
         return token_array(token_ids)
     if text is None and messages is None:
-        raise BadRow('has no column "prompt" (text or a chat), "messages" or "prompt_token_ids": add one')
+        names = f"(it has {', '.join(columns) or 'none'})"
+        raise BadRow(f'has no column "prompt", "messages" or "prompt_token_ids" {names}: add one, or ?prompt=COLUMN')
     if text is not None and messages is not None:
         raise BadRow('has both "prompt" and "messages": name the one that the model shall see with ?prompt=')
     name = "messages" if text is None else "prompt"
