@@ -73,8 +73,8 @@ def trajectory_of(
     finish_reason: FinishReason = FinishReason.STOP,
     logprobs: FloatArray | None = None,
 ) -> Trajectory:
-    """Return a trajectory of one turn, for a reward that is called outside of a run. ``logprobs``: of the tokens, [T]
-    (None: zeros)."""
+    """Return a trajectory of one turn, for a reward that is called outside of a run. ``logprobs``: logprobs of
+    the tokens, float32 [T] (None: zeros)."""
     logprobs = float_array([0.0]) * len(token_ids) if logprobs is None else logprobs
     return Trajectory(
         id=TrajectoryId(prompt_id=prompt.prompt_id, group_id=group, sample=sample),
