@@ -49,11 +49,14 @@ def call_rewards(recipe: Recipe, prompt: Prompt, tokenizer: Tokenizer) -> tuple[
             return await reward_set.score(trajectories)
 
     failures: dict[str, dict[str, str]] = {}
-    for completion, outcome in zip(texts, anyio.run(score), strict=True):
+    outcomes = anyio.run(score)
+    for completion, outcome in zip(texts, outcomes, strict=True):
         for name, failure in _failures(outcome).items():
             failures.setdefault(name, {})[completion] = failure
     problems = []
-    notes = []
+    valued = {call.function for outcome in outcomes for call in outcome.calls if call.value is not None}
+    silent = [reward.label for reward in rewards if reward.label not in {*valued, *failures}]
+    notes = [f'the reward "{name}" returns no value (None) for the first row: it is left out there' for name in silent]
     for name, by_completion in failures.items():
         completion, failure = next(iter(by_completion.items()))
         sentence = f'the reward "{name}" fails for {completion} of the first row ({failure})'

@@ -343,6 +343,14 @@ def test_what_is_not_installed_is_named_with_its_remedy(written: Callable[..., W
         "install a plug-in (entry point group streamrl.trackers)".replace("notes, sleeps, dies", "sleeps, dies, notes"),
         "prometheus is there twice: remove one",
     ]
+    refused = list(tracker_problems(["wandb", "prometheus?port=99999"], "team/sums", ["", "x" * 65, "x" * 64]))
+    assert [problem[:40] for problem in refused] == [
+        'prometheus?port="99999" is no port: writ',
+        "wandb takes no project 'team/sums' (run.",
+        "wandb takes no tag '' of 0 characters (r",
+        f"wandb takes no tag '{'x' * 20}",
+    ]
+    assert not list(tracker_problems(["wandb"], "x" * 128, ["y" * 64]))
     run = written()
     (run.directory / "trackers").mkdir()
     with pytest.raises(StreamRLError, match="tensorboardX"):
