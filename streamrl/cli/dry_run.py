@@ -95,7 +95,8 @@ def _checked_prompts(recipe: Recipe, snapshot: RewardsSnapshot | None) -> list[P
         if not any(problem.startswith("reward") for problem in problems):
             reward_problems, reward_notes = call_rewards(recipe, first, tokenizer)
             problems = [*problems, *reward_problems]
-            print(*(f"warning: {note}" for note in reward_notes), sep="\n")
+            for note in reward_notes:
+                print(f"warning: {note}")
     elif first:
         print(f"\nthe environment writes the prompts, from the columns {', '.join(first.columns)} of a row")
     if problems:

@@ -17,8 +17,8 @@ def data_lines(recipe: Recipe, notes: Mapping[str, RowNotes]) -> Iterator[str]:
         line = f"{path}: {rows}"
         if source is trained and source.size:
             batch = recipe.rollout.prompts_per_batch
-            drawn = recipe.run.steps * batch
-            line += f"; {recipe.run.steps} steps x {batch} = {drawn:,} prompts: {drawn / source.size:.3g} passes"
+            drawn = recipe.run.prompts or recipe.run.steps * batch
+            line += f"; {drawn:,} prompts, {batch} a step: {drawn / source.size:.3g} passes"
             if batch > source.size:
                 line += f"; warning: a batch is larger than all rows, and has each {batch / source.size:.3g} times"
         yield line

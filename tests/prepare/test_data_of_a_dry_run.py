@@ -57,13 +57,15 @@ def test_rows_passes_and_columns_without_values(tokenizer: Tokenizer, write: Wri
     rows = [{"prompt": f"{n}{n + 1}:", "answer": None if n % 3 == 2 else str(n)} for n in range(9)]
     file = write("rows.jsonl", [*rows, {"prompt": "12:", "answer": ""}])
     assert lines(file, tokenizer) == [
-        "prompts.train: 10 rows; 8 steps x 4 = 32 prompts: 3.2 passes",
+        "prompts.train: 10 rows; 32 prompts, 4 a step: 3.2 passes",
         "  warning: answer is null in 3 of 10 rows, the first is line 3",
         "  warning: answer is empty in 1 of 10 rows, the first is line 10",
         "  warning: the prompt is that of an earlier row in 1 of 10 rows, the first is line 10",
     ]
     large = lines(file, tokenizer, rollout={"prompts_per_batch": 25})
-    assert large[0].endswith("200 prompts: 20 passes; warning: a batch is larger than all rows, and has each 2.5 times")
+    assert large[0].endswith(
+        "200 prompts, 25 a step: 20 passes; warning: a batch is larger than all rows, and has each 2.5 times"
+    )
 
 
 def test_held_out_prompts_that_are_trained_on(tokenizer: Tokenizer, write: Write) -> None:
