@@ -13,26 +13,25 @@ import anyio
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
+from streamrl.prepare.adapter_sync import with_adapter_sync
 from streamrl.prepare.called_rewards import call_rewards
 from streamrl.prepare.data_summary import data_lines
 from streamrl.prepare.first_prompt import first_prompt_lines
 from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.hub.resolution import HubRecipe, hub_looked_up
 from streamrl.prepare.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
-from streamrl.prepare.recipe_probe import problem_of_model
+from streamrl.prepare.recipe_probe import PROBE_TIMEOUT_S, problem_of_model
 from streamrl.prepare.run_length import with_steps_of_epochs
 from streamrl.prepare.summary import arithmetic_lines, process_lines
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.processes.cluster.open_launcher import hosts_of
 from streamrl.recipe.rules.load_recipe import dump_recipe
-from streamrl.recipe.sections import EngineKind, Recipe
+from streamrl.recipe.sections import EngineKind, LoraSync, Recipe
 from streamrl.recipe.topology import plan_topology
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot
 from streamrl.run.prompts.open_prompts import stored_rows
 from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.row_notes import RowNotes
-
-PROBE_TIMEOUT_S = 300.0
 
 
 def dry_run(recipe: Recipe, system: Sequence[str]) -> int:
@@ -45,6 +44,9 @@ def dry_run(recipe: Recipe, system: Sequence[str]) -> int:
 def _dry_run(hub: HubRecipe, system: Sequence[str]) -> int:
     recipe, length = with_steps_of_epochs(hub.recipe)
     recipe, snapshot = with_checkpoint_rewards(recipe)
+    merging = ""
+    if recipe.lora.sync is LoraSync.AUTO:
+        recipe, merging = with_adapter_sync(recipe)
     topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
     model: CheckedModel | None = None
     with suppress(RecipeError):  # ``preflight`` reports it at the end, with all other problems
@@ -58,7 +60,7 @@ def _dry_run(hub: HubRecipe, system: Sequence[str]) -> int:
     if system:
         print("# what rollout.system sets\n", *system, "", sep="\n")
     print("# what it adds up to\n")
-    print("\n".join([*filter(None, [length]), *arithmetic_lines(recipe, facts, context, _held_out(recipe))]))
+    print("\n".join([*filter(None, [length, merging]), *arithmetic_lines(recipe, facts, context, _held_out(recipe))]))
     print("\n# what would be started\n")
     print("\n".join(process_lines(recipe, topology)))
     if hosts := anyio.run(hosts_of, recipe):

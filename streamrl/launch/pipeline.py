@@ -51,6 +51,7 @@ from streamrl.launch.run_directory import NOT_RESUMED, lock_run, refuse_changes,
 from streamrl.launch.run_record import refuse_lost_journal
 from streamrl.launch.steering.steering_requests import SteeringRequests, steering_endpoint
 from streamrl.observe.user_calls import UserCalls, close_all
+from streamrl.prepare.adapter_sync import with_adapter_sync
 from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.hub.resolution import with_hub_folders
 from streamrl.prepare.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
@@ -185,6 +186,9 @@ class Pipeline:
                 await to_thread(write_changed_recipe, self.run_directory, self.recipe)
             return
         self.recipe, _ = await to_thread(with_steps_of_epochs, self.recipe)
+        self.recipe, merging = await to_thread(with_adapter_sync, self.recipe)
+        if merging:
+            log.warning("%s", merging)
         self.recipe, rewards = await to_thread(with_checkpoint_rewards, self.recipe)
         await to_thread(preflight, self.recipe, rewards)
         await hosts_of(self.recipe)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _WRITTEN = ("prompt", "messages", "tools", "chat_template_kwargs")
+PROBE_TIMEOUT_S = 300.0
 _LONGEST_ARGUMENT = 100_000
 """Bytes: Linux takes 128 KiB. A longer prompt is not compared."""
 

@@ -251,9 +251,11 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class LoraSync(StrEnum):
-    """Weights that engines get. ``merged``: weights of the base with the adapter added, rounded. ``adapter``: the
-    adapter alone, which trainer and engines compute beside the base; slower sampling."""
+    """Weights that engines get. ``merged``: weights of the base with the adapter added, rounded, so that small changes
+    arrive late. ``adapter``: the adapter alone, which trainer and engines compute beside the base; slower sampling.
+    ``auto``: the adapter, where vLLM can serve it; a run that merges says why."""
 
+    AUTO = "auto"
     MERGED = "merged"
     ADAPTER = "adapter"
 
@@ -266,7 +268,7 @@ class Lora(Section, frozen=True):
     targets: Annotated[
         tuple[str, ...], doc("modules with an adapter, or one regular expression (empty: peft's choice)")
     ] = ()
-    sync: Annotated[LoraSync, doc("")] = LoraSync.MERGED
+    sync: Annotated[LoraSync, doc("")] = LoraSync.AUTO
     rslora: Annotated[bool, advanced("adapters are scaled by alpha / sqrt(rank)")] = False
     dora: Annotated[bool, advanced("train lengths and directions of rows separately (DoRA); merged only")] = False
 
