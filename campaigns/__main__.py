@@ -13,6 +13,7 @@
     python -m campaigns soak [--minutes N]           # whether a long run with faults grows
     python -m campaigns twins --out FOLDER [--kills N]   # killed and resumed runs, beside one that is left alone
     python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
+    python -m campaigns learning [WORD ...]          # rewards of turns, passes, meanings of checkpoints, experts
     python -m campaigns suite_faults [NAME ...]      # faults of the product that the tests must see
 
 The exit code is 1 where something failed. ``--help`` behind a name lists its options."""
@@ -25,7 +26,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from campaigns import control_walks, endpoint_requests, followers, model_families, resume_twins, soak, suite_faults
+from campaigns import (
+    control_walks,
+    endpoint_requests,
+    followers,
+    learning_inputs,
+    model_families,
+    resume_twins,
+    soak,
+    suite_faults,
+)
 from campaigns.chaos import campaign as chaos
 from campaigns.faults import campaign as faults
 from campaigns.front_door import campaign as front_door
@@ -43,6 +53,7 @@ def main() -> int:
     plain = {"faults": faults, "fuzz": fuzz, "families": model_families, "front_door": front_door}
     plain |= {"followers": followers, "endpoint": endpoint_requests, "walks": control_walks, "hosts": hosts}
     plain |= {"suite_faults": suite_faults, "chaos": chaos, "soak": soak, "twins": resume_twins}
+    plain |= {"learning": learning_inputs}
     for name, module in {**plain, **HOSTILE}.items():
         command = campaigns.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         if name in HOSTILE:
