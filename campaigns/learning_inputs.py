@@ -192,12 +192,15 @@ def _replayable(kind: str) -> bool:
     from streamrl.learning.model.routers import routers_of
 
     sizes: dict[str, Any] = {
-        "vocab_size": 32, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8,
+        "vocab_size": 32, "hidden_size": 32, "n_shared_experts": 1,
+        "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8, "n_group": 2,
         "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1, "q_lora_rank": 16,
         "first_k_dense_replace": 0, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mlp_only_layers": [],
     }  # fmt: skip
+    if kind == "Phimoe":
+        sizes["hidden_size"] = 64
     if kind == "GptOss":
         sizes["layer_types"] = ["full_attention"] * 2
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
