@@ -14,6 +14,7 @@
     python -m campaigns twins --out FOLDER [--kills N]   # killed and resumed runs, beside one that is left alone
     python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
     python -m campaigns learning [WORD ...]          # rewards of turns, passes, meanings of checkpoints, experts
+    python -m campaigns trl_scripts                  # constructors of public TRL scripts, as objects
     python -m campaigns suite_faults [NAME ...]      # faults of the product that the tests must see
 
 The exit code is 1 where something failed. ``--help`` behind a name lists its options."""
@@ -35,6 +36,7 @@ from campaigns import (
     resume_twins,
     soak,
     suite_faults,
+    trl_scripts,
 )
 from campaigns.chaos import campaign as chaos
 from campaigns.faults import campaign as faults
@@ -52,8 +54,14 @@ def main() -> int:
     campaigns = parser.add_subparsers(required=True, metavar="CAMPAIGN")
     plain = {"faults": faults, "fuzz": fuzz, "families": model_families, "front_door": front_door}
     plain |= {"followers": followers, "endpoint": endpoint_requests, "walks": control_walks, "hosts": hosts}
-    plain |= {"suite_faults": suite_faults, "chaos": chaos, "soak": soak, "twins": resume_twins}
-    plain |= {"learning": learning_inputs}
+    plain |= {
+        "suite_faults": suite_faults,
+        "chaos": chaos,
+        "soak": soak,
+        "twins": resume_twins,
+        "trl_scripts": trl_scripts,
+        "learning": learning_inputs,
+    }
     for name, module in {**plain, **HOSTILE}.items():
         command = campaigns.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         if name in HOSTILE:

@@ -26,7 +26,7 @@ def cell(row: Row) -> str:
 
 
 def _effect(effect: str, quote: str) -> str:
-    return f"*{effect[1:]}*" if effect[0] in "-=" else f"{quote}{effect.lstrip('~')}{quote}"
+    return f"*{effect[1:]}*" if effect[0] in "-=!" else f"{quote}{effect.lstrip('~')}{quote}"
 
 
 def page() -> str:

@@ -43,7 +43,7 @@ from rooms import (
 )
 
 LIMITS = {
-    "nodes of streamrl": 560_995,
+    "nodes of streamrl": 563_556,
     "words of README": 1000,
     "keys of a recipe in view": 135,
     "rooms": 18,
@@ -59,9 +59,9 @@ LIMITS = {
     f"classes above {STATEMENTS_A_CLASS} statements": 0,
     f"functions above {STATEMENTS_A_FUNCTION} statements": 0,
     "assignments of tuples to tuples": 0,
-    "conditional expressions of a value or empty": 23,
-    "names that are participles or pronouns": 100,
-    "descriptions that open with a preposition or pronoun": 4,
+    "conditional expressions of a value or empty": 9,
+    "names that are participles or pronouns": 51,
+    "descriptions that open with a preposition or pronoun": 0,
     "names of tests above 60 characters": 0,
     "class names twice": 0,
     "openings of docstrings": 0,

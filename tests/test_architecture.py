@@ -40,7 +40,10 @@ CONFINED = {
         REWARD_MODEL,
         "streamrl/prepare/first_prompt.py",
         "streamrl/learning/model/parallel.py",
+        "streamrl/cli/dialects/recorded_script.py",
     ),
+    # Where a user's script asks for it.
+    "trl": ("streamrl/trl.py", "streamrl/cli/dialects/recorded_script.py"),
     # Extras of their own: who does not ask for them starts without.
     "httpx": ("streamrl/rewards/judge/",),
     "mcp": ("streamrl/run/environments/mcp_tools.py",),

@@ -36,7 +36,7 @@ PLANTS = {
     "an unpacked call": ("base/a.py", "a, b = f()\n", "assignments of tuples to tuples: 0", 0),
     "a value or empty": ("base/a.py", "a = b if c else ()\n", "streamrl/base/a.py:1: b if c else ()", 0),
     "a participle": ("base/a.py", "def f(_found): ...\n", "streamrl/base/a.py:1: _found", 0),
-    "a preposition": ("base/a.py", '"""A. ``b``: of a."""\n', "streamrl/base/a.py:1: ``b``: of", 0),
+    "a preposition": ("base/a.py", '"""A. ``b``: of a."""\n', "streamrl/base/a.py:1: ``b``: of", 1),
     "a long name of a test": ("../tests/a.py", f"def test_{'a' * 60}(): ...\n", "tests/a.py:1: test_aaa", 1),
     "a circle of campaigns": ("../campaigns/a.py", "from campaigns import b\n", "circles of files in campaigns: 1", 1),
     "comments and blank lines": ("base/a.py", "\n# A comment.\n" * 99, "nodes of streamrl: 24", 0),

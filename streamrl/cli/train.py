@@ -63,7 +63,7 @@ class Train(Command, frozen=True):
                 dry_run(recipe, system)
             return self.print({"checked": True, "recipe": recipe}) if self.json else 0
         recipe = with_hub_folders(recipe)
-        return _follow(recipe, lambda: Pipeline(recipe), as_json=self.json)
+        return run_in_foreground(recipe, lambda: Pipeline(recipe), as_json=self.json)
 
 
 class ResumeRun(Command, frozen=True):
@@ -87,7 +87,7 @@ class ResumeRun(Command, frozen=True):
         if not overrides and not recipe.checkpoint.copy_to and (ending := self._nothing_left()):
             sentence = f"{directory} has ended: {ending}; nothing is started. --set run.steps=N makes it longer"
             return self.print(listed_run(directory), sentence)
-        return _follow(
+        return run_in_foreground(
             recipe,
             lambda: Pipeline.of_run(directory, overrides=overrides, despite_changes=self.force),
             as_json=self.json,
@@ -109,9 +109,9 @@ def _cluster_overrides(address: str) -> list[str]:
     return ["cluster.kind=ray", f"cluster.address={address}"]
 
 
-def _follow(recipe: Recipe, make: Callable[[], Pipeline], *, as_json: bool) -> int:
-    """Run the pipeline and return the exit code. ``as_json``: whether the lines for people go to stderr, and the run in
-    the form of ``streamrl runs --json`` to stdout."""
+def run_in_foreground(recipe: Recipe, make: Callable[[], Pipeline], *, as_json: bool) -> int:
+    """Run the pipeline with its lines on the terminal, drain at signals, and return the exit code. ``as_json``: whether
+    the lines for people go to stderr, and the run in the form of ``streamrl runs --json`` to stdout."""
     log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
     pipelines: list[Pipeline] = []
 

@@ -8,7 +8,6 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from builders.files import rows_of_table
@@ -19,12 +18,12 @@ from hypothesis import strategies as st
 from lint.coming_from_page import PAGE, page
 from streamrl.base.errors import RecipeError
 from streamrl.cli.command import parse_command
-from streamrl.cli.dialects.conversions import CONVERSIONS, SWITCHES
-from streamrl.cli.dialects.setting_files import Foreign
-from streamrl.cli.dialects.translation import translate, translated
+from streamrl.cli.dialects.conversions import CONVERSIONS
+from streamrl.cli.dialects.setting_files import Foreign, read_settings
+from streamrl.cli.dialects.translation import DEFAULT, translated
 from streamrl.cli.main import main
 from streamrl.cli.train import Train
-from streamrl.recipe.dialects.foreign_keys import assigned, dialects, foreign_answer
+from streamrl.recipe.dialects.foreign_keys import assigned, dialects, foreign_answer, switches
 from streamrl.recipe.field_types import paths_in_view
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
@@ -47,7 +46,7 @@ def test_a_foreign_setting_is_translated_or_answered(row: str) -> None:
     key, _, value = assignment.partition(" = ")
     settings = {key: parse_toml(f"value = {value}")["value"]}
     made = translated(Foreign("TRL" if dialect == "vLLM" else dialect, "settings", settings))
-    (one,) = [one for one in made.settings if one.key == key and not one.default]
+    (one,) = [one for one in made.settings if one.key == key and one.outcome != DEFAULT]
     assert f"{one.outcome}: {one.here}" == expected
     assert {f"{dialect}'s", "vLLM's"} & set(foreign_answer(key).split()) or key in PATHS
     said = [""]
@@ -71,10 +70,10 @@ def test_every_key_that_the_table_names_is_one_of_a_recipe() -> None:
                     if name.partition(".")[0] in sections and not re.search("args[.]|_options[.]", name)
                 ]
                 assert set(named) <= PATHS | {"metrics.jsonl", "metrics.md"}, (row.key, effect)
-                copies = effect[0] not in "-=~" and row.key not in CONVERSIONS.get(dialect, {})
+                copies = effect[0] not in "-=~!" and row.key not in CONVERSIONS.get(dialect, {})
                 assert not copies or assigned(effect, 1), (row.key, effect)
     assert all(key in dialects()[dialect] for dialect, table in CONVERSIONS.items() for key in table)
-    assert all(any(key in table for table in dialects().values()) for key in SWITCHES)
+    assert all(any(key in table for table in dialects().values()) for key in switches())
 
 
 def test_the_page_is_of_now() -> None:
@@ -135,13 +134,7 @@ def test_a_plus_is_taken_with_a_word(capsys: pytest.CaptureFixture[str]) -> None
 FILES = {path.name.removesuffix(".txt"): path.read_text() for path in (HERE / "dialects").iterdir()}
 """A file of each system, after their public examples."""
 WANTED = """
-grpo.py TRL model.path=Qwen/Qwen2-0.5B-Instruct rollout.group_size=8 rollout.prompts_per_batch=4 run.steps=200 \
-    run.seed=7 training.updates_per_batch=1 training.warmup_steps=20 training.learning_rate=1e-05 \
-    training.beta2=0.999 objective.kl_coefficient=0.04 objective.loss_normalization=constant \
-    objective.advantages=group_mean rewards.0.function=regex rewards.1.function=reward.py:correct lora.rank=16 \
-    lora.alpha=32 training.schedule=cosine \
-    prompts.train=hf:openai/gsm8k?config=main&split=train&prompt=question&chat=true
-run.sh verl model.path=Qwen/Qwen3-8B rollout.group_size=5 rollout.prompts_per_batch=64 training.updates_per_batch=4 \
+verl.yaml verl model.path=Qwen/Qwen3-8B rollout.group_size=5 rollout.prompts_per_batch=64 training.updates_per_batch=4 \
     objective.kl_coefficient=0.001 objective.kl_estimator=k3 objective.algorithm=grpo run.steps=30 \
     objective.dual_clip=3.0 training.weight_decay=0.01 engines.gpu_memory_utilization=0.6 checkpoint.every=20 \
     rewards.0.function=my_reward.py:compute_score prompts.train=~/data/gsm8k/train.parquet
@@ -150,7 +143,7 @@ rl.toml prime-rl model.path=PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT rollout.g
     run.steps=20 sampling.max_tokens=128 engines.max_model_len=2048 run.name=reverse-text run.project=reverse-text
 config.yaml AReaL model.path=Qwen/Qwen2.5-1.5B-Instruct rollout.group_size=4 rollout.prompts_per_batch=256 \
     rollout.max_staleness=2 off_policy.proximal=decoupled objective.clip_high=0.4 training.warmup_steps=3 \
-    engines.count=2 rewards.0.function=math
+    rewards.0.function=reward.py:reward
 trl.yaml TRL rollout.group_size=4 rollout.prompts_per_batch=2 training.learning_rate=1e-06 training.epochs=3
 """
 
@@ -161,22 +154,19 @@ def test_a_file_of_another_system_becomes_a_recipe_that_dry_runs(
 ) -> None:
     name, dialect, *values = row.split()
     (tmp_path / name).write_text(FILES[name])
-    made = translate(tmp_path / name)
+    made = translated(read_settings(tmp_path / name))
     assert made.dialect == dialect
     (tmp_path / "recipe.toml").write_text(made.recipe)
     table = parse_toml(made.recipe)
     for path, _, value in (text.partition("=") for text in values):
         assert str(_at(table, path)) == value, path
-    for file, content in made.files.items():
-        (tmp_path / file).write_text(content)
-    assert not [one for one in made.settings if one.outcome == "not known"]
+    assert not [one for one in made.settings if one.outcome == "not read"]
     # The model and the rows of somebody who has no network, and the rewards of what was in no file.
     write_model(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL_CONFIG | {"max_position_embeddings": 1 << 16}))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1 2 3", "answer": "1"}\n')
     for file, function in (("reward.py", "reward"), ("my_reward.py", "compute_score")):
-        if file not in made.files:
-            (tmp_path / file).write_text(f"def {function}(completion, *, answer):\n    return 1.0\n")
+        (tmp_path / file).write_text(f"def {function}(completion, *, answer):\n    return 1.0\n")
     own = f"model.path={tmp_path}/model prompts.train={tmp_path}/train.jsonl run.directory={tmp_path}/runs"
     own += " engines.kind=simulated evaluation.prompts= lora.targets=[]"
     assert main(["train", str(tmp_path / "recipe.toml"), "--dry-run", *own.split()]) == 0, capsys.readouterr().err
@@ -197,17 +187,12 @@ def _at(table: object, path: str) -> object:
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("absent.py", None, "no such file: give a script with GRPOConfig(...)"),
-        ("a.py", "def (", "not Python ("),
-        ("a.py", "print(1)\n", "no GRPOConfig(...) or GRPOTrainer(...) is in it"),
+        ("absent.yaml", None, "no such file: give a Python script of TRL, a .yaml of TRL or AReaL"),
         ("a.toml", "[prompts]\ntrain = 1\n", "is a recipe of streamrl already: streamrl train"),
         ("a.toml", "[trainer\n", "not valid TOML: Expected ']'"),
         ("a.yaml", "a: [1\n", "not valid YAML: "),
         ("a.yaml", "- 1\n", "has no settings: give"),
-        ("a.sh", "echo 'a\n", "not a command of a shell (No closing quotation)"),
-        ("a.sh", "python train.py\n", "no command of TRL, verl, prime-rl or AReaL is in it"),
-        ("a.sh", "trl grpo --config c.yaml\n", "c.yaml: no such file, which a.sh names"),
-        ("a.sh", "trl grpo --config .\n", "cannot be read ("),
+        ("a.sh", "trl grpo --config c.yaml\n", "command lines and shell scripts are not read: give a Python script"),
         ("a.yaml", "a: &a [*a]\n", "not valid YAML: values inside of values"),
     ],
 )
@@ -215,37 +200,15 @@ def test_what_is_not_read_is_refused(name: str, text: str | None, expected: str,
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError) as caught:
-        translate(tmp_path / name)
+        read_settings(tmp_path / name)
     assert expected in caught.value.problems[0]
-
-
-@pytest.mark.parametrize(
-    ("line", "dialect", "settings"),
-    [
-        ("trl grpo --num_generations 4 --log_completions --no_bf16 x --learning-rate=1e-6", "TRL", "num_generations=4"),
-        ("accelerate launch --num_processes 4 grpo.py --lora_target_modules q_proj, v_proj", "TRL", "num_processes=4"),
-        ("trl grpo --lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}'", "TRL", "lr_scheduler_kwargs.min_lr_rate=0.1"),
-        ("uv run rl @ FILE --max-steps 5", "prime-rl", "max_steps=5 orchestrator.group_size=16"),
-        ("python -m verl.trainer.main_ppo +a.b=$((2 * 8)) data.train_batch_size=${B:-32}", "verl", "a.b=16"),
-    ],
-)
-def test_a_command_line_is_read(line: str, dialect: str, settings: str, tmp_path: Path) -> None:
-    (tmp_path / "rl.toml").write_text(FILES["rl.toml"])
-    made = translate(line.replace("FILE", str(tmp_path / "rl.toml")))
-    found = {f"{one.key}={one.value}" for one in made.settings}
-    assert made.dialect == dialect and set(settings.split()) <= found
-
-
-def test_a_file_may_have_a_space_in_its_name(tmp_path: Path) -> None:
-    (tmp_path / "my rl.toml").write_text(FILES["rl.toml"])
-    assert translate(str(tmp_path / "my rl.toml")).dialect == "prime-rl"
 
 
 def test_without_pyyaml_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.yaml").write_text(FILES["trl.yaml"])
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(RecipeError, match="reading YAML needs PyYAML: pip install pyyaml"):
-        translate(tmp_path / "a.yaml")
+        read_settings(tmp_path / "a.yaml")
 
 
 @settings(max_examples=150, deadline=None)
@@ -255,7 +218,7 @@ def test_a_damaged_file_is_refused_or_becomes_a_recipe(name: str, at: int, cut: 
         path = Path(folder) / name
         path.write_text(FILES[name][:at] + junk.encode(errors="replace").decode() + FILES[name][at + cut :])
         try:
-            made = translate(path)
+            made = translated(read_settings(path))
         except RecipeError:
             return
     assert parse_toml(made.recipe) and made.lines()
@@ -268,51 +231,88 @@ def test_keys_for_one_thing_come_first_and_the_text_is_toml() -> None:
     assert table["objective"] == {"clip_low": 0.1, "clip_high": 0.28} and table["run"]["directory"] == "a\x07\nb"
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("import m.n as m\nGRPOTrainer(reward_funcs=[m.r])", 'rewards.0.function = "m.n:r"'),
-        ("from m import a as b\nGRPOTrainer(reward_funcs=b)", 'rewards.0.function = "m:a"'),
-        (
-            "GRPOTrainer(reward_funcs=[lambda c: 1, 'r'])",
-            "rewards.N.function: lambda c: 1: write a function with a name",
-        ),
-        ("GRPOConfig(**{1: 2})", "no key of TRL that is known here"),
-        ("GRPOConfig(lr_scheduler_kwargs={'min_lr': 1e-6}, learning_rate=1e-5)", "schedule_options.min_lr_rate = 0.1"),
-        ("GRPOConfig(warmup_ratio=1e999, max_steps=3)", "inf is no value that it takes"),
-    ],
-)
-def test_an_expression_of_a_script_is_read(script: str, expected: str, tmp_path: Path) -> None:
-    path = tmp_path / "with a space.py"
-    path.write_text(script)
-    assert expected in "\n".join(translate(str(path)).lines())
-
-
-def test_the_rewards_of_a_script_come_with_what_they_name(tmp_path: Path) -> None:
-    (tmp_path / "grpo.py").write_text(FILES["grpo.py"])
-    made: dict[str, Any] = {}
-    exec(translate(tmp_path / "grpo.py").files["reward.py"], made)
-    assert made["correct"](["it is 7", "8"], answer=["7", "7"]) == [1.0, 0.0]
-
-
 def test_init_from_a_file_writes_a_folder_or_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "grpo.py").write_text(FILES["grpo.py"])
-    words = ["init", str(tmp_path / "task"), "--from", str(tmp_path / "grpo.py")]
+    (tmp_path / "trl.yaml").write_text(FILES["trl.yaml"])
+    words = ["init", str(tmp_path / "task"), "--from", str(tmp_path / "trl.yaml")]
     assert main(words) == 0
     told = capsys.readouterr().out
-    assert "  num_generations = 8\n      rollout.group_size = 8\n" in told
+    assert (
+        "translated:\n  model_name_or_path" in told and "  num_generations = 4\n      rollout.group_size = 4\n" in told
+    )
+    assert "default that differs:\n  seed = 42\n      run.seed = 42\n" in told
     assert told.endswith(
         f"next:\n  cd {tmp_path}/task\n  streamrl train recipe.toml --dry-run\n  streamrl try recipe.toml\n"
     )
-    assert sorted(path.name for path in (tmp_path / "task").iterdir()) == ["recipe.toml", "reward.py"]
+    assert sorted(path.name for path in (tmp_path / "task").iterdir()) == ["recipe.toml"]
     assert main(words) == 2 and "is not empty" in capsys.readouterr().err
     words[1] = str(tmp_path / "other")
     assert main([*words, "--task", "math"]) == 2 and "--task: --from says it" in capsys.readouterr().err
     assert main([*words[:3], str(tmp_path / "absent.toml")]) == 2 and "no such file" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["grpo.py", "task"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["task", "trl.yaml"]
     (tmp_path / "my_reward.py").touch()
-    (tmp_path / "run.sh").write_text(FILES["run.sh"])
-    assert main(["init", str(tmp_path / "verl"), "--from", str(tmp_path / "run.sh")]) == 0
+    (tmp_path / "verl.yaml").write_text(FILES["verl.yaml"])
+    assert main(["init", str(tmp_path / "verl"), "--from", str(tmp_path / "verl.yaml")]) == 0
     assert f'function = "{tmp_path}/my_reward.py:compute_score"' in (tmp_path / "verl" / "recipe.toml").read_text()
     capsys.readouterr()
     assert main([*words, "--json"]) == 0 and json.loads(capsys.readouterr().out)["system"] == "TRL"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.yaml", "packing: true\nlearning_rate: 1e-5\n", "a.yaml: packing = true: a setting of supervised"),
+        ("a.yaml", "loss_type: sapo\n", 'a.yaml: loss_type = "sapo": it is none of the losses'),
+        ("a.yaml", "gconfig: {n_samples: 4}\ntrain_dataset: {type: sft}\n", 'train_dataset.type = "sft": a setting'),
+        ("a.toml", '[data]\nname = "rows"\n', 'data.name = "rows": a setting of supervised'),
+        ("a.yaml", "algorithm: {adv_estimator: gpg}\n", 'adv_estimator = "gpg": it is none of the losses'),
+        ("a.yaml", "data: {shuffle: true}\nnew: {a: 1}\n", "new is no section of verl that is known here"),
+    ],
+)
+def test_another_method_or_section_is_refused(name: str, text: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        translated(read_settings(tmp_path / name))
+    assert expected in "\n".join(caught.value.problems)
+
+
+VERL = (
+    "algorithm: {adv_estimator: grpo}\nactor_rollout_ref:\n  rollout: {val_kwargs: %s}\ndata: {val_files: b.parquet}\n"
+)
+AREAL = "gconfig: {n_samples: 4}\nactor: {path: org/tiny}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        (VERL % "{do_sample: false, temperature: 1.0}", "evaluation.temperature", "0.0"),
+        (VERL % "{temperature: 1.0, do_sample: true}", "evaluation.temperature", "1.0"),
+        ("algorithm: {adv_estimator: gae}\n", "objective.value_clip", "0.5"),
+        (AREAL, "objective.kl_coefficient", "0.1"),
+        ("use_vllm: true\n", "off_policy.correct_mismatch", "True"),
+        ("use_vllm: true\n", "off_policy.mask_high", "3.0"),
+        ("use_peft: true\n", "lora.alpha", "32.0"),
+        (
+            "dataset_name: org/rows\ndataset_train_split: 'train[:20]'\n",
+            "prompts.train",
+            "hf:org/rows?split=train&limit=20",
+        ),
+        ("steps_per_generation: 4\nmax_steps: 400\nwarmup_steps: 40\n", "training.warmup_steps", "10"),
+        ("steps_per_generation: 4\nmax_steps: 400\nsave_steps: 100\n", "checkpoint.every", "25"),
+        ("max_steps: 400\ngradient_accumulation_steps: 4\nsteps_per_generation: 1\n", "rollout.prompts_per_batch", "4"),
+    ],
+)
+def test_a_setting_has_the_effect_that_it_has_there(text: str, path: str, value: str, tmp_path: Path) -> None:
+    """Defaults of the other system, keys that another key switches, and units."""
+    (tmp_path / "a.yaml").write_text(text)
+    made = translated(read_settings(tmp_path / "a.yaml"))
+    assert str(_at(parse_toml(made.recipe), path)) == value
+
+
+def test_two_keys_for_one_value_are_decided_by_hand(tmp_path: Path) -> None:
+    for sections in (
+        "saver: {freq_steps: 100}\nrecover: {freq_steps: 10}\n",
+        "recover: {freq_steps: 10}\nsaver: {freq_steps: 100}\n",
+    ):
+        (tmp_path / "a.yaml").write_text(AREAL + sections)
+        refused = translated(read_settings(tmp_path / "a.yaml")).refused()
+        assert any(line.startswith("checkpoint.every is 1") and line.endswith("choose one") for line in refused)

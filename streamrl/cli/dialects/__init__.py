@@ -1,2 +1,3 @@
-"""Habits of users of other trainers: forms of a command line (``command_line``), and files of settings, which
-``setting_files`` reads without running them and ``translation`` makes a recipe of. It imports ``recipe/dialects``."""
+"""Ways in for users of other trainers: forms of a command line (``command_line``), files of settings
+(``setting_files``), scripts of TRL that are run (``recorded_script``) and trainers with TRL's constructors
+(``trl_trainers``, shown by ``streamrl.trl``). ``translation`` makes recipes. It imports ``recipe/dialects``."""

@@ -43,8 +43,7 @@ def normalized_arguments(words: Iterable[str], flag: str, refuse: Callable[[str]
             mark = bare[1]
             path = _snake(bare[2])
             if "~" in mark or not bare[3]:
-                deleted = "a key is not deleted: leave it out of the recipe, or " * ("~" in mark)
-                refuse(f"{mark}{path}: {deleted}write {path}=VALUE")
+                refuse(f"{mark}{path}: write {path}=VALUE; a key is not deleted, but left out of the recipe")
             if mark:
                 print(f"note: {path} needs no {mark}: a recipe knows all of its keys", file=sys.stderr)
             written += [flag, f"{path}{bare[3]}"]
@@ -69,9 +68,10 @@ def unknown_words(words: Sequence[str]) -> str:
     from streamrl.recipe.toml_text import value_or_text
 
     flag = next((word for word in words if word.startswith("--")), "")
-    name, equals, text = flag.removeprefix("--").partition("=")
-    behind = words[words.index(flag) + 1 :] if flag else []
-    value = text if equals else behind[0] if behind and not _FLAG.match(behind[0]) else "true"
+    name, equals, value = flag.removeprefix("--").partition("=")
+    if not equals:
+        following = [*words[words.index(flag) + 1 :], "--end"] if flag else ["--end"]
+        value = "true" if _FLAG.match(following[0]) else following[0]
     own = paths_to(Recipe, name.replace("-", "_"))
     if own:
         return f"{flag}: write its section, too: {' or '.join(f'{path}={value}' for path in own)}"

@@ -15,7 +15,9 @@ from typing import Annotated, Any
 from streamrl.base.atomic_files import new_directory
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.cli.command import Argument, Command, print_json
-from streamrl.cli.dialects.translation import translate
+from streamrl.cli.dialects.recorded_script import translate_script
+from streamrl.cli.dialects.setting_files import read_settings
+from streamrl.cli.dialects.translation import translated
 from streamrl.cli.init.folders import template, write_templates
 from streamrl.cli.init.questions import ask, choose
 from streamrl.cli.init.start_models import MODEL_FOLDER, MODELS, SMOLLM2, TINY, ModelSettings, find_model, make_model
@@ -36,7 +38,7 @@ class Init(Command, frozen=True, kw_only=True):
     model: Annotated[str, Argument(f"{TINY} ({MODELS[TINY]}), {SMOLLM2}, a directory, a name of the Hub")] = ""
     corpus: Annotated[Path | None, Argument("rows of your own (JSON, CSV, parquet), or a text", "FILE")] = None
     source: Annotated[
-        str, Argument("settings of TRL, verl, prime-rl or AReaL: a file of theirs, or a command line", "FILE", "--from")
+        str, Argument("a script of TRL, which is run, or settings of TRL, verl, prime-rl or AReaL", "FILE", "--from")
     ] = ""
     warm_up_steps: Annotated[int, Argument(f"of --model {TINY}, at most (600)", metavar="N")] = 600
 
@@ -76,11 +78,14 @@ class Init(Command, frozen=True, kw_only=True):
         if conflicts := [name for name, value in other_flags.items() if value]:
             text = f"{', '.join(conflicts)}: --from says it: leave it out, and change the recipe that is written"
             raise RecipeError(text, outcome="nothing was written")
-        translation = translate(self.source)
-        files = {"recipe.toml": translation.recipe, **translation.files}
+        script, _, words = self.source.partition(" ")
         with new_directory(self.folder) as partial:
-            for name, text in files.items():
-                (partial / name).write_text(text, encoding="utf-8")
+            if script.endswith(".py"):
+                translation = translate_script(Path(script), shlex.split(words), partial)
+            else:
+                translation = translated(read_settings(Path(self.source)))
+            (partial / "recipe.toml").write_text(translation.recipe, encoding="utf-8")
+            files = sorted(path.name for path in partial.iterdir())
         commands = [
             f"cd {shlex.quote(str(self.folder))}",
             "streamrl train recipe.toml --dry-run",
@@ -91,7 +96,7 @@ class Init(Command, frozen=True, kw_only=True):
                 {"key": setting.key, "outcome": setting.outcome, "here": setting.here}
                 for setting in translation.settings
             ]
-            result = {"folder": str(self.folder.absolute()), "files": sorted(files), "settings": settings}
+            result = {"folder": str(self.folder.absolute()), "files": files, "settings": settings}
             print_json({**result, "system": translation.dialect, "next": commands})
         else:
             lines = [*translation.lines(), "", f"{self.folder}: {', '.join(files)}", "", "next:"]

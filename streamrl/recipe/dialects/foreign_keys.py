@@ -43,15 +43,20 @@ class Row(msgspec.Struct, frozen=True):
 
 
 @cache
-def _table() -> tuple[Mapping[str, Mapping[str, Row]], Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
-    """Read (rows of each system by key, defaults of each system, arguments of vLLM that a recipe cannot set)."""
+def _table() -> tuple[
+    Mapping[str, Mapping[str, Row]], Mapping[str, Mapping[str, Any]], Mapping[str, str], Mapping[str, str]
+]:
+    """Read (rows of each system by key, defaults of each system, arguments of vLLM that a recipe cannot set,
+    switches)."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     texts = {f"@{name}": text for name, text in table.pop("texts").items()}
+    switches = {key: switch for keys, switch in table.pop("switches").items() for key in keys.split()}
     owned: dict[str, str] = {}
     for arguments, owner in table.pop("owned").items():
         for argument in arguments.split():
             owned[argument] = owner.replace(".*", f".{argument}")
     defaults = {dialect: entries.pop("DEFAULTS", {}) for dialect, entries in table.items()}
+    defaults["TRL.RLOO"] = table["TRL"].pop("RLOO")
     rows: dict[str, dict[str, Row]] = {}
     for dialect, entries in table.items():
         rows[dialect] = {}
@@ -63,7 +68,7 @@ def _table() -> tuple[Mapping[str, Mapping[str, Row]], Mapping[str, Mapping[str,
                 effects |= dict.fromkeys(values.split(), texts.get(effect, effect))
             for key in keys.split():
                 rows[dialect][key] = Row(key, texts.get(default_effect, default_effect), effects)
-    return rows, defaults, owned
+    return rows, defaults, owned, switches
 
 
 def dialects() -> Mapping[str, Mapping[str, Row]]:
@@ -77,9 +82,16 @@ def owned_arguments() -> Mapping[str, str]:
     return _table()[2]
 
 
-def defaults_of(dialect: str) -> Mapping[str, Any]:
-    """Return the defaults of a system that differ from the recipe's, or from which another of its keys is computed."""
-    return _table()[1][dialect]
+def switches() -> Mapping[str, str]:
+    """Return the keys that have an effect only where another has a value: for each ``OTHER=VALUE``."""
+    return _table()[3]
+
+
+def defaults_of(dialect: str, method: str = "") -> Mapping[str, Any]:
+    """Return the defaults of a system that differ from the recipe's, or from which another of its keys is computed.
+    ``method``: method of the system whose defaults differ from those of its others, such as RLOO."""
+    defaults = _table()[1]
+    return {**defaults[dialect], **defaults.get(f"{dialect}.{method}", {})}
 
 
 def find(dialect: str, key: str) -> Row | None:
@@ -104,7 +116,7 @@ def assigned(effect: str, value: Any) -> dict[str, Any]:
     """Return the values that an effect sets, by the recipe's keys; empty: it sets none. ``value``: value of the other
     system's key, which some effects copy."""
     values: dict[str, Any] = {}
-    if effect.startswith(("-", "=", "~")):
+    if effect.startswith(("-", "!", "=", "~")):
         return values
     for part in effect.split("; "):
         if copied := _COPIED.fullmatch(part):
@@ -156,7 +168,7 @@ def _length(row: Row) -> int:
 
 def _answer(name: str, effect: str) -> str:
     """A sentence about the key ``name`` with its effect."""
-    if effect.startswith("-"):
+    if effect.startswith(("-", "!")):
         return f"that is {name}, and there is no such key here: {effect[1:]}"
     if effect.startswith("="):
         return f"that is {name}, which need not be set here: {effect[1:]}"
