@@ -29,11 +29,13 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     ``engine``: weights of one engine and the cache of one request.
     ``rank``: memory of one trainer rank.
-    ``rewards``: memory of the reward models in one reward worker; None where no reward model is on a GPU."""
+    ``rewards``: memory of one reward worker on each of its GPUs.
+    ``reward_gpus``: number of GPUs of one reward worker."""
 
     engine: int = 0
     rank: int = 0
-    rewards: int | None = None
+    rewards: int = 0
+    reward_gpus: int = 0
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +75,10 @@ class GpuPlacement(msgspec.Struct, kw_only=True):
             tenant.size for tenant in tenants
         )
 
+    def room_order(self, gpu: Gpu) -> tuple[bool, int]:
+        """Key that sorts GPUs: first those that no process uses, then those with most memory left."""
+        return bool(self.on(gpu)), self.used(gpu) - gpu.memory
+
     def text(self, gpu: Gpu) -> str:
         """List the tenants of one GPU, with their GiB."""
         return ", ".join(f"{name} {_gib(tenant.bytes_on(gpu))}" for name, tenant in self.on(gpu).items())
@@ -110,9 +116,7 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand) -> GpuPlacement:
     if recipe.judge.model:
         best = _best(placement, gpus)
         placement.tenants[JUDGE] = Tenant(gpus=(best,), size=int(recipe.judge.gpu_memory_utilization * best.memory))
-    if demand.rewards is not None:
-        for index in range(recipe.reward_limits.workers):
-            placement.tenants[f"reward-{index}"] = Tenant(gpus=(_best(placement, gpus),), size=demand.rewards)
+    _place_reward_workers(placement, recipe, demand)
     placement.problems += _memory_problems(placement)
     return placement
 
@@ -154,9 +158,21 @@ def _place_ranks(placement: GpuPlacement, recipe: Recipe, size: int) -> None:
         placement.tenants[f"trainer-{rank}"] = Tenant(gpus=(gpu,), size=size)
 
 
+def _place_reward_workers(placement: GpuPlacement, recipe: Recipe, demand: Demand) -> None:
+    count = demand.reward_gpus
+    if count > len(placement.gpus):
+        placement.problems.append(
+            f"rewards.advanced.gpus: a reward worker needs {count}, and there are {len(placement.gpus)}: lower it"
+        )
+    elif count:
+        for index in range(recipe.reward_limits.workers):
+            free = sorted(placement.gpus, key=placement.room_order)
+            placement.tenants[f"reward-{index}"] = Tenant(gpus=tuple(free[:count]), size=demand.rewards)
+
+
 def _best(placement: GpuPlacement, gpus: Sequence[Gpu]) -> Gpu:
     """The first GPU that no process uses, else the GPU with most memory left."""
-    return min(gpus, key=lambda gpu: (bool(placement.on(gpu)), placement.used(gpu) - gpu.memory))
+    return min(gpus, key=placement.room_order)
 
 
 def _memory_problems(placement: GpuPlacement) -> Iterator[str]:
@@ -206,13 +222,14 @@ def _demand(recipe: Recipe) -> Demand:
     scorers = [
         _bytes(facts, str(reward.options.get("dtype")))
         for reward in recipe.rewards
-        if reward.function == "reward_model" and reward.options.get("device") != "cpu"
-        if (facts := facts_of(str(reward.options.get("path", ""))))
+        if (facts := facts_of(reward.model))
     ]
+    reward_gpus = max((reward.worker_gpus for reward in recipe.rewards), default=0)
     return Demand(
         engine=_bytes(model, recipe.engines.dtype, context) if model else 0,
         rank=device_bytes(recipe, model, context) + CONTEXT_BYTES if model else 0,
-        rewards=sum(scorers) + CONTEXT_BYTES if scorers else None,
+        rewards=sum(scorers) + CONTEXT_BYTES,
+        reward_gpus=reward_gpus,
     )
 
 

@@ -114,7 +114,10 @@ def run_role(setup: ChildSetup, main: RoleMain) -> None:
     # Also for the processes that this process starts: vLLM's workers pull weights themselves.
     os.environ.update(transport_variables(setup.recipe, setup.plan.role))
     os.environ[RUN_EPOCH] = str(setup.topology.epoch)
-    if setup.plan.gpus:  # before anything opens a device; numbered as NVML does
+    # Before anything opens a device; numbered as NVML does. Rewards run code of users, which takes what it sees: a
+    # worker without GPUs sees none.
+    are_placed = any(process.gpus for process in setup.topology.processes)
+    if setup.plan.gpus or (setup.plan.role is Role.REWARD and are_placed):
         os.environ[CUDA_ORDER] = "PCI_BUS_ID"
         os.environ[CUDA_DEVICES] = ",".join(setup.plan.gpus)
     if notice := insecure_notice(setup.recipe):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
+import msgspec
+
 from streamrl.recipe.field_types import (
     Count,
     Factor,
@@ -25,8 +27,23 @@ from streamrl.recipe.field_types import (
 COMBINE_WEIGHTS = "weights"
 COMBINE_SEPARATE = "separate"
 
-PATH_OPTIONS = {"reward_model": ("path",), "judge": ("cache",)}
-"""Options of built-in rewards that are paths, which are relative to the recipe."""
+
+class RewardTraits(msgspec.Struct, frozen=True):
+    """What a built-in reward declares to the parts of a run that do not import it. ``file``: option that is a path;
+    ``model``: option that is a directory or a name of the Hub, whose model it runs on a GPU unless its option
+    ``device`` is ``cpu``. Paths are relative to the recipe."""
+
+    file: str = ""
+    model: str = ""
+
+
+_TRAITS = {"reward_model": RewardTraits(model="path"), "judge": RewardTraits(file="cache")}
+NO_TRAITS = RewardTraits()
+
+
+def reward_traits(function: str) -> RewardTraits:
+    """Return the traits of the reward ``function``. A user's function has none: the recipe declares them."""
+    return _TRAITS.get(function, NO_TRAITS)
 
 
 class FailurePolicy(StrEnum):
@@ -87,10 +104,26 @@ class Reward(Section, frozen=True):
     ] = False
     memory_mib: Annotated[Positive, doc("limit of the memory of its process")] = 1024
     variables: Annotated[tuple[str, ...], doc("environment variables that it sees, such as an API key")] = ()
+    gpus: Annotated[
+        Natural | None,
+        advanced("GPUs that each reward worker sees for it (not set: 1 for reward_model unless on the CPU, else none)"),
+    ] = None
 
     def failure_policy(self, *, late: bool) -> FailurePolicy:
         """Return the policy for a sample without this value. ``late``: whether the call reached its time limit."""
         return self.on_timeout if late and self.on_timeout is not None else self.on_failure
+
+    @property
+    def model(self) -> str:
+        """Directory of the model that the reward runs on a GPU; empty where it has none."""
+        if self.options.get("device") == "cpu":
+            return ""
+        return str(self.options.get(reward_traits(self.function).model, ""))
+
+    @property
+    def worker_gpus(self) -> int:
+        """Number of GPUs that each reward worker needs for this reward."""
+        return int(bool(self.model)) if self.gpus is None else self.gpus
 
     @property
     def label(self) -> str:

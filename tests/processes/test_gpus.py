@@ -173,6 +173,24 @@ async def test_each_process_sees_the_gpus_that_it_was_given(
     }
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("declared", "visible"), [(None, []), (1, ["2"])])
+async def test_a_user_function_sees_the_gpus_it_declares(
+    cuda: Any, tmp_path: Path, declared: int | None, visible: list[str]
+) -> None:
+    """A user's function sees the GPUs that the recipe gives it, and none where it gives it none."""
+    made = recipe("reward_limits.workers=1")
+    (reward,) = made.rewards
+    made = msgspec.structs.replace(made, rewards=(msgspec.structs.replace(reward, gpus=declared),))
+    run, sockets = tmp_path / "run", tmp_path / "s"
+    (run / "seen").mkdir(parents=True)
+    (run / "recipe.toml").write_text(dump_recipe(made))
+    topology = gpu_placement(made).placed(plan_topology(made, sockets))
+    async with Supervisor(topology, run, sockets, entry=(str(SHOWS_GPUS),)):
+        await until(lambda: (run / "seen" / "reward-0").exists())
+    assert json.loads((run / "seen" / "reward-0").read_text()) == [*visible, "PCI_BUS_ID"]
+
+
 async def test_a_run_gives_them_to_its_processes(cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Begun(Exception):
         pass

@@ -9,7 +9,7 @@ from builders.files import SORT_MODEL
 
 from streamrl.base.run_process import usable_cores
 from streamrl.learning.threads import judge_threads, trainer_threads
-from streamrl.recipe.rewards import PATH_OPTIONS
+from streamrl.recipe.rewards import reward_traits
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.topology import JUDGE, Role, judge_socket, plan_topology
 from streamrl.rewards.builtin.catalog import BUILTIN
@@ -101,6 +101,8 @@ def test_paths_among_options_are_relative_to_the_recipe(tmp_path: Path) -> None:
 
 
 def test_the_options_that_are_paths_are_there() -> None:
-    for name, options in PATH_OPTIONS.items():
+    declared = {name: {reward_traits(name).file, reward_traits(name).model} - {""} for name in BUILTIN}
+    assert {name for name, options in declared.items() if options} == {"reward_model", "judge"}
+    for name in ("reward_model", "judge"):
         reward = {**BUILTIN, "judge": JUDGE_REWARD}[name]
-        assert set(options) <= set(reward.options.__struct_fields__)  # type: ignore[attr-defined]
+        assert declared[name] <= set(reward.options.__struct_fields__)  # type: ignore[attr-defined]

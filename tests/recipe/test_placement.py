@@ -11,7 +11,7 @@ from builders.recipe import small_recipe
 from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.prepare.gpu_placement import Demand, GpuPlacement, place
 from streamrl.recipe.judge import Judge
-from streamrl.recipe.rewards import RewardLimits
+from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.sections import Engines, EngineShape, Recipe, Training
 from streamrl.recipe.topology import plan_topology
 
@@ -75,7 +75,7 @@ def test_engines_of_one_gpu_divide_its_share() -> None:
 
 def test_judge_and_reward_models_have_gpus() -> None:
     """The judge and reward models have GPUs of their own, or the one with the most room."""
-    demand = Demand(rank=20 * GIB, rewards=16 * GIB)
+    demand = Demand(rank=20 * GIB, rewards=16 * GIB, reward_gpus=1)
     made = recipe(1, 1, judge="j")
     wide = names(place(made, gpus(8), demand))
     assert wide == {"engine-0": "0", "trainer-0": "1", "judge-0": "2", "reward-0": "3", "reward-1": "4"}
@@ -83,6 +83,40 @@ def test_judge_and_reward_models_have_gpus() -> None:
     assert names(narrow) == wide | {"judge-0": "1", "reward-0": "1", "reward-1": "1"}
     assert (
         narrow.lines()[1] == "  GPU 1      76.0 of 80.0 GiB: trainer-0 20.0, judge-0 24.0, reward-0 16.0, reward-1 16.0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "declared", "worker_gpus", "model"),
+    [
+        ("reward_model", {"path": "/m"}, None, 1, "/m"),
+        ("reward_model", {"path": "/m", "device": "cpu"}, None, 0, ""),
+        ("reward_model", {"path": "/m"}, 2, 2, "/m"),
+        ("reward_model", {"path": "/m"}, 0, 0, "/m"),
+        ("reward_model.py:score", {"path": "/m"}, None, 0, ""),
+        ("mine.py:reward_model", {"path": "/m", "device": "cuda"}, None, 0, ""),
+        ("mine.py:score", {}, 1, 1, ""),
+        ("judge", {"cache": "/c"}, None, 0, ""),
+        ("math", {"path": "/m"}, None, 0, ""),
+    ],
+)
+def test_gpus_of_a_reward_are_declared(
+    function: str, options: dict[str, str], declared: int | None, worker_gpus: int, model: str
+) -> None:
+    """GPUs of a reward are declared by the recipe or by the built-in reward, never guessed from a name of the user."""
+    reward = Reward(function=function, options=options, gpus=declared)
+    assert (reward.worker_gpus, reward.model) == (worker_gpus, model)
+
+
+def test_a_reward_worker_may_have_several_gpus() -> None:
+    """Each worker has the number of GPUs that its most demanding reward declares, or the run is refused."""
+    made = recipe(1, 1)
+    demand = Demand(rank=20 * GIB, rewards=GIB, reward_gpus=2)
+    assert names(place(made, gpus(6), demand)) == {
+        "engine-0": "0", "trainer-0": "1", "reward-0": "2,3", "reward-1": "4,5"
+    }  # fmt: skip
+    assert place(made, gpus(1), demand).problems[0] == (
+        "rewards.advanced.gpus: a reward worker needs 2, and there are 1: lower it"
     )
 
 

@@ -28,6 +28,7 @@ from streamrl.prepare.measured_step import measure_step
 from streamrl.prepare.memory import estimate_memory, gib
 from streamrl.prepare.preflight import CheckedModel, check_model, preflight
 from streamrl.pretrained.tokenizer import Tokenizer, chat_format, load_tokenizer
+from streamrl.recipe.judge import asks_own_judge
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
@@ -150,7 +151,7 @@ def _rewards_to_try(recipe: Recipe, completions: int) -> list[Reward]:
             "environment: `try` samples single completions, and this recipe has an environment: run a step of it "
             "(run.steps=1), and look at it with `streamrl samples`"
         )
-    rewards = [reward for reward in recipe.rewards if reward.function != "judge" or reward.options.get("endpoint")]
+    rewards = [reward for reward in recipe.rewards if not asks_own_judge(reward)]
     if len(rewards) < len(recipe.rewards):
         say("the run's own judge is not started: rewards that ask it are left out")
     if not rewards:

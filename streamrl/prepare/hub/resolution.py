@@ -24,7 +24,7 @@ from streamrl.base.run_process import end_session, last_line, start_session
 from streamrl.prepare.hub import messages
 from streamrl.prepare.hub.messages import HubAnswer, Resolved, WantedFiles, answer_s
 from streamrl.recipe.remote_names import HUB, cached_name, is_bare_name, read_hub_name
-from streamrl.recipe.rewards import Reward
+from streamrl.recipe.rewards import Reward, reward_traits
 from streamrl.recipe.sections import Model, Prompts, Recipe
 from streamrl.run.copies.fetch_checkpoint import with_fetched_checkpoint
 
@@ -132,8 +132,9 @@ def _places(table: dict[str, Any]) -> Iterator[Place]:
             else:
                 yield ("evaluation", "prompts", name, "prompts")
     for n, reward in enumerate(table["rewards"]):
-        if reward["function"] == "reward_model" and "path" in reward["options"]:
-            yield ("rewards", n, "options", "path")
+        model = reward_traits(reward["function"]).model
+        if model in reward["options"]:
+            yield ("rewards", n, "options", model)
     sets: list[Place] = [("engines", "sets", n) for n in range(len(table["engines"]["sets"]))]
     for engines in (("engines",), *sets):
         drafts = _at(table, engines).get("args", {}).get("speculative_config")

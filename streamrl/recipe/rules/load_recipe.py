@@ -20,7 +20,7 @@ from streamrl.recipe.environment import ENVIRONMENT_REWARD, MCP, command_of
 from streamrl.recipe.field_types import as_table
 from streamrl.recipe.problems import Origin, problem
 from streamrl.recipe.remote_names import HUB, is_bare_name, is_url
-from streamrl.recipe.rewards import PATH_OPTIONS, Reward, with_current_keys
+from streamrl.recipe.rewards import Reward, reward_traits, with_current_keys
 from streamrl.recipe.rules.rules import apply_system, broken_rules, foreign_answer
 from streamrl.recipe.sections import EvaluationSet, Recipe
 from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, value_or_text
@@ -248,13 +248,14 @@ def _arguments(arguments: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _is_path(function: str, option: str, value: Any) -> bool:
-    """Return whether an option of a reward is a path: one of ``PATH_OPTIONS`` for a built-in reward, a value with
+    """Return whether an option of a reward is a path: a trait of a built-in reward, a value with
     ``./`` or ``../`` for a user's function."""
     if not isinstance(value, str):
         return False  # the reward itself refuses a value of a wrong type
     if ":" in function:
         return value.startswith(_MARKED_PATHS)
-    return option in PATH_OPTIONS.get(function, ())
+    traits = reward_traits(function)
+    return option in (traits.file, traits.model)
 
 
 def resolve_model(path: str, directory: Path) -> str:
