@@ -11,10 +11,12 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -92,12 +94,12 @@ def written(tmp_path: Path) -> Iterator[Callable[..., WrittenRun]]:
         run.close()
 
 
-def sync(run: Path, tracker: str, *, before: str = "") -> subprocess.CompletedProcess[str]:
+def sync(
+    run: Path, tracker: str, *, before: str = "", variables: Mapping[str, str] = WITHOUT_KEY
+) -> subprocess.CompletedProcess[str]:
     code = f"{before}\nfrom streamrl.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", f"import sys\n{code}", "sync", str(run), "--to", tracker]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, env=os.environ | WITHOUT_KEY
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=os.environ | variables)
 
 
 def is_whole(found: dict[str, list[int]], last: int = 30) -> None:
@@ -132,6 +134,40 @@ def test_a_finished_run_is_sent_once(tracker: str, written: Callable[..., Writte
         cursor.write_bytes(early)
         assert sync(run.directory, tracker).returncode == 0
         is_whole(READERS[tracker](run.directory))
+
+
+class _NeverReady(BaseHTTPRequestHandler):
+    """A server of wandb behind a proxy that has lost it."""
+
+    def do_GET(self) -> None:
+        self.send_error(503)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("behind", ["a closed port", "a proxy that answers 503"])
+def test_wandb_without_its_server_writes_files(behind: str, written: Callable[..., WrittenRun]) -> None:
+    """Hosts of a cluster have a key and no way to the server: the files of ``wandb sync`` are written at once."""
+    run = written()
+    for step in range(1, 4):
+        run.write(step)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _NeverReady) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        if behind == "a closed port":
+            address = "http://127.0.0.1:9"
+        thread.start()
+        variables = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": address, "WANDB_INIT_TIMEOUT": "3"}
+        sent = sync(run.directory, "wandb", variables=variables)
+        server.shutdown()
+        thread.join()
+    assert (sent.returncode, sent.stdout) == (0, "wandb: 39 lines were sent\n"), sent.stderr
+    assert "files are written, which wandb sync sends later" in sent.stderr
+    assert READERS["wandb"](run.directory)["reward/mean"] == [1, 2, 3]
 
 
 @pytest.mark.long
@@ -244,6 +280,7 @@ def test_other_databases_in_the_folder_of_trackio_are_left_alone(tmp_path: Path)
 # ---- plug-ins, and processes that hang, die, or cannot be started -----------------------------------
 
 PLUG_IN = """
+import threading
 import time
 from streamrl.observe.trackers.tracker import Tracker
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 from zlib import crc32
 
 from streamrl.base.errors import StreamRLError
@@ -26,6 +28,7 @@ _START = 7  # bytes before the first chunk of a file of wandb
 _HEAD = struct.Struct("<IHB")  # head of a chunk: checksum, length, kind
 _BLOCK = 1 << 15
 _ENDS = (1, 4)  # kinds of the last chunk of a record
+_CONNECT_S = 10.0
 _FLUSH_S = 1.0
 _SENT_S = 30.0
 _WRITTEN_S = 20.0
@@ -42,7 +45,8 @@ class Wandb(Tracker):
         self._wandb = wandb
         mode: Any = os.environ.get("WANDB_MODE")
         if not mode:
-            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+            has_key = wandb.login(prompt=False, verify=False)
+            mode = "online" if has_key and _answers(wandb.setup().settings.base_url) else "offline"
         # With other settings wandb captures stdout and uploads code.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True)
         settings.x_transaction_log_flush_interval = _FLUSH_S
@@ -60,7 +64,8 @@ class Wandb(Tracker):
         try:
             self._run: Any = begin(mode=mode)
         except wandb.errors.CommError as error:
-            log.warning("wandb cannot be reached (%s): it writes files, which wandb sync sends later", error)
+            log.warning("wandb: %s: files are written, which wandb sync sends later", error)
+            wandb.teardown()  # its service still holds the id of this run
             self._run = begin(mode="offline")
         self._rows = Rows(Path(self._run.settings.sync_file))
         self._logged = 0
@@ -112,6 +117,19 @@ class Wandb(Tracker):
         if hash((step, frozenset(values))) not in self._earlier_rows:
             self._run.log({"step": step, **values})
             self._logged += 1
+
+
+def _answers(address: str) -> bool:
+    """Return whether a server is there, which wandb itself tries for 90 s. Hosts of a cluster often have a key and no
+    way to the server."""
+    try:
+        urlopen(address, timeout=_CONNECT_S).close()
+    except HTTPError:  # an answer
+        return True
+    except OSError as error:
+        log.warning("wandb: %s does not answer (%s): files are written, which wandb sync sends later", address, error)
+        return False
+    return True
 
 
 class Rows:
