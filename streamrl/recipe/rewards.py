@@ -29,7 +29,7 @@ COMBINE_SEPARATE = "separate"
 
 
 class RewardTraits(msgspec.Struct, frozen=True):
-    """What a built-in reward declares to the parts of a run that do not import it. ``file``: option that is a path;
+    """Declaration of a built-in reward, for the parts of a run that do not import it. ``file``: option that is a path;
     ``model``: option that is a directory or a name of the Hub, whose model it runs on a GPU unless its option
     ``device`` is ``cpu``. Paths are relative to the recipe."""
 
