@@ -95,6 +95,7 @@ class CompletionSampled(Message, frozen=True):
     """One completion as text, which step ``step`` trained, or which the evaluation of this version sampled.
 
     ``prompt``, ``text``: texts of the prompt and the completion;
+    ``question``: start of the last message of the user in the prompt (empty: the prompt is no chat);
     ``reward``: combined reward;
     ``rewards``: value of each reward function, before weights;
     ``tokens``: number of sampled tokens;
@@ -113,6 +114,7 @@ class CompletionSampled(Message, frozen=True):
     sample: int = 0
     chosen: str = ""
     turns: tuple[ShownMessage, ...] = ()
+    question: str = ""
 
     def shortened(self, limit: int) -> CompletionSampled:
         """Return the event with at most ``limit`` characters of each text, from its start and its end (a quarter of it
@@ -120,7 +122,8 @@ class CompletionSampled(Message, frozen=True):
         turns = tuple(structs.replace(turn, text=_shortened(turn.text, limit // 4)) for turn in self.turns)
         prompt = _shortened(self.prompt, limit)
         text = _shortened(self.text, limit)
-        return structs.replace(self, prompt=prompt, text=text, turns=turns)
+        question = _shortened(self.question, limit)
+        return structs.replace(self, prompt=prompt, question=question, text=text, turns=turns)
 
 
 def _shortened(text: str, limit: int) -> str:

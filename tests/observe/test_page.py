@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ import pytest
 from streamrl.base.line_file import read_lines
 from streamrl.cli.compare.comparison import Comparison, comparison_page
 from streamrl.cli.compare.measured_run import ComparedRun
+from streamrl.cli.main import main
 from streamrl.observe.report.trajectory_trace import (
     EnginesLine,
     EventLine,
@@ -254,6 +256,49 @@ def test_every_panel_of_two_runs(address: str, scheme: str) -> None:
         assert {url.startswith((address, "data:")) for url in visit.asked} == {True}
         visit.page.set_viewport_size({"width": 390, "height": 844})
         visit.until(lambda: visit.page.evaluate("document.documentElement.scrollWidth") <= 390, "it fits a phone")
+
+
+GAUGE = """async () => {
+  const host = document.body.appendChild(document.createElement("div")), figure = new Chart(host, "t");
+  const waiting = { label: "w", values: [0, 100, 100], colour: "#ff0000", gauge: GAUGE };
+  figure.show([0, 100, 200], [waiting], { xUnit: "s", unit: "s", least: 0, most: 100 });
+  await new Promise(requestAnimationFrame);
+  const plot = figure.uplot, column = Math.round(plot.valToPos(50, "x", true)), { height } = plot.ctx.canvas;
+  const pixels = plot.ctx.getImageData(column, 0, 1, height).data;
+  const red = [...Array(height).keys()].find(y => pixels[4 * y] > 200 && pixels[4 * y + 1] < 90);
+  const drawn = plot.posToVal((red - plot.bbox.top) / devicePixelRatio, "y");
+  figure.show([0, 100], [{ label: "w", values: [80, 200], colour: "#ff0000" }], { unit: "s" });
+  await new Promise(requestAnimationFrame);
+  const { bbox, axes } = figure.uplot, labels = axes[1]._values;
+  return [drawn, labels, bbox.left / devicePixelRatio - widest(labels)];
+}"""
+"""A gauge of 0 until second 100: its value as drawn at second 50; then the room of the longest label of an axis."""
+
+
+@needs_chromium
+def test_gauges_are_steps_and_labels_are_whole(address: str) -> None:
+    """A gauge holds its value until the next one, where a line would ramp; an axis is as wide as its labels."""
+    with browsing(viewport={"width": 1280, "height": 800}) as visit:
+        visit.open(address)
+        value, labels, room = visit.page.evaluate(GAUGE.replace("GAUGE", "true"))
+        assert value < 3 and room >= 0 and "1 min 40 s" in labels, (value, labels, room)
+        assert visit.page.evaluate(GAUGE.replace("GAUGE", "false"))[0] > 40, "the picture can tell"
+
+
+@needs_chromium
+def test_prompts_have_words_and_advice_has_keys(address: str) -> None:
+    """Beside the id of a prompt stand its first words; what is advised against a wait names keys of a recipe."""
+    with browsing(viewport={"width": 1280, "height": 800}) as visit:
+        visit.open(address)
+        assert f"prompt-1 · {HOSTILE} 8 + 9 ="[:40] in visit.text("prompts")
+        advices = visit.page.evaluate(
+            "Object.fromEntries(Object.entries(REASONS).map(([name, row]) => [name, row[2]]))"
+        )
+        for name in set(advices) - {"engine_start", "recovery", "paused", "shutdown", "control"}:
+            named = re.findall(r"\b[a-z_]+\.[a-z_.]+\b", advices[name])
+            assert named, f"{name}: {advices[name]}"
+            for key in named:
+                assert main(["explain", key]) == 0, key
 
 
 @needs_chromium

@@ -10,8 +10,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from streamrl.base.line_file import read_lines
 from streamrl.observe.dashboard.metric_columns import RunMetrics
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
 from streamrl.observe.report.trajectory_trace import TRAINED
@@ -20,10 +22,20 @@ from streamrl.observe.run_files.run_reader import RunFiles, run_files, runs_in
 LATEST_S = 0.25
 """Seconds within which files are not read again."""
 BINS = 32
+WORDS = 60
+"""Characters of a prompt beside its id."""
 LOG_BYTES = 16_000
 """Bytes of the end of each log that the page shows."""
 _ENDS = ("drain", "resumed")
 """Kinds of events that say whether the run is drained: the last of them counts."""
+
+
+class PromptOfSample(msgspec.Struct, frozen=True):
+    """The fields of a line of ``samples.jsonl`` that name its prompt."""
+
+    prompt_id: str = ""
+    prompt: str = ""
+    question: str = ""
 
 
 class RunView:
@@ -97,6 +109,11 @@ class RunView:
             "trained": histograms(ended_s[trained], tokens[trained]),
         }
 
+    def words(self) -> dict[str, str]:
+        """Return the first words of the prompts of which samples were kept, by id."""
+        samples = read_lines(self.files.samples, PromptOfSample)
+        return {sample.prompt_id: " ".join((sample.question or sample.prompt).split())[:WORDS] for sample in samples}
+
     def details(self) -> dict[str, Any]:
         """Return the recipe, processes and their restarts, alarms, and the end of each log."""
         events = self.timeline.events
@@ -121,6 +138,7 @@ class RunView:
 ANSWERS: dict[str, Callable[[RunView], Any]] = {
     "waits": lambda view: view.metrics.waits(),
     "lengths": RunView.lengths,
+    "words": RunView.words,
     "details": RunView.details,
 }
 """Answers about a run without parameters, by the last part of their path."""

@@ -208,7 +208,8 @@ def _figures(sample: CompletionSampled) -> str:
 def sample_line(sample: CompletionSampled) -> str:
     """Return a completion on one line, with long texts shortened."""
     short = sample.shortened(LINE_TEXT)
-    return f'sample at step {sample.step}: {_figures(sample)}: "{one_line(short.prompt)}" -> "{one_line(short.text)}"'
+    prompt = one_line(short.question or short.prompt)
+    return f'sample at step {sample.step}: {_figures(sample)}: "{prompt}" -> "{one_line(short.text)}"'
 
 
 def sample_block(title: str, sample: CompletionSampled) -> list[str]:

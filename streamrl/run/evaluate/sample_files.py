@@ -7,7 +7,7 @@ The controller process writes them; ``streamrl samples``, the dashboard and trac
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ MOST_TOKENS = 2_000
 """Number of tokens above which a completion is not written token by token, because the controller decodes them."""
 MOST_MESSAGES = 200
 """Number of messages above which a conversation is written as one text."""
+QUESTION_CHARACTERS = 400
 SHOWN_EVERY = 10
 """Number of steps between two completions that the run shows; it also shows one of the first step."""
 
@@ -170,19 +171,32 @@ def _identity_fields(trajectory: TrajectoryId) -> dict[str, Any]:
 
 
 def _texts(trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return ``prompt``, ``text`` and ``turns`` of ``CompletionSampled``. In the text of a conversation, messages that
-    the environment wrote between the turns have lines that begin with ``>``."""
+    """Return ``prompt``, ``question``, ``text`` and ``turns`` of ``CompletionSampled``. In the text of a conversation,
+    messages that the environment wrote between the turns have lines that begin with ``>``."""
     if trajectory.environment is None and len(trajectory.segments) <= 1:
         completion = sum((segment.token_ids for segment in trajectory.segments), token_array())
-        return {"prompt": tokenizer.decode(trajectory.prompt.token_ids), "text": tokenizer.decode(completion)}
+        prompt_ids = trajectory.prompt.token_ids
+        return {
+            "prompt": tokenizer.decode(prompt_ids),
+            "question": _question(tokenizer.messages(prompt_ids, "prompt")),
+            "text": tokenizer.decode(completion),
+        }
     messages = _shown_messages(trajectory, tokenizer)
     first = next((place for place, message in enumerate(messages) if message.sampled), len(messages))
-    prompt = "\n".join(f"{message.role}: {message.text}" for message in messages[:first])
+    shown_prompt = messages[:first]
+    prompt = "\n".join(f"{message.role}: {message.text}" for message in shown_prompt)
     texts = [message.text if message.sampled else _quoted(message) for message in messages[first:]]
     text = "".join(texts).replace("\n\n>", "\n>")
     if len(messages) > MOST_MESSAGES:
         messages = []
-    return {"prompt": prompt, "text": text, "turns": tuple(messages)}
+    question = _question([(message.role, message.text, 0) for message in shown_prompt])
+    return {"prompt": prompt, "question": question, "text": text, "turns": tuple(messages)}
+
+
+def _question(messages: Iterable[tuple[str, str, int]]) -> str:
+    """Return the start of the last message of the user; empty where there is none."""
+    questions = [text for role, text, _ in messages if role == "user"]
+    return "".join(questions[-1:])[:QUESTION_CHARACTERS]
 
 
 def _quoted(message: ShownMessage) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from builders.base import trajectory as one_turn
 from builders.stages import ZeroRewards
 from msgspec import structs
 
@@ -46,7 +47,7 @@ from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.recipe.sections import Sampling
 from streamrl.run.environments.environment_forms import load_episode
 from streamrl.run.environments.worker import run_environment_worker
-from streamrl.run.evaluate.sample_files import sample_of
+from streamrl.run.evaluate.sample_files import sample_line, sample_of
 from streamrl.stages.environment import EnvironmentStage, EnvironmentStreams
 from streamrl.stages.episodes import Episodes
 
@@ -469,6 +470,12 @@ def test_messages_have_roles_and_no_text_makes_one(of_family: Callable[[str], To
     assert [one[:2] for one in tokenizer.messages(token_ids) if one[0] not in ("system", "")] == [("user", text)]
     [(role, text, _)] = tokenizer.messages(tokenizer.encode_fragment("user\nwho"), "tool")
     assert (role, text) == ("tool", "user\nwho")
+    chat = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]
+    chat = [{"role": "system", "content": "Be brief. " * 90}, *chat, {"role": "user", "content": "2 + 2?\n"}]
+    for prompt, question in ((tokenizer.encode_chat(chat), "2 + 2?"), (tokenizer.encode("8 + 9 ="), "")):
+        made = one_turn(1, 1, prompt=prompt.tolist(), tokens=[1])
+        line = sample_line(Scored(outcome=ScoredTrajectory(trajectory=made, reward=1.0)), tokenizer)
+        assert line["question"] == question, "a person looks for the question, not for the system text"
 
 
 def load_tools(spec: str) -> Any:

@@ -6,6 +6,8 @@ const runColour = run => RUN_COLOURS[run.run % RUN_COLOURS.length];
 const TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800, 2592000];
 const WHOLE = Array.from({ length: 12 }, (unused, power) => [1, 2, 5].map(one => one * 10 ** power)).flat();
 const clock = time => time < 5400 ? `${Math.round(time / 60)} min` : `${Math.floor(time / 3600)}:${String(Math.floor(time / 60) % 60).padStart(2, "0")} h`;
+const FONT = "11px system-ui, sans-serif", ruler = new OffscreenCanvas(1, 1).getContext("2d");
+const widest = texts => { ruler.font = FONT; return Math.max(0, ...(texts ?? []).map(text => ruler.measureText(text).width)); };
 const faint = (colour, alpha = "55") => colour + alpha;
 
 // Sizes of hosts are told by one observer.
@@ -26,7 +28,7 @@ class Chart {
     sizes.observe(this.plot);
   }
 
-  // series: [{label, values, colour, width, dash, points, fill, scale, raw}] over x; `raw` is what is said instead of `values`.
+  // series: [{label, values, colour, width, dash, points, fill, gauge, raw}] over x; a `gauge` holds until its next value, and `raw` is what is said instead of `values`.
   show(x, series, { unit = "", xUnit = "step", least = null, most = null, onpick = null } = {}) {
     series = series.filter(one => one.values?.some(known));
     this.onpick = onpick;
@@ -42,7 +44,7 @@ class Chart {
     if (this.uplot && this.signature === signature) { this.uplot.setData(data); return true; }
     this.uplot?.destroy();
     this.signature = signature;
-    const axis = { stroke: css("dim"), grid: { stroke: css("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+    const axis = { stroke: css("dim"), grid: { stroke: css("line"), width: 1 }, ticks: { show: false }, font: FONT };
     this.uplot = new uPlot({
       width: this.plot.clientWidth || 300, height: this.height, padding: [6, 14, 0, 0],
       cursor: { sync: { key: xUnit }, y: false, points: { size: 5 }, drag: { x: true, y: false, dist: 6 } },
@@ -52,9 +54,9 @@ class Chart {
         return [least ?? low - gap, most ?? high + gap];
       } } },
       axes: [{ ...axis, size: 22, incrs: xUnit === "s" ? TICKS : WHOLE, values: (plot, ticks, axis, space, step) => ticks.map(tick => xUnit !== "s" ? number(tick) : step < 60 ? number(tick) + " s" : clock(tick)) },
-        { ...axis, size: 54, values: (plot, ticks) => ticks.map(tick => inUnit(tick, unit)) }],
+        { ...axis, size: (plot, texts) => Math.max(54, Math.ceil(widest(texts)) + 14), values: (plot, ticks) => ticks.map(tick => inUnit(tick, unit)) }],
       series: [{}, ...series.map(one => ({
-        label: one.label, stroke: one.colour, width: one.width ?? 1.5, dash: one.dash, fill: one.fill, spanGaps: true,
+        label: one.label, stroke: one.colour, width: one.width ?? 1.5, dash: one.dash, fill: one.fill, spanGaps: true, paths: one.gauge ? uPlot.paths.stepped({ align: 1 }) : undefined,
         points: { show: one.points ?? x.length < 3, size: 6, fill: one.colour }, 
       }))],
     }, data, this.plot);

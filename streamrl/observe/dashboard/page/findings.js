@@ -62,28 +62,28 @@ function outcomesOf(columns) {
 const rewardTime = (columns, i) => columns.reward_end[i] - columns.rollout_end[i];
 const greatest = (rows, of) => rows.reduce((best, i) => best == null || of(i) > of(best) ? i : best, null);
 
-function culprit(columns, { most, rows, begin }) {
+function culprit(columns, words, { most, rows, begin }) {
   if (!most || !rows.length) return "";
   if (most.name === "reward") {
     const i = greatest(rows, row => rewardTime(columns, row));
-    return `; one reward took ${seconds(rewardTime(columns, i))} (prompt ${promptName(columns, columns.prompt[i])})`;
+    return `; one reward took ${seconds(rewardTime(columns, i))} (prompt ${promptName(columns, columns.prompt[i], words)})`;
   }
   if (!["tail", "sampling"].includes(most.name)) return "";
   const i = greatest(rows, row => columns.rollout_end[row]);
   return `; the last completion, of ${number(columns.tokens[i])} tokens on ${columns.engineOf(i) ?? "an engine"}, ended after ${seconds(columns.rollout_end[i] - begin)}`;
 }
 
-function findingsOf(run, metrics, waits, columns) {
+function findingsOf(run, metrics, waits, words, columns) {
   const found = [], add = (id, text, act) => found.push({ run, id, text, act }), recent = name => median((metrics.values[name] ?? []).slice(-10));
   if (columns?.count) {
     const engines = enginesOf(columns), { rows, never } = promptsOf(columns), { steps } = columns.head, typical = median(steps.map(step => step.step_s));
     for (const one of engines) if (one.slower > 1.15 && engines.length > 1) add("engines", `${one.engine} takes ${seconds(one.pace)} a token, ${number(one.slower)} times the time of the typical engine.`);
     for (const step of steps.filter(one => steps.length > 4 && one.step_s > 2 * typical).sort((a, b) => b.step_s - a.step_s).slice(0, 3)) {
       const cause = causeOf(columns, waits, step), { most } = cause;
-      add("step", `Step ${step.step} took ${seconds(step.step_s)}, ${number(step.step_s / typical)} times the median step${most ? `: ${most.name} ${seconds(most.more)} more` : ""}${culprit(columns, cause)}.`, () => pickStep(step.step));
+      add("step", `Step ${step.step} took ${seconds(step.step_s)}, ${number(step.step_s / typical)} times the median step${most ? `: ${most.name} ${seconds(most.more)} more` : ""}${culprit(columns, words, cause)}.`, () => pickStep(step.step));
     }
     const tried = never.filter(row => row.tries >= 8).sort((a, b) => b.tries - a.tries);
-    if (tried.length) add("prompts", `${number(tried.length)} of ${number(rows.length)} prompts were never solved: ${tried.slice(0, 4).map(row => `${promptName(columns, row.key)} in ${row.tries} tries`).join(", ")}${tried.length > 4 ? ", ..." : ""}.`);
+    if (tried.length) add("prompts", `${number(tried.length)} of ${number(rows.length)} prompts were never solved: ${tried.slice(0, 4).map(row => `${promptName(columns, row.key, words)} in ${row.tries} tries`).join(", ")}${tried.length > 4 ? ", ..." : ""}.`);
     const outcomes = outcomesOf(columns), lost = outcomes.filter(one => !["trained", "unfinished"].includes(one.name)).sort((a, b) => b.count - a.count);
     const sampled = sum(outcomes.map(one => one.tokens)), untrained = sum(lost.map(one => one.tokens)), [worst] = lost;
     if (untrained > 0.1 * sampled) add("races", `${percent(untrained / sampled)} of sampled tokens (${number(untrained)}) were not trained: ${worst.name} ${number(worst.count)} trajectories (${OUTCOMES[worst.name]?.[1] ?? ""}).`);
@@ -91,13 +91,13 @@ function findingsOf(run, metrics, waits, columns) {
   const free = median(waits.bubble_step.slice(-20)), shares = Object.entries(waits.reasons).map(([name, values]) => [name, sum(values.slice(-20))]).sort((a, b) => b[1] - a[1]);
   if (free > 0.5 && shares.length) add("waits", `${percent(free)} of the engines' slots stood free in the last steps; the run waited most for ${shares.slice(0, 3).map(([name, took]) => `${name} (${percent(took / sum(shares.map(one => one[1])))})`).join(", ")}.`);
   if (recent("reward/zero_std_ratio") > 0.4) add("prompts", `${percent(recent("reward/zero_std_ratio"))} of groups have equal rewards and teach nothing: rollout.dynamic_sampling, or other prompts.`);
-  if (recent("completion/truncated_ratio") > 0.2) add("lengths", `${percent(recent("completion/truncated_ratio"))} of trained completions were cut at sampling.max_tokens.`);
+  if (recent("completion/truncated_ratio") > 0.2) add("lengths", `${percent(recent("completion/truncated_ratio"))} of trained completions were cut: a larger sampling.max_tokens, or a reward for length.`);
   const held = heldOut(metrics.evaluations), best = held ? Math.max(...held.values.filter(known)) : 0;
   if (held && last(held.values) < 0.9 * best) add("curves", `Held-out fell to ${number(last(held.values))} from ${number(best)} at step ${held.steps[held.values.indexOf(best)]}: streamrl export RUN@best is that version.`);
   return found;
 }
 
-panel("findings", "What stands out", "Of each run that is shown: what differs from the rest of it, or is far from what it could be. Click a line for its panel.", { of: "all", paths: ["metrics", "waits"], without: "no step has ended." }, async (body, runs, data) => {
+panel("findings", "What stands out", "Of each run that is shown: what differs from the rest of it, or is far from what it could be. Click a line for its panel.", { of: "all", paths: ["metrics", "waits", "words"], without: "no step has ended." }, async (body, runs, data) => {
   const found = [];
   for (const [place, run] of runs.slice(0, MOST_RUNS).entries()) {
     const columns = await page.data(run, "timeline").catch(() => null);  // its panel says what is wrong

@@ -153,7 +153,7 @@ const page = {
         due.clear();
         try {
           if (now.includes("metrics")) await page.more(run);
-          page.forget(run, ...now.filter(path => path !== "metrics" && path !== "timeline"));
+          page.forget(run, "words", ...now.filter(path => path !== "metrics" && path !== "timeline"));
           invalidate(...now);
           drawHeader();
         } catch (error) { if (!error.expected) console.error(error); }

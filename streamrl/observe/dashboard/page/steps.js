@@ -13,8 +13,8 @@ panel("waits", "Why the run waits", "Seconds of each step by what the run as a w
     return seen;
   });
 
-panel("step", "One step", "What took the time of one step, against the median step, and who finished last. It begins with the slowest step.", { paths: ["waits", "timeline"], without: "no step has ended, or trace.jsonl is gone." },
-  (body, [run], [[waits, columns]]) => {
+panel("step", "One step", "What took the time of one step, against the median step, and who finished last. It begins with the slowest step.", { paths: ["waits", "timeline", "words"], without: "no step has ended, or trace.jsonl is gone." },
+  (body, [run], [[waits, columns, words]]) => {
     const { steps } = columns.head, typical = median(steps.map(step => step.step_s));
     if (!steps.length) return false;
     const step = steps.find(one => one.step === chosenStep) ?? steps.reduce((most, one) => one.step_s > most.step_s ? one : most), place = steps.indexOf(step);
@@ -25,10 +25,11 @@ panel("step", "One step", "What took the time of one step, against the median st
       table([{ head: "waited for", of: one => one.name, text: name => element("span", {}, swatch(reasonColour(name)), name) }, { head: "seconds", of: one => one.took, text: seconds }, { head: "more than the median step", of: one => one.more, text: value => Math.abs(value) < 0.005 ? "–" : (value > 0 ? "+" : "") + seconds(value) },
         { head: "which is", of: one => REASONS[one.name]?.[1] }], reasons, { sort: 1 }),
       table([{ head: "finished last", of: i => columns.reward_end[i] - begin, text: seconds, help: "after the step began, with its reward" }, { head: "sampled after", of: i => columns.rollout_end[i] - begin, text: seconds }, { head: "in reward", of: i => rewardTime(columns, i), text: seconds }, { head: "tokens", of: i => columns.tokens[i] }, { head: "a token", of: i => pace(columns, i), text: seconds },
-        { head: "engine", of: i => columns.engineOf(i) }, { head: "outcome", of: i => columns.head.outcomes[columns.outcome[i]] }, { head: "prompt", of: i => promptName(columns, columns.prompt[i]) }], rows, { sort: 0, most: 8, onrow: i => openSamples({ prompt: promptName(columns, columns.prompt[i]), step: "" }) }));
+        { head: "engine", of: i => columns.engineOf(i) }, { head: "outcome", of: i => columns.head.outcomes[columns.outcome[i]] }, { head: "prompt", of: i => promptName(columns, columns.prompt[i], words), class: "brief" }], rows, { sort: 0, most: 8, onrow: i => openSamples({ prompt: promptId(columns, columns.prompt[i]), step: "" }) }));
   });
 
-const promptName = (columns, place) => columns.head.prompts[place] ?? "#" + place;
+const promptId = (columns, place) => columns.head.prompts[place] ?? "#" + place;
+const promptName = (columns, place, words) => [promptId(columns, place), words[promptId(columns, place)]].filter(Boolean).join(" · ");
 const pace = (columns, i) => columns.tokens[i] > 0 ? (columns.sampling(i) - (columns.paused[i] || 0)) / columns.tokens[i] : null;
 
 panel("engines", "Engines", "What each engine did and at what pace: an engine whose seconds a token are well above the others' is slow. Below, requests and KV cache of all engines over time.", { paths: ["timeline"], without: "no trajectory has ended, or trace.jsonl is gone." },
@@ -41,8 +42,8 @@ panel("engines", "Engines", "What each engine did and at what pace: an engine wh
       { head: "slots taken", of: row => row.lanes ? row.busy / row.lanes / columns.end : null, text: percent, help: "sampling time of its trajectories over time of its slots" }], rows, { sort: 0, down: false }));
     body.pair ??= body.appendChild(element("div", { class: "pair" }));
     const every = Math.ceil(load.time_s.length / 1500), pick = values => values?.filter((value, index) => index % every === 0), time = pick(load.time_s);
-    chart(body.pair, "requests", "Requests", "running and waiting").show(time, [{ label: "running", values: pick(load.running), colour: reasonColour("sampling") }, { label: "waiting", values: pick(load.waiting), colour: reasonColour("reward") }], { xUnit: "s", least: 0 });
-    chart(body.pair, "kv", "KV cache", "share that is in use").show(time, [{ label: "in use", values: pick(load.kv_usage), colour: reasonColour("push") }], { xUnit: "s", unit: "share", least: 0 });
+    chart(body.pair, "requests", "Requests", "running and waiting").show(time, [{ label: "running", gauge: true, values: pick(load.running), colour: reasonColour("sampling") }, { label: "waiting", gauge: true, values: pick(load.waiting), colour: reasonColour("reward") }], { xUnit: "s", least: 0 });
+    chart(body.pair, "kv", "KV cache", "share that is in use").show(time, [{ label: "in use", gauge: true, values: pick(load.kv_usage), colour: reasonColour("push") }], { xUnit: "s", unit: "share", least: 0 });
   });
 
 panel("lengths", "Lengths", "Histogram of completion lengths over steps, dark is many: of all that were sampled, and of those that were trained. Where the two differ, races, cuts or filters choose by length.",
@@ -90,12 +91,12 @@ panel("weights", "Staleness and pushes", "How many versions old trained samples 
     chart(body, "changed", "Elements that changed", "share").show(steps, [line("weights/changed_ratio", "changed", 2)], { unit: "share", least: 0, onpick })].some(shown => shown);
 });
 
-panel("prompts", "Prompts", "Each prompt with its rewards over the run. Those at the top were tried most and never had a reward above their lowest: too hard, or a broken reward. Click one for its samples.", { paths: ["timeline"], without: "no trajectory has ended, or trace.jsonl is gone." },
-  (body, [run], [[columns]]) => {
+panel("prompts", "Prompts", "Each prompt with its rewards over the run. Those at the top were tried most and never had a reward above their lowest: too hard, or a broken reward. Click one for its samples.", { paths: ["timeline", "words"], without: "no trajectory has ended, or trace.jsonl is gone." },
+  (body, [run], [[columns, words]]) => {
     const { rows, low, high, never, always } = promptsOf(columns);
     if (!rows.length) return false;
     body.replaceChildren(element("p", {}, element("b", {}, `${number(never.length)} of ${number(rows.length)} prompts were never solved`), ` (no reward above ${number(low)}), ${number(always.length)} always (each reward is ${number(high)}): both teach nothing.`),
-      table([{ head: "prompt", of: row => promptName(columns, row.key) }, { head: "sampled", of: row => row.sampled, help: "trajectories, those without a reward too" }, { head: "tries", of: row => row.tries, help: "trajectories with a reward" }, { head: "mean reward", of: row => row.total / row.tries, text: number }, { head: "best", of: row => row.best, text: number },
+      table([{ head: "prompt", of: row => promptName(columns, row.key, words), class: "brief" }, { head: "sampled", of: row => row.sampled, help: "trajectories, those without a reward too" }, { head: "tries", of: row => row.tries, help: "trajectories with a reward" }, { head: "mean reward", of: row => row.total / row.tries, text: number }, { head: "best", of: row => row.best, text: number },
         { head: "mean tokens", of: row => row.tokens / row.tries, text: number }, { head: "never solved", of: row => row.best <= low && high > low ? row.tries : 0, text: value => value ? `${value} tries` : "" }],
-      rows, { sort: 6, most: 12, onrow: row => openSamples({ prompt: promptName(columns, row.key), step: "" }) }));
+      rows, { sort: 6, most: 12, onrow: row => openSamples({ prompt: promptId(columns, row.key), step: "" }) }));
   });

@@ -199,7 +199,8 @@ class Timeline {
       pen.fillStyle = css("load");
       pen.beginPath();
       pen.moveTo(left, bottom);
-      let y = bottom;
+      const before = engines.running[first - 1];  // a gauge holds its value until the next one
+      let y = known(before) ? bottom - Math.min(1, before / lanes) * tall : bottom;
       for (let x = Math.floor(left); x < peak.length; x++) { if (per[x]) y = bottom - Math.min(1, peak[x] / per[x] / lanes) * tall; pen.lineTo(x, y); }
       pen.lineTo(width, bottom);
       pen.fill();
