@@ -4,6 +4,7 @@
 const RUN_COLOURS = ["#3b7dd8", "#e07b39", "#3a9d5d", "#9162c7", "#cf4f5f", "#2a9aa5", "#9a7350", "#d068a5"];
 const runColour = run => RUN_COLOURS[run.run % RUN_COLOURS.length];
 const TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800, 2592000];
+const SHORT = Array.from({ length: 6 }, (unused, power) => [1, 2, 5].map(one => one * 10 ** (power - 7))).flat();  // below a tenth of a second
 const WHOLE = Array.from({ length: 12 }, (unused, power) => [1, 2, 5].map(one => one * 10 ** power)).flat();
 const clock = time => time < 5400 ? `${Math.round(time / 60)} min` : `${Math.floor(time / 3600)}:${String(Math.floor(time / 60) % 60).padStart(2, "0")} h`;
 const FONT = "11px system-ui, sans-serif", ruler = new OffscreenCanvas(1, 1).getContext("2d");
@@ -54,7 +55,8 @@ class Chart {
         return [least ?? low - gap, most ?? high + gap];
       } } },
       axes: [{ ...axis, size: 22, incrs: xUnit === "s" ? TICKS : WHOLE, values: (plot, ticks, axis, space, step) => ticks.map(tick => xUnit !== "s" ? number(tick) : step < 60 ? number(tick) + " s" : clock(tick)) },
-        { ...axis, size: (plot, texts) => Math.max(54, Math.ceil(widest(texts)) + 14), values: (plot, ticks) => ticks.map(tick => inUnit(tick, unit)) }],
+        { ...axis, size: (plot, texts) => Math.max(54, Math.ceil(widest(texts)) + 14), incrs: unit === "s" ? [...SHORT, ...TICKS] : undefined,
+          values: (plot, ticks, axis, space, step) => ticks.map(tick => unit === "share" && step < 0.01 ? (100 * tick).toFixed(step < 0.001 ? 2 : 1) + " %" : inUnit(tick, unit)) }],
       series: [{}, ...series.map(one => ({
         label: one.label, stroke: one.colour, width: one.width ?? 1.5, dash: one.dash, fill: one.fill, spanGaps: true, paths: one.gauge ? uPlot.paths.stepped({ align: 1 }) : undefined,
         points: { show: one.points ?? x.length < 3, size: 6, fill: one.colour }, 
