@@ -57,6 +57,7 @@ def log_to(stream: TextIO, level: int, layout: str = _LAYOUT) -> None:
     """Log the records of this process from ``level`` on to ``stream``, unless logging was configured before."""
     handler = _AboveProgress(stream)
     handler.setFormatter(PrintableFormatter(layout))
+    handler.setLevel(level)  # a logger of a lower level writes to other files
     logging.basicConfig(level=level, handlers=[handler])
 
 

@@ -112,15 +112,23 @@ class ObjectStore:
         self._retried(key, lambda: self._put(key, content, "overwrite"))
 
     def put_file(self, key: str, path: Path) -> str:
-        """Write the content of a file of any size. Returns the sha256 of the bytes sent. Raises ``OSError`` where the
-        file cannot be read."""
+        """Write the content of a file of any size. Returns the sha256 of the bytes sent. Raises ``OSError`` or
+        ``StoreError`` at once where the file cannot be read: only what the store refuses is tried again."""
+
+        def read_part() -> bytes:
+            try:
+                return file.read(PART_BYTES)
+            except OSError as error:
+                raise StoreError(
+                    f"{path} cannot be read ({error.strerror}): it was not copied to {self.url}"
+                ) from error
 
         def send() -> str:
             digest = hashlib.sha256()
             file.seek(0)
 
             def parts() -> Iterator[bytes]:
-                while part := file.read(PART_BYTES):
+                while part := read_part():
                     digest.update(part)
                     self.sent_bytes += len(part)
                     yield part

@@ -47,6 +47,7 @@ _CONNECTION_ERRORS = (
 )
 
 log = logging.getLogger(__name__)
+log.setLevel(logging.INFO)  # orders are in supervisor.log, not in the terminal of the run
 
 CarryOut = Callable[[protocol.ControlOperation], Awaitable[protocol.ControlAnswer]]
 
@@ -158,7 +159,7 @@ class ControlServer:
             return _refused(f"{name} changes the run and needs its key ({KEY_FILE})")
         if not isinstance(operation, protocol.READ_ONLY):
             description = protocol.described(operation)
-            log.warning("control socket: pid %d asked, with the key, for %s", process, description)
+            log.info("control socket: pid %d asked, with the key, for %s", process, description)
         return await self._result_of(operation)
 
     async def _result_of(self, operation: protocol.ControlOperation) -> protocol.ControlAnswer:

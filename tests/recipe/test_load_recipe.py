@@ -126,7 +126,7 @@ GOLDEN = [
     ),
     (
         'demo.toml:9: prompts.temperature: unknown key; did you mean "sampling.temperature" or '
-        '"evaluation.temperature"? Keys of [prompts]: train, template, answer, shuffle'
+        '"evaluation.temperature"? Keys of [prompts]: train, template, answer, template_arguments, shuffle'
     ),
     'demo.toml:13: rewards.0.weight: "a" is not allowed: must be a number',
     "demo.toml:16: rollout.group_size: 0 is not allowed: must be an integer > 0",
@@ -163,7 +163,11 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
         ("steps = 3\n" + GOOD, 'demo.toml:1: steps: unknown key outside a section; did you mean "run.steps"?'),
         (GOOD.replace('path = "model"', ""), "demo.toml:1: model.path: missing: must be a string"),
         (GOOD.partition("[[")[0] + "rewards = []\n", "prompts.rewards: unknown key"),
-        (GOOD.replace("[model]", "[model"), "demo.toml: not valid TOML: "),
+        (GOOD.replace("[model]", "[model"), "demo.toml:1: not valid TOML: "),
+        (GOOD + 'name = "', "demo.toml:9: not valid TOML: Unterminated string"),
+        (GOOD + '[run]\nname = """\n\n', "demo.toml:11: not valid TOML: Unterminated string"),
+        (GOOD + "[run]\nsteps = \x003\n", "demo.toml:10: not valid TOML: "),
+        (GOOD + "[model]\n", "demo.toml:9: not valid TOML: Cannot declare"),
     ],
 )
 def test_messages(tmp_path: Path, text: str, expected: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -107,6 +108,15 @@ def test_of_sixteen_that_begin_at_once_one_may_write(tmp_path: Path, url: str) -
     (other := tmp_path / "elsewhere" / "run").mkdir(parents=True)
     with pytest.raises(StoreError, match="is of another run"):
         take_epoch(f"{url}/run", other)
+
+
+def test_a_file_that_cannot_be_read_is_not_tried_again(tmp_path: Path, url: str) -> None:
+    """An error of the disk is said at once, with the file: only what the store refuses is tried again."""
+    broken = Path("/proc/self/mem")  # opens, and its first page cannot be read
+    store, begun = ObjectStore(url, give_up_s=60), time.monotonic()
+    with pytest.raises(StoreError, match=r"/proc/self/mem cannot be read \(Input/output error\): it was not copied"):
+        store.put_file("copy", broken)
+    assert time.monotonic() - begun < 10
 
 
 async def test_copies_follow_what_is_kept_and_come_back_whole(tmp_path: Path, url: str) -> None:

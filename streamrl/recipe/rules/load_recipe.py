@@ -5,6 +5,7 @@ directory."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from streamrl.recipe.sections import EvaluationSet, Recipe
 from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, value_or_text
 
 _MARKED_PATHS = ("./", "../")
+_LINE = re.compile(r"at line (\d+)")
 RETIRED = frozenset({"transport.engines", "transport.training"})
 """Settings that every run before 2026-11-28 recorded as "local", which is what all runs are now."""
 
@@ -61,7 +63,9 @@ def read_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         ValueError,
         RecursionError,
     ) as error:  # tomllib raises both, for a number of 5,000 digits or endless nesting
-        raise RecipeError(f"{path}: not valid TOML: {error}") from error
+        line = _LINE.search(str(error))
+        place = f"{path}:{line[1] if line else len(text.splitlines())}"
+        raise RecipeError(f"{place}: not valid TOML: {error}") from error
     transport = table.get("transport")
     if isinstance(transport, dict):
         for key in RETIRED:
