@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.base.messages import HASH_MODULUS
+from streamrl.weights.codec.kernels import compiled
 from streamrl.weights.codec.state_hash import hash_elements, hash_range, tensor_key
 
 
@@ -76,3 +80,12 @@ def test_terms_are_two_rounds_of_splitmix64(bits: type[np.generic]) -> None:
 
 
 FIXED = 0xAA8E3D95D1259493
+
+
+def test_a_kernel_compiles_without_a_place_for_its_cache() -> None:
+    """The machine code of a function is kept where numba finds a directory; elsewhere it is compiled each time."""
+    namespace: dict[str, Any] = {}
+    exec(compile("def double(x):\n    return 2 * x\n", "<no file>", "exec"), namespace)
+    with pytest.raises(RuntimeError, match="no locator available"):
+        numba.njit(cache=True)(namespace["double"])
+    assert compiled(namespace["double"])(21) == 42

@@ -19,7 +19,8 @@ from tiers import quick_only
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights.pull.shared_replica import SharedReplica
+from streamrl.weights.pull.replica import CheckpointReplica
+from streamrl.weights.pull.shared_replica import SharedReplica, shared_replica
 from streamrl.weights.pull.shared_versions import Holder, SharedMemory
 from streamrl.weights.requests import MANIFEST, decode_request
 from tests.weights.faulty_link import TENSORS, Bits, FaultyLink, SmallPush, changed, random_bits
@@ -238,7 +239,8 @@ import os, signal, sys, threading
 from pathlib import Path
 import msgspec
 from streamrl.weights.pull.fetch import fetch_version
-from streamrl.weights.pull.shared_replica import SharedReplica
+from streamrl.weights.pull.replica import CheckpointReplica
+from streamrl.weights.pull.shared_replica import SharedReplica, shared_replica
 from streamrl.base.messages import WeightAnnouncement
 
 point, directory, *paths = sys.argv[1:]
@@ -404,3 +406,18 @@ def test_while_one_fetches_the_others_wait_or_are_told_to_stop(machine: Machine)
     stop.clear()
     stage(1)
     assert entered == [0, 1]
+
+
+@pytest.mark.parametrize("lacks", ["memory without a name", "a directory for its state"])
+def test_a_worker_that_cannot_share_keeps_its_own(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where memory cannot be shared, a worker has a replica of its own, and says why."""
+    parent = tmp_path
+    if lacks == "memory without a name":
+        monkeypatch.delattr(os, "memfd_create")
+    else:
+        parent = tmp_path / "file"
+        parent.write_text("")
+    assert type(shared_replica("run", "model", parent)) is CheckpointReplica
+    assert "a replica of its own, since memory cannot be shared: " in caplog.text
