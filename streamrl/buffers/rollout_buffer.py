@@ -1,8 +1,8 @@
 """The rollout buffer: the state of every trajectory and group, and the accounting. Part of control's state
 (``control``), in the controller's process and in simulations; a checkpoint stores it.
 
-It has identities, sizes and states, but no tokens, so that it can be encoded as it is. A method costs time in
-proportion to one group at most.
+It has identities, sizes and states, but no tokens, so that it can be encoded as it is. A method that changes one
+trajectory or group costs time in proportion to one group at most; ``train`` and methods that list groups cost more.
 
 A trajectory is in flight (sampled, paused, or being scored), then scored, then part of a batch, then trained; in each
 of these states it may be dropped, with one reason. At every moment
@@ -48,8 +48,8 @@ class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``finish_reason``: reason to stop sampling (None: not scored yet);
     ``reward``: combined reward;
     ``tokens``: number of sampled tokens;
-    ``separate_rewards``: rewards by name that are compared alone with the siblings' (empty: ``reward`` is compared);
-    ``turn_rewards``: parts of ``reward`` by turn, up to the last one that is not 0, where turns are compared;
+    ``separate_rewards``: rewards by name, of which each gets an advantage of its own (empty: ``reward`` gets one);
+    ``turn_rewards``: parts of ``reward`` by turn, up to the last one that is not 0 (empty: turns get no advantages);
     ``seconds``: time from launch to score."""
 
     oldest_version: int
@@ -209,8 +209,8 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         """Record a reward and return the group. Returns None, and changes nothing, where the trajectory has ended or
         has a reward.
 
-        ``reason``: reason to stop sampling; ``oldest``: oldest policy version of its tokens; ``separate``: rewards that
-        are compared alone; ``turns``: rewards of turns, where turns are compared."""
+        ``reason``: reason to stop sampling; ``oldest``: oldest policy version of its tokens; ``separate``,
+        ``turns``: see ``Member.separate_rewards`` and ``turn_rewards``."""
         member = self.member(trajectory)
         if member is None or member.scored:
             return None
@@ -219,8 +219,8 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         member.tokens = tokens
         member.finish_reason = reason
         member.separate_rewards = separate or {}
-        earning = [number for number, turn_reward in enumerate(turns, start=1) if turn_reward]
-        member.turn_rewards = turns[: max(earning, default=0)]
+        rewarded_turns = [number for number, turn_reward in enumerate(turns, start=1) if turn_reward]
+        member.turn_rewards = turns[: max(rewarded_turns, default=0)]
         member.seconds = seconds
         if oldest != member.oldest_version:
             member.oldest_version = oldest

@@ -7,15 +7,14 @@
     trainer.secret     trainer.public        connects to its streams and serves weights
     observer.secret    observer.public       reads metrics
 
-A process needs the secret key of its own role and the public keys of all roles. A ``.public`` file has one key a line:
-all of them are let in, and the process that serves has the first. So a host may have a pair of its own, and a key is
-replaced by adding the new line, giving out the new secret, and removing the old line; the file is read at each
-connection.
+A process needs the secret key of its own role and the public keys of all roles. A ``.public`` file has one key a line.
+A bound socket admits every key of the role that connects to it; a connecting socket expects the first key of the role
+that is bound. So a host may have a pair of its own, and a key is replaced by adding the new line, giving out the new
+secret, and removing the old line; the file is read at each connection.
 
 A process that starts in a run (``processes.run_role``) sets variables with the directory and its role, which vLLM's
-worker processes inherit; keys themselves are never in variables. ``streamrl keys`` and runs on a cluster make the
-pairs,
-``guarded_sockets`` reads them."""
+worker processes inherit; keys themselves are never in variables. ``streamrl keys`` and, on a cluster, ``open_launcher``
+in the supervisor make the pairs, ``guarded_sockets`` reads them in each process that opens a socket."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ KEY_LENGTH = 40
 
 class KeyRole(StrEnum):
     """Owner of a key. Workers of user code and judges have no key, since their streams stay on one host; the control
-    socket has a key of its own kind."""
+    socket has no CURVE key, but a secret of its own (``launch.control_socket``)."""
 
     CONTROLLER = "controller"
     ENGINE = "engine"

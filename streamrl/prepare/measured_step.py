@@ -30,10 +30,10 @@ from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
 class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
     """One step of one rank.
 
-    ``trajectories``, ``tokens``: number of trajectories, and of their tokens with prompts.
+    ``trajectories``, ``tokens``: number of trajectories, and of their tokens, those of prompts included.
     ``seconds``: time of forward, backward, optimizer and publishing.
     ``cpu_bytes``, ``device_bytes``: peak memory of the process.
-    ``problem``: reason why nothing was measured; empty where the step was measured."""
+    ``problem``: reason why no step was measured, such as ``none within 60 s`` (empty: the step was measured)."""
 
     trajectories: int = 0
     tokens: int = 0
@@ -46,8 +46,8 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
 def measure_step(recipe: Recipe, groups: Sequence[Sequence[Trajectory]], timeout_s: float) -> MeasuredStep:
     """Load the model as a trainer rank of ``recipe`` does, and train one batch of ``groups``. Blocking.
 
-    Rewards alternate within a group, so that each group is computed, as if all had a signal. Several ranks are measured
-    as one, which holds everything."""
+    Rewards of 0 and 1 alternate within a group, so that every group has a signal: the trainer skips groups without one.
+    Several ranks are measured as one rank, which holds the whole model."""
     recipe = structs.replace(recipe, training=structs.replace(recipe.training, ranks=1))
     batch = [
         TrainingGroup(
@@ -62,7 +62,7 @@ def measure_step(recipe: Recipe, groups: Sequence[Sequence[Trajectory]], timeout
     ]
     with tempfile.TemporaryDirectory(prefix="streamrl-") as directory:
         path = Path(directory, "step")
-        path.write_bytes(msgspec.msgpack.encode((recipe, batch), enc_hook=list))
+        path.write_bytes(msgspec.msgpack.encode((recipe, batch), enc_hook=list))  # arrays as lists
         child = run_throwaway("streamrl.prepare.measured_step", [str(path)], timeout_s)
     if not child.written or child.failure:
         return MeasuredStep(problem=f"none within {timeout_s:g} s" if child.late else child.failure or "no answer")
@@ -75,7 +75,8 @@ def _measured(recipe: Recipe, groups: Sequence[TrainingGroup], directory: Path) 
     from streamrl.learning.trainer import TorchTrainer
     from streamrl.weights.publish.torch_tensors import start_publisher
 
-    trainer = TorchTrainer(trainer_options(recipe, 0, "trial", f"ipc://{directory}/weights"), start_publisher)
+    options = trainer_options(recipe, 0, run_id="trial", weights_endpoint=f"ipc://{directory}/weights")
+    trainer = TorchTrainer(options, start_publisher)
     samples = [sample for group in groups for sample in group.samples]
     try:
         trainer.start()

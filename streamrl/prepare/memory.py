@@ -1,5 +1,8 @@
-"""Memory of the processes of a run, predicted from the sizes of its models. Pure: the checks before a run, the summary
-and the plan of GPUs call it in the process of the command."""
+"""Memory of the processes of a run, predicted from the sizes of its models. Pure: ``preflight``, ``summary`` (the lines
+of the dry run), ``gpu_placement`` and ``streamrl try`` call it in the process of the command.
+
+Published bits are the bfloat16 weights that the trainer publishes. A CPU engine keeps them beside the parameters that
+it computes with (the replica), the trainer to compare the next version with them (the baseline)."""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from streamrl.recipe.topology import JUDGE, PreparedSet, prepared_sets
 
 MIB = 1 << 20
 GIB = 1 << 30
-# Proportional memory, measured on the demo: a vLLM CPU engine is three
-# processes (owner 430, EngineCore 424, worker 500 MiB before weights and KV); torch in a trainer rank takes 450.
+# Proportional set size (PSS), measured on the demo: a vLLM CPU engine is three processes (streamrl's engine process
+# 430, EngineCore 424, worker 500 MiB before weights and KV); torch in a trainer rank takes 450.
 ENGINE_BASE_BYTES = 1350 * MIB
-SIMULATED_ENGINE_BYTES = 120 * MIB  # before its live copy and the replica of the published bits
+SIMULATED_ENGINE_BYTES = 120 * MIB  # before its parameters and its replica
 SIMULATED_BYTES_PER_PARAMETER = 2 + 2
 ENGINE_WORKER_BYTES = 500 * MIB  # one more worker, before its share of weights and KV
 TRAINER_BASE_BYTES = 450 * MIB
 CONTROLLER_BYTES = 120 * MIB
 REWARD_WORKER_BYTES = 80 * MIB
-ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the replica of the published bits
+ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the replica
 JUDGE_BYTES_PER_PARAMETER = 4  # float32 on CPU, in vLLM's own packed form
 LARGEST_CACHE_BYTES = GIB
 LARGEST_LOGITS = 1 << 24  # the trainer's head runs over this many logits at a time
@@ -37,9 +40,10 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: Mode
 
     The KV cache counts whole, because vLLM touches it whole on CPU: room for every running request, one GiB at most.
     Where several sets of engines are prepared, only one is awake, and the largest set counts."""
+    # Ranks of tensor or context parallelism gather layer by layer in any case.
     by_layer = recipe.training.gathered is Gathered.LAYER or recipe.training.ranks_per_group > 1
     gathered = Gathered.LAYER if by_layer else Gathered.BATCH
-    # The publisher's baseline of the published bits, which on a CPU are a view of what the forward runs on.
+    # Only the baseline: on a CPU the published bits themselves are a view of the parameters of the forward pass.
     baseline = SHADOW_BYTES * facts.parameters // (recipe.training.ranks // recipe.training.replicas)
     trainer = TRAINER_BASE_BYTES + rank_bytes(recipe, facts, context, gathered).total + baseline
     sets = [_engine_bytes(recipe, engine_set, facts, context) for engine_set in prepared_sets(recipe)]
@@ -61,6 +65,7 @@ def _engine_bytes(recipe: Recipe, engine_set: PreparedSet, facts: ModelFacts, co
         simulated = SIMULATED_ENGINE_BYTES + SIMULATED_BYTES_PER_PARAMETER * facts.parameters
         return dict.fromkeys(engine_set.engines, simulated)
     workers = engine_set.workers
+    # An eighth more than the running requests need, for shared prefixes: ``engines.vllm.options`` sizes the cache so.
     cache = min(engine_set.max_num_seqs * context * facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES * workers)
     engine = ENGINE_BASE_BYTES + ENGINE_BYTES_PER_PARAMETER * facts.parameters
     engine += max(cache, context * facts.key_value_bytes) + (workers - 1) * ENGINE_WORKER_BYTES
@@ -74,7 +79,7 @@ def rank_bytes(
     training = recipe.training
     sizes = training_sizes(training, recipe.lora, recipe.objective_settings, facts, on_device=on_device)
     row_share = -(-context // training.context_parallel_size)
-    tokens = max(training.row_tokens("cuda", facts.parameters, context), row_share)  # the larger rows
+    tokens = max(training.row_tokens("cuda", facts.parameters, context), row_share)  # cuda: never shorter rows
     logits = min(tokens * facts.vocabulary, LARGEST_LOGITS)
     activations = activation_bytes(facts, training, tokens, logits, sixteen_bit=sizes.sixteen_bit)
     return bytes_per_rank(sizes, gathered, activations)

@@ -277,7 +277,7 @@ def _ports(recipe: Recipe) -> Iterator[str]:
         port = options.get("port", str(PROMETHEUS_PORT))
         if name == "prometheus" and not wrong_port(port):
             endpoints[name] = f"tcp://{options.get('address', '127.0.0.1')}:{port}"
-    if recipe.on_one_host:  # the agent of each host of a cluster finds free ports
+    if recipe.on_one_host:  # the daemon of each host of a cluster finds free ports
         endpoints = plan_topology(recipe, Path("/tmp")).endpoints | endpoints
         if recipe.transport.kind is TransportKind.TCP and (problem := port_problem(recipe.transport.host, 0)):
             yield f"transport.host: {problem}: set it to an address of this machine"

@@ -26,8 +26,8 @@ class CallFailure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CheckedValue(msgspec.Struct, frozen=True, array_like=True):
-    """Result of one function for one sample: a finite ``value``, finite named ``parts``, or a ``failure``. Without all
-    three the function does not apply to the sample."""
+    """Result of one function for one sample: a finite ``value``, finite named ``parts``, of which the reward is
+    the weighted sum, or a ``failure``. With none of the three the function does not apply to the sample."""
 
     value: float | None = None
     parts: dict[str, float] = {}
@@ -53,7 +53,8 @@ def failed(kind: RewardFailureKind, message: str, count: int = 1) -> tuple[Check
 
 
 def check_returned(returned: Any, count: int, *, per_group: bool) -> tuple[CheckedValue, ...]:
-    """``count`` checked values from the return value of one call."""
+    """``count`` checked values from the return value of one call. ``per_group``: whether the function scores all
+    completions of a group in one call, and so returns a list."""
     if not per_group:
         return (check_value(returned),)
     values = _as_list(returned)
@@ -82,7 +83,7 @@ def check_value(value: Any) -> CheckedValue:
 
 
 def _check_parts(value: Mapping[Any, Any]) -> CheckedValue:
-    """The parts that apply. One part that is no number fails them all: a sum without it would be another reward."""
+    """The parts that apply. One part that is no number fails them all: a sum of the others would be a wrong reward."""
     parts: dict[str, float] = {}
     try:
         items = list(value.items())
@@ -93,7 +94,7 @@ def _check_parts(value: Mapping[Any, Any]) -> CheckedValue:
         name = _part_name(key)
         if name is None:
             message = (
-                f"returned a part called {_printable_repr(key)}: name parts with strings of UTF-8 without a slash, of "
+                f"returned a part called {_printable_repr(key)}: name parts with printable strings without a slash, of "
                 f"at most {_LONGEST_NAME} characters"
             )
             return CheckedValue(failure=CallFailure(RewardFailureKind.WRONG_TYPE, message))

@@ -7,7 +7,7 @@ trajectory, then it is recorded and scored. A trajectory whose episode fails cou
 A request that the engine interrupts (a pause that aborts, a drained engine) continues from its tokens with another
 seed. A trajectory that control has paused waits, outside of the engine, until it is resumed. A trajectory ends as
 ``TrajectoryLost`` only where it was cancelled, the engine refused it, or its episode sampled nothing. Where deferred
-completions are verified, the tokens of cancelled trajectories are stored until the same draw is launched again
+completions are verified, the tokens of cancelled trajectories are stored until one with the same seed is launched
 (``engines/resumption.py``)."""
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class _Turn:
 
     ``request``: request for the next part.
     ``unverified_tokens``: tokens of an earlier attempt, which the engine verifies.
-    ``appended``, ``after``: arguments of the episode's request for the turn, as in ``TurnSampler``.
+    ``appended``, ``after``: arguments of the episode's request for the turn: tokens that are put before it and not
+        trained; number of the turn that it follows (None: the newest; -1: none, it follows the prompt).
     ``first_part``: number of the turn's first part among the parts of the trajectory, which the ids of requests have.
     ``completion``: the sampled tokens; its finish reason is abort until the turn is complete.
     ``own_seed_tokens``: number of tokens that were sampled with the turn's original seed.
@@ -252,6 +253,7 @@ class OpenTrajectory:
             request = structs.replace(request, token_ids=request.token_ids + self._tokens_until(after))
         if number:
             seed = derive_seed(order.seed, "turn", number)
+            # prefix_length 0: the earlier turns are context, no part of this completion.
             request = structs.replace(request, prefix_length=0, seed=seed)
         if not request.token_ids and not appended:
             raise ValueError("an episode samples from an empty prompt: append tokens to it")
@@ -263,8 +265,8 @@ class OpenTrajectory:
             max_tokens=min(max_tokens or limit, limit),
         )
         follows: int | None = None
-        if not follows_newest:
-            follows = -1 if after == -1 else self.ends[after or 0]
+        if after is not None and not follows_newest:
+            follows = -1 if after == -1 else self.ends[after]
         if appended:
             self.segments.append(Segment(token_ids=appended, trained=False, follows=follows))
             follows = None
@@ -338,7 +340,7 @@ class Episodes:
     """Runs ``episode`` for each trajectory on ``engine`` (an engine or a pool); ``journal`` records the trajectory, and
     ``scorer`` scores it.
 
-    ``verifies_deferred``: whether tokens of cancelled trajectories are verified when their draw is launched again.
+    ``verifies_deferred``: whether tokens of cancelled trajectories are verified when their seed is launched again.
     ``one_at_a_time``: whether the engine never has two requests at once.
     ``capacity``: number of requests that count as a full engine.
     ``on_end``: function that is called with the id of each trajectory once its sampling has ended."""
@@ -368,7 +370,7 @@ class Episodes:
         self._sampling = structs.asdict(sampling)
         self._open = dict[TrajectoryId, OpenTrajectory]()
         self._sampling_now = 0
-        self._in_turns = 0
+        self._in_turns = 0  # with paused ones, which ``_sampling_now`` leaves out
         self._engines_paused = False
         self._launched = 0
         self._generated_tokens = 0
@@ -420,6 +422,7 @@ class Episodes:
         for trajectory in trajectories:
             trajectory.cancel("cancelled")
         if self._cancelled_completions is not None:
+            # Trajectories that were sampled to their end are kept, too: their groups are cancelled.
             self._cancelled_completions.cancel_complete(ids)
         self._abort(trajectories)
 
@@ -486,8 +489,9 @@ class Episodes:
                 tokens=trajectory.tokens,
             )
             await trajectory.take(lost)
-            await self._scorer.lost(order.id, order.group_size)
+            await self._scorer.lost(order.id, order.group_size)  # rewards of its group do not wait for it
         elif end is not None and end.kind is not None:
+            # ``end.policy``: what control does about the failure, such as "drop_sample".
             failure = RewardFailure(
                 trajectory=sampled, function=ENVIRONMENT_REWARD, kind=end.kind, message=end.message, policy=end.policy
             )
@@ -566,11 +570,11 @@ class Episodes:
         self._sampling_now += change
 
     def _unverified_tokens_of(self, order: LaunchTrajectory) -> TokenArray:
-        """Return the tokens of this draw that were sampled before it was cancelled; empty where deferred completions
-        are not verified."""
+        """Return the tokens that a cancelled trajectory sampled with the seed of ``order``; empty where deferred
+        completions are not verified."""
         if self._cancelled_completions is None or order.evaluation:
             return token_array()
-        self._cancelled_completions.note_open(len(self._open) + 1)
+        self._cancelled_completions.note_open(len(self._open) + 1)  # bounds the number of kept completions
         return self._cancelled_completions.take(order.seed) or token_array()
 
     def _accepted(self, turn: _Turn, part: Completion) -> int:
@@ -606,7 +610,7 @@ class Episodes:
             seed=order.seed,
             # A later turn goes before the first turns of later launches: groups end in the order of their launches.
             priority=self._launched if self._has_environment else 0,
-            routed_tokens=None if order.evaluation else 0,
+            routed_tokens=None if order.evaluation else 0,  # 0: with the experts of all tokens; None: without experts
             **self._sampling | order.sampling,
         )
 

@@ -11,7 +11,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.prepare.run_length import with_steps_of_epochs
 from streamrl.prepare.summary import arithmetic_lines
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
-from streamrl.recipe.schedules.schedule import SCHEDULES, horizon_notices, rate_factor
+from streamrl.recipe.schedules.schedule import SCHEDULES, changed_rate_notices, rate_factor
 from streamrl.recipe.sections import Training
 
 SMALL = {"model": {"path": "m"}, "prompts": {"train": "t.jsonl"}, "rewards": [{"function": "a:b"}]}
@@ -82,9 +82,9 @@ def test_a_rate_depends_on_its_version_and_ends_flat(name: str) -> None:
 )
 def test_more_steps_say_what_becomes_of_the_rates(settings: list[str], said: list[str]) -> None:
     before, after = (load_recipe(SMALL, [f"run.steps={steps}", *settings]) for steps in (100, 200))
-    notices = horizon_notices(before, after)
+    notices = changed_rate_notices(before, after)
     assert len(notices) == bool(said) and all(part in notices[0] for part in said), notices
-    assert horizon_notices(after, after) == []
+    assert changed_rate_notices(after, after) == []
 
 
 def test_the_dry_run_shows_the_rates_the_project_and_the_tags() -> None:

@@ -1,5 +1,5 @@
-"""Figures of a comparison, and its report as one HTML page. Written by ``compare/command`` in the command's own
-process; ``Comparison`` is the content of comparison.json."""
+"""Figures of a comparison, and its report as one HTML page. ``compare/command`` writes both after each run, in the
+command's own process; ``Comparison`` is the content of comparison.json."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIGURES = (
         "rollout bubble",
         lambda run: run.weighted("util/rollout_bubble_ratio"),
         ".2f",
-        "share of free slots from a live version until the next batch is full",
+        "share of the engines' slots that are free, from when a version is live until the next batch is full",
     ),
     Figure("step bubble", lambda run: run.weighted("util/free_slot_ratio"), ".2f", "the same over whole steps"),
     Figure("trained length", lambda run: run.length, ".0f", "mean tokens of a trained sample"),
@@ -93,7 +93,8 @@ def spread_text(values: Sequence[float], form: str) -> str:
 
 def comparison_page(comparison: Comparison) -> bytes:
     """Return the report as one HTML page without links to other hosts: the page of ``streamrl report`` for the first
-    finished run of each system whose directory still exists, below a panel with the figures of all runs."""
+    finished run of each system whose directory still exists, below a panel with the figures of all runs. The panel
+    also shows the timeline of each of these runs from its typical step on, the same number of seconds of each."""
     first = {run.system: run for run in reversed(comparison.runs) if RunFiles(Path(run.directory)).recipe()}
     page_runs = [first[system] for system in comparison.systems if system in first]
     places = [typical_step(run) for run in page_runs]
@@ -106,6 +107,7 @@ def comparison_page(comparison: Comparison) -> bytes:
         f"steps of warm-up; repeats of each, alternately: {comparison.repeats}; {comparison.machine}.",
         "heads": [{"name": head, "meaning": meanings.get(head, "")} for head in heads],
         "rows": [
+            # The first columns (system, runs, times as fast) have no values of single runs.
             {"cells": row, "values": [[]] * (len(row) - len(FIGURES)) + system_values}
             for row, system_values in zip(rows, values, strict=True)
         ],

@@ -1,5 +1,5 @@
-"""Finds a saved model by its name on the command line: a folder, a checkpoint, a run, a version of a run. Called by
-``eval``, ``export`` and ``push`` in the command's own process."""
+"""Finds a saved model by its name on the command line. ``eval`` takes a folder, a checkpoint, a run or a version of a
+run (``find_model``), ``export`` and ``push`` a run and a version (``saved_model``), each in the command's process."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def saved_model(run: Path, version: str = "") -> SavedModel:
         scores = {number: score for number, score in read_scores(checkpoints / SCORES).items() if number in folders}
         number = max(scores, key=lambda step: (scores[step], step), default=None)
     elif version in ("", LATEST) and folders:
+        # After a crash while ``latest`` was replaced: the directory that was moved aside.
         latest = surviving_directory(checkpoints / LATEST)
         number = next((step for step, path in folders.items() if path.resolve() == latest), max(folders))
     if number not in folders:

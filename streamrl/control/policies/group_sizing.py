@@ -1,5 +1,7 @@
-"""Group sizers: straggler-aware (SAGC), or random with the recipe's shares. ``round_policies`` makes the sizer of a
-run; control reads its ``size`` once a round, and reports the groups of a step to ``observe``."""
+"""Group sizers: straggler-aware (SAGC, arXiv 2606.02218), or random with the recipe's shares.
+
+``round_policies`` makes the sizer of a run; control reads its ``size`` when it launches, and reports the groups of a
+step to ``observe``, with the number of batches that the step trained (several in a long round)."""
 
 from __future__ import annotations
 
@@ -118,7 +120,7 @@ class StragglerAwareSize:
         self._memory = sagc.SizingMemory(
             size=settings.sizes[-1] if settings.budget is None else start,
             budget=settings.budget or 0.0,
-            asked=settings.budget or 0.0,
+            asked=settings.budget or 0.0,  # the recipe's; ``budget`` may be measured
             tradeoff=settings.tradeoff_over(steps),
             calibration_steps=settings.calibration_over(steps),
         )
@@ -169,8 +171,9 @@ class StragglerAwareSize:
         """Continue with ``state``; the state of another kind of sizing is ignored.
 
         Where the recipe no longer has the current size, the sizer starts with its initial size. Where the recipe has
-        another budget (in a fork) or other ``calibration_steps``, the queue and the sums of rates start from zero, and
-        a budget that the recipe leaves out is measured again. Counts of groups by size stay in each case."""
+        another budget (in a new run that begins from a checkpoint) or other ``calibration_steps``, the queue and the
+        sums of rates start from zero, and a budget that the recipe leaves out is measured again. Counts of groups by
+        size stay in each case."""
         if "budget" not in state:
             return
         memory = msgspec.convert(state, sagc.SizingMemory, str_keys=True)
@@ -271,8 +274,9 @@ class StragglerAwareSize:
 
 
 def _tables(groups: Sequence[GroupLengths]) -> list[sagc.LengthTable]:
-    """Lengths of the groups of each size; infinite for a truncated member, whose length is not known. Groups without
-    any length (the race dropped all members) are left out."""
+    """Lengths of the groups of each size (a row for each group, a column for each member): infinite for a truncated
+    member, whose length is not known, and estimated for a member that the race dropped (length 0). A group of which all
+    members were dropped is left out."""
     by_size: dict[int, list[GroupLengths]] = {}
     for group in groups:
         if any(group.lengths):

@@ -1,5 +1,6 @@
 """SortedRL's rounds (arXiv 2603.23414, section 3; ``rounds = "length_sorted"``): a cohort of prompts, whose running
-trajectories are stopped as soon as a batch is ready. ``round_policies`` makes the policy.
+trajectories are stopped as soon as a batch is ready. ``round_policies`` makes the policy; ``control.launch`` and
+``control.decide`` ask it in the controller's process and in simulations (fields: ``control.round_policy``).
 
 A cohort of n batches of prompts is loaded at once and oversubscribes the engines. The batch takes the groups that are
 ready first, hence short completions. Then all running trajectories stop: they are sampled again from their start under
@@ -37,7 +38,7 @@ class LengthSortedRounds(StatelessRounds):
     """Round policy that launches prompts in order of their predicted length, on-policy or partial. With ``single`` each
     trajectory is a group of its own; otherwise all trajectories of a group are launched together."""
 
-    drop_reason = DropReason.BATCH_FULL
+    drop_reason = DropReason.BATCH_FULL  # of trajectories that are sampled again from their start
 
     def __init__(self, settings: ControlSettings) -> None:
         options = settings.length_sorted
@@ -50,19 +51,21 @@ class LengthSortedRounds(StatelessRounds):
         self._in_environments = 0
 
     def launch(self, view: RoundView) -> Launch | None:
-        if not view.at_barrier:
+        if not view.at_barrier:  # the batch takes no groups, or its version is not live yet
             return None
         size = self._size(view)
-        if view.paused:
+        if view.paused:  # size 0: groups that are resumed have a size already
             return Launch(groups=view.paused, source=Source.PAUSED, size=0, group_size=size, round_kind=SORTED)
         if view.queued:
             return self._launch_queued(view, size)
         if view.untrained or view.exhausted:
             return None
-        # A cohort ends with a batch. After drops it opens in the middle of a batch, and must not span one more.
+        # A cohort ends where a batch ends. After drops the open batch is partly filled: the cohort fills the rest of it
+        # and cohort_batches - 1 batches more.
         trajectories = view.missing + (self._options.cohort_batches - 1) * view.batch_trajectories
         prompts = max(trajectories // view.group_size, 1)
         copies = view.group_size if self._options.single else 1
+        # This launches nothing: prompts join the queue, each ``copies`` times, and the policy is asked again.
         return Launch(groups=prompts, source=Source.COHORT, size=0, round_kind="", copies=copies)
 
     def _launch_queued(self, view: RoundView, size: int) -> Launch | None:
@@ -99,7 +102,7 @@ class LengthSortedRounds(StatelessRounds):
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
         if self.on_policy:
             return True
-        return view.leaves_time_for_others(candidate)
+        return view.leaves_time_for_others(candidate)  # all can be trained before they are too stale
 
     def remainder(self, view: RoundView) -> Remainder:
         return Remainder.PAUSE if self._options.partial else Remainder.REQUEUE
@@ -116,6 +119,7 @@ class LengthSortedRounds(StatelessRounds):
             self._in_environments = observation.environment
         elif isinstance(observation, GroupObserved):
             deferred = observation.deferred
+            # A group that was stopped gives a lower bound of its length: the longest completion of its round.
             longest = observation.round_longest if deferred else max(observation.lengths)
             self._predictor.observe(observation.prompt_id, observation.prompt_tokens, longest, stopped=deferred)
 
@@ -129,4 +133,5 @@ class LengthSortedRounds(StatelessRounds):
             self._in_environments = msgspec.convert(state.get("away", 0), int)
 
     def slots(self) -> int:
+        """Return the number of trajectories of a whole cohort, which may all be in flight."""
         return self._options.cohort_batches * self._batch

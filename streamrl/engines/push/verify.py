@@ -1,10 +1,11 @@
 """Checks of the engines' weights beside the state hash: the logprob canary, and audits by checksums.
 
 The controller runs both: ``weight_sync`` calls the canary with each push, the audit is an observer of the run. The
-state hash proves that the weights are right. The canary checks the results of computing with them, and so finds a
-kernel's packed copy that was not packed again, a cache of old keys, a layer that reads other tensors, or a trainer that
-reads a checkpoint differently. After a push every engine scores a few fixed tokens, and the trainer scores them with
-the same weights.
+state hash proves that the weights are right: an engine computes it over its live parameters, and the controller
+compares it with the trainer's. The canary checks the results of computing with them, and so finds a kernel's packed
+copy of weights that a push did not renew, a KV cache of an earlier version, a layer that reads other tensors, or a
+trainer whose model code differs from vLLM's. After a push every engine scores a few fixed tokens, and the trainer
+scores them with the same weights.
 
 No push waits for the canary. An engine gets one short prefill, the probe, when it has the version, and continues its
 requests; a full engine answers later. The trainer scores the tokens while engines sample, and sends its logprobs with
@@ -89,9 +90,9 @@ class WeightCanary:
         again = before & self.deviating
         if again:
             raise EngineError(
-                f"{len(again)} engines compute something else than the trainer with the same weights, after an "
-                f"anchor as before it: logprobs of the canary are {max(deviations.values()):.3g} nats apart "
-                f"({self.limit:g} may be). Set engines.dtype and training.compute_dtype to float32 to see "
+                f"{len(again)} engines compute something else than the trainer with the same weights, also after they "
+                f"took an anchor: logprobs of the canary are {max(deviations.values()):.3g} nats apart "
+                f"(limit: {self.limit:g}). Set engines.dtype and training.compute_dtype to float32 to see "
                 "whether rounding does it; weights.advanced.canary = false lets the run go on"
             )
         if not deviations:
@@ -164,7 +165,8 @@ class WeightAudit(Observer):
         await self._audit(anchor.policy_version)
 
     async def on_weights_live(self, push: PushReport, *, last: bool) -> None:
-        """Audit the version if it is due. No newer version is pushed meanwhile."""
+        """Audit the version if it is due, whether or not a round follows (``last``). No newer version is pushed
+        meanwhile."""
         await self._audit(push.policy_version)
 
     async def _audit(self, policy_version: int) -> None:

@@ -36,7 +36,7 @@ class MissingSamples(Observer):
             self._failed.setdefault(event.id.group_id, []).append(event)
 
     async def on_action(self, action: do.ControlAction) -> None:
-        """Note each group of the batch, and the end of the batch."""
+        """Note each group of the batch, and the end of the batch, whose ``missing`` is the part that stays empty."""
         buffer = self._control.state.buffer
         batch = self._control.state.batch
         if isinstance(action, do.TrainGroupNow):
@@ -61,7 +61,7 @@ class MissingSamples(Observer):
         )
 
     async def on_weights_live(self, push: PushReport, *, last: bool) -> None:
-        """Emit the warning, after the line of the step."""
+        """Emit the warning. The report, which is called before this observer, has emitted ``StepFinished``."""
         if lines := self._lines.pop(push.policy_version, []):
             await self._emit(RunWarning(step=push.policy_version, message="; ".join(lines)))
 

@@ -1,5 +1,5 @@
 """The TensorBoard tracker: event files in ``RUN/tensorboard``, by tensorboardX without torch. It runs in the process of
-its follower."""
+its follower, which the supervisor starts for each tracker and which sends it the lines of the run's files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 
 _BINS = 30
 _LONGEST_CELL = 2000
-_CLOCK_S = 1.0  # the times of files are coarse
+_CLOCK_S = 1.0  # resolution of modification times, on coarse file systems
 
 
 class TensorBoard(Tracker):
-    """Writes no event twice: it reads the events that an earlier follower wrote after its cursor was stored.
+    """Writes no event twice. The follower stores a cursor (how far it has read the run's files), and after a kill sends
+    again what follows it; this class reads what an earlier follower wrote since then, and leaves it out.
 
     It uses ``EventsWriter``, because ``SummaryWriter`` has a queue that ``flush`` does not empty, and a thread that
     dies of a full disk and then hangs its caller."""
@@ -33,7 +34,8 @@ class TensorBoard(Tracker):
         files = sorted(folder.glob("events.out.tfevents.*"))
         recent = [path for path in files if path.stat().st_mtime > run.moved_s - _CLOCK_S]
         self._written = {self._key(event) for path in recent for event in self._events(path)}
-        # Readers take files in the order of their names, which have the second of their start before the suffix.
+        # TensorBoard reads files in the order of their names, which hold the second of their start. The suffix orders
+        # two files of one second.
         self._writer = self._parts.EventsWriter(str(folder / "events"), filename_suffix=f".{len(files):06d}")
 
     def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:

@@ -171,7 +171,8 @@ def _placeholders(calls: Sequence[CalledTool]) -> Iterator[tuple[dict[str, Any],
     if calls:
         marks = [_mark() for _ in calls]
         yield calling_message(calls, [{"x": mark} for mark in marks]), marks
-        # A template may write the text beside a call but no call; a template for arguments as text refuses both.
+        # A template may write the text beside a call but no call. One that takes arguments as text refuses this message
+        # and the one before; then the plain message is left.
         mark = _mark()
         yield calling_message(calls, [{} for _ in calls], text=mark), [mark]
     mark = _mark()

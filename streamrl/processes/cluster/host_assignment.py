@@ -1,7 +1,7 @@
 """Assignment of the engines and trainer ranks of a run on the hosts of a cluster. Pure.
 
-``cluster_launcher`` calls it in the process of the command: before processes are started, each time before they are
-started again, and for the lines of a dry run."""
+``cluster_launcher`` calls it in the supervisor's process: before processes are started, and each time before they are
+started again. A dry run calls it for its lines, in the process of the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streamrl.recipe.topology import ProcessPlace, prepared_sets
 
 
 class HostRoom(msgspec.Struct, frozen=True, kw_only=True):
-    """A host that may get processes. ``gpus``: names of the GPUs that the run may use there."""
+    """A host that may get processes, with its capacity. ``gpus``: names of the GPUs that the run may use there."""
 
     name: str
     address: str
@@ -25,7 +25,8 @@ class HostRoom(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs of each engine and of each trainer rank of a recipe; 0: they compute on the CPU."""
+    """GPUs of each engine and of each trainer rank of a recipe; 0: they compute on the CPU. ``engine``: GPUs of the
+    largest engine of any set; smaller engines get as many."""
 
     engine: int
     rank: int
@@ -77,7 +78,7 @@ def assign(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> dict[str
         if len(missing) > 3:
             names += " ..."
         gpus = sum(len(host.gpus) for host in hosts)
-        engines = len(_engines(recipe)[: recipe.engines.count])
+        engines = recipe.engines.count  # of the first set: sets run alternately
         raise RecipeError(
             f"cluster: {engines} engines of {need.engine} and {len(ranks)} ranks of {need.rank} need "
             f"{engines * need.engine + len(ranks) * need.rank} GPUs, and {gpus} are free{_listed(hosts)}; no room for "
@@ -89,7 +90,8 @@ def assign(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> dict[str
 
 
 def on_fewer_ranks(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> Recipe | None:
-    """Return ``recipe`` with as many of its ranks as have room on ``hosts``; None where no rank has room."""
+    """Return ``recipe`` with as many of its ranks as have room on ``hosts``; None where no rank has room. The launcher
+    asks after hosts were lost, so the numbers of hosts in ``[cluster]`` are not required of the result."""
     for ranks in range(recipe.training.ranks, 0, -1):
         fewer = msgspec.structs.replace(
             recipe,

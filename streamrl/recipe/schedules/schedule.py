@@ -98,7 +98,7 @@ def rate_factor(training: Training, version: int, steps: int) -> float:
     return SCHEDULES[training.schedule](place, **training.schedule_options)
 
 
-def horizon_notices(before: Recipe, after: Recipe) -> list[str]:
+def changed_rate_notices(before: Recipe, after: Recipe) -> list[str]:
     """Return a sentence about the change of the learning rates by another ``run.steps``; empty: they do not change."""
     training = after.training
     steps = (before.run.steps, after.run.steps)

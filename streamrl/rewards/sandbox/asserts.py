@@ -1,11 +1,12 @@
 """Simple tests, split into questions that the code of a completion answers in the sandbox, and checks of its answers
 outside of it. No input or output.
 
-``reward`` calls it in a call process, or in the reward worker where the reward is trusted. ``assert add(3, 4) == 7``
-becomes the question ``add(3, 4)`` and the check that the answer equals 7: the code never sees the expected result. A
-test is simple when it consists of asserts, of assignments of names, and of a function ``check(candidate)`` that
-consists of both; when no answer is part of the arguments of another question; and when everything around the questions
-consists of literals, operators, ``_FUNCTIONS`` and ``math``. All other tests run in the code's process."""
+``rewards.sandbox.reward`` calls it for each test of a completion, in a call process, or in the reward worker where the
+reward is trusted. ``assert add(3, 4) == 7`` becomes the question ``add(3, 4)`` and the check that the answer equals 7:
+the code never sees the expected result. A test is simple when it consists of asserts, of assignments of names, and of
+a function ``check(candidate)`` that consists of both; when no answer is part of the arguments of another question; and
+when everything around the questions consists of literals, operators, ``_FUNCTIONS`` and ``math``. All other tests run
+in the code's process."""
 
 from __future__ import annotations
 
@@ -180,8 +181,9 @@ class _TestReader:
         return True
 
     def _is_of_the_code(self, name: str) -> bool:
-        """Return whether ``name`` is a function or class of the code. A test may use names of the library without an
-        import; such a name is the code's only where the test calls nothing else of the code."""
+        """Return whether ``name`` is a function or class of the code. A test may use names of ``collections``,
+        ``itertools``, ``math`` and ``typing`` without an import. Where it calls nothing but such names, the code must
+        have defined them."""
         if name == self._entry_point:
             return True
         if hasattr(builtins, name) or name in self._setup_names or name in self._variables:
@@ -312,7 +314,7 @@ def _rounded(number: Any, digits: int = 0) -> Any:
 
 
 def _limited_dict(items: Any = (), /) -> dict[Any, Any]:
-    return dict(limited(items))
+    return dict(limited(items))  # raises ValueError for too many items
 
 
 def _limited_set(items: Any = (), /) -> set[Any]:

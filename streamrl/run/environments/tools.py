@@ -1,8 +1,8 @@
 """Tools that a user writes: typed functions, or classes whose public methods are typed, sync or async.
 
 Schemas come from signatures and docstrings, and arguments that a model wrote are checked by the same types before a
-call. ``environment_forms.py`` and ``chat.py`` open a ``ToolBox`` for each trajectory, in the process of the environment
-worker."""
+call. ``environment_forms.py`` makes one ``ToolBox`` when an environment worker starts (and in the dry run);
+``chat.py`` opens it for each trajectory, in the process of the environment worker."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ToolLimits(msgspec.Struct, frozen=True):
 
 
 class ToolEnd(StrEnum):
-    """Ends of a call. Except with ``DONE`` and ``TRUNCATED``, the model gets a text that begins with ``error``."""
+    """Outcomes of a call. Except with ``DONE`` and ``TRUNCATED``, the model gets a text that begins with ``error``."""
 
     DONE = "done"
     TRUNCATED = "truncated"
@@ -66,7 +66,7 @@ class Tool(msgspec.Struct, frozen=True):
     """A function that a model may call.
 
     ``schema``: JSON schema of the function, as chat templates take it;
-    ``arguments``: struct type that checks the arguments (None: ``call`` checks them itself);
+    ``arguments``: struct type that checks the arguments (None: ``call`` does, as a tool of an MCP server);
     ``call``: function, or method of ``owner``;
     ``owner``: class of which each trajectory has an instance;
     ``takes_context``: whether ``call`` has a parameter for the ``ToolContext``;
@@ -114,7 +114,9 @@ class ToolBox:
     ) -> AsyncIterator[OpenTools]:
         """Open the tools for one trajectory, with an instance of each class. An instance that is a context manager is
         entered, and exited at the end of the block; otherwise its ``close`` is called there, if it has one. Its
-        ``reset`` is called with ``columns``, and may return a text for the model."""
+        ``reset`` is called with ``columns``, and may return a text for the model.
+
+        ``columns``: columns of the prompt's row; ``seed``: seed of the prompt, the same for all its trajectories."""
         async with AsyncExitStack() as stack:
             instances: dict[type, Any] = {}
             reset_texts = []
@@ -204,7 +206,7 @@ class ColumnParameters:
     no column has this name. ``required``: names of columns for which the function has no default."""
 
     def __init__(self, function: Callable[..., Any], *, skip: int = 0) -> None:
-        """``skip``: number of first parameters that are no columns."""
+        """``skip``: number of leading parameters that are not columns, such as ``self``."""
         parameters = list(inspect.signature(function).parameters.values())[skip:]
         named = []
         self._takes_all = False
@@ -269,6 +271,7 @@ def _tool(name: str, function: Callable[..., Any], owner: type | None) -> Tool:
         parameters = parameters[1:]
     arguments = _argument_struct(name, parameters, hints, parameter_texts)
     context = any(parameter.name == CONTEXT for parameter in parameters)
+    # A method and a closure can reach objects that later calls use, too.
     keeps_state = owner is not None or inspect.ismethod(function) or bool(getattr(function, "__closure__", None))
     schema = {"name": name, "description": description, "parameters": _parameter_schema(arguments)}
     return Tool(name, {"type": "function", "function": schema}, arguments, function, owner, context, keeps_state)

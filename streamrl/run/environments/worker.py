@@ -1,6 +1,6 @@
 """The environment worker: a process that runs episodes of user code, each as a task of its event loop.
 
-``launch/roles.py`` runs it in a process of its own, and ``local_worker.py`` in the process of a command. The stage
+``launch/roles.py`` runs it in a process of its own, ``local_worker.py`` in the process of ``streamrl eval``. The stage
 ``stages/environment.py`` of the controller sends it orders (begin, answer or stop an episode) and receives its events
 (a turn is requested, a tool returned, an episode ended).
 
@@ -111,8 +111,9 @@ async def run_environment_worker(
 
 @asynccontextmanager
 async def _watched(owns_process: bool) -> AsyncIterator[None]:
-    """End the process if the event loop is blocked for ``_BLOCKED_S``: a timer outside of the loop is set again and
-    again by a task of the loop."""
+    """End the process with code 75 if the event loop is blocked for ``_BLOCKED_S``: a timer that runs outside of the
+    loop (``rewards.calls.trusted.ExitTimer``) is set again and again by a task of the loop. Where the system has no
+    such timer, nothing is watched."""
     timer = open_timer() if owns_process else None
     if timer is None:
         yield
@@ -202,7 +203,7 @@ class _Worker:
             trajectory=order.trajectory,
             prompt_id=order.prompt_id,
             seed=order.seed,
-            prompt_seed=derive_seed("environment", order.prompt_id),
+            prompt_seed=derive_seed("environment", order.prompt_id),  # the same for all trajectories of a prompt
             evaluation=order.evaluation,
             system=self._environment.system,
         )
@@ -223,6 +224,7 @@ class _Worker:
             notes=dict(model.notes),
             turn_rewards=_rewards_of_turns(episode, model),
         )
+        # ``episode.finish``: the limit of turns or tokens that refused the newest turn; None: none did.
         self._send_event.send_nowait(
             structs.replace(
                 end, episode=order.episode, result=result, finish=episode.finish, turns=episode.turns_sampled
@@ -234,8 +236,8 @@ class _Worker:
             os._exit(REWARD_RESTART_EXIT_CODE)
 
     async def _outcome_in_time(self, episode: OpenEpisode, model: EpisodePolicy) -> EpisodeEnd:
-        """Return the outcome of the user's code. The code is cancelled when its time is spent, and counts as stuck if
-        it does not end then."""
+        """Return the outcome of the user's code. The code is cancelled when its time is spent (``environment.seconds``,
+        without the time in which its turns are sampled), and counts as stuck if it does not end then."""
         task = self._user_code.create_task(self._outcome(model, episode.order.columns))
         with episode.time_limit:
             episode.resume_clock()
@@ -258,7 +260,7 @@ class _Worker:
         try:
             value = await self._episode(model, columns)
         except EpisodeLimit as error:
-            return EpisodeEnd(kind=RewardFailureKind.RAISED, message=f"the episode did not expect its limit: {error}")
+            return EpisodeEnd(kind=RewardFailureKind.RAISED, message=f"the episode did not handle its limit: {error}")
         except BaseException as error:  # noqa: BLE001 (user code; the outcome of a cancelled task is not read)
             return EpisodeEnd(kind=RewardFailureKind.RAISED, message=describe_error(error))
         if value is None:

@@ -1,4 +1,5 @@
-"""Exact codec of one ``WeightPatch``: the changed elements of a work unit, or all of its elements.
+"""Exact codec of one ``WeightPatch``: the changed elements of a work unit, or all of its elements. A work unit is a
+run of elements of one dtype, of one or several shards of a rank, and is encoded by itself (``manifest.work_units``).
 
 The publisher encodes in the trainer rank's process, ``pull.decoding`` decodes in vLLM's worker processes. A patch has
 one of three forms:
@@ -49,7 +50,7 @@ from streamrl.weights.codec.planes import join_planes, split_planes
 from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 
 MAXIMUM_ELEMENTS = 2**31 - 1
-"""Largest number of elements of a patch. ``manifest.work_units`` splits larger shards."""
+"""Largest number of elements of a patch. ``manifest.work_units`` makes units that are smaller."""
 
 _LAYOUT_VERSION = 4
 _LENGTH = struct.Struct("<H")
@@ -61,16 +62,16 @@ GapArray = npt.NDArray[np.uint32]
 
 
 class WeightPatch(msgspec.Struct, frozen=True, eq=False):
-    """Changes of one shard or work unit, decoded. ``positions``: int64 [n] relative to the shard, strictly increasing,
-    or None for all elements. ``values``: new bit patterns, uint16 or uint32 [n]."""
+    """Changes of one shard or work unit, decoded. ``positions``: int64 [n] from its first element on, strictly
+    increasing, or None for all elements. ``values``: new bit patterns, uint16 or uint32 [n]."""
 
     positions: PositionArray | None
     values: BitArray
 
 
 class EncodedPatch(msgspec.Struct, frozen=True, eq=False):
-    """A patch and its bytes. ``patch`` has copies of the changed elements only, also where ``encoded`` has all elements
-    because the complete form was smaller."""
+    """A patch and its bytes. The publisher updates its baseline and state hash by ``patch``, which has copies of the
+    changed elements only, also where ``encoded`` has all elements because the complete form was smaller."""
 
     patch: WeightPatch
     encoded: bytes
@@ -134,7 +135,7 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
     positions = np.flatnonzero(base != bits).astype(np.int64, copy=False)
     if not positions.size:
         return None
-    lowest, _ = exponent_field(dtype)
+    lowest, _ = exponent_field(dtype)  # lowest bit of the exponent
     classes = classes_of(base, dtype)
     gaps = np.empty(positions.size, dtype=np.uint32)
     kernels.gaps_between(base, lowest, classes.class_at, classes.sizes.size, positions, gaps)
@@ -179,6 +180,7 @@ def encode_changes(changes: Changes, elements: int, complete: Callable[[], BitAr
         streams += [gaps, moves]
     encoded = _frame(_Header(_LAYOUT_VERSION, elements, tuple(classes)), *streams)
     patch = WeightPatch(changes.positions, changes.values)
+    # The complete form copies half of the bits or more as they are, so a delta below half of the size is smaller.
     if 2 * len(encoded) > elements * changes.values.itemsize:
         all_elements = encode_complete(complete())
         if len(all_elements) <= len(encoded):
@@ -223,7 +225,7 @@ def decode_patch(
     gaps = np.concatenate([change.gaps for change in changes])
     moves = np.concatenate([change.moves for change in changes])
     positions = np.empty(gaps.size, dtype=np.int64)
-    sources = np.empty(gaps.size, dtype=np.int64)
+    sources = np.empty(gaps.size, dtype=np.int64)  # index in ``gaps`` and ``moves`` of each change
     lowest, _ = exponent_field(dtype)
     kernels.places_of(base, lowest, classes.class_at, starts, gaps, positions, sources)
     return WeightPatch(positions, apply_moves(base[positions], moves[sources]))
@@ -278,7 +280,7 @@ def _read_classes(header: _Header, body: memoryview, sizes: list[int], dtype: st
         if members > sizes[index]:
             raise _beyond_class(tensor, members, sizes[index])
         moves = decode_symbols(body[middle:stop], bits, count, tensor)
-        if moves.max() == (1 << (8 * bits.itemsize)) - 1:
+        if moves.max() == (1 << (8 * bits.itemsize)) - 1:  # the symbol with all bits set would be no change
             raise WeightError(f"patch of {tensor!r} lists an element that does not change")
         changes.append(ClassChanges(index, gaps, moves))
         start = stop
@@ -287,5 +289,5 @@ def _read_classes(header: _Header, body: memoryview, sizes: list[int], dtype: st
 
 def _beyond_class(tensor: str, members: int, size: int) -> WeightError:
     return WeightError(
-        f"patch of {tensor!r} changes what {members} members of a class take, and there are {size}: it has another base"
+        f"patch of {tensor!r} needs {members} elements in a class that has {size}: it was encoded against another base"
     )

@@ -27,7 +27,7 @@ from streamrl.weights.relay.state import Asker, AskPiece, PieceSource, RelayRepl
 from streamrl.weights.requests import MANIFEST_LIMIT, REQUEST_LIMIT, encoder, pull_socket
 
 _TICK_MS = 200
-_FRAMES_AT_ONCE = 8
+_MESSAGES_AT_ONCE = 8
 
 _ask_decoder = msgspec.msgpack.Decoder(AskPiece)
 _reply_decoder: msgspec.msgpack.Decoder[RelayReply] = msgspec.msgpack.Decoder(RelayReply)
@@ -43,7 +43,7 @@ class Relay:
         self.endpoint = endpoint
         self._local = local
         self._context = GuardedContext(io_threads=1)
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._stopped = False
         self._failed = False
         self._announced: deque[WeightAnnouncement] = deque()
@@ -57,8 +57,8 @@ class Relay:
     def __enter__(self) -> Relay:
         """Bind both addresses and start the thread. Raises ``StreamRLError`` where ``local`` cannot be bound. Where
         ``endpoint`` cannot be bound, logs a warning: other engines then fetch from their next source."""
-        zmq.Frame(b"", copy=False)  # see PublisherServer.start
-        self._poller.register(self._stop_fd, zmq.POLLIN)
+        zmq.Frame(b"", copy=False)  # pyzmq makes its context for uncopied frames now, not at the first large piece
+        self._poller.register(self._wake_fd, zmq.POLLIN)
         self._listen(self._local, is_local=True)
         self._identity = ipc_path_identity(self._local)
         try:
@@ -70,18 +70,19 @@ class Relay:
 
     def __exit__(self, *_: object) -> None:
         self._stopped = True
-        os.eventfd_write(self._stop_fd, 1)
+        os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
-        os.close(self._stop_fd)
+        os.close(self._wake_fd)
         remove_ipc_path(self._local, self._identity)
 
     def through(self, announced: WeightAnnouncement) -> WeightAnnouncement:
-        """Return the announcement for the engine's workers, with this relay as source. The sources stay where the relay
-        has failed, and where they are in an object store, which every worker reaches."""
+        """Return the announcement for the engine's workers, with this relay as source, and without ``peers``, the other
+        engines from which the relay itself fetches. The sources stay where the relay has failed, and where they are in
+        an object store, which every worker reaches."""
         if self._failed or any(in_store(source.endpoint) for source in announced.sources):
             return msgspec.structs.replace(announced, peers=())
         self._announced.append(announced)
-        os.eventfd_write(self._stop_fd, 1)
+        os.eventfd_write(self._wake_fd, 1)
         sources = tuple(msgspec.structs.replace(source, endpoint=self._local) for source in announced.sources)
         return msgspec.structs.replace(announced, sources=sources, peers=())
 
@@ -89,7 +90,7 @@ class Relay:
 
     def _listen(self, endpoint: str, *, is_local: bool) -> str:
         router = pull_socket(self._context, zmq.ROUTER, endpoint, max_frame_bytes=REQUEST_LIMIT)
-        bound = bind(router, endpoint, KeyRole.ENGINE)
+        bound = bind(router, endpoint, admits=KeyRole.ENGINE)
         self._routers[is_local] = router
         self._poller.register(router, zmq.POLLIN)
         return bound
@@ -107,7 +108,7 @@ class Relay:
             self._context.term()
 
     def _serve(self) -> None:
-        gate = self._context.opened_gate
+        gate = self._context.opened_gate  # admits peers by their keys; None: no socket has needed it
         if gate is not None:
             self._poller.register(gate.ended_fd, zmq.POLLIN)
         ticked = time.monotonic()
@@ -117,8 +118,8 @@ class Relay:
                 return
             if gate is not None and gate.ended_fd in ready:
                 gate.check()
-            if self._stop_fd in ready:
-                os.eventfd_read(self._stop_fd)
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
                 self._take_announcements()
             for is_local, router in self._routers.items():
                 if router in ready:
@@ -140,7 +141,7 @@ class Relay:
 
     def _take_requests(self, router: zmq.Socket[bytes], *, is_local: bool) -> None:
         with suppress(zmq.Again):
-            for _ in range(_FRAMES_AT_ONCE):
+            for _ in range(_MESSAGES_AT_ONCE):
                 identity, *frames = router.recv_multipart(zmq.NOBLOCK)
                 try:
                     ask = _ask_decoder.decode(frames[-1])
@@ -151,14 +152,15 @@ class Relay:
 
     def _take_replies(self, source: PieceSource, dealer: zmq.Socket[bytes]) -> None:
         with suppress(zmq.Again):
-            for _ in range(_FRAMES_AT_ONCE):
+            for _ in range(_MESSAGES_AT_ONCE):
                 frames = dealer.recv_multipart(zmq.NOBLOCK)
                 self.state.replied(source, _decoded_reply(frames), frames[-1], time.monotonic())
 
     def _ask(self, source: PieceSource, ask: AskPiece) -> None:
         if source not in self._dealers:
             dealer = pull_socket(self._context, zmq.DEALER, source.endpoint, max_frame_bytes=MANIFEST_LIMIT)
-            connect(dealer, source.endpoint, KeyRole.ENGINE if source.is_relay else KeyRole.TRAINER)
+            serves = KeyRole.ENGINE if source.is_relay else KeyRole.TRAINER
+            connect(dealer, source.endpoint, serves)
             self._poller.register(dealer, zmq.POLLIN)
             self._dealers[source] = dealer
         with suppress(zmq.Again):
@@ -169,7 +171,8 @@ class Relay:
             frames = [asker.identity, encoder.encode(reply), payload]
             self._routers[asker.is_local].send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # see PublisherServer._send
+            # The asker has left, or its queue is full: one that is alive repeats its request.
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
 
 

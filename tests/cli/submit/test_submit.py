@@ -1,5 +1,5 @@
 """``streamrl launch``: the script of Slurm as bash runs it, manifests against their schemas, what bad input gets, and
-ssh. A real Slurm and a real Ray are in ``test_real_clusters.py``."""
+ssh. A real Ray is in ``test_real_clusters.py``; no test has a real Slurm."""
 
 from __future__ import annotations
 
