@@ -312,7 +312,8 @@ def test_dry_run_counts_held_out_prompts_and_explains_streams(
     arguments = [part for text in sets for part in ("--set", text)]
     assert main(["train", str(project / "recipe.toml"), "--dry-run", *arguments]) == 0
     text = capsys.readouterr().out
-    assert "epochs      8.0 of 1 prompts, 4 a step: run.steps = 2\n" in text and "\nsteps = 2\n" in text
+    assert "epochs      8.0 of 1 prompts: run.prompts = 8, 2 steps of 4\n" in text
+    assert "\nsteps = 2\n" in text
     assert "evaluation  held.jsonl: at the start, at the end; all prompts: 2 x 3 = 6 completions\n" in text
     ends = "generation_config.json: 5; config.json: 0"
     assert f"            files of the model disagree about what ends a completion ({ends}): here 5 does\n" in text

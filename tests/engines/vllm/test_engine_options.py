@@ -93,12 +93,12 @@ def test_device_decides_dtype_and_blocks(model_directory: Path) -> None:
     ordered, repeated = (engine_options(replace(talks, run=Run(deterministic=d)), 0, "/s") for d in (False, True))
     assert ordered.by_priority and not repeated.by_priority and not on_cpu.by_priority
     assert ordered.cache_blocks * ordered.block_tokens > 2 * 8 * 256, "room for as many again between two turns"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in on_cuda.environment
+    assert "VLLM_CPU_KVCACHE_SPACE" not in on_cuda.variables
 
 
 def test_cores_bind_only_the_engine_they_are_given_to(model_directory: Path) -> None:
     bound = recipe(model_directory, count=3, cores=("0-1,4", ""))
-    environments = [engine_options(bound, index, "/run/s", device="cpu").environment for index in range(3)]
+    environments = [engine_options(bound, index, "/run/s", device="cpu").variables for index in range(3)]
     assert [e.get("OMP_PLACES") for e in environments] == ["{0},{1},{4}", None, None]
     assert environments[0]["OMP_NUM_THREADS"] == "3"
     assert int(environments[1]["OMP_NUM_THREADS"]) >= 1
@@ -123,9 +123,9 @@ def test_workers_share_the_heads_and_each_has_cores_of_its_own(
     options = [engine_options(both, index, "/s", device="cpu") for index in range(3)]
     assert [one.name for one in options] == ["engine-0", "engine-1", "engine-2"]
     assert [one.workers for one in options] == [2, 2, 4] and [one.max_num_seqs for one in options] == [8, 8, 16]
-    bound = [one.environment["VLLM_CPU_OMP_THREADS_BIND"] for one in options]
+    bound = [one.variables["VLLM_CPU_OMP_THREADS_BIND"] for one in options]
     assert bound == ["0|1", "2|3", "0|1|2|3"], "half of the cores are for training"
-    assert not any("OMP_NUM_THREADS" in one.environment for one in options), "vLLM sets it for each worker"
+    assert not any("OMP_NUM_THREADS" in one.variables for one in options), "vLLM sets it for each worker"
     with pytest.raises(IndexError, match="engine-3"):
         engine_options(both, 3, "/s", device="cpu")
 
