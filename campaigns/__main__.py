@@ -15,6 +15,7 @@
     python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
     python -m campaigns learning [WORD ...]          # rewards of turns, passes, meanings of checkpoints, experts
     python -m campaigns trl_scripts                  # constructors of public TRL scripts, as objects
+    python -m campaigns foreign_inputs [KIND ...]    # data, caches, rewards and chats of strangers
     python -m campaigns suite_faults [NAME ...]      # faults of the product that the tests must see
 
 The exit code is 1 where something failed. ``--help`` behind a name lists its options."""
@@ -40,6 +41,7 @@ from campaigns import (
 )
 from campaigns.chaos import campaign as chaos
 from campaigns.faults import campaign as faults
+from campaigns.foreign_inputs import campaign as foreign_inputs
 from campaigns.front_door import campaign as front_door
 from campaigns.fuzz import campaign as fuzz
 from campaigns.hostile import hostile_messages, hostile_rewards, hostile_surroundings
@@ -62,6 +64,7 @@ def main() -> int:
         "trl_scripts": trl_scripts,
         "learning": learning_inputs,
     }
+    plain["foreign_inputs"] = foreign_inputs
     for name, module in {**plain, **HOSTILE}.items():
         command = campaigns.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         if name in HOSTILE:

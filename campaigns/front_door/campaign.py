@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +20,9 @@ KINDS = ("models", "tokenizers", "templates", "tables", "signatures")
 Variant = Callable[[Path], str]
 
 
-def variants_of(kind: str) -> Mapping[str, Variant]:
-    """The variants of ``kind``; empty where it has no module yet."""
-    name = f"campaigns.front_door.{kind}"
+def variants_of(kind: str, package: str = "campaigns.front_door") -> Mapping[str, Variant]:
+    """The variants of ``kind``, a module of ``package``; empty where it has no module yet."""
+    name = f"{package}.{kind}"
     return import_module(name).VARIANTS if find_spec(name) is not None else {}
 
 
@@ -35,22 +36,24 @@ def try_variant(variant: Variant, directory: Path) -> str:
     return " ".join(said.split())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this campaign."""
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)} (all)")
+def add_arguments(
+    parser: argparse.ArgumentParser, package: str = "campaigns.front_door", kinds: Sequence[str] = KINDS
+) -> None:
+    """Add the arguments of a campaign whose variants are the modules ``kinds`` of ``package``."""
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(kinds)} (all)")
     parser.add_argument("--only", default="", metavar="WORD", help="variants that have it in their names")
-    parser.set_defaults(work=try_kinds)
+    parser.set_defaults(work=partial(try_kinds, package, kinds))
 
 
-def try_kinds(arguments: argparse.Namespace) -> int:
+def try_kinds(package: str, kinds: Sequence[str], arguments: argparse.Namespace) -> int:
     """Print progress, a table by kind and what is wrong; 1 where something is."""
-    if unknown := set(arguments.kinds) - set(KINDS):
-        raise SystemExit(f"no kind {', '.join(sorted(unknown))}: one of {', '.join(KINDS)}")
+    if unknown := set(arguments.kinds) - set(kinds):
+        raise SystemExit(f"no kind {', '.join(sorted(unknown))}: one of {', '.join(kinds)}")
     table: dict[str, tuple[int, int]] = {}
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="front-door-") as directory:
-        for kind in arguments.kinds or KINDS:
-            variants = {name: one for name, one in variants_of(kind).items() if arguments.only in name}
+        for kind in arguments.kinds or kinds:
+            variants = {name: one for name, one in variants_of(kind, package).items() if arguments.only in name}
             before = len(wrong)
             for number, (name, variant) in enumerate(variants.items()):
                 began = time.monotonic()

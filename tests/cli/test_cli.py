@@ -126,6 +126,16 @@ ROW = '{"prompt": "1 2 3"}\n'
         ({"model/model.safetensors": None}, "", "model.path: {here}/model has no *.safetensors weights"),
         ({"model/model.safetensors": "cut"}, "", "model.path: {here}/model has a broken model.safetensors: "),
         (
+            {"model/model.safetensors": f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\n"},
+            "",
+            "model.path: {here}/model has a broken model.safetensors: model.safetensors is a pointer of git-lfs, not",
+        ),
+        (
+            {"model/tokenizer.json": f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\n"},
+            "",
+            "model.path: {here}/model/tokenizer.json cannot be read as a tokenizer (it is a pointer of git-lfs, not",
+        ),
+        (
             {"model/config.json": json.dumps(MODEL_CONFIG | {"architectures": ["Qwen2VLForConditionalGeneration"]})},
             "",
             "model.path: {here}/model is a Qwen2VLForConditionalGeneration: only causal language models of text can",

@@ -226,6 +226,14 @@ def test_a_part_of_a_repository_in_the_cache_is_named(hub: LocalHub, monkeypatch
     assert "of the Hub has 1 of the 2 files train-*-of-00002: download it again" in problem
 
 
+def test_a_table_that_others_put_into_the_cache_is_read(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``datasets`` takes the file itself, where this program would take the parquet copy."""
+    hub.commit("datasets/org/set", {"train.csv": b"prompt\n1\n"})
+    fill(hub, "hf_hub_download('org/set', 'train.csv', repo_type='dataset')")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert with_hub_folders(recipe("/", "hf:org/set?split=train")).prompts.train.endswith("?files=train.csv")
+
+
 @pytest.mark.parametrize(
     ("files", "end"),
     [

@@ -164,12 +164,16 @@ def _choose(request: WantedFiles, send: Send) -> _Files:
     try:
         data = _data_files(request, repository)
         if name.revision in _MAIN and not data.read_as_they_are:
-            with suppress(RevisionNotFoundError):
+            try:
                 converted = _repository(structs.replace(name, revision=_CONVERTED), send)
                 in_parquet = choose_converted(converted.sizes, request.config, request.split)
                 if in_parquet.names:
                     repository = converted
                     data = in_parquet
+            except Exception as error:
+                # Where the Hub cannot be asked, the cache has what another program took: the files themselves.
+                if not repository.notice and not isinstance(error, RevisionNotFoundError):
+                    raise
     except RecipeError as error:
         raise RecipeError(f"{name} of the Hub {error}") from error
     if not data.names or data.unread:

@@ -3,14 +3,14 @@ of ``datasets``. ``open_prompts`` calls it in the process that draws or checks p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
-from streamrl.run.prompts.data_files import choose_files
+from streamrl.run.prompts.data_files import DEFAULT, choose_files, files_of_split
 
 _SAVED = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
@@ -35,18 +35,19 @@ class _SavedSplits(msgspec.Struct):
 
 
 def find_files(path: Path, config: str = "", split: str = "") -> list[Path]:
-    """Return ``path`` itself, or the files of one split of a dataset directory, in order. Raises ``RecipeError`` with
-    the names of the splits when there are several and ``split`` is none of them."""
+    """Return ``path`` itself, or the files of one split of a dataset directory, in order. Raises ``RecipeError``, whose
+    sentence begins with the verb, with the names of the splits when there are several and ``split`` is none of them."""
     if not path.is_dir():
         if split:
-            raise RecipeError(f'prompts {path} is a file and has no split "{split}": remove the option')
+            raise RecipeError(f'is a file and has no split "{split}": remove the option')
         return [path]
     if (path / _SAVED_SPLITS).is_file():
         splits = _decode(path / _SAVED_SPLITS, _SavedSplits).splits
-        return find_files(_inside(path, _matching_split(path, splits, split)))
+        [name] = files_of_split({DEFAULT: {name: [name] for name in splits}}, split=split)
+        return find_files(_inside(path, name))
     if (path / _SAVED).is_file():
         if split:
-            raise RecipeError(f'prompts {path} has no splits, so no "{split}": remove the option')
+            raise RecipeError(f'has no splits, so no "{split}": remove the option')
         return [_inside(path, file.filename) for file in _decode(path / _SAVED, _SavedState).files]
     card: Mapping[str, Any] = {}
     names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
@@ -54,44 +55,26 @@ def find_files(path: Path, config: str = "", split: str = "") -> list[Path]:
         from huggingface_hub.repocard import metadata_load  # takes a third of a second
 
         card = metadata_load(path / "README.md") or {}
-    try:
-        data = choose_files(names, card, config, split)
-    except RecipeError as error:
-        raise RecipeError(f"prompts {path} {error}") from error
+    data = choose_files(names, card, config, split)
     if not data.names:
         raise RecipeError(
-            f"prompts {path} is no dataset directory (no .parquet, .jsonl, .json, .csv or .arrow files): correct the "
+            "is no dataset directory (no .parquet, .jsonl, .json, .csv or .arrow files): correct the "
             "path, or convert it"
         )
     if data.unread:
-        raise RecipeError(f"prompts {path} has {data.names[0]}, a format that is not read: convert it to parquet")
+        raise RecipeError(f"has {data.names[0]}, a format that is not read: convert it to parquet")
     return [path / name for name in data.names]
 
 
 def _inside(path: Path, name: str) -> Path:
     """Return the path of a file in a dataset directory. Raises ``RecipeError`` for a name that leads outside."""
     if name in ("", "..") or Path(name).name != name or "\0" in name:
-        raise RecipeError(
-            f"prompts {path} name {name!r:.80}, which is no file of that directory: save the dataset again"
-        )
+        raise RecipeError(f"names {name!r:.80}, which is no file of that directory: save the dataset again")
     return path / name
-
-
-def _matching_split(path: Path, splits: Sequence[str], split: str) -> str:
-    """Return the only split, or the one with the name ``split``, or else the only one whose path ends with it."""
-    if not split and len(splits) == 1:
-        return splits[0]
-    matches = [name for name in splits if name == split]
-    if not matches:
-        matches = [name for name in splits if name.endswith(f"/{split}")]
-    if split and len(matches) == 1:
-        return matches[0]
-    problem = f'has no split "{split}"' if split and not matches else "has several splits"
-    raise RecipeError(f"prompts {path} {problem}: add ?split=NAME, with one of {', '.join(splits)}")
 
 
 def _decode(path: Path, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, *UNDECODABLE) as error:
-        raise RecipeError(f"prompts {path} cannot be read ({error}): save the dataset again") from error
+        raise RecipeError(f"cannot be read ({error}): save the dataset again") from error

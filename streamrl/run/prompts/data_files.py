@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fsspec.utils import glob_translate
@@ -37,8 +37,20 @@ _WORDS = {split: re.compile(rf"(?:.*[-._ 0-9])?(?:{words})(?:[-._ 0-9].*)?") for
 _SHARDED = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 _SHARD = re.compile(r"[-_.]?\d+[-_]of[-_](\d+)(-[0-9a-f]+)?$|[-_.]\d+$|^\d+$")
 
+_WITHOUT_SPLIT = 3
+"""Rank of files whose names say no split."""
+
 Splits = dict[str, list[str]]
 """Names of files by split."""
+
+
+class _Place(NamedTuple):
+    """Configuration and split that the name of a file says. ``rank``: files of a lower rank are the data set, where
+    there are any."""
+
+    config: str
+    split: str
+    rank: int
 
 
 class DataFiles(msgspec.Struct, frozen=True):
@@ -60,12 +72,12 @@ def choose_files(names: Iterable[str], card: Mapping[str, Any], config: str = ""
     places = {name for name in names if not _is_hidden(name) and PurePosixPath(name).name not in _NO_DATA}
     data = sorted(name for name in places if PurePosixPath(name).suffix in (*FORMATS, *_UNREAD))
     declared, default = _declared_splits(card, data)
-    configs = declared or {name: _splits_by_name(files) for name, files in _files_of_folders(data).items()}
+    configs = declared or _splits_by_name(data)
     if not any(configs.values()):
         return DataFiles(())
     if not config and split.rpartition("/")[0] in configs:
         config, _, split = split.rpartition("/")
-    files = _of_one_format(_files_of_split(configs, default, config, split))
+    files = _of_one_format(files_of_split(configs, config, split, default=default))
     _refuse_missing_shards(files.names)
     return files
 
@@ -82,7 +94,7 @@ def choose_converted(names: Iterable[str], config: str, split: str) -> DataFiles
             splits.setdefault(folder_split.removeprefix("partial-"), []).append(name)
     if not configs:
         return DataFiles(())
-    return DataFiles(_files_of_split(configs, DEFAULT, config, split))
+    return DataFiles(files_of_split(configs, config, split))
 
 
 def matching(patterns: str, names: Iterable[str]) -> list[str]:
@@ -114,7 +126,8 @@ def _declared_splits(card: Mapping[str, Any], data: Sequence[str]) -> tuple[dict
         declared = entry.get("data_files")
         if declared is None:
             inside = [name for name in data if not folder or name.startswith(f"{folder}/")]
-            configs[config] = _splits_by_name(inside)
+            for splits in _splits_by_name(inside).values():
+                configs.setdefault(config, {}).update(splits)
             continue
         if isinstance(declared, list) and declared and isinstance(declared[0], dict):
             declared = {str(part.get("split", "train")): part["path"] for part in declared}
@@ -126,17 +139,35 @@ def _declared_splits(card: Mapping[str, Any], data: Sequence[str]) -> tuple[dict
     return configs, default
 
 
-def _files_of_folders(data: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files by configuration where no README declares any: by the folders that name no split. Files that
-    name a split go before files that name none."""
-    sharded = [name for name in data if _SHARDED.fullmatch(name)]
-    in_folders = [name for name in data if any(map(_split_of, PurePosixPath(name).parts[:-1]))]
-    by_name = [name for name in data if _split_of(PurePosixPath(name).name)]
-    configs: dict[str, list[str]] = {}
-    for name in sharded or in_folders or by_name or data:
-        folders = [part for part in PurePosixPath(name).parts[:-1] if part != "data" and not _split_of(part)]
-        configs.setdefault("/".join(folders) or DEFAULT, []).append(name)
+def _splits_by_name(data: Sequence[str]) -> dict[str, Splits]:
+    """Return the splits of each configuration, which folders that say no split name, where no README declares any.
+    Files without a split are ``train`` together; where there are several of them, each is a split of its own name,
+    too."""
+    places = {name: _place(name) for name in data}
+    rank = min((place.rank for place in places.values()), default=0)
+    configs: dict[str, Splits] = {}
+    for name, place in places.items():
+        if place.rank == rank:
+            configs.setdefault(place.config, {}).setdefault(place.split or "train", []).append(name)
+    for config, splits in configs.items():
+        own_names = dict.fromkeys(filter(None, map(_own_name, splits.get("train", ()))))
+        if rank == _WITHOUT_SPLIT and len(own_names) > 1:
+            splits |= {stem: [name for name in splits["train"] if _own_name(name) == stem] for stem in own_names}
+        configs[config] = {split: splits[split] for split in (*_SPLITS, *splits) if split in splits}
     return configs
+
+
+def _place(name: str) -> _Place:
+    *folders, file = PurePosixPath(name).parts
+    config = "/".join(part for part in folders if part != "data" and not _split_of(part)) or DEFAULT
+    in_folder = next(filter(None, map(_split_of, folders)), "")
+    sharded = _SHARDED.fullmatch(name)
+    if sharded:
+        return _Place(config, sharded[1], 0)
+    if in_folder:
+        return _Place(config, in_folder, 1)
+    split = _split_of(file)
+    return _Place(config, split, 2 if split else _WITHOUT_SPLIT)
 
 
 def _split_of(part: str) -> str:
@@ -144,30 +175,14 @@ def _split_of(part: str) -> str:
     return next((split for split, words in _WORDS.items() if words.fullmatch(part)), "")
 
 
-def _splits_by_name(data: Sequence[str]) -> Splits:
-    """Return the splits of the files of one configuration. Files of names without a split are ``train`` together; where
-    there are several of them, each is also a split of its own name."""
-    splits: Splits = {split: [] for split in _SPLITS}
-    without_split = []
-    for name in data:
-        sharded = _SHARDED.fullmatch(name)
-        *folders, file = PurePosixPath(name).parts
-        split = sharded[1] if sharded else next(filter(None, map(_split_of, folders)), "") or _split_of(file)
-        splits.setdefault(split or "train", []).append(name)
-        if not split:
-            without_split.append(name)
-    own_names = sorted(set(map(_own_name, without_split)) - {""})
-    if len(own_names) > 1:
-        splits |= {split: [name for name in without_split if _own_name(name) == split] for split in own_names}
-    return {split: files for split, files in splits.items() if files}
-
-
 def _own_name(name: str) -> str:
     """Return the name of a file without its ending and the number of its shard."""
     return _SHARD.sub("", PurePosixPath(name).stem)
 
 
-def _files_of_split(configs: Mapping[str, Splits], default: str, config: str, split: str) -> list[str]:
+def files_of_split(
+    configs: Mapping[str, Splits], config: str = "", split: str = "", *, default: str = DEFAULT
+) -> list[str]:
     """Return the files of one split. Raises ``RecipeError`` with the names of all where the recipe must choose one."""
     having = [name for name, splits in configs.items() if split in splits]
     if not config:

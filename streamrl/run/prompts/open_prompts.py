@@ -77,7 +77,10 @@ def _open_rows(spec: PromptSpec) -> RowStore:
     if spec.path.exists() and not (spec.path.is_file() or spec.path.is_dir()):
         raise RecipeError(f"prompts {spec.path} is not a regular file: write its rows to one")
     options = spec.checked_options("config", "split", "limit", "files")
-    files = spec.files or find_files(spec.path, str(options.get("config", "")), str(options.get("split", "")))
+    try:
+        files = spec.files or find_files(spec.path, str(options.get("config", "")), str(options.get("split", "")))
+    except RecipeError as error:
+        raise RecipeError(f"prompts {spec.path} {error}") from error
     if all(file.name.endswith(JSON_ENDINGS) for file in files):
         return open_json(files)
     try:

@@ -90,7 +90,7 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
         except (NotImplementedError, ValueError):  # an absolute path, or "**name"
             matches = []
         if patterns and not matches:
-            raise RecipeError(f"prompts {self.source} has no files {patterns}: correct ?files=")
+            raise RecipeError(f"has no files {patterns}: correct ?files=")
         return matches
 
     def checked_options(self, *names: str) -> dict[str, Any]:

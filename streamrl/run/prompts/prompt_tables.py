@@ -34,10 +34,12 @@ class TableRows(RowStore):
         self._batches: list[pa.RecordBatch] = []
         try:
             for file in files:
+                if problem := pointer_problem(file):
+                    raise pa.ArrowInvalid(problem)
                 self._batches += [_checked(batch) for batch in self._read(file) if batch.num_rows]
         except (pa.ArrowException, OSError, LookupError, *UNDECODABLE) as error:
             self.close()
-            reason = pointer_problem(file) or (str(error).splitlines() or [type(error).__name__])[0][:200]
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise RecipeError(f"prompts {path} cannot be read ({reason}): correct the path, or the file") from error
         # Index of the row after the last one of each batch.
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
@@ -90,12 +92,17 @@ class TableRows(RowStore):
 
 
 def _read_csv(file: Path) -> Sequence[pa.RecordBatch]:
-    """Return the rows of a file of comma or tab separated values. Dates stay text, as pandas leaves them."""
+    """Return the rows of a file of comma or tab separated values. Dates stay text, as pandas leaves them,
+    and values that are not UTF-8 are refused."""
     parsing = csv.ParseOptions(delimiter="\t" if file.suffix == ".tsv" else ",", newlines_in_values=True)
     table = csv.read_csv(file, parse_options=parsing)
-    times = {field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)}
-    if times:
-        table = csv.read_csv(file, parse_options=parsing, convert_options=csv.ConvertOptions(column_types=times))
+    texts = {
+        field.name: pa.string()
+        for field in table.schema
+        if pa.types.is_temporal(field.type) or pa.types.is_binary(field.type)
+    }
+    if texts:
+        table = csv.read_csv(file, parse_options=parsing, convert_options=csv.ConvertOptions(column_types=texts))
     return list(table.to_batches())
 
 

@@ -233,6 +233,17 @@ async def test_values_separated_by_commas_are_a_table(tokenizer: Tokenizer, tmp_
     (tmp_path / "ragged.csv").write_text("prompt,answer\na,b,c\n")
     (problem,) = check_prompts(f"{tmp_path}/ragged.csv", tokenizer, {})
     assert "ragged.csv cannot be read (" in problem and "Expected 2 columns, got 3" in problem
+    (tmp_path / "latin.csv").write_bytes("prompt\ncafé\n".encode("latin-1"))
+    (problem,) = check_prompts(f"{tmp_path}/latin.csv", tokenizer, {})
+    assert "latin.csv cannot be read (" in problem and "UTF8" in problem
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet", "rows.arrow", "rows.jsonl", "rows.json"])
+def test_a_pointer_of_git_lfs_is_named(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """What a clone has where git-lfs is not installed; no reader of its format explains it."""
+    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 2690\n")
+    problem, *_ = check_prompts(f"{tmp_path}/{name}", tokenizer, {})
+    assert "is a pointer of git-lfs, not the file itself" in problem and "run `git lfs pull` there" in problem
 
 
 async def test_categories_of_several_row_groups_are_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
