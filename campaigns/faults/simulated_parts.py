@@ -30,6 +30,9 @@ class StubTokenizer:
     def decode(self, token_ids: Any, skip_special: bool = True) -> str:
         return ""
 
+    def messages(self, token_ids: Any, role: str = "") -> list[tuple[str, str, int]]:
+        return []
+
 
 class SimulatedPrompts:
     """``p0``, ``p1``, ... from ``start`` on."""
