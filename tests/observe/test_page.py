@@ -281,7 +281,7 @@ def test_gauges_are_steps_and_labels_are_whole(address: str) -> None:
     with browsing(viewport={"width": 1280, "height": 800}) as visit:
         visit.open(address)
         value, labels, room = visit.page.evaluate(GAUGE.replace("GAUGE", "true"))
-        assert value < 3 and room >= 0 and "1 min 40 s" in labels, (value, labels, room)
+        assert value < 3 and room >= 0 and "2 min 00 s" in labels, (value, labels, room)
         assert visit.page.evaluate(GAUGE.replace("GAUGE", "false"))[0] > 40, "the picture can tell"
 
 
