@@ -330,6 +330,7 @@ async def test_every_sample_is_a_line_with_its_text(tmp_path: Path) -> None:
         "prompt_token_ids": [9, 8],
         "token_ids": [0, 1],
         "prompt": "\t\b",
+        "question": "",
         "tokens": 2,
         "text": "\0\x01",
     }
