@@ -239,7 +239,7 @@ def test_a_process_that_would_let_strangers_in_does_not_start(
     act_as: ActAs, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], said: str
 ) -> None:
     act_as(KeyRole.CONTROLLER)
-    monkeypatch.setattr(guarded_sockets, "STRANGER_MS", 300)
+    monkeypatch.setattr(guarded_sockets, "STRANGER_MS", 1500)
     fault(monkeypatch)
     with pytest.raises(StreamRLError, match=said), listening(zmq.ROUTER, KeyRole.ENGINE):
         pytest.fail("it started")
