@@ -169,7 +169,7 @@ package:
 	../venv/bin/streamrl explain rollout.group_size
 	../venv/bin/streamrl check || true
 	../venv/bin/streamrl init counting --task own --model some/model >/dev/null
-	../venv/bin/streamrl simulate counting/recipe.toml --steps 2 --warm-up 1 --cluster demo >/dev/null
+	../venv/bin/streamrl simulate counting/recipe.toml --steps 2 --warm-up 1 --fleet demo >/dev/null
 	echo "package: dist has the distributions, and the wheel works without the tree"
 
 clean:

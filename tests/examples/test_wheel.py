@@ -102,7 +102,7 @@ def test_the_wheel_works_in_an_empty_folder(distributions: Path, tmp_path: Path)
     streamrl("check")
     streamrl("init", "counting", "--task", "own", "--model", "tiny", "--warm-up-steps", "30")
     recipe = "counting/recipe.toml"
-    streamrl("simulate", recipe, "--steps", "2", "--warm-up", "1", "--cluster", "demo")
+    streamrl("simulate", recipe, "--steps", "2", "--warm-up", "1", "--fleet", "demo")
     streamrl("try", recipe)
     streamrl("train", recipe, "run.steps=1")
     streamrl("report", "runs/latest", "--out", "report.html")
