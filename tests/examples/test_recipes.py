@@ -15,11 +15,11 @@ import pytest
 from builders.files import EXAMPLES
 from builders.pretrained import tokenizer_json
 
-from streamrl.base.types import FinishReason
 from streamrl.cli.try_rewards import trial_completions
 from streamrl.cli.try_rewards.trial_scoring import score_groups
 from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.prepare import gpu_placement
+from streamrl.prepare.called_rewards import trajectory_of
 from streamrl.prepare.preflight import check_model
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.learning_rate import learning_rate_notice
@@ -154,8 +154,7 @@ async def test_its_prompts_and_rewards_work(path: Path, models: dict[str, Path],
     right = program if "code" in path.stem else f"So <answer>{expected}</answer> it is \\boxed{{{expected}}}"
     answers = {right: 1.0, "I do not know \\boxed{7} <answer>7</answer> ```python\n1\n```": 0.0}
     trajectories = tuple(
-        trial_completions._trajectory(0, number, prompt, tokenizer.encode(answer), FinishReason.STOP)
-        for number, answer in enumerate(answers)
+        trajectory_of(prompt, tokenizer.encode(answer), sample=number) for number, answer in enumerate(answers)
     )
     group = trial_completions.CompletedGroup(prompt, trajectories)
     ((good, bad),), _ = await score_groups(recipe.rewards, recipe.reward_limits, [group], tokenizer)

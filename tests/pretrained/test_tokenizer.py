@@ -455,6 +455,7 @@ def test_text_is_tokenised_in_one_place() -> None:
         "engines/simulated/text.py",
     }
     apart |= {"prepare/first_prompt.py"}  # to compare with transformers
+    apart |= {"prepare/called_rewards.py"}  # completions that a dry run shows to rewards
     apart |= {"learning/small_model/packaged.py"}  # only saves one
     apart |= {"learning/small_model/chats.py"}  # demonstrations of a warm-up
     apart |= {"run/environments/chat.py", "run/environments/chat_tokens.py"}  # what environments say

@@ -185,7 +185,7 @@ PARENT = """
 import sys
 from pathlib import Path
 import anyio
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 from tests.processes.trials import Trial
 one = Trial.__new__(Trial)
 one.directory, one.sockets = Path(sys.argv[2]) / "run", Path(sys.argv[2]) / "streamrl-sockets"
@@ -201,7 +201,7 @@ anyio.run(run)
 async def test_a_killed_supervisor_leaves_only_resumable_files(trial: Callable[..., Trial]) -> None:
     """Nothing outlives a killed supervisor, except files that a resume removes."""
     one = trial(engine_0="orphan", trainer_0="hang")
-    arguments = [sys.executable, "-c", PARENT, str(STAND_IN.parent), str(one.directory.parent)]
+    arguments = [sys.executable, "-c", PARENT, str(STAND_IN.parents[2]), str(one.directory.parent)]
     with subprocess.Popen(arguments) as process:  # noqa: ASYNC220
         await until(one.all_started)
         process.kill()

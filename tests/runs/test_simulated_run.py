@@ -186,7 +186,8 @@ def test_a_run_is_made_longer_after_its_end(tmp_path: Path) -> None:
     }
     assert evaluated == {1: {"a": 2, "b": None}, 2: {"a": 2, "b": 3}, 3: {"a": 2, "b": None}}
     again = streamrl("resume", str(run))
-    assert again.returncode == 0 and "finished: 3 of 3" in again.stdout, "it is the recipe of the run from now on"
+    assert again.returncode == 0 and "all steps done; nothing is started" in again.stdout, again.stdout + again.stderr
+    assert "steps = 3\n" in (run / "recipe.toml").read_text(), "it is the recipe of the run from now on"
 
 
 @pytest.mark.long

@@ -539,7 +539,8 @@ CASES = {
         ]
     },
     "masks and staleness without weights": Case(
-        objective("rloo"), OffPolicy(truncate=RatioLevel.NONE, mask=RatioLevel.TOKEN, staleness_discount=0.9)
+        objective("rloo"),
+        OffPolicy(truncate=RatioLevel.NONE, mask=RatioLevel.TOKEN, mask_low=0.9, mask_high=1.1, staleness_discount=0.9),
     ),
     **{
         f"truncated left out of {algorithm}": Case(objective(algorithm, train_truncated=False), options=TWICE)

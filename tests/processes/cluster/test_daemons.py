@@ -423,7 +423,7 @@ async def test_hosts_without_the_run_or_its_gpus_are_refused(run: Path) -> None:
 async def test_a_file_system_that_hangs_costs_no_host(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     async with running(run, hosts, recipe(run)) as (supervisor, launcher), anyio.create_task_group() as tasks:
-        monkeypatch.setattr(supervisor._logs, "cut", lambda: time.sleep(LEASE_S + remote_host.MARGIN_S + 1.0))
+        monkeypatch.setattr(supervisor._logs, "shorten", lambda: time.sleep(LEASE_S + remote_host.MARGIN_S + 1.0))
         supervisor._logs._due_s = began_s = time.monotonic()
         tasks.start_soon(supervisor.watch)
         with anyio.fail_after(60):

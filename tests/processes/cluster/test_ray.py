@@ -47,7 +47,7 @@ def begin(ray: RayNodes, folder: Path, *command: object, **variables: str) -> su
     """A command of streamrl on the first host, from a folder of its own; what it prints is in ``folder/output``."""
     with (folder / "output").open("wb") as output:
         line = ("env", "-C", folder, sys.executable, "-m", "streamrl", *command)
-        return ray.lab.hosts[0].popen(line, ray.environment | variables, stdout=output, stderr=subprocess.STDOUT)
+        return ray.lab.hosts[0].popen(line, ray.variables | variables, stdout=output, stderr=subprocess.STDOUT)
 
 
 def train(ray: RayNodes, folder: Path, *more: str) -> tuple[object, ...]:
