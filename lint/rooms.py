@@ -53,7 +53,7 @@ WINGS = {
     "observe/terminal": ("observe/run_files",),
     "observe/top": ("observe/run_files", "observe/terminal"),
     "observe/trackers": ("observe/run_files",),
-    "prepare/hub": ("recipe/rules", "run/copies", "run/prompts"),
+    "prepare/hub": ("observe/terminal", "recipe/rules", "run/copies", "run/prompts"),
     "processes/cluster": ("engines/vllm", "recipe/rules"),
     "recipe/rules": ("recipe/cells", "recipe/dialects"),
     "rewards/builtin": ("rewards/judge", "rewards/sandbox"),

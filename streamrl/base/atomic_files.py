@@ -21,19 +21,27 @@ from typing import IO
 
 from streamrl.base.errors import RecipeError, StreamRLError
 
+PRIVATE = 0o600
+"""Mode of files that only this user may read."""
+SHARED = 0o666
+"""Mode of files that others may read where the umask allows."""
+
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Write ``content`` to a partial file beside ``path``, then rename it. Not flushed: for files that nobody needs
-    after a power cut, such as the reason why a process died."""
+    after a power cut, such as the reason why a process died. The file is for this user alone: it may have prompts and
+    completions of a run."""
     partial = _partial(path)
-    partial.write_bytes(content)
+    with _create(partial, PRIVATE) as file:
+        file.write(content)
     partial.replace(path)
 
 
-def write_durable(path: Path, content: bytes) -> None:
-    """Write ``path`` as ``write_atomic`` does, flushed to the disk when it returns."""
+def write_durable(path: Path, content: bytes, mode: int = PRIVATE) -> None:
+    """Write ``path`` as ``write_atomic`` does, flushed to the disk when it returns. ``mode``: mode of the file, before
+    the umask."""
     partial = _partial(path)
-    _write_flushed(partial, content)
+    _write_flushed(partial, content, mode)
     partial.replace(path)
     flush_directory(path.parent)
 
@@ -77,12 +85,12 @@ def write_link(path: Path, target: str) -> None:
     flush_directory(path.parent)
 
 
-def make_directory(directory: Path) -> None:
-    """Make ``directory`` and its missing parents. Durable when it returns."""
+def make_directory(directory: Path, mode: int = 0o777) -> None:
+    """Make ``directory`` with ``mode``, less the umask, and its missing parents. Durable when it returns."""
     if directory.is_dir():
         return
     make_directory(directory.parent)
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(mode, exist_ok=True)
     flush_directory(directory.parent)
 
 
@@ -170,7 +178,7 @@ def write_sidecar(directory: Path, files: Mapping[str, bytes]) -> dict[str, byte
         return {}
     make_directory(folder)
     for name, content in files.items():
-        _write_flushed(folder / name, content)
+        _write_flushed(folder / name, content, SHARED)
     flush_directory(folder)
     return {name: hashlib.sha256(content).digest() for name, content in files.items()}
 
@@ -217,8 +225,13 @@ def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def _write_flushed(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+def _create(path: Path, mode: int) -> IO[bytes]:
+    path.unlink(missing_ok=True)  # an older file would keep its mode
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb")
+
+
+def _write_flushed(path: Path, content: bytes, mode: int) -> None:
+    with _create(path, mode) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

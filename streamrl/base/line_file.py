@@ -3,7 +3,9 @@ dashboard, trackers, commands) read them while the run goes on."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,6 +16,8 @@ import msgspec
 from streamrl.base.atomic_files import append_whole
 from streamrl.base.errors import UNDECODABLE
 
+LONGEST_LINE = 64 << 20
+"""Bytes. A longer line is not read: a line of a run has some megabytes at most, and a sparse file has no end."""
 _TAIL_BYTES = 1 << 16
 
 
@@ -73,13 +77,23 @@ def older(path: Path) -> Path:
     return path.with_name(f"older-{path.name}")
 
 
+def open_regular(path: Path) -> IO[bytes]:
+    """Open ``path`` to read, if it is a regular file. A directory of a run may come from another user: a link would
+    show a file of the reader, and a pipe would block. Raises ``OSError``."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
 def open_rotated(path: Path) -> list[IO[bytes]]:
     """Open the older part of ``path`` and ``path``, without missing files. Where the file is renamed meanwhile, no part
     is opened twice or left out."""
     files: list[IO[bytes]] = []
     for part in (path, older(path)):
         with suppress(OSError):
-            files.append(part.open("rb"))
+            files.append(open_regular(part))
     if len(files) == 2 and os.path.sameopenfile(files[0].fileno(), files[1].fileno()):
         files.pop().close()
     return files[::-1]
@@ -91,7 +105,17 @@ def read_lines(path: Path, kind: Any = Any) -> Iterator[Any]:
     with ExitStack() as stack:
         for file in [stack.enter_context(file) for file in open_rotated(path)]:
             with suppress(OSError):
-                yield from decoded_lines(file, kind)
+                yield from decoded_lines(bounded_lines(file), kind)
+
+
+def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of ``file`` with their newlines; a line of more than ``LONGEST_LINE`` is left out."""
+    is_rest = False
+    while line := file.readline(LONGEST_LINE):
+        is_whole = line.endswith(b"\n") or len(line) < LONGEST_LINE
+        if is_whole and not is_rest:
+            yield line
+        is_rest = not is_whole
 
 
 def decoded_lines(lines: Iterable[bytes], kind: Any = Any) -> Iterator[Any]:

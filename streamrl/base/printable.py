@@ -17,11 +17,17 @@ _SHOWN_AS_THEY_ARE = frozenset("\n\t")
 # C0, DEL and C1 control characters; line and paragraph separators; marks that change the direction of writing.
 _CODES = [*range(0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
 _ESCAPED = {code: ascii(chr(code))[1:-1] for code in _CODES if chr(code) not in _SHOWN_AS_THEY_ARE}
+_ESCAPED_IN_JSON = {code: f"\\u{code:04x}" for code in _ESCAPED}
 
 
 def printable(text: str) -> str:
     """Escape control characters and lone surrogates (as ``\\x1b``); line breaks and tabs stay."""
     return text.translate(_ESCAPED).encode("utf-8", "backslashreplace").decode()
+
+
+def printable_json(text: str) -> str:
+    """Escape control characters of JSON so that it stays JSON of the same value (``\\u009b``)."""
+    return text.translate(_ESCAPED_IN_JSON)
 
 
 def one_line(text: str) -> str:

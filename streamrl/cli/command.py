@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 import msgspec
 
+from streamrl.base.printable import printable_json
 from streamrl.cli.dialects.command_line import normalized_arguments, unknown_words
 from streamrl.cli.help_texts.examples import EXAMPLES
 
@@ -65,7 +66,7 @@ RunPath = Annotated[Path, Argument("the directory of a run, such as runs/latest"
 
 def print_json(value: Any) -> None:
     """Print ``value`` as indented JSON on stdout."""
-    print(msgspec.json.format(msgspec.json.encode(value)).decode())
+    print(printable_json(msgspec.json.format(msgspec.json.encode(value)).decode()))
 
 
 def recipe_file(path: Path) -> Path:

@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outline().parse_args(words)  # prints help, the version or an error, and exits
     command = parse_command(load_command(name), name, words[len(name.split()) :])
     if arguments is None:
-        open_screen(drops=command.follows_a_run)
+        open_screen(drops=command.follows_a_run, escapes=True)
     try:
         _check_surroundings()
         ensure_home()

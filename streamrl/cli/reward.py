@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 from msgspec import structs
-from rich.console import Console
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
@@ -19,6 +18,7 @@ from streamrl.cli.run_for_report import run_for_report
 from streamrl.cli.try_rewards.trial_completions import PlainText, groups_from_engine, groups_from_file
 from streamrl.cli.try_rewards.trial_report import RewardReport, rich_report, summarize
 from streamrl.cli.try_rewards.trial_scoring import say, score_groups
+from streamrl.observe.terminal.console import open_console
 from streamrl.prepare.hub.resolution import recipe_around, with_hub_folders, with_hub_prompts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
@@ -55,7 +55,7 @@ class Test(RewardOptions, frozen=True, kw_only=True):
         if self.json:
             print_json(report)
         else:
-            Console(soft_wrap=True).print(rich_report(report, self.prompts))
+            open_console(soft_wrap=True).print(rich_report(report, self.prompts))
         return 0 if report.scored else 1
 
 

@@ -13,13 +13,13 @@ from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
-from rich.console import Console
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
 from streamrl.cli.compare.candidates import compared_recipes
 from streamrl.observe.dashboard.chrome_trace import ChromeTrace
+from streamrl.observe.terminal.console import wide_console
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
@@ -128,11 +128,11 @@ class Simulate(InVirtualTime, frozen=True, kw_only=True):
         if self.json:
             print_json(outcomes)
             return 0
-        wide = Console(width=None if sys.stdout.isatty() else 150)
+        wide = wide_console()
         wide.print(f"fleet {name}: {_fleet_sentence(world.model)}")
         for outcome in outcomes:
             if outcome.unknown:
-                wide.print(f"{outcome.name}: {outcome.unknown}", markup=False, highlight=False)
+                wide.print(f"{outcome.name}: {outcome.unknown}")
         for table in (speed_table(outcomes), quality_table(outcomes), kinds_table(outcomes)):
             wide.print(table)
         return 0

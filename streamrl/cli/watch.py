@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.printable import printable_json
 from streamrl.cli.command import Argument, Command
 from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
 from streamrl.comm.zmq_sockets import has_ipc_listener
@@ -70,7 +71,7 @@ def _watch(endpoint: str, *, as_json: bool) -> int:
                     continue
                 quiet = False
                 if as_json:
-                    print(msgspec.json.encode(message).decode(), flush=True)
+                    print(printable_json(msgspec.json.encode(message).decode()), flush=True)
                 elif (event := to_run_event(message)) is not None:
                     report(event)
                 if message.topic == "run" and message.fields.get("state") == "finished":

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.command import Argument, Overrides, print_json, recipe_file
 from streamrl.cli.simulate import DEFAULT_FLEET, InVirtualTime, Row, hosts_sentence, results_table
+from streamrl.observe.terminal.console import wide_console
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
@@ -95,7 +95,7 @@ def _search(world: World, budget: Budget, recipe: Recipe) -> Advice:
 
 
 def _print_advice(advice: Advice, fleet: str, model: FleetModel, budget: Budget, question: WhatIf) -> None:
-    wide = Console(width=None if sys.stdout.isatty() else 150)
+    wide = wide_console()
     heading = (
         f"simulated on fleet {fleet}, {question.steps} steps a candidate; budget: tokens at most "
         f"{budget.max_staleness} steps old, trained length at least {budget.min_length_share:g} of the unbiased one"
@@ -109,7 +109,7 @@ def _print_advice(advice: Advice, fleet: str, model: FleetModel, budget: Budget,
     wide.print(advice_table(candidates, advice))
     for candidate in advice.tried:
         if candidate.problem and candidate not in candidates:
-            wide.print(f"left out: {candidate.name}: {candidate.problem}", markup=False, highlight=False)
+            wide.print(f"left out: {candidate.name}: {candidate.problem}")
     fragment = recipe_fragment(advice.recommended.recipe, advice.current.recipe)
     if not fragment:
         print("\nthe recipe as it is is the best of these; nothing to change")

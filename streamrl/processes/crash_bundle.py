@@ -26,7 +26,7 @@ import msgspec
 from streamrl.base.atomic_files import remove_oldest
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.run_process import usable_cores
-from streamrl.processes.redaction import Redaction, run_redaction
+from streamrl.observe.run_files.redaction import Redaction, run_redaction
 from streamrl.recipe.rewards import Reward
 
 BUNDLE_SCHEMA = 1

@@ -74,7 +74,7 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
     name_shared_memory()
     # On the signal of ``ask_for_stacks``, write the stacks of all threads to the log, also in native code.
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
-    open_screen(drops=True)
+    open_screen(drops=True, escapes=False)
     log_to(sys.stderr, logging.INFO)
     code = 0
     try:

@@ -15,7 +15,6 @@ from typing import Annotated
 import anyio
 import msgspec
 from msgspec import structs
-from rich.console import Console
 
 from streamrl.base.atomic_files import make_directory, write_durable
 from streamrl.base.errors import RecipeError, StreamRLError, leaves
@@ -25,6 +24,7 @@ from streamrl.cli.compare.candidates import compared_recipes
 from streamrl.cli.compare.comparison import Comparison, comparison_page
 from streamrl.cli.compare.measured_run import measure_run, measured_recipe
 from streamrl.cli.simulate import results_table
+from streamrl.observe.terminal.console import wide_console
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.observe.terminal.step_line import duration
 from streamrl.prepare.hub.resolution import with_hub_folders
@@ -70,7 +70,7 @@ class Compare(Command, frozen=True, kw_only=True):
                 run_recipe = measured_recipe(recipe, samples, repeat, name.partition(":")[0], out)
                 plan.append((name, repeat, with_hub_folders(run_recipe)))
         check_all([(name, recipe) for name, repeat, recipe in plan if repeat == 1])
-        make_directory(out.absolute())
+        make_directory(out.absolute(), 0o700)  # its report has completions
         log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
         notes: tuple[str, ...] = ()
         if first.engines.kind is EngineKind.SIMULATED:
@@ -89,7 +89,7 @@ class Compare(Command, frozen=True, kw_only=True):
         else:
             heads, cells = comparison.table()
             rows = (zip(heads, row, strict=True) for row in cells)
-            Console(width=None if sys.stdout.isatty() else 150).print(results_table("", rows))
+            wide_console().print(results_table("", rows))
             lines = list(comparison.notes)
             if comparison.runs:
                 lines.append(f"report: {out / PAGE}")

@@ -10,14 +10,15 @@ from typing import Annotated
 
 import msgspec
 from msgspec import structs
-from rich.console import Console
 from rich.table import Table
 
+from streamrl.base.atomic_files import PRIVATE
 from streamrl.base.errors import RecipeError
 from streamrl.cli.command import Argument, Command, Overrides, print_json, recipe_file
 from streamrl.cli.run_for_report import run_for_report
 from streamrl.cli.trained_models.model_evaluation import EvaluatedPass, EvaluationPass, evaluate_model
 from streamrl.cli.trained_models.saved_model import find_model
+from streamrl.observe.terminal.console import open_console
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.prepare.hub.resolution import with_hub_folders
 from streamrl.prepare.preflight import check_model
@@ -52,7 +53,7 @@ class Eval(Command, frozen=True, kw_only=True):
         """1 when no completion got a score."""
         recipe, version = self._recipe()
         if self.out is not None:
-            self.out.touch()
+            self.out.touch(PRIVATE)
         evaluated = run_for_report(lambda: self._evaluate(recipe, version or 0))
         if self.out is not None:
             tokenizer = load_tokenizer(recipe.model.path)
@@ -62,7 +63,7 @@ class Eval(Command, frozen=True, kw_only=True):
         if self.json:
             print_json({"model": recipe.model.path, "version": version, "passes": passes})
         else:
-            Console(soft_wrap=True, highlight=False).print(_table(passes, recipe))
+            open_console(soft_wrap=True).print(_table(passes, recipe))
         return 0 if any(scores for result in passes for scores in result.scores.values()) else 1
 
     def _recipe(self) -> tuple[Recipe, int | None]:

@@ -3,19 +3,18 @@ command's own process. ``streamrl train --json`` prints its run as a ``ListedRun
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.observe.run_files.run_reader import SCORE, RunFiles, RunStatus, run_files, runs_in, set_size
+from streamrl.observe.terminal.console import wide_console
 from streamrl.recipe.remote_names import hub_name
 from streamrl.recipe.toml_text import toml_value
 
@@ -66,12 +65,12 @@ class Runs(Command, frozen=True):
         if self.json:
             print_json({"runs": runs, "compared": rows} if rows else runs)
             return 0
-        console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+        console = wide_console()
         columns = ["run", "started", "state", "step", "reward", "held-out", "model", "tags"]
         console.print(_table(columns, map(_cells, runs)))
         for run in runs:
             if run.problem:
-                console.print(f"{run.run}: {run.problem}", markup=False, soft_wrap=True)
+                console.print(f"{run.run}: {run.problem}", soft_wrap=True)
         if rows:
             differences = ((name, *row) for name, row in rows.items())
             console.print("", _table(("", *(run.run for run in runs)), differences))

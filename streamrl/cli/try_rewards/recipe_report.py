@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 
 import msgspec
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
 from streamrl.base.printable import printable
@@ -19,6 +19,7 @@ from streamrl.cli.try_rewards.trial_report import (
     problems_of,
     rich_report,
 )
+from streamrl.observe.terminal.console import open_console
 from streamrl.observe.terminal.step_line import duration
 from streamrl.prepare.measured_step import MeasuredStep
 from streamrl.recipe import learning_rate
@@ -133,7 +134,7 @@ def rich_trial(trial: RecipeTrial) -> Group:
 
 def report_page(trial: RecipeTrial) -> str:
     """The report as one HTML page without links to other hosts; texts of models and rewards are escaped."""
-    console = Console(file=io.StringIO(), record=True, width=120)
+    console = open_console(io.StringIO(), record=True, width=120)
     console.print(rich_trial(trial))
     return console.export_html(code_format=_PAGE)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import structs
-from rich.console import Console
 
 from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import RecipeError
@@ -21,6 +20,7 @@ from streamrl.cli.try_rewards.recipe_report import RecipeTrial, advice_of, propo
 from streamrl.cli.try_rewards.trial_completions import groups_from_engine
 from streamrl.cli.try_rewards.trial_report import histogram, spread, summarize
 from streamrl.cli.try_rewards.trial_scoring import say, score_groups
+from streamrl.observe.terminal.console import open_console
 from streamrl.prepare.first_prompt import first_prompt_lines
 from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.hub.resolution import with_hub_folders
@@ -60,7 +60,7 @@ class Try(Command, frozen=True):
         if self.json:
             print_json(trial)
         else:
-            Console(soft_wrap=True).print(rich_trial(trial))
+            open_console(soft_wrap=True).print(rich_trial(trial))
         return 0 if trial.reward.scored else 1
 
     async def _try(self) -> RecipeTrial:

@@ -17,7 +17,7 @@ import msgspec
 
 from streamrl.base.errors import StreamRLError
 from streamrl.observe.dashboard.run_view import ANSWERS, RunView, RunViews, recipe_differences
-from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
+from streamrl.observe.dashboard.sample_rows import SampleFilter
 
 INDEX = "index.html"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -57,7 +57,7 @@ def _answers(view: RunView) -> dict[str, Any]:
     return {
         f"{path}/metrics": view.metrics.answer(-1),
         **{f"{path}/{name}": answer(view) for name, answer in ANSWERS.items()},
-        f"{path}/samples": sample_rows(view.files, SampleFilter(), 0, SAMPLES),
+        f"{path}/samples": view.samples(SampleFilter(), 0, SAMPLES),
         f"{path}/timeline": base64.b64encode(b"".join(parts)).decode(),
     }
 

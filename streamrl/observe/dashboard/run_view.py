@@ -3,6 +3,7 @@ calls ``RunViews`` from several threads; ``report_page`` calls it once."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,10 +14,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from streamrl.base.line_file import read_lines
+from streamrl.base.line_file import open_regular, read_lines
 from streamrl.observe.dashboard.metric_columns import RunMetrics
+from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
 from streamrl.observe.report.trajectory_trace import TRAINED
+from streamrl.observe.run_files.redaction import run_redaction
 from streamrl.observe.run_files.run_reader import RunFiles, run_files, runs_in
 
 LATEST_S = 0.25
@@ -39,12 +42,14 @@ class PromptOfSample(msgspec.Struct, frozen=True):
 
 
 class RunView:
-    """A run on the page. ``number``: number of the run on the page. Several threads may use it, one at a time."""
+    """A run on the page, without the secrets of its recipe and of this process, since other people read the page and
+    its reports. ``number``: number of the run on the page. Several threads may use it, one at a time."""
 
     def __init__(self, number: int, files: RunFiles) -> None:
         self.number = number
         self.files = files
-        self.recipe = files.recipe()
+        self._redaction = run_redaction(os.environ, files.recipe_text())
+        self.recipe = self._redaction.public(files.recipe())
         self.metrics = RunMetrics(files)
         self.timeline = TimelineColumns(files)
         self._reading = Lock()
@@ -112,12 +117,18 @@ class RunView:
     def words(self) -> dict[str, str]:
         """Return the first words of the prompts of which samples were kept, by id."""
         samples = read_lines(self.files.samples, PromptOfSample)
-        return {sample.prompt_id: " ".join((sample.question or sample.prompt).split())[:WORDS] for sample in samples}
+        texts = {sample.prompt_id: " ".join((sample.question or sample.prompt).split()) for sample in samples}
+        return {prompt_id: self._redaction.text(text)[:WORDS] for prompt_id, text in texts.items()}
+
+    def samples(self, sample_filter: SampleFilter, offset: int, limit: int) -> dict[str, Any]:
+        """Return completions, as ``sample_rows`` does."""
+        rows: dict[str, Any] = self._redaction.public(sample_rows(self.files, sample_filter, offset, limit))
+        return rows
 
     def details(self) -> dict[str, Any]:
         """Return the recipe, processes and their restarts, alarms, and the end of each log."""
         events = self.timeline.events
-        logs = {name: _tail(path) for name, path in self.files.logs().items()}
+        logs = {name: self._redaction.text(_tail(path)) for name, path in self.files.logs().items()}
         state = self.files.state(self.metrics.last_step)
         restarts = Counter(event.text.partition(",")[0] for event in events if event.kind == "engine back")
         drained = next((event.kind == "drain" for event in reversed(events) if event.kind in _ENDS), False)
@@ -125,8 +136,10 @@ class RunView:
         notes = []
         if unread := self.timeline.unread:
             notes.append(f"{unread} lines of {self.files.trace} are not of a trace that this streamrl reads")
+        if links := self.files.links():
+            notes.append(f"links are not read, since they may lead out of the run: {', '.join(links)}")
         return {
-            "recipe": self.files.recipe_text(),
+            "recipe": self._redaction.text(self.files.recipe_text()),
             "processes": [{"name": name, "restarts": restarts[name], "state": state} for name in logs],
             "drained": drained,
             "alarms": [{"step": alarm.step, "time_s": alarm.time_s, "text": alarm.text} for alarm in alarms],
@@ -179,7 +192,7 @@ def recipe_differences(runs: Sequence[RunView]) -> list[dict[str, Any]]:
 
 def _tail(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, 2)
             file.seek(max(size - LOG_BYTES, 0))
             text = file.read().decode(errors="replace")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE
-from streamrl.base.line_file import open_rotated
+from streamrl.base.line_file import bounded_lines, open_regular, open_rotated
 from streamrl.observe.run_files.run_reader import RunFiles
 
 MOST_ROWS = 200
@@ -55,15 +55,13 @@ def sample_rows(files: RunFiles, sample_filter: SampleFilter, offset: int, limit
         for step, path in files.evaluations().items():
             if sample_filter.step in (None, step):
                 with suppress(OSError):
-                    sources.append(("evaluation", stack.enter_context(path.open("rb"))))
+                    sources.append(("evaluation", stack.enter_context(open_regular(path))))
         for index, (_, file) in enumerate(sources):
-            place = 0
-            for line in file:
+            for line in bounded_lines(file):
                 with suppress(*UNDECODABLE):
                     key = decode(line)
                     if sample_filter.takes(key):
-                        matches.append((-key.step, index, place, len(line)))
-                place += len(line)
+                        matches.append((-key.step, index, file.tell() - len(line), len(line)))
         matches.sort()
         rows = []
         for negative_step, index, place, length in matches[max(offset, 0) :][: min(max(limit, 0), MOST_ROWS)]:

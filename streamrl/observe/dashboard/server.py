@@ -25,7 +25,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.observe.dashboard.live_events import LiveEvents, place_of, read_place
 from streamrl.observe.dashboard.report_page import INDEX, TYPES, page_files
 from streamrl.observe.dashboard.run_view import ANSWERS, RunView, RunViews, recipe_differences
-from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
+from streamrl.observe.dashboard.sample_rows import SampleFilter
 from streamrl.observe.run_files.run_reader import RunStatus
 
 ADDRESS = "127.0.0.1"
@@ -141,7 +141,7 @@ def _samples(request: Request, view: RunView) -> dict[str, Any]:
         sample_filter = msgspec.convert(parameters, SampleFilter, strict=False)
     except msgspec.ValidationError as error:
         raise HTTPException(400, f"step, least, most: {error}") from None
-    return sample_rows(view.files, sample_filter, _number(request, "offset", 0), _number(request, "limit", 50))
+    return view.samples(sample_filter, _number(request, "offset", 0), _number(request, "limit", 50))
 
 
 async def _refused(request: Request, error: Exception) -> Response:

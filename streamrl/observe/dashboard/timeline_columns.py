@@ -4,6 +4,7 @@ report``; ``streamrl trace`` reads them once."""
 
 from __future__ import annotations
 
+import os
 from array import array
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from streamrl.observe.report.trajectory_trace import (
     TrajectoryLine,
 )
 from streamrl.observe.run_files.followed_lines import FollowedLines
+from streamrl.observe.run_files.redaction import run_redaction
 from streamrl.observe.run_files.run_reader import RunFiles
 
 COLUMNS = {
@@ -92,9 +94,11 @@ class EngineSlots:
 
 
 class TimelineColumns:
-    """The trace of a run, as of the last ``refresh``. Several threads may use it."""
+    """The trace of a run, as of the last ``refresh``, without secrets in the texts of events. Several threads may use
+    it."""
 
     def __init__(self, files: RunFiles) -> None:
+        self._redaction = run_redaction(os.environ, files.recipe_text())
         self._lines = FollowedLines(files.trace)
         self._decode = msgspec.json.Decoder(TraceHeader | TraceLine).decode
         self._columns: dict[str, array[Any]] = {name: array(_CODES[kind]) for name, kind in COLUMNS.items()}
@@ -203,7 +207,7 @@ class TimelineColumns:
             for name, values in self.load.items():
                 values.append(getattr(decoded, name))
         elif isinstance(decoded, EventLine):
-            self.events.append(decoded)
+            self.events.append(msgspec.structs.replace(decoded, text=self._redaction.text(decoded.text)))
         else:
             self.header = decoded
             self.unread += decoded.schema != TRACE_SCHEMA

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import msgspec
 
-from streamrl.base.line_file import open_rotated
+from streamrl.base.line_file import LONGEST_LINE, open_rotated
 
 _CHECKED_BYTES = 1024
 _BLOCK_BYTES = 1 << 20
@@ -67,8 +67,10 @@ class FollowedLines:
         file.seek(begin)
         block = file.read(most_bytes)
         if b"\n" not in block and len(block) == most_bytes:
-            block += file.readline()
+            block += file.readline(LONGEST_LINE)
         end = block.rfind(b"\n") + 1
+        if not end and len(block) > LONGEST_LINE:
+            end = len(block)  # passed on without an end, so that nobody can decode the line
         if not end:
             return []
         file.seek(0)

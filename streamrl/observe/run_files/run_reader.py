@@ -5,8 +5,8 @@ directory."""
 from __future__ import annotations
 
 import re
+import sys
 import time
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from enum import StrEnum
@@ -16,11 +16,16 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.line_file import decoded_lines, open_rotated
+from streamrl.base.line_file import bounded_lines, decoded_lines, open_regular, open_rotated
 from streamrl.recipe.check_fields import leaves
+from streamrl.recipe.toml_text import parse_toml
 from streamrl.run.journal.journal_file import writer_of
 
 METRICS = "metrics.jsonl"
+LARGEST_RECIPE = 1 << 20
+"""Bytes of a recipe that are read."""
+MOST_STEPS = 1 << 53
+"""A larger number of a step is an error of its line: the page counts in float64."""
 SCORE = re.compile(r"eval/(?P<set>.+)/(?P<metric>(avg|pass)@\d+)")
 """Names of metrics that are scores of an evaluation."""
 _HEAD = frozenset({"kind", "time", "step", "policy_version"})
@@ -54,11 +59,14 @@ def metric_lines(lines: Iterable[bytes]) -> Iterator[MetricLine]:
     for line in decoded_lines(lines, dict[str, Any]):
         step = line.get("step")
         time_s = line.get("time")
-        if isinstance(step, int) and isinstance(time_s, int | float):
-            values = {
-                name: value for name, value in line.items() if name not in _HEAD and isinstance(value, int | float)
-            }
+        if isinstance(step, int) and 0 <= step < MOST_STEPS and is_number(time_s):
+            values = {name: float(value) for name, value in line.items() if name not in _HEAD and is_number(value)}
             yield MetricLine("step" if line.get("kind") == "step" else "evaluation", step, time_s, values)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether ``value`` is finite as a float: an integer of 400 digits is not."""
+    return isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def set_size(name: str, values: Mapping[str, Any]) -> float | None:
@@ -97,28 +105,41 @@ class RunFiles(msgspec.Struct, frozen=True):
 
     def evaluations(self) -> dict[int, Path]:
         """Return the files with the completions of evaluations, by step, ascending."""
-        paths = {path.stem.removeprefix("step-"): path for path in self.directory.glob("evaluations/step-*.jsonl")}
+        paths = {path.stem.removeprefix("step-"): path for path in self._files_of("evaluations", "step-*.jsonl")}
         return {int(step): paths[step] for step in sorted(paths) if step.isdecimal()}
 
     def logs(self) -> dict[str, Path]:
         """Return the log files of the run, by the name of the process."""
-        return {
-            path.stem: path for path in sorted(self.directory.glob("logs/*.log")) if not path.name.startswith("older-")
-        }
+        return {path.stem: path for path in self._files_of("logs", "*.log") if not path.name.startswith("older-")}
+
+    def _files_of(self, folder: str, pattern: str) -> list[Path]:
+        if (self.directory / folder).is_symlink():
+            return []
+        return sorted(path for path in (self.directory / folder).glob(pattern) if not path.is_symlink())
+
+    def links(self) -> list[str]:
+        """Return the names of files and folders of the run that are links, which are not read: they may lead to files
+        that only the reader may see."""
+        entries = [*self.directory.glob("*"), *self.directory.glob("logs/*"), *self.directory.glob("evaluations/*")]
+        return sorted(str(path.relative_to(self.directory)) for path in entries if path.is_symlink())
 
     def recipe_text(self) -> str:
-        """Return the recipe as TOML; empty where the file is missing."""
+        """Return the recipe as TOML; empty where the file is missing, a link or too large."""
         try:
-            return (self.directory / "recipe.toml").read_text(encoding="utf-8", errors="replace")
+            with open_regular(self.directory / "recipe.toml") as file:
+                content = file.read(LARGEST_RECIPE + 1)
         except OSError:
             return ""
+        if len(content) > LARGEST_RECIPE:
+            return ""
+        return content.decode(errors="replace")
 
     def recipe(self) -> dict[str, Any]:
         """Return the values of the recipe by path, such as ``run.steps``, as they were written. A recipe of another
         version may lack keys, or have keys that this version does not know. Empty where the file is missing or cannot
         be read (``recipe_problem``)."""
-        with suppress(ValueError):  # not TOML
-            if values := tomllib.loads(self.recipe_text()):
+        with suppress(ValueError, RecursionError):  # not TOML
+            if values := parse_toml(self.recipe_text()):
                 return dict(leaves("", values))
         return {}
 
@@ -126,10 +147,10 @@ class RunFiles(msgspec.Struct, frozen=True):
         """Return the reason for which model and steps of the recipe are not known; empty where they are."""
         text = self.recipe_text()
         if not text.strip():
-            return "recipe.toml is empty, or cannot be read"
+            return "recipe.toml is empty, a link, too large, or cannot be read"
         try:
-            tomllib.loads(text)
-        except ValueError as error:
+            parse_toml(text)
+        except (ValueError, RecursionError) as error:
             return f"recipe.toml is no TOML: {error}"
         recipe = self.recipe()
         kinds = {"run.steps": int, "model.path": str, "run.tags": list}
@@ -153,7 +174,7 @@ class RunFiles(msgspec.Struct, frozen=True):
         with ExitStack() as stack:
             files = [stack.enter_context(file) for file in open_rotated(self.metrics)]
             for file in files:
-                yield from metric_lines(file)
+                yield from metric_lines(bounded_lines(file))
 
     def steps(self, last_step: MetricLine | None) -> int | None:
         """Return the number of steps that the run is to make, which may change while it goes on. ``last_step``: last
@@ -161,7 +182,9 @@ class RunFiles(msgspec.Struct, frozen=True):
         steps = last_step.values.get("run/steps") if last_step else None
         if steps is None:
             steps = self.recipe().get("run.steps")
-        return int(steps) if isinstance(steps, int | float) else None
+        if not is_number(steps):
+            return None
+        return int(steps)
 
     def state(self, last_step: MetricLine | None) -> RunStatus:
         """Return the current state of the run. ``last_step``: last line of a step in ``metrics.jsonl``, where there is

@@ -77,14 +77,15 @@ class TerminalScreen:
     is_table = True
 
     def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
         from rich.table import Column
 
-        self._console = Console(file=stream, highlight=False)
+        from streamrl.observe.terminal.console import open_console
+
+        self._console = open_console(stream)
         self._wrapper = partial(TextWrapper, subsequent_indent="    ", break_on_hyphens=False)
         columns = (
-            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             BarColumn(20),
             TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
@@ -99,8 +100,8 @@ class TerminalScreen:
     def line(self, text: str, *, dim: bool = False) -> None:
         # Long lines break between words. A path that is longer than the terminal is not broken, so it can be copied.
         wrapper = self._wrapper(width=self.width(), break_long_words=dim)
-        wrapped = wrapper.fill(printable(text)) if text else text
-        self._console.print(wrapped, markup=False, soft_wrap=True, style="dim" if dim else None)
+        wrapped = wrapper.fill(printable(text))
+        self._console.print(wrapped, soft_wrap=True, style="dim" if dim else None)
 
     def progress(self, text: str, completed: int, total: int) -> None:
         count = ""

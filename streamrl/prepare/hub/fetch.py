@@ -21,7 +21,7 @@ from huggingface_hub.repocard import metadata_load
 from msgspec import structs
 from tqdm import tqdm
 
-from streamrl.base.atomic_files import make_directory, write_durable
+from streamrl.base.atomic_files import SHARED, make_directory, write_durable
 from streamrl.base.errors import RecipeError
 from streamrl.prepare.hub import messages
 from streamrl.prepare.hub.failures import no_room, sentence
@@ -102,7 +102,7 @@ def _repository(name: HubName, send: Send) -> _Files:
     if name.revision != info.sha:
         with suppress(OSError):  # a cache that this user may not write
             make_directory(_ref(name).parent)
-            write_durable(_ref(name), info.sha.encode())  # names the commit when the Hub cannot be asked
+            write_durable(_ref(name), info.sha.encode(), SHARED)  # names the commit when the Hub cannot be asked
     return _files_at(name, info.sha, ((file.rfilename, file.size) for file in info.siblings or ()))
 
 

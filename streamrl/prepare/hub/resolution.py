@@ -161,13 +161,15 @@ def _request_for(key: str, text: object, *, prompts: bool) -> WantedFiles | None
 
 def _ask(requests: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]:
     """Download the files of every request. Returns an answer for each key. Raises ``RecipeError``."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from streamrl.observe.terminal.console import open_console
 
     resolutions: dict[str, Resolved] = {}
     problems: list[str] = []
-    console = Console(stderr=True, soft_wrap=True)
-    columns = TextColumn("downloading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    console = open_console(sys.stderr, soft_wrap=True)
+    name_column = TextColumn("downloading {task.description}", markup=False)
+    columns = name_column, BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with tempfile.TemporaryFile() as errors:
         bars = Progress(*columns, console=console)
         tasks = dict[str, Any]()
@@ -182,7 +184,7 @@ def _ask(requests: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]
                     case Resolved(key=key, name=at, notice=notice):
                         resolutions[key] = answer
                         if notice:
-                            console.print(f"{key}: {at} {notice}", highlight=False)
+                            console.print(f"{key}: {at} {notice}")
                     case messages.Unresolved(key=key, problem=problem):
                         problems.append(f"{key}: {problem}")
         finally:

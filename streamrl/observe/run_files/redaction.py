@@ -1,4 +1,5 @@
-"""Redaction of secrets in texts that people may pass on: the crash bundle (``crash_bundle``) uses it. Pure.
+"""Redaction of secrets in whatever other people read of a run: crash bundles (``processes/crash_bundle``), the page and
+its reports (``observe/dashboard``), and the configuration that trackers get. Each calls it in its own process. Pure.
 
 A secret is the value of a variable or of a recipe's option with the name of a secret, the value of a variable that a
 reward gets, and every text with the form of a key (a Hugging Face token, a bearer header, a password in an address)."""
@@ -64,6 +65,16 @@ class Redaction:
     def text(self, text: str) -> str:
         """Return ``text`` without secrets."""
         return self.clean(text.encode(errors="replace")).decode(errors="replace")
+
+    def public(self, value: Any) -> Any:
+        """Return ``value`` without secrets in its texts. ``value``: JSON, as lists, dictionaries, texts and numbers."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {name: self.public(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.public(item) for item in value]
+        return value
 
 
 def run_redaction(variables: Mapping[str, str], recipe_toml: str = "", attached: Sequence[Reward] = ()) -> Redaction:

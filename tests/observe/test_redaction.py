@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.processes.redaction import Redaction, is_secret_name, run_redaction
+from streamrl.observe.run_files.redaction import Redaction, is_secret_name, run_redaction
 from streamrl.recipe.rewards import Reward
 
 RECIPE = """
