@@ -102,8 +102,8 @@ def test_runs_are_compared_by_what_differs(runs: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("recipe", "problem"),
     [
-        ("", "recipe.toml is empty, or cannot be read"),
-        ("\n \n", "recipe.toml is empty, or cannot be read"),
+        ("", "recipe.toml is empty, a link, too large"),
+        ("\n \n", "recipe.toml is empty, a link, too large"),
         ('[model]\npath = "m', "recipe.toml is no TOML"),
         ("\x00\x00\x00\x00", "recipe.toml is no TOML"),
         ('[policy]\npath = "m"\n', "of another version"),

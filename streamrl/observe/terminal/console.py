@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from streamrl.base.printable import printable
 
@@ -18,6 +19,9 @@ WIDTH_OF_FILES = 150
 
 class PrintableConsole(Console):
     """A console that escapes control characters of all text; those of rich's own styles and movements stay."""
+
+    def render_str(self, text: str, **options: Any) -> Text:  # cells of tables, before their width is measured
+        return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
