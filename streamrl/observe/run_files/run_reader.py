@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -64,7 +64,7 @@ def metric_lines(lines: Iterable[bytes]) -> Iterator[MetricLine]:
             yield MetricLine("step" if line.get("kind") == "step" else "evaluation", step, time_s, values)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Return whether ``value`` is finite as a float: an integer of 400 digits is not."""
     return isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max
 
