@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from campaigns.fuzz import targets_journal, targets_rewards, targets_streams, targets_weights
+from campaigns.fuzz import targets_journal, targets_rewards, targets_runs, targets_streams, targets_weights
 from campaigns.fuzz.execution import Fault, Target, check_seeds, run_inputs, run_slice
 from streamrl.base.atomic_files import write_atomic
 
@@ -21,7 +21,7 @@ SLICE = 5000
 
 def every_target() -> dict[str, Target]:
     """Return every decoder, by name."""
-    families = (targets_streams, targets_weights, targets_rewards, targets_journal)
+    families = (targets_streams, targets_weights, targets_rewards, targets_journal, targets_runs)
     return {target.name: target for family in families for target in family.targets()}
 
 

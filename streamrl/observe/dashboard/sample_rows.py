@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE
-from streamrl.base.line_file import bounded_lines, open_regular, open_rotated
+from streamrl.base.line_file import bounded_lines, decoded_lines, open_regular, open_rotated
 from streamrl.observe.run_files.run_reader import RunFiles
 
 MOST_ROWS = 200
@@ -67,7 +67,8 @@ def sample_rows(files: RunFiles, sample_filter: SampleFilter, offset: int, limit
         for negative_step, index, place, length in matches[max(offset, 0) :][: min(max(limit, 0), MOST_ROWS)]:
             source, file = sources[index]
             file.seek(place)
-            line_fields = msgspec.json.decode(file.read(length), type=dict[str, Any])
-            fields = {name: value for name, value in line_fields.items() if not name.endswith("token_ids")}
-            rows.append({"id": f"{source}-{-negative_step}-{place}", "source": source} | fields)
+            # A field that the filter does not need may hold what is no text.
+            for line_fields in decoded_lines([file.read(length)], dict[str, Any]):
+                fields = {name: value for name, value in line_fields.items() if not name.endswith("token_ids")}
+                rows.append({"id": f"{source}-{-negative_step}-{place}", "source": source} | fields)
     return {"total": len(matches), "rows": rows}

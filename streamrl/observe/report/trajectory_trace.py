@@ -13,17 +13,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.line_file import LineFile
-from streamrl.base.types import TurnTimes
 
 TRACE_SCHEMA = 1
 TRAINED = "trained"
 UNFINISHED = "unfinished"
 """Outcome of a trajectory that was under way when the run ended."""
+
+Count = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
+Number = Annotated[float, msgspec.Meta(ge=-1e38, le=1e38)]
+"""Limits of 32-bit columns. A line with a number beyond them was not written by a run, and counts as a line that cannot
+be read."""
+TracedTurn = tuple[Count, Number, Count, Number]
+"""``TurnTimes`` with these limits."""
 
 MOST_BYTES = 1 << 30
 """Bytes of one file, some million trajectories. A larger file is rotated."""
@@ -46,7 +53,7 @@ class TraceHeader(Line, frozen=True, tag="header"):
     seed: int
     max_tokens: int
     max_model_len: int
-    temperature: float
+    temperature: Number
     prompts_per_batch: int
     group_size: int
     rounds: str
@@ -73,26 +80,26 @@ class TrajectoryLine(Line, frozen=True, tag="trajectory"):
     times of the turns in its environment; empty where the trajectory was stopped."""
 
     prompt_id: str
-    group: int
-    sample: int
-    attempt: int
-    prompt_tokens: int
-    tokens: int
+    group: Count
+    sample: Count
+    attempt: Count
+    prompt_tokens: Count
+    tokens: Count
     finish_reason: str
     outcome: str
     round_kind: str
-    launched_s: float
-    ended_s: float
-    rollout_s: float
-    reward_s: float = 0.0
-    reward: float | None = None
-    oldest_version: int = 0
-    newest_version: int = 0
+    launched_s: Number
+    ended_s: Number
+    rollout_s: Number
+    reward_s: Number = 0.0
+    reward: Number | None = None
+    oldest_version: Count = 0
+    newest_version: Count = 0
     engine: str = ""
-    queued_s: float = 0.0
-    paused_s: float = 0.0
-    returned_s: float = 0.0
-    turns: tuple[TurnTimes, ...] = ()
+    queued_s: Number = 0.0
+    paused_s: Number = 0.0
+    returned_s: Number = 0.0
+    turns: tuple[TracedTurn, ...] = ()
 
 
 class StepLine(Line, frozen=True, tag="step"):
@@ -103,19 +110,19 @@ class StepLine(Line, frozen=True, tag="step"):
     ``paused_s``: seconds in which the push paused the engines. ``forward_backward_s``: seconds of forward and backward
     passes, which with streaming begin before the batch is full."""
 
-    time_s: float
-    policy_version: int
+    time_s: Number
+    policy_version: Count
     round_kind: str
-    group_size: float
-    samples: int
-    trained_tokens: int
-    generated_tokens: int
-    step_s: float
-    rollout_s: float
-    training_s: float
-    push_s: float
-    paused_s: float = 0.0
-    forward_backward_s: float = 0.0
+    group_size: Number
+    samples: Count
+    trained_tokens: Count
+    generated_tokens: Count
+    step_s: Number
+    rollout_s: Number
+    training_s: Number
+    push_s: Number
+    paused_s: Number = 0.0
+    forward_backward_s: Number = 0.0
 
 
 class EnginesLine(Line, frozen=True, tag="engines"):
@@ -125,14 +132,14 @@ class EnginesLine(Line, frozen=True, tag="engines"):
     the line before. ``token_s``: mean seconds of a decode step (0: there was none). ``mean_running``: mean number of
     requests in a decode step."""
 
-    time_s: float
-    running: int
-    waiting: int
-    kv_usage: float
-    token_s: float = 0.0
-    mean_running: float = 0.0
-    generated_tokens: int = 0
-    preemptions: int = 0
+    time_s: Number
+    running: Count
+    waiting: Count
+    kv_usage: Number
+    token_s: Number = 0.0
+    mean_running: Number = 0.0
+    generated_tokens: Count = 0
+    preemptions: Count = 0
 
 
 class EventLine(Line, frozen=True, tag="event"):
@@ -143,11 +150,11 @@ class EventLine(Line, frozen=True, tag="event"):
     kinds are ``alarm``, ``decision``, ``setting``, ``engine lost``, ``engine back``, ``stall``, ``resumed`` and
     ``drain``."""
 
-    time_s: float
+    time_s: Number
     kind: str
     text: str = ""
-    step: int = 0
-    seconds: float = 0.0
+    step: Count = 0
+    seconds: Number = 0.0
 
 
 TraceLine = TrajectoryLine | StepLine | EnginesLine | EventLine
