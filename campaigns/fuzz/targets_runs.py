@@ -35,15 +35,24 @@ path = "m"
 function = "reward.py:f"
 options = { api_key = "sk-0123456789abcdefghijklmn" }
 """
-_STEPS = [{"kind": "step", "step": n, "time": 1000.0 + n, "policy_version": n, "reward/mean": 0.5} for n in (1, 2)]
+_STEPS: list[dict[str, Any]] = [
+    {"kind": "step", "step": n, "time": 1000.0 + n, "policy_version": n, "reward/mean": 0.5} for n in (1, 2)
+]
 _TIMES = {"time/step_s": 2.0, "perf/train_tok_s": 10.0, "util/wait_reason/tail": 0.25, "run/steps": 3.0}
 _SCORES = [{"kind": "evaluation", "time": 1003.0, "step": 1, "eval/held_out/avg@1": 0.5, "eval/held_out/size": 8}]
-_SAMPLE = {"step": 1, "prompt_id": "p-1", "prompt": "one", "text": "a", "reward": 1.0, "chosen": "best"}
+_SAMPLE: dict[str, Any] = {"step": 1, "prompt_id": "p-1", "prompt": "one", "text": "a", "reward": 1.0, "chosen": "best"}
 _SAMPLE |= {"rewards": {"f": 1.0}, "tokens": 3, "finish_reason": "stop"}
 _HEADER = {"type": "header", "schema": 1, "run_id": "x", "seed": 0, "max_tokens": 64, "max_model_len": 128}
 _HEADER |= {"temperature": 1.0, "prompts_per_batch": 4, "group_size": 2, "rounds": "streaming", "max_staleness": 1}
 _HEADER |= {"engines": 1, "capacity": 8}
-_TRAJECTORY = {"type": "trajectory", "prompt_id": "p-1", "group": 1, "sample": 0, "attempt": 0, "prompt_tokens": 5}
+_TRAJECTORY: dict[str, Any] = {
+    "type": "trajectory",
+    "prompt_id": "p-1",
+    "group": 1,
+    "sample": 0,
+    "attempt": 0,
+    "prompt_tokens": 5,
+}
 _TRAJECTORY |= {"tokens": 10, "finish_reason": "stop", "outcome": "trained", "round_kind": "long", "reward": 1.0}
 _TRAJECTORY |= {"launched_s": 1.0, "ended_s": 3.0, "rollout_s": 1.0, "engine": "engine-0"}
 _TRAJECTORY |= {"turns": [[1, 0.5, 2, 0.5], [1, 0.5, 2, 0.5]], "returned_s": 2.5, "queued_s": 0.25}
@@ -52,7 +61,7 @@ _STEP |= {"trained_tokens": 20, "generated_tokens": 30, "step_s": 2.0, "rollout_
 _STEP |= {"push_s": 0.2}
 _ENGINES = {"type": "engines", "time_s": 1.5, "running": 2, "waiting": 1, "kv_usage": 0.5}
 _EVENT = {"type": "event", "time_s": 4.0, "kind": "evaluation", "text": "t", "step": 1, "seconds": 0.5}
-FILES = {
+FILES: dict[str, Any] = {
     "recipe.toml": seed(_RECIPE, PLAIN),
     "metrics.jsonl": [*(step | _TIMES for step in _STEPS), *_SCORES],
     "samples.jsonl": [_SAMPLE, _SAMPLE | {"step": 2, "chosen": "worst"}],
