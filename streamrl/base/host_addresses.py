@@ -23,6 +23,11 @@ def bare_host(host: str) -> str:
     return host.removeprefix("[").removesuffix("]")
 
 
+def at_port(host: str, port: int) -> str:
+    """``HOST:PORT``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in bare_host(host) and not host.startswith("[") else f"{host}:{port}"
+
+
 def host_of(endpoint: str) -> str:
     """Host of ``tcp://HOST:PORT``, without brackets; empty for any other endpoint."""
     if not endpoint.startswith("tcp://"):

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.host_addresses import at_port
 from streamrl.recipe.sections import PIPELINE_PARALLEL, Engines, EngineShape, Recipe, TransportKind
 
 TOPOLOGY_FILE = "topology.json"
@@ -293,7 +294,7 @@ def _endpoints_on_cluster(processes: list[ProcessPlan], places: Places, socket_d
 
     def endpoint_at(address: str) -> str:
         try:
-            return f"tcp://{address}:{next(free_ports[address])}"
+            return f"tcp://{at_port(address, next(free_ports[address]))}"
         except StopIteration:
             raise StreamRLError(
                 f"cluster.advanced.ports: {address} has {len(places.ports[address])} free ports in that range, which "

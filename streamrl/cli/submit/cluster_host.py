@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from streamrl.base.host_addresses import at_port, bare_host
 from streamrl.base.run_process import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
@@ -67,7 +68,7 @@ class Host:
         self._address = ""
         if self._is_head:
             self._address = own_address(options.interface, options.peer)
-        self._at = f"{self._address or head}:{options.port}"
+        self._at = at_port(self._address or head, options.port)
         short = next(p for p in (tempfile.gettempdir(), "/tmp") if len(p) <= _LONGEST_FOLDER or p == "/tmp")
         self._temporary = Path(tempfile.mkdtemp(prefix="streamrl-", dir=short))
         self._orders = _Orders(options.lease)
@@ -83,7 +84,7 @@ class Host:
             variables = variables_with_ray(os.environ, self._shared_token(deadline_s))
             if not self._is_head:
                 self._await(partial(answers, self._at), deadline_s, f"no head of Ray answers at {self._at}")
-                self._address = own_address(self._options.interface, self._at.rpartition(":")[0])
+                self._address = own_address(self._options.interface, bare_host(self._at.rpartition(":")[0]))
             arguments = ray_arguments(
                 head=self._is_head,
                 at=self._at,
@@ -294,16 +295,18 @@ def own_address(interface: str, peer: str) -> str:
         raise HostFailed(f"no address of this host is in cluster.advanced.interface = {interface!r}: correct it")
     targets = [peer] if peer else ["192.0.2.1", socket.gethostname()]  # 192.0.2.0/24 is reserved for documentation
     for target in targets:
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))  # UDP: nothing is sent
-            return str(probe.getsockname()[0])
+        with suppress(OSError):
+            for family, *_, address in sorted(socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)):  # IPv4 first
+                with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(address)  # UDP: nothing is sent
+                    return str(probe.getsockname()[0])
     raise HostFailed(f"no way from here to {peer or 'itself'}: name the network by cluster.advanced.interface")
 
 
 def answers(at: str) -> bool:
     """Return whether something accepts connections at HOST:PORT."""
     host, _, port = at.rpartition(":")
-    with suppress(OSError), socket.create_connection((host, int(port)), timeout=PROBE_S):
+    with suppress(OSError), socket.create_connection((bare_host(host), int(port)), timeout=PROBE_S):
         return True
     return False
 

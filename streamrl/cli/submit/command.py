@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 from typing import Annotated, Literal
 
 import anyio
@@ -19,7 +19,7 @@ from streamrl.base.host_addresses import wrong_port
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, recipe_file
 from streamrl.cli.submit.job_template import TEMPLATES, filled
 from streamrl.cli.submit.ray_start import DRAIN_S, RAY_PORT, STORE_BYTES, Work, ray_variables, ray_version
-from streamrl.cli.submit.ssh import HERE, SshJob, local_setup, run_over_ssh, ssh_commands
+from streamrl.cli.submit.ssh import HERE, SshJob, host_scripts, local_setup, run_over_ssh, ssh_command
 from streamrl.launch.pipeline import recipe_of_run
 from streamrl.recipe.rules.load_recipe import read_recipe
 from streamrl.recipe.rules.run_rules import LONGEST_RUN_NAME
@@ -238,8 +238,11 @@ class Ssh(_OnHosts, frozen=True, kw_only=True):
             interface=recipe.cluster.interface,
         )
         if self.print_only:
-            commands = ssh_commands(job)
-            return self.print({"commands": commands}, *map(join, commands))
+            scripts = host_scripts(job)
+            commands = list(map(ssh_command, hosts, scripts))
+            return self.print(
+                {"commands": commands}, *(f"{host}:\n{text}" for host, text in zip(hosts, scripts, strict=True))
+            )
         if set(hosts) - set(HERE):
             program("ssh")
         code = anyio.run(run_over_ssh, job)

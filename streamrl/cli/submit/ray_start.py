@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.processes.cluster.this_host import MEMORY_MONITOR
+
 RAY_PORT = 6379
 DRAIN_S = 120
 """Seconds before the end of a job at which it is asked to drain."""
@@ -17,6 +19,7 @@ STORE_BYTES = 80_000_000
 _VARIABLES = {
     "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",  # Ray gives 15 to all that it starts, engines and ranks with it
+    MEMORY_MONITOR: "0",  # it would end the daemon of a host, with all engines and ranks, at 95 % of the memory
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -5,6 +5,7 @@ the connection. No process is left when ``run_over_ssh`` returns."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import secrets
@@ -49,20 +50,31 @@ class SshJob(msgspec.Struct, frozen=True, kw_only=True):
     interface: str = ""
 
 
-def ssh_commands(job: SshJob) -> list[list[str]]:
-    """The command of each host. No command contains the token."""
-    commands = []
-    for rank, host in enumerate(job.hosts):
+def host_scripts(job: SshJob) -> list[str]:
+    """The script of each host, for bash. No script contains the token."""
+    scripts = []
+    for rank in range(len(job.hosts)):
         arguments = ["--rank", str(rank), "--nodes", str(len(job.hosts)), "--port", str(job.port), "--lease"]
         if job.gpus is not None:
             arguments += ["--gpus", str(job.gpus)]
         if job.interface:
             arguments += ["--interface", job.interface]
-        lines = [f'echo "{_HELLO} ${{SSH_CONNECTION:-}}"', f"cd {shlex.quote(str(job.folder))} || exit 1", *job.setup]
-        text = "\n".join([*lines, f"exec {shlex.join(host_command(arguments, job.work))}"])
-        local = ["bash", "-c", text]
-        commands.append(local if host in HERE else ["ssh", *_SSH, "--", host, f"exec {shlex.join(local)}"])
-    return commands
+        lines = [
+            f'printf "\\n{_HELLO} %s\\n" "${{SSH_CONNECTION:-}}"',
+            f"cd {shlex.quote(str(job.folder))} || exit 1",
+            *job.setup,
+        ]
+        scripts.append("\n".join([*lines, f"exec {shlex.join(host_command(arguments, job.work))}"]))
+    return scripts
+
+
+def ssh_command(host: str, script: str) -> list[str]:
+    """The command that runs ``script`` on ``host``."""
+    if host in HERE:
+        return ["bash", "-c", script]
+    # One line without quotes of its own: the login shell there may be sh, bash, zsh, fish or csh.
+    encoded = base64.b64encode(script.encode()).decode()
+    return ["ssh", *_SSH, "--", host, f"""exec bash -c 'eval "$(echo {encoded} | base64 -d)"'"""]
 
 
 async def run_over_ssh(job: SshJob) -> int:
@@ -70,7 +82,9 @@ async def run_over_ssh(job: SshJob) -> int:
     Returns the exit code of the run. Raises ``RecipeError`` where hosts cannot be reached: then nothing was started."""
     token = secrets.token_hex(32)
     async with anyio.create_task_group() as tasks:
-        hosts = [_Host(name, command) for name, command in zip(job.hosts, ssh_commands(job), strict=True)]
+        hosts = [
+            _Host(name, ssh_command(name, script)) for name, script in zip(job.hosts, host_scripts(job), strict=True)
+        ]
         try:
             with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
                 for host in hosts:

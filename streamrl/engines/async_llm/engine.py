@@ -31,7 +31,7 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.engines.async_llm.options import VllmOptions
+from streamrl.engines.async_llm.options import VllmOptions, unset_service_address
 from streamrl.engines.async_llm.stop_strings import BEFORE, find_across_parts
 from streamrl.engines.resumption import accepted_part, empty_completion, remaining_tokens
 from streamrl.pretrained.tokenizer import end_tokens
@@ -74,6 +74,7 @@ class VllmEngine(ABC):
     async def start(self) -> EngineReady:
         """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
         os.environ.update(self._vllm_options.variables)
+        unset_service_address()
         self._end_tokens = (await self._thread.call(partial(end_tokens, self._vllm_options.model_path))).ids
         try:
             self._llm = await self._thread.call(self._build)

@@ -55,6 +55,12 @@ def shared_variables(socket_directory: str | Path) -> dict[str, str]:
     }
 
 
+def unset_service_address() -> None:
+    """Unset VLLM_PORT where Kubernetes set it to the address of a service named vllm: vLLM takes a number only."""
+    if "://" in os.environ.get("VLLM_PORT", ""):
+        del os.environ["VLLM_PORT"]
+
+
 def cpu_variables(linear: str = "plain") -> dict[str, str]:
     """Return the variables of every engine on a CPU. ``linear``: "plain" or "packed" linear layers; see
     ``worker.keep_linear_weights``."""

@@ -24,11 +24,13 @@ from msgspec import structs
 
 from streamrl.base.atomic_files import write_atomic, write_durable
 from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.host_addresses import at_port
 from streamrl.engines.vllm.options import installed_device
 from streamrl.processes.cluster.daemon_messages import DaemonSetup, EndAll, EndLeftBehind, HostFacts, StartProcess
 from streamrl.processes.cluster.host_assignment import GpuNeed, HostRoom, assign, gpu_need, on_fewer_ranks
 from streamrl.processes.cluster.host_daemon import packages_here
 from streamrl.processes.cluster.remote_host import DaemonLink, RemoteHost, RemoteProcess
+from streamrl.processes.cluster.this_host import MEMORY_MONITOR
 from streamrl.processes.launcher import ChildProcess, NoHost
 from streamrl.processes.local_launcher import LocalLauncher
 from streamrl.recipe.sections import Recipe
@@ -52,18 +54,14 @@ ROOM_S = 60.0
 """How long a run that has lost a host of trainer ranks waits for room for them."""
 EPOCH_FILE = "epoch"
 PASSED_ON = (
-    "VLLM_",
-    "NCCL_",
-    "GLOO_",
-    "TORCH",
-    "OMP_",
-    "STREAMRL_",
-    "PYTHONPATH",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "CUDA_LAUNCH",
+    *("VLLM_", "FLASH_ATTENTION_", "FLASHINFER_", "TRITON_", "LMCACHE_"),
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "NVSHMEM_"),
+    *("TORCH", "PYTORCH_", "CUDA_LAUNCH", "CUDA_DEVICE_MAX", "CUDA_MODULE", "CUBLAS_", "CUDNN_", "NVIDIA_TF32"),
+    *("OMP_", "MKL_", "KMP_", "MALLOC_", "TOKENIZERS_"),
+    *("STREAMRL_", "PYTHONPATH", "PYTHONHASHSEED", "HF_HOME", "HF_HUB_CACHE"),
 )
-"""Beginnings of the variables that processes on other hosts get from the run's environment."""
+"""Beginnings of the variables that processes on other hosts get from the run's environment: all that vLLM copies to the
+hosts of an engine, but secrets, and those by which the same code computes or communicates otherwise."""
 
 
 class HostOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,6 +245,12 @@ class ClusterLauncher:
                 log.warning(
                     "processes on %s run at niceness %d: start Ray with RAY_worker_niceness=0", host.name, facts.nice
                 )
+            if facts.memory_monitor:
+                log.warning(
+                    "Ray ends all that runs on %s where 95 %% of its memory are in use: start Ray with %s=0",
+                    host.name,
+                    MEMORY_MONITOR,
+                )
             self._nursery.start_soon(host.run)
 
     async def _watch(self) -> None:
@@ -321,7 +325,7 @@ class ClusterLauncher:
                 plan = structs.replace(plan, host=place.host, address=place.address, gpus=place.gpus)
                 port = next(ports, None)
                 if port is not None:  # without a port other engines get their weights from the trainer
-                    endpoints[f"{plan.name}.weights"] = f"tcp://{place.address}:{port}"
+                    endpoints[f"{plan.name}.weights"] = f"tcp://{at_port(place.address, port)}"
             plans.append(plan)
         self._topology = structs.replace(self._topology, processes=tuple(plans), endpoints=endpoints)
         write_atomic(self._run_directory / TOPOLOGY_FILE, msgspec.json.encode(self._topology))

@@ -59,7 +59,8 @@ class DaemonSetup(msgspec.Struct, frozen=True, kw_only=True):
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a host, from its daemon. ``sees_run``: whether the host has the run's directory; ``packages``: versions
     of the packages that train and sample; ``ports``: free ports, locked for the run; ``nice``: niceness of the daemon,
-    which its processes inherit; ``problem``: reason for which this host cannot serve, or empty."""
+    which its processes inherit; ``memory_monitor``: whether Ray ends processes of this host where its memory is nearly
+    full; ``problem``: reason for which this host cannot serve, or empty."""
 
     name: str
     address: str
@@ -68,6 +69,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...]
     ports: tuple[int, ...]
     nice: int
+    memory_monitor: bool = False
     problem: str = ""
 
 

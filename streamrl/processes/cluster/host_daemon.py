@@ -37,7 +37,7 @@ from streamrl.processes.cluster.daemon_messages import (
     SignalProcess,
     StartProcess,
 )
-from streamrl.processes.cluster.this_host import address_on, free_ports, raise_file_limit
+from streamrl.processes.cluster.this_host import MEMORY_MONITOR, address_on, free_ports, raise_file_limit
 from streamrl.processes.exit_reason import ExitReason, read_reason
 from streamrl.processes.launcher import ChildProcess
 from streamrl.processes.local_launcher import ENTRY, SOCKET_PREFIX, LocalLauncher
@@ -88,6 +88,7 @@ class HostDaemon:
             gpus=visible_gpus(),
             ports=tuple(ports),
             nice=os.nice(0),
+            memory_monitor=os.environ.get(MEMORY_MONITOR) != "0",
             problem=problem,
         )
 

@@ -25,7 +25,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.host_addresses import wrong_port
+from streamrl.base.host_addresses import bare_host, wrong_port
 from streamrl.processes.cluster.cluster_launcher import HostOffer
 from streamrl.processes.cluster.daemon_messages import DaemonRequest, DaemonSetup, HostFacts
 from streamrl.processes.cluster.host_daemon import HostDaemon
@@ -201,7 +201,7 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
     host, _, port = cluster.address.rpartition(":")
     if cluster.address != "auto" and (not host or wrong_port(port)):
         raise RecipeError(f'cluster.address = "{cluster.address}": write HOST:PORT of Ray\'s head, or "auto"')
-    if host and not await _answers(host, int(port)):
+    if host and not await _answers(bare_host(host), int(port)):
         raise RecipeError(
             f"cluster.address = {cluster.address}: nobody answers there within {PROBE_S:g} s: start Ray "
             "(`ray start --head --port PORT`), or name the address of its head"

@@ -15,6 +15,8 @@ from typing import IO
 
 import psutil
 
+MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"
+"""Variable of Ray; 0: Ray ends no process where the memory of a host is nearly full."""
 OPEN_FILES = 65_536
 """Open files that a process of a run may need."""
 
@@ -46,11 +48,15 @@ def free_ports(address: str, ports: Iterable[int], count: int) -> tuple[list[int
 
 
 def address_on(interface: str) -> str:
-    """This host's first IPv4 address of an interface (eth1) or in a network (10.1.0.0/16); empty where it has none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        for address in (entry.address for entry in addresses if entry.family == socket.AF_INET):
-            if name == interface or ("/" in interface and ip_address(address) in ip_network(interface, strict=False)):
-                return str(address)
+    """This host's first address of an interface (eth1; an IPv4 address where it has one) or in a network (10.1.0.0/16,
+    fd00::/8); empty where it has none."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name, addresses in psutil.net_if_addrs().items():
+            for address in (entry.address for entry in addresses if entry.family == family):
+                if "%" in address:  # of one link only: no other host would know of which one
+                    continue
+                if name == interface or ("/" in interface and ip_address(address) in ip_network(interface, False)):
+                    return str(address)
     return ""
 
 

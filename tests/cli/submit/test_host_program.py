@@ -106,6 +106,17 @@ def test_leftovers_of_a_failed_ray_start_are_removed(bin: Path) -> None:
     assert not left(bin)
 
 
+def test_a_host_joins_over_ipv6(bin: Path) -> None:
+    (bin / "t").touch()
+    with (
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as head,
+        host(bin, 1, port := head.getsockname()[1], head="::1") as worker,
+    ):
+        assert worker.stdout is not None
+        assert worker.stdout.readline().endswith(f": starting Ray at ::1, of [::1]:{port}\n")
+        worker.send_signal(signal.SIGTERM)
+
+
 def test_a_host_that_loses_the_head_has_failed(bin: Path) -> None:
     """A host of a launch by ssh that loses the head node has failed."""
     with socket.create_server(("127.0.0.1", 0)) as head, host(bin, 1, head.getsockname()[1], stdin=LINE) as worker:

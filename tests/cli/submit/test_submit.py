@@ -18,7 +18,8 @@ import yaml
 
 from streamrl.cli.main import main
 from streamrl.cli.submit.cluster_host import own_address
-from streamrl.cli.submit.ray_start import variables_with_ray
+from streamrl.cli.submit.ray_start import Work, variables_with_ray
+from streamrl.cli.submit.ssh import SshJob, host_scripts, ssh_command
 
 RECIPE = Path("examples/sort/recipe.toml").resolve()
 SCHEMAS = json.loads((Path(__file__).parent / "manifest_schemas.json").read_text())
@@ -70,6 +71,41 @@ def test_the_script_of_slurm_gives_every_word_as_it_was(folder: Path, capsys: py
     assert again.stdout == "the run of this job has ended\n", "a job that is started again after its clean end"
 
 
+@pytest.mark.parametrize(
+    ("line", "code"), [('[ "$CONDA_BUILD_STATE" = 1 ] && echo building', 0), ("grep -q nothing /dev/null", 1)]
+)
+def test_lines_of_a_site_are_not_strict(line: str, code: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A variable that is not set, or a line that fails without harm, does not end the job; the failure is printed."""
+    (folder / "activate.sh").write_text(f"{line}\nexport PATH='{folder.parent}/bin':$PATH NOTE=active\n(exit {code})\n")
+    script = printed(capsys, "slurm", str(RECIPE), "--nodes", "2", "--setup", "source ./activate.sh")
+    variables = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "h[0-1]"}
+    done = subprocess.run(["bash"], input=script, env=variables, capture_output=True, text=True)
+    assert done.stdout.startswith("active\n-m\nstreamrl.cli.submit.cluster_host\n"), done
+    said = "exit code 1 of the line of --setup: source ./activate.sh\n"
+    assert done.stderr == (said if code else "")
+
+
+def test_a_step_has_the_variables_of_its_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also on a site whose jobs begin with --export=NONE: srun takes it from SLURM_EXPORT_ENV, as its manual says."""
+    (folder.parent / "bin" / "srun").write_text(
+        """#!/bin/bash
+        for word; do case $word in --export=*) SLURM_EXPORT_ENV=${word#*=};; bash) break;; esac; shift; done
+        [ "$SLURM_EXPORT_ENV" != NONE ] || exec env -i PATH=/usr/bin:/bin SLURM_NODEID=0 "$@"
+        SLURM_NODEID=0 SLURM_GPUS_ON_NODE=4 exec "$@"
+        """
+    )
+    setup = f"export PATH='{folder.parent}/bin':$PATH"
+    script = printed(capsys, "slurm", str(RECIPE), "--nodes", "2", "--setup", setup, "--env", "NOTE=n")
+    variables = {
+        "PATH": os.environ["PATH"],
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "x",
+        "SLURM_EXPORT_ENV": "NONE",
+    }
+    done = subprocess.run(["bash"], input=script, env=variables, capture_output=True, text=True)
+    assert done.stdout.startswith("n\n-m\n") and "\naddr-h0\n" in done.stdout, done
+
+
 def test_a_job_that_is_asked_twice_to_drain_waits_for_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder.parent / "bin" / "srun").write_text(
         "#!/bin/bash\nkill -TERM $PPID; sleep 0.5; kill -TERM $PPID; sleep 0.5; exit 7"
@@ -82,7 +118,7 @@ def test_a_job_that_is_asked_twice_to_drain_waits_for_the_run(folder: Path, caps
 
 def test_a_job_that_may_lose_hosts_outlives_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "slurm", str(RECIPE), "--nodes", "4", "--set", "cluster.hosts=3")
-    assert "#SBATCH --no-kill" in lines and "--kill-on-bad-exit=0 --wait=0" in lines
+    assert "#SBATCH --no-kill" in lines and "--no-kill --kill-on-bad-exit=0 --wait=0" in lines
     lines = printed(capsys, "slurm", str(RECIPE), "--nodes", "4")
     assert "#SBATCH --no-kill" not in lines and "--kill-on-bad-exit=1" in lines
 
@@ -103,6 +139,7 @@ def test_manifests_pass_their_schemas(kind: str, nodes: str, capsys: pytest.Capt
         assert container["resources"]["limits"] == {"memory": "200Gi", "nvidia.com/gpu": "8"}
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in next(found(manifest, "volumes"))
     assert set(found(manifest, "restartPolicy")) == {"Never"} and set(found(manifest, "backoffLimit")) == {0}
+    assert list(found(manifest, "enableServiceLinks")) == [False] * len(pods), "a service named vllm sets VLLM_PORT"
     wrong = deepcopy(manifest)
     next(found(wrong, "containers"))[0]["volumeMount"] = []
     assert not schema.is_valid(wrong), "a key that is not there"
@@ -129,6 +166,12 @@ def test_the_manifests_run_the_recipe_of_the_volume(capsys: pytest.CaptureFixtur
     command = head["containers"][0]["command"]
     assert command[command.index("--head") + 1] == "sort-head-0-0.sort" and "--linger" in command
     assert command[4] == "0" and node["containers"][0]["command"][4] == "1"
+    first, others = (jobs["template"]["spec"] for jobs in one["spec"]["replicatedJobs"])
+    assert first["backoffLimit"] == 0 and "backoffLimit" not in others, "Kubernetes makes a pod again 6 times"
+    evicted, refused = others["podFailurePolicy"]["rules"]
+    assert evicted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert (refused["action"], refused["onExitCodes"]["values"]) == ("FailJob", [1])
+    assert refused["onExitCodes"]["containerName"] == node["containers"][0]["name"]
 
 
 def test_a_site_fills_its_own_copy_of_a_template(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +258,7 @@ def test_ray_gets_its_variables_and_none_of_a_step() -> None:
     assert {"A", "CUDA_VISIBLE_DEVICES"} == {name for name in variables if not name.startswith("RAY_")}
     assert variables["CUDA_VISIBLE_DEVICES"] == "1,2,10"
     assert variables["RAY_AUTH_MODE"] == "token" and variables["RAY_worker_niceness"] == "0"
+    assert variables["RAY_memory_monitor_refresh_ms"] == "0", "it would end the daemon of a run, and all below it"
     assert (
         variables_with_ray({"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a"}, Path("t"))["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
     )
@@ -222,3 +266,19 @@ def test_ray_gets_its_variables_and_none_of_a_step() -> None:
 
 def test_the_address_of_a_host_is_that_of_its_network() -> None:
     assert own_address("lo", "") == own_address("127.0.0.0/8", "") == own_address("", "127.0.0.1") == "127.0.0.1"
+    assert own_address("::/64", "") == own_address("", "::1") == "::1"
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "zsh", "fish", "tcsh", "busybox sh"])
+def test_every_login_shell_runs_the_script_of_a_host(shell: str, tmp_path: Path) -> None:
+    """ssh gives its command to the login shell of the user there."""
+    if which(shell.split()[0]) is None:
+        pytest.skip(f"{shell} is not installed")
+    awkward = "it's \\ a \\' \"b\" !x $HOME `c`"
+    (tmp_path / awkward).mkdir()
+    job = SshJob(
+        work=Work(recipe="r"), hosts=["a"], folder=tmp_path / awkward, setup=["python() {", " pwd; exit 3; }"], port=1
+    )
+    *_, command = ssh_command("a", host_scripts(job)[0].replace("exec python", "python"))
+    done = subprocess.run([*shell.split(), "-c", command], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == (f"\nstreamrl-host \n{tmp_path / awkward}\n", 3), done

@@ -11,6 +11,7 @@ from builders.recipe import small_recipe
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
+from streamrl.engines.async_llm.options import unset_service_address
 from streamrl.engines.vllm.options import (
     CPU_BATCH_TOKENS,
     CPU_BLOCK_TOKENS,
@@ -183,3 +184,11 @@ def test_the_room_of_an_unstarted_set_is_known_or_estimated(model_directory: Pat
     deep = recipe(model_directory, count=2, sets=(EngineShape(count=1, tensor_parallel_size=2),))
     assert expected_room(deep, 5_000, device="cuda") == {"2x1": 5_000, "1x2": 10_000}, "no weights to be read here"
     assert expected_room(recipe(model_directory), 5_000) == {"1x1": 5_000}
+
+
+def test_the_address_of_a_service_is_no_port_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets VLLM_PORT in every pod beside a service named vllm; vLLM raises an error for an address there."""
+    for value in ("tcp://10.0.0.1:8000", "5000", ""):
+        monkeypatch.setenv("VLLM_PORT", value)
+        unset_service_address()
+        assert os.environ.get("VLLM_PORT") == (None if "tcp" in value else value)

@@ -188,7 +188,7 @@ async def test_facts_of_a_host(run: Path) -> None:
         daemon_of(setup_of(run, digest="another", interface="10.254.0.0/16")) as b,
     ):
         facts, other = daemon.facts(), b.facts()
-        assert facts.sees_run and not facts.problem and len(facts.ports) == 3
+        assert facts.sees_run and not facts.problem and len(facts.ports) == 3 and facts.memory_monitor
         assert not other.sees_run and "cluster.advanced.interface = 10.254.0.0/16" in other.problem
         assert len(launcher_module.host_problems(other)) == 2
         assert launcher_module.host_problems(facts) == []
@@ -401,6 +401,18 @@ async def test_a_run_ended_while_waiting_starts_nothing(run: Path) -> None:
             await until(lambda: not launcher._placing)
         await anyio.sleep(0.5)
         assert set(supervisor.starts.values()) == {1}
+
+
+async def test_what_changes_torch_is_passed_on_to_other_hosts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "a", "NCCL_IB_HCA": "mlx5"}
+    chosen |= {"TORCH_NCCL_BLOCKING_WAIT": "1", "OMP_NUM_THREADS": "4", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    for name, value in (chosen | {"HF_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "3"}).items():
+        monkeypatch.setenv(name, value)
+    hosts = LoopbackHosts(run.parent, ["h0"])
+    local, need = LocalLauncher((), run, run.parent), GpuNeed(engine=0, rank=0)
+    launcher = ClusterLauncher(recipe(run), run, run.parent, hosts, local, need, lambda *_: None)
+    given = launcher._setup_of((await hosts.offers())[0]).variables
+    assert chosen.items() <= given.items() and not {"HF_TOKEN", "CUDA_VISIBLE_DEVICES"} & given.keys()
 
 
 async def test_hosts_without_the_run_or_its_gpus_are_refused(run: Path) -> None:

@@ -26,10 +26,11 @@
 {% for key, value in options %}
 #SBATCH --{{ key }}{% if value %}={{ value | sbatch }}{% endif +%}
 {% endfor %}
-set -euo pipefail
 {% for line in setup %}
 {{ line }}
+CODE=$?; [ $CODE = 0 ] || echo "exit code $CODE of the line of --setup: "{{ line | quote }} >&2
 {% endfor %}
+set -euo pipefail  # not before: lines of a site look at variables that are not set, as conda's do
 JOB={{ (runs ~ "/.launch") | quote }}/$SLURM_JOB_ID
 RUN={{ run_name | quote }}-slurm-$SLURM_JOB_ID
 mkdir -p -m 700 "$JOB"
@@ -39,8 +40,9 @@ mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 address() { scontrol -o show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; }
 HEAD=$(address "${NODES[0]}") PEER=$(address "${NODES[-1]}")
 export JOB RUN HEAD PEER
-# The first host that ends ends the step: after the run (--wait), or because it failed.
-srun --cpu-bind=none {{ "--kill-on-bad-exit=0 --wait=0" if least_hosts < nodes else "--kill-on-bad-exit=1 --wait=60" }} bash -s <<'NODE' &
+# The first host that ends ends the step: after the run (--wait), or because it failed. --export: SBATCH_EXPORT=NONE of
+# a site would leave the step without the variables of this script.
+srun --export=ALL --cpu-bind=none {{ "--no-kill --kill-on-bad-exit=0 --wait=0" if least_hosts < nodes else "--kill-on-bad-exit=1 --wait=60" }} bash -s <<'NODE' &
 exec python -m streamrl.cli.submit.cluster_host --rank "$SLURM_NODEID" --nodes {{ nodes }} --head "$HEAD" --peer "$PEER" \
   --token "$JOB/token" --pid "$JOB/pid" --port {{ port }} \
 {% if interface %}
