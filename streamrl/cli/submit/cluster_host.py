@@ -42,14 +42,15 @@ from streamrl.processes.cluster.this_host import address_on, raise_file_limit
 
 TICK_S = 0.25
 PROBE_S = 2.0
-GONE_S = 10.0
+GONE_S = 60.0
+"""How long a host waits for the head, as Ray itself does (gcs_rpc_server_reconnect_timeout_s)."""
 END_S = 20.0
 RAY_END_S = 3.0
 """How long Ray may take to end by itself; Slurm kills what it ends after 30 s by default."""
-RAY_START_S = 30.0
-"""How long `ray start` waits for what it started, and says then that it "timed out during startup"."""
-LEASE_S = 15.0
-"""Silence on stdin after which the connection counts as gone."""
+LONGEST_PAUSE_S = 60.0
+"""Longest pause before Ray is started again on a host."""
+LEASE_S = 75.0
+"""Silence on stdin after which the connection counts as gone: ssh ends it before, 60 s after an answer."""
 _LONGEST_FOLDER = 30  # Ray adds 77 bytes to it in paths of sockets, which have at most 107
 
 
@@ -73,6 +74,7 @@ class Host:
         self._temporary = Path(tempfile.mkdtemp(prefix="streamrl-", dir=short))
         self._orders = _Orders(options.lease)
         self._ray: subprocess.Popen[bytes] | None = None
+        self._joined = False
         self._work: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -96,9 +98,13 @@ class Host:
             say(f"starting Ray at {self._address}{role}")
             self._start_ray(arguments, variables)
             if not self._is_head:
+                pause_s = TICK_S
                 while not self._wait_for_end(deadline_s):
-                    say(f"Ray gave up after its {RAY_START_S:g} s; starting it again")
                     self._kill_below()  # with two raylets on this host its GPUs would count twice
+                    until_s = time.monotonic() + pause_s
+                    while time.monotonic() < until_s and not self._orders.endings:
+                        self._orders.wait(TICK_S)
+                    pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
                     self._start_ray(arguments, variables)
                 return 0
             self._await(partial(answers, self._at), deadline_s, "Ray did not start")
@@ -154,9 +160,10 @@ class Host:
             self._orders.wait(TICK_S)
 
     def _wait_for_end(self, deadline_s: float) -> bool:
-        """Wait until the head is gone or this host has to end. Returns False where Ray was too slow to start. Raises
-        ``HostFailed`` where Ray fails here and, with a lease, where the head is gone: when a run ends as it should, the
-        launcher's order comes before that."""
+        """Wait until the head is gone or this host has to end. Returns False where Ray ended here and is to be started
+        again: it was too slow to start, or had lost the head, which answers. Raises ``HostFailed`` where Ray never
+        joined the head and, with a lease, where the head is gone: when a run ends as it should, the launcher's order
+        comes before that."""
         assert self._ray is not None
         answered_s = probed_s = time.monotonic()
         while (now_s := time.monotonic()) - answered_s <= GONE_S:
@@ -167,10 +174,16 @@ class Host:
                 probed_s = now_s
                 if answers(self._at):
                     answered_s = now_s
+                elif not self._options.lease and not self._token.exists():
+                    return True  # the first host removes its token at the end
             if has_ended and answered_s == now_s:
-                if "timed out during startup" in self._last_lines() and now_s < deadline_s:
-                    return False
-                raise HostFailed(self._why_ray_ended())
+                output = self._output()
+                self._joined = self._joined or "Ray runtime started" in output
+                is_slow = "timed out during startup" in output and now_s < deadline_s
+                if not is_slow and not self._joined:
+                    raise HostFailed(self._why_ray_ended())
+                say(f"{self._why_ray_ended()}\nstarting Ray again")
+                return False
             self._orders.wait(TICK_S)
         if self._options.lease:
             raise HostFailed(f"Ray's head at {self._at} has not answered for {GONE_S:g} s: is it there, and reachable?")
@@ -211,11 +224,13 @@ class Host:
         ending = signal_name(-code) if code is not None and code < 0 else f"exit code {code}"
         return f"Ray ended ({ending}){self._last_lines()}"
 
-    def _last_lines(self) -> str:
+    def _output(self) -> str:
         with suppress(OSError):
-            lines = (self._temporary / "ray.out").read_text(errors="replace").strip().splitlines()[-8:]
-            return "".join(f"\n  {line}" for line in lines)
+            return (self._temporary / "ray.out").read_text(errors="replace").strip()
         return ""
+
+    def _last_lines(self) -> str:
+        return "".join(f"\n  {line}" for line in self._output().splitlines()[-8:])
 
     def _end(self) -> None:
         """End Ray, then all other processes below this one; remove the files of this process."""
@@ -296,9 +311,9 @@ def own_address(interface: str, peer: str) -> str:
     targets = [peer] if peer else ["192.0.2.1", socket.gethostname()]  # 192.0.2.0/24 is reserved for documentation
     for target in targets:
         with suppress(OSError):
-            for family, *_, address in sorted(socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)):  # IPv4 first
-                with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(address)  # UDP: nothing is sent
+            for answer in sorted(socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)):  # IPv4 first
+                with suppress(OSError), socket.socket(answer[0], socket.SOCK_DGRAM) as probe:
+                    probe.connect(answer[4])  # UDP: nothing is sent
                     return str(probe.getsockname()[0])
     raise HostFailed(f"no way from here to {peer or 'itself'}: name the network by cluster.advanced.interface")
 

@@ -30,7 +30,8 @@ REACH_S = 10.0
 _BEAT_S = 2.0
 _END_S = 45.0
 _HELLO = "streamrl-host"
-_SSH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=4")
+_SSH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=12")
+"""A connection ends after a minute without an answer: Ray waits as long for its head."""
 HERE = ("localhost", "127.0.0.1")
 
 

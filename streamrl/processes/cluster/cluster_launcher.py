@@ -11,9 +11,8 @@ import hashlib
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -23,10 +22,11 @@ import msgspec
 from msgspec import structs
 
 from streamrl.base.atomic_files import write_atomic, write_durable
-from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.errors import RecipeError
 from streamrl.base.host_addresses import at_port
 from streamrl.engines.vllm.options import installed_device
 from streamrl.processes.cluster.daemon_messages import DaemonSetup, EndAll, EndLeftBehind, HostFacts, StartProcess
+from streamrl.processes.cluster.failed_joins import FailedJoins
 from streamrl.processes.cluster.host_assignment import GpuNeed, HostRoom, assign, gpu_need, on_fewer_ranks
 from streamrl.processes.cluster.host_daemon import packages_here
 from streamrl.processes.cluster.remote_host import DaemonLink, RemoteHost, RemoteProcess
@@ -119,7 +119,8 @@ class ClusterLauncher:
         self._epoch = _next_epoch(run_directory)
         self._starts = 0
         self._looking = anyio.Lock()
-        self._failed_joins = Counter[str]()  # by name of the host
+        self._failed_joins = FailedJoins()
+        self._run_host: HostFacts | None = None
         self._placing = False
         self._nursery: anyio.abc.TaskGroup
 
@@ -142,8 +143,10 @@ class ClusterLauncher:
             self._places = await self._assigned()
         finally:
             self._placing = False
-        ports = {host.facts.address: host.facts.ports for host in self.hosts.values()}
-        run_host = next(iter(self.hosts.values())).facts
+        run_host = self._run_host
+        assert run_host is not None
+        ports = {run_host.address: run_host.ports}  # its daemon may be lost: the controller is there all the same
+        ports |= {host.facts.address: host.facts.ports for host in self.hosts.values()}
         epoch = _next_epoch(self._run_directory)
         places = Places(address=run_host.address, by_name=self._places, ports=ports, epoch=epoch)
         new_topology = plan_topology(self._recipe, self._sockets, places)
@@ -238,7 +241,9 @@ class ClusterLauncher:
             for link, _ in daemons:
                 await link.release()
             raise RecipeError(*problems)
-        for link, facts in daemons:
+        for (link, facts), offer in zip(daemons, gpus, strict=True):
+            if offer.is_run_host:
+                self._run_host = facts
             host = RemoteHost(facts, link, self._run_directory, epoch=self._epoch, lease_s=self._recipe.cluster.lease_s)
             self.hosts[facts.name] = host
             if facts.nice:
@@ -265,11 +270,12 @@ class ClusterLauncher:
         async with self._looking:  # ``_watch`` and an assignment both call this: a host joins once
             lost_hosts = [host for host in self.hosts.values() if host.lost]
             offers: list[HostOffer] = []
-            with _logged_failure():
+            with self._failed_joins.joining(""):
                 for offer in await self._cluster.offers():
                     serving_host = self.hosts.get(offer.name)
                     if serving_host is None or serving_host.lost:
                         offers.append(offer)
+            self._failed_joins.forget_others({"", *(offer.name for offer in offers)})
             for host in lost_hosts:
                 if self.hosts.get(host.name) is not host:  # a new daemon on this host replaces another lost host
                     continue
@@ -280,34 +286,32 @@ class ClusterLauncher:
                 if host.name in hosts_in_use:
                     candidates += [offer for offer in offers if offer.name not in hosts_in_use]
                 candidates = [offer for offer in candidates if offer.gpus >= needed_gpus]
+                candidates = [offer for offer in candidates if self._failed_joins.may_try(offer.name)]
                 if not candidates:
                     continue
-                successor = min(candidates, key=lambda offer: self._failed_joins[offer.name])
+                successor = min(candidates, key=lambda offer: offer.name in self._failed_joins.by_host)
                 offers.remove(successor)
-                self._failed_joins[successor.name] += 1
-                with _logged_failure():
+                with self._failed_joins.joining(successor.name):
                     await host.link.release()
                     await self._begin_on({successor: needed_gpus})
-                    del self._failed_joins[successor.name]
                     self._replace(host, self.hosts[successor.name])
 
     def _replace(self, lost: RemoteHost, joined: RemoteHost) -> None:
         """Move the places on ``lost`` to ``joined``, which may be the same host with a new daemon."""
         if lost.name == joined.name:
-            log.warning("%s joined again", joined.name)
+            log.warning("%s joined again, at %s", joined.name, joined.facts.address)
         else:
             log.warning("%s joined in place of %s", joined.name, lost.name)
             del self.hosts[lost.name]
-            # Sets of engines run alternately on the same GPUs: a GPU may be in several places.
-            lost_gpus = sorted(
-                {gpu for place in self._places.values() if place.host == lost.name for gpu in place.gpus}
-            )
-            successor_of = dict(zip(lost_gpus, gpu_names(joined.facts), strict=False))
-            address = joined.facts.address
-            for name, place in self._places.items():
-                if place.host == lost.name:
-                    gpus = tuple(successor_of[gpu] for gpu in place.gpus)
-                    self._places[name] = structs.replace(place, host=joined.name, address=address, gpus=gpus)
+        # A host that is back may have another address (a pod), and Ray may give it other GPUs: what is at the earlier
+        # address now is a stranger. Sets of engines run alternately on the same GPUs: a GPU may be in several places.
+        lost_gpus = {gpu for place in self._places.values() if place.host == lost.name for gpu in place.gpus}
+        successor_of = dict(zip(_in_order(lost_gpus), gpu_names(joined.facts), strict=False))
+        address = joined.facts.address
+        for name, place in self._places.items():
+            if place.host == lost.name:
+                gpus = tuple(successor_of[gpu] for gpu in place.gpus)
+                self._places[name] = structs.replace(place, host=joined.name, address=address, gpus=gpus)
         self._write_topology(joined.facts)
         if not self._placing:
             self.on_join()
@@ -323,6 +327,7 @@ class ClusterLauncher:
             place = self._places.get(plan.name)
             if plan.role is Role.ENGINE and place is not None and place.host == joined.name:
                 plan = structs.replace(plan, host=place.host, address=place.address, gpus=place.gpus)
+                endpoints.pop(f"{plan.name}.weights", None)
                 port = next(ports, None)
                 if port is not None:  # without a port other engines get their weights from the trainer
                     endpoints[f"{plan.name}.weights"] = f"tcp://{at_port(place.address, port)}"
@@ -378,7 +383,12 @@ async def cluster_launcher(
 
 def gpu_names(facts: HostFacts) -> tuple[str, ...]:
     """Names of the GPUs that the run has on a host, in one order for all processes."""
-    return tuple(sorted((gpu.name for gpu in facts.gpus), key=lambda name: (len(name), name)))
+    return _in_order(gpu.name for gpu in facts.gpus)
+
+
+def _in_order(gpus: Iterable[str]) -> tuple[str, ...]:
+    """Names of GPUs, numbers in the order of numbers."""
+    return tuple(sorted(gpus, key=lambda name: (len(name), name)))
 
 
 def host_problems(facts: HostFacts, gpus: int = 0) -> list[str]:
@@ -437,15 +447,6 @@ def _on_any_hosts(recipe: Recipe) -> Recipe:
 def _gpus_on(host: str, places: Mapping[str, ProcessPlace]) -> int:
     """Number of the GPUs that ``places`` need on ``host``."""
     return len({gpu for place in places.values() if place.host == host for gpu in place.gpus})
-
-
-@contextmanager
-def _logged_failure() -> Iterator[None]:
-    """Log an error of the body, which looked for a host: the next look may succeed."""
-    try:
-        yield
-    except (StreamRLError, OSError) as error:
-        log.warning("no host has joined: %s", error)
 
 
 def _next_epoch(run_directory: Path) -> int:

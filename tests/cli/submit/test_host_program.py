@@ -32,6 +32,7 @@ if "--head" in sys.argv:
     server = socket.create_server(("", int(sys.argv[sys.argv.index("--port") + 1])))
 elif starts == 0 or (here / "fails").exists():
     sys.exit("node timed out during startup" if starts == 0 else "no")
+print("Ray runtime started.", flush=True)
 time.sleep(600)
 """
 MODULE = """
@@ -83,9 +84,9 @@ def host(
     return started
 
 
-def await_second_start(bin: Path, worker: subprocess.Popen[str]) -> None:
+def await_starts(bin: Path, worker: subprocess.Popen[str], count: int) -> None:
     deadline = time.monotonic() + 60
-    while not (bin / "left").exists() or len(os.listdir(bin / "left")) < 2:
+    while not (bin / "left").exists() or len(os.listdir(bin / "left")) < count:
         assert worker.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -99,7 +100,7 @@ def test_leftovers_of_a_failed_ray_start_are_removed(bin: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as head:
         (bin / "t").touch()
         with host(bin, 1, head.getsockname()[1]) as worker:
-            await_second_start(bin, worker)
+            await_starts(bin, worker, 2)
             assert not (bin / "two at once").exists() and len(left(bin)) == 1
             worker.send_signal(signal.SIGTERM)
             assert worker.wait(30) == 0
@@ -117,10 +118,39 @@ def test_a_host_joins_over_ipv6(bin: Path) -> None:
         worker.send_signal(signal.SIGTERM)
 
 
+def test_a_host_whose_ray_ends_starts_it_while_the_head_answers(bin: Path) -> None:
+    """A cut, or a head that is another one at its address, ends Ray on a host that had joined. The host waits for the
+    head, and ends with the run, whose end removes the token."""
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        (bin / "t").touch()
+        with host(bin, 1, port := head.getsockname()[1]) as worker:
+            await_starts(bin, worker, 2)
+            head.close()
+            end_ray(worker)
+            time.sleep(2)  # of the 3 s for which it waits
+            assert worker.poll() is None and len(os.listdir(bin / "left")) == 2
+            with socket.create_server(("127.0.0.1", port)) as again:
+                await_starts(bin, worker, 3)
+                (bin / "fails").touch()
+                end_ray(worker)
+                await_starts(bin, worker, 5)  # it has joined once, so that it may again
+                assert not (bin / "two at once").exists()
+                again.close()
+                (bin / "t").unlink()
+                began_s = time.monotonic()
+                assert worker.wait(30) == 0 and time.monotonic() - began_s < 2.9
+    assert not left(bin)
+
+
+def end_ray(worker: subprocess.Popen[str]) -> None:
+    (ray,) = [one for one in psutil.Process(worker.pid).children() if "ray" in " ".join(one.cmdline())]
+    ray.kill()
+
+
 def test_a_host_that_loses_the_head_has_failed(bin: Path) -> None:
     """A host of a launch by ssh that loses the head node has failed."""
     with socket.create_server(("127.0.0.1", 0)) as head, host(bin, 1, head.getsockname()[1], stdin=LINE) as worker:
-        await_second_start(bin, worker)
+        await_starts(bin, worker, 2)
         head.close()
         assert worker.wait(14) == 1  # 15 s after it heard the launcher last its lease ends
         assert worker.stdout is not None and "has not answered for 3 s: is it there," in worker.stdout.read()

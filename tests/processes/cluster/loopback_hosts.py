@@ -67,19 +67,25 @@ class PipeLink(DaemonLink):
 
 class LoopbackHosts:
     """``names``: of the hosts that are there. ``blind``: of those that do not see the run's directory. ``gpus``: that
-    each is said to have."""
+    each is said to have. ``addresses``: of hosts that have another one than by their number."""
 
     def __init__(self, root: Path, names: Iterable[str], blind: Iterable[str] = ()) -> None:
         self.names = list(names)
         self.blind = set(blind)
         self.gpus = 0
+        self.addresses: dict[str, str] = {}
         self.links: dict[str, PipeLink] = {}
         self.started: list[str] = []
         self._root = root
 
     async def offers(self) -> list[HostOffer]:
         return [
-            HostOffer(name=name, address=f"127.0.0.{10 + int(name[1:])}", gpus=self.gpus, is_run_host=name == "h0")
+            HostOffer(
+                name=name,
+                address=self.addresses.get(name, f"127.0.0.{10 + int(name[1:])}"),
+                gpus=self.gpus,
+                is_run_host=name == "h0",
+            )
             for name in self.names
         ]
 

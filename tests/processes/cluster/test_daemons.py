@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -22,8 +23,9 @@ from forks.starts import own_children
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_events import StartEngine, StopEngine
+from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.processes.cluster import cluster_launcher as launcher_module
-from streamrl.processes.cluster import remote_host
+from streamrl.processes.cluster import failed_joins, remote_host
 from streamrl.processes.cluster.cluster_launcher import ClusterLauncher, cluster_launcher
 from streamrl.processes.cluster.daemon_messages import (
     DaemonOrder,
@@ -31,6 +33,7 @@ from streamrl.processes.cluster.daemon_messages import (
     DaemonSetup,
     EndAll,
     EndLeftBehind,
+    HostFacts,
     SignalProcess,
     StartProcess,
 )
@@ -43,8 +46,8 @@ from streamrl.processes.local_launcher import LocalLauncher
 from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.topology import ProcessPlan, Role, plan_topology, read_topology
-from tests.processes.cluster.loopback_hosts import STAND_IN, LoopbackHosts
+from streamrl.recipe.topology import ProcessPlace, ProcessPlan, Role, plan_topology, read_topology
+from tests.processes.cluster.loopback_hosts import STAND_IN, LoopbackHosts, PipeLink
 
 ENGINE = ProcessPlan(role=Role.ENGINE, index=0)
 LEASE_S = 3.0
@@ -299,6 +302,65 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
         assert hosts.started.count("h3") == 1
         supervisor.request_drain()
     assert "h3 joined in place of h1" in caplog.text
+
+
+async def test_engines_of_a_host_are_where_its_new_daemon_says(run: Path) -> None:
+    """A host that is back at another address (a pod): nothing names the earlier one, which is a stranger's by now."""
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    async with running(run, hosts, recipe(run)) as (supervisor, _), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        assert "127.0.0.11" in (run / "topology.json").read_text()
+        hosts.addresses["h1"] = "127.0.0.99"
+        hosts.links["h1"].process.kill()
+        with anyio.fail_after(60):
+            await until((run / "pids" / "engine-0.1").exists)
+        topology = read_topology(run)
+        addresses = {plan.address for plan in topology.processes if plan.role is Role.ENGINE}
+        assert addresses == {"127.0.0.99"} and "127.0.0.11:" not in str(topology.endpoints)
+        assert topology.endpoint("engine-0", "weights").startswith("tcp://127.0.0.99:")
+        supervisor.request_drain()
+
+
+def test_engines_of_a_host_have_the_gpus_of_its_new_daemon(run: Path) -> None:
+    local, need = LocalLauncher((), run, run.parent), GpuNeed(engine=1, rank=0)
+    launcher = ClusterLauncher(recipe(run), run, run.parent, LoopbackHosts(run, []), local, need, lambda *_: None)
+
+    def host_with(*gpus: str) -> remote_host.RemoteHost:
+        shown = tuple(Gpu(name, 0) for name in gpus)
+        facts = HostFacts(name="h1", address="a", sees_run=True, packages={}, gpus=shown, ports=(), nice=0)
+        return remote_host.RemoteHost(facts, PipeLink(None), run, epoch=1, lease_s=1.0)  # type: ignore[arg-type]
+
+    launcher._places = {
+        f"engine-{one}": ProcessPlace(host="h1", address="b", gpus=(gpu,)) for one, gpu in enumerate("92")
+    }
+    launcher.hosts["h1"] = host_with("10", "3")
+    launcher._replace(host_with("9", "2"), launcher.hosts["h1"])
+    assert {name: place.gpus for name, place in launcher._places.items()} == {"engine-0": ("10",), "engine-1": ("3",)}
+
+
+async def test_a_host_that_cannot_serve_is_tried_ever_more_rarely(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reason is printed once. A host that was away meanwhile may have been mended, and is tried at once."""
+    monkeypatch.setattr(launcher_module, "LOOK_S", 0.1)
+    monkeypatch.setattr(failed_joins, "FIRST_PAUSE_S", 0.2)
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    async with running(run, hosts, recipe(run)) as (supervisor, launcher), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        hosts.blind.add("h1")
+        hosts.links["h1"].process.kill()
+        with anyio.fail_after(60):
+            failures = launcher._failed_joins
+            await until(lambda: "h1" in failures.by_host and failures.by_host["h1"].pause_s == 0.8)
+            assert not failures.may_try("h1") and failures.may_try("h2")
+            assert caplog.text.count("no host has joined: ") == 1
+            failures.by_host["h1"] = msgspec.structs.replace(failures.by_host["h1"], retry_s=math.inf)
+            hosts.blind.clear()
+            hosts.names = ["h0"]
+            await until(lambda: "h1" not in failures.by_host)
+            hosts.names = ["h0", "h1"]
+            await until((run / "pids" / "engine-0.1").exists)
+        supervisor.request_drain()
 
 
 @pytest.mark.long
