@@ -1,5 +1,5 @@
 """One optimizer step on completions of ``streamrl try``, measured in a process of its own:
-``python -m streamrl.prepare.measured_step ... FILE``. The process of the command calls ``measure_step``."""
+``python -m streamrl.prepare.measured_step``. The process of the command calls ``measure_step``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Looks at what a recipe names in a throw-away process, which a check of the recipe neither imports nor waits for:
-``python -m streamrl.prepare.recipe_probe ... KIND ARGUMENT``, with a kind of ``_KINDS``."""
+``python -m streamrl.prepare.recipe_probe``, with a kind of ``_KINDS`` and its argument."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ it; ``answer_parent`` runs in the child."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -34,13 +35,16 @@ class ThrowawayAnswer(NamedTuple):
 def run_throwaway(
     module: str, arguments: Sequence[str], timeout_s: float, *, variables: Mapping[str, str] | None = None
 ) -> ThrowawayAnswer:
-    """Run ``python -m module TIMEOUT_S PARENT ARGUMENTS...``, whose ``main`` must call ``answer_parent``. All processes
-    of its process group have ended when this returns. ``variables``: environment variables of the process (None: the
-    caller's)."""
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    """Run ``python -m module TIMEOUT_S PARENT``, whose ``main`` must call ``answer_parent``. All processes of its process
+    group have ended when this returns. ``arguments``: texts that the process reads from stdin, since they may be
+    secrets (options of a reward) and every user of the host sees the arguments of a process; ``variables``: environment
+    variables of the process (None: the caller's)."""
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         started = time.monotonic()
-        command = [sys.executable, "-P", "-m", module, str(timeout_s), str(os.getpid()), *arguments]
-        child = start_session(command, stdout=output, stderr=errors, env=variables)
+        given.write(json.dumps(list(arguments)).encode())
+        given.seek(0)
+        command = [sys.executable, "-P", "-m", module, str(timeout_s), str(os.getpid())]
+        child = start_session(command, stdin=given, stdout=output, stderr=errors, env=variables)
         late = not end_session(child, timeout_s) or child.returncode == -signal.SIGALRM
         seconds = time.monotonic() - started
         output.seek(0)
@@ -56,8 +60,11 @@ def run_throwaway(
 def answer_parent(work: Callable[[BinaryIO, Sequence[str]], None]) -> None:
     """Run ``work(answers, arguments)`` in the child process, then end the process. ``answers``: file for the parent;
     all other output goes to stderr."""
-    timeout_s, parent, *arguments = sys.argv[1:]
+    timeout_s, parent = sys.argv[1:]
     die_with(int(parent))
+    with os.fdopen(os.dup(0), "rb") as given:
+        arguments = json.load(given)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for code of the user that reads stdin
     # The default action of SIGALRM ends the process even while the interpreter lock is held, or the parent is dead.
     signal.alarm(math.ceil(float(timeout_s)) + 1)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)

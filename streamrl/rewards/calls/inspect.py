@@ -1,5 +1,5 @@
 """Inspection of reward functions in a process that does nothing else:
-``python -m streamrl.rewards.calls.inspect TIMEOUT_S PARENT_PID REWARD...``, with rewards as JSON.
+``python -m streamrl.rewards.calls.inspect TIMEOUT_S PARENT_PID``, with rewards as JSON on stdin.
 
 Commands that check a recipe and the controller (when it starts, and before rewards change) call
 ``inspect_in_subprocess``. The user's modules may import torch, call ``sys.exit`` or never return, so the calling
