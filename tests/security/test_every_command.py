@@ -1,5 +1,5 @@
 """Every command of the CLI, with secrets in its environment and its recipe, an escape sequence in its tags, a link out
-of a run, umask 022 and a second user: what processes are told, what is printed, who may read what is left: S1, S20, S23.
+of a run, umask 022 and a second user: what processes are told, what is printed, who may read what is left (S1, S23).
 
 One run with simulated engines is looked at from all sides. A command that needs a terminal, the Hub or a cluster runs
 as far as it gets without them: what it prints and leaves is looked at all the same."""
