@@ -35,6 +35,7 @@ from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import RENDEZVOUS, RENDEZVOUS_FILE, ProcessPlan, Role, Topology, judge_socket
 from streamrl.rewards.judge.gate import JudgeEvent, JudgeOrder
 from streamrl.rewards.reward_messages import RewardOrder, RewardResult
+from streamrl.rewards.user_variables import keep_variables_of_user_code
 
 Streams = tuple[ZmqReceiveStream[Any], ZmqSendStream[Any]]
 
@@ -187,6 +188,7 @@ async def run_reward(setup: ChildSetup) -> None:
 
 async def run_environment(setup: ChildSetup) -> None:
     """Run episodes of the user's code, in a process that can be killed, until the orders end."""
+    keep_variables_of_user_code(setup.recipe.environment.variables)
     note_phase("imports the environment")
     from streamrl.pretrained.tokenizer import load_tokenizer
     from streamrl.run.environments.worker import run_environment_worker

@@ -18,6 +18,7 @@ from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.environment import Environment
 from streamrl.recipe.throwaway_process import ThrowawayAnswer, answer_parent, run_throwaway
 from streamrl.recipe.user_code import load_user_object
+from streamrl.rewards.user_variables import keep_variables_of_user_code
 
 if TYPE_CHECKING:
     from streamrl.engines.vllm.options import EngineOptions
@@ -107,6 +108,7 @@ def _look_at_environment(argument: str) -> _ProbeResult:
     from streamrl.run.environments.environment_forms import load_episode
 
     environment, model = msgspec.json.decode(argument, type=tuple[Environment, str])
+    keep_variables_of_user_code(environment.variables)
     try:
         chat_model = ChatModel(load_tokenizer(model), environment) if model else None
         return _ProbeResult(columns=load_episode(environment, chat_model)[1])

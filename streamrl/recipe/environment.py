@@ -85,8 +85,9 @@ class Environment(Section, frozen=True):
         Natural,
         advanced("trajectories that one process of the agent runs at once, as lines of stdin; 0: one process for each"),
     ] = 0
-    agent_variables: Annotated[
-        tuple[str, ...], advanced("names of environment variables that the agent gets, such as an API key")
+    variables: Annotated[
+        tuple[str, ...],
+        advanced("names of environment variables that environments, tools, MCP servers and the agent see"),
     ] = ()
     credit: Annotated[Credit, advanced("")] = Credit.TRAJECTORY
     workers: Annotated[Count, doc("processes that run environments")] = 1

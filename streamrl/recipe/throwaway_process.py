@@ -35,10 +35,10 @@ class ThrowawayAnswer(NamedTuple):
 def run_throwaway(
     module: str, arguments: Sequence[str], timeout_s: float, *, variables: Mapping[str, str] | None = None
 ) -> ThrowawayAnswer:
-    """Run ``python -m module TIMEOUT_S PARENT``, whose ``main`` must call ``answer_parent``. All processes of its process
-    group have ended when this returns. ``arguments``: texts that the process reads from stdin, since they may be
-    secrets (options of a reward) and every user of the host sees the arguments of a process; ``variables``: environment
-    variables of the process (None: the caller's)."""
+    """Run ``python -m module TIMEOUT_S PARENT``, whose ``main`` must call ``answer_parent``. All processes of its
+    process group have ended when this returns. ``arguments``: texts that the process reads from stdin, since they may
+    be secrets (options of a reward) and every user of the host sees the arguments of a process; ``variables``:
+    environment variables of the process (None: the caller's)."""
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         started = time.monotonic()
         given.write(json.dumps(list(arguments)).encode())

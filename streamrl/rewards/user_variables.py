@@ -1,7 +1,7 @@
 """Variables of processes that run user code: variables that programs need, and variables that the recipe names.
 
-The fork server of a reward worker, the process that inspects functions and the processes of external agents get them.
-Access tokens of the command's own process are not passed on."""
+The fork server of a reward worker, the process that inspects functions, environment workers, MCP servers and the
+processes of external agents get them. Access tokens of the command's own process are not passed on."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _NEEDED = frozenset(
     }
 )
 _PREFIXES = ("LC_",)
+_OF_WORKERS = ("STREAMRL_", "VLLM_")
 # malloc reserves 64 MiB of addresses for each arena, and ``memory_mib`` limits addresses. Functions may start threads,
 # each of which would get an arena of its own.
 _ARENAS = {"MALLOC_ARENA_MAX": "2"}
@@ -34,3 +35,12 @@ def variables_of_user_code(rewards: Iterable[Reward], variables: Iterable[str] =
     names = _NEEDED.union(variables, *(reward.variables for reward in rewards))
     passed = {name: value for name, value in os.environ.items() if name in names or name.startswith(_PREFIXES)}
     return _ARENAS | dict.fromkeys(_ONE_THREAD, "1") | {"TOKENIZERS_PARALLELISM": "false"} | passed
+
+
+def keep_variables_of_user_code(variables: Iterable[str]) -> None:
+    """Remove the other variables from this process, which runs user code itself: an environment worker, and the process
+    that looks at an environment. ``variables``: names of further variables to keep."""
+    kept = variables_of_user_code((), variables)
+    kept |= {name: value for name, value in os.environ.items() if name.startswith(_OF_WORKERS)}
+    os.environ.clear()
+    os.environ.update(kept)

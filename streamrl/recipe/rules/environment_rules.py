@@ -23,7 +23,7 @@ has_no_effect(
     ),
 )
 has_no_effect(
-    "environment.agent_tasks environment.agent_variables",
+    "environment.agent_tasks",
     unless(
         lambda recipe: recipe.environment.agent or not recipe.environment.configured, " without an agent: remove it"
     ),

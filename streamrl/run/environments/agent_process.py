@@ -63,7 +63,7 @@ class Agents:
 
     def __init__(self, environment: Environment) -> None:
         self._command = with_run_python(environment.agent)
-        self._variables = environment.agent_variables
+        self._variables = environment.variables
         self._tasks_a_process = environment.agent_tasks
         self._server = EndpointServer()
         self._processes: list[_Process] = []

@@ -52,7 +52,7 @@ def load_episode(
     if environment.servers and server_tools is None:
         from streamrl.run.environments.mcp_tools import list_tools
 
-        server_tools = list_tools(environment.servers)
+        server_tools = list_tools(environment.servers, environment.variables)
     box = ToolBox([*user_tools, *(server_tools or ())], limits)
     return _tools(box), ()
 

@@ -24,8 +24,9 @@ import anyio.abc
 import msgspec
 
 from streamrl.base.errors import RecipeError, leaves
-from streamrl.base.run_process import PARENT_PID, last_line
+from streamrl.base.run_process import last_line
 from streamrl.recipe.environment import with_run_python
+from streamrl.rewards.user_variables import variables_of_user_code
 from streamrl.run.environments.tools import Tool, ToolFailedError
 
 try:
@@ -57,11 +58,12 @@ os.killpg(group, signal.SIGKILL)
 """
 
 
-def list_tools(commands: Sequence[Sequence[str]]) -> list[Tool]:
-    """Start servers, list their tools, and end them. Raises ``RecipeError``."""
+def list_tools(commands: Sequence[Sequence[str]], variables: Sequence[str] = ()) -> list[Tool]:
+    """Start servers with ``variables`` (see ``opened_servers``), list their tools, and end them. Raises
+    ``RecipeError``."""
 
     async def list_and_end(errors: TextIO) -> list[Tool]:
-        async with opened_servers(commands, errors) as tools:
+        async with opened_servers(commands, errors, variables) as tools:
             return tools
 
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -75,11 +77,15 @@ def list_tools(commands: Sequence[Sequence[str]]) -> list[Tool]:
 
 
 @asynccontextmanager
-async def opened_servers(commands: Sequence[Sequence[str]], errors: TextIO) -> AsyncIterator[list[Tool]]:
-    """Run servers during the block, and list their tools. ``errors``: file of their stderr. Raises ``RecipeError``."""
+async def opened_servers(
+    commands: Sequence[Sequence[str]], errors: TextIO, variables: Sequence[str] = ()
+) -> AsyncIterator[list[Tool]]:
+    """Run servers during the block, and list their tools. ``errors``: file of their stderr; ``variables``: names of
+    environment variables that the servers get beside those that programs need. Raises ``RecipeError``."""
+    environment = variables_of_user_code((), variables)
     problem = ""  # raised below, where the task group does not wrap it
     async with anyio.create_task_group() as nursery:
-        servers = [_Server(with_run_python(command), nursery, errors) for command in commands]
+        servers = [_Server(with_run_python(command), nursery, errors, environment) for command in commands]
         try:
             for server in servers:
                 await server.session()
@@ -95,8 +101,11 @@ async def opened_servers(commands: Sequence[Sequence[str]], errors: TextIO) -> A
 class _Server:
     """An MCP server. ``tools``: tools that its first process listed."""
 
-    def __init__(self, command: Sequence[str], nursery: anyio.abc.TaskGroup, errors: TextIO) -> None:
+    def __init__(
+        self, command: Sequence[str], nursery: anyio.abc.TaskGroup, errors: TextIO, environment: dict[str, str]
+    ) -> None:
         self.command = command
+        self._environment = environment
         self._nursery = nursery
         self._errors = errors
         self.tools: list[Tool] = []
@@ -158,9 +167,8 @@ class _Server:
         if shutil.which(self.command[0]) is None:
             raise FileNotFoundError(f"there is no command {self.command[0]}: install it, or write its path")
         guard = ["-I", "-S", "-c", _GUARD, _ROOT, str(os.getpid()), *self.command]
-        variables = {name: value for name, value in os.environ.items() if name != PARENT_PID}
         server = StdioServerParameters(
-            command=sys.executable, args=guard, env=variables, encoding_error_handler="replace"
+            command=sys.executable, args=guard, env=self._environment, encoding_error_handler="replace"
         )
         async with stdio_client(server, self._errors) as (reads, writes), ClientSession(reads, writes) as session:
             with anyio.fail_after(_START_S):

@@ -90,7 +90,7 @@ async def run_environment_worker(
     if environment.servers:
         from streamrl.run.environments.mcp_tools import opened_servers
 
-        servers = opened_servers(environment.servers, sys.stderr)
+        servers = opened_servers(environment.servers, sys.stderr, environment.variables)
     user_code = asyncio.TaskGroup()
     threads = anyio.to_thread.current_default_thread_limiter()
     threads.total_tokens = max(threads.total_tokens, _THREADS)

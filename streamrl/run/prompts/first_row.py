@@ -1,7 +1,7 @@
 """The first row of an iterator of prompts, read in a throw-away process.
 
-``check_prompts`` calls ``first_row``, which starts ``python -m streamrl.run.prompts.first_row`` with its spec. The iterator
-is user code: the process that checks a recipe must neither import it nor wait for it without limit."""
+``check_prompts`` calls ``first_row``, which starts ``python -m streamrl.run.prompts.first_row`` with its spec. The
+iterator is user code: the process that checks a recipe must neither import it nor wait for it without limit."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ async def test_an_agents_last_line_is_the_reward(
     """An agent knows the endpoint, and its last line is the reward."""
     for name in ("HF_TOKEN", "SEARCH_KEY"):
         monkeypatch.setenv(name, "secret")
-    assert await run(session, "python", "-c", code, agent_variables=("SEARCH_KEY",)) == reward
+    assert await run(session, "python", "-c", code, variables=("SEARCH_KEY",)) == reward
     assert session.figures["turns"] == turns
 
 

@@ -51,6 +51,27 @@ def alive(pids: Sequence[int]) -> bool:
     return any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
+NAMES_SERVER = """
+import os
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("names")
+@server.tool()
+def names() -> str:
+    '''Names of variables.'''
+    return " ".join(os.environ)
+server.run()
+"""
+
+
+async def test_a_server_sees_no_tokens_but_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "SEARCH_KEY"):
+        monkeypatch.setenv(name, "x" * 20)
+    command = [sys.executable, "-c", NAMES_SERVER]
+    async with mcp_tools.opened_servers([command], sys.stderr, ["SEARCH_KEY"]) as served:
+        names = (await served[0].call()).split()
+    assert {"HF_TOKEN", "WANDB_API_KEY"}.isdisjoint(names) and {"SEARCH_KEY", "PATH"} <= set(names)
+
+
 @pytest.mark.long
 async def test_a_call_has_a_result_whatever_the_server_does(mcp_server: tuple[str, ...]) -> None:
     async with mcp_tools.opened_servers([mcp_server], sys.stderr) as served:
