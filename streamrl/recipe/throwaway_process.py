@@ -41,10 +41,10 @@ def run_throwaway(
     environment variables of the process (None: the caller's)."""
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         started = time.monotonic()
-        given.write(json.dumps(list(arguments)).encode())
-        given.seek(0)
+        arguments_file.write(json.dumps(list(arguments)).encode())
+        arguments_file.seek(0)
         command = [sys.executable, "-P", "-m", module, str(timeout_s), str(os.getpid())]
-        child = start_session(command, stdin=given, stdout=output, stderr=errors, env=variables)
+        child = start_session(command, stdin=arguments_file, stdout=output, stderr=errors, env=variables)
         late = not end_session(child, timeout_s) or child.returncode == -signal.SIGALRM
         seconds = time.monotonic() - started
         output.seek(0)
@@ -62,8 +62,8 @@ def answer_parent(work: Callable[[BinaryIO, Sequence[str]], None]) -> None:
     all other output goes to stderr."""
     timeout_s, parent = sys.argv[1:]
     die_with(int(parent))
-    with os.fdopen(os.dup(0), "rb") as given:
-        arguments = json.load(given)
+    with os.fdopen(os.dup(0), "rb") as arguments_file:
+        arguments = json.load(arguments_file)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for code of the user that reads stdin
     # The default action of SIGALRM ends the process even while the interpreter lock is held, or the parent is dead.
     signal.alarm(math.ceil(float(timeout_s)) + 1)

@@ -40,7 +40,7 @@ def variables_of_user_code(rewards: Iterable[Reward], variables: Iterable[str] =
 def keep_variables_of_user_code(variables: Iterable[str]) -> None:
     """Remove the other variables from this process, which runs user code itself: an environment worker, and the process
     that looks at an environment. ``variables``: names of further variables to keep."""
-    kept = variables_of_user_code((), variables)
-    kept |= {name: value for name, value in os.environ.items() if name.startswith(_OF_WORKERS)}
+    remaining = variables_of_user_code((), variables)
+    remaining |= {name: value for name, value in os.environ.items() if name.startswith(_OF_WORKERS)}
     os.environ.clear()
-    os.environ.update(kept)
+    os.environ.update(remaining)
