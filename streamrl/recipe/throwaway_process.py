@@ -39,7 +39,8 @@ def run_throwaway(
     process group have ended when this returns. ``arguments``: texts that the process reads from stdin, since they may
     be secrets (options of a reward) and every user of the host sees the arguments of a process; ``variables``:
     environment variables of the process (None: the caller's)."""
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    temporary_file = tempfile.TemporaryFile
+    with temporary_file() as arguments_file, temporary_file() as output, temporary_file() as errors:
         started = time.monotonic()
         arguments_file.write(json.dumps(list(arguments)).encode())
         arguments_file.seek(0)

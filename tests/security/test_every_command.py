@@ -1,5 +1,5 @@
 """Every command of the CLI, with secrets in its environment and its recipe, an escape sequence in its tags, a link out
-of a run, umask 022 and a second user: arguments and variables of processes, what is printed, who may read what is left (S1, S23).
+of a run, umask 022 and a second user: arguments and variables of processes, what is printed, who may read the files.
 
 One run with simulated engines is looked at from all sides. A command that needs a terminal, the Hub or a cluster runs
 as far as it gets without them: what it prints and leaves is looked at all the same."""
@@ -93,7 +93,7 @@ other = third = scored
 
 
 class Surroundings:
-    """The folder of the sweep, which others may enter, what commands printed, and the arguments and variables of processes."""
+    """The folder of the sweep, which others may enter; what commands printed; arguments and variables of processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
