@@ -155,11 +155,11 @@ def ensure_home() -> None:
         caches_usable = os.access(caches, os.W_OK | os.X_OK)
     if not caches_usable:
         with suppress(OSError):
-            private = _private_directory(Path(tempfile.gettempdir()) / f"streamrl-home-{user}")
+            private = private_directory(Path(tempfile.gettempdir()) / f"streamrl-home-{user}")
             os.environ["XDG_CACHE_HOME" if usable else "HOME"] = str(private)
 
 
-def _private_directory(directory: Path) -> Path:
+def private_directory(directory: Path) -> Path:
     """Make ``directory``, or return a new one where it exists and other users may access it. Raises ``OSError``."""
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)

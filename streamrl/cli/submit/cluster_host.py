@@ -16,6 +16,7 @@ import selectors
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from typing import Any
 
 import psutil
 
+from streamrl.base.atomic_files import write_atomic
 from streamrl.base.host_addresses import at_port, bare_host
 from streamrl.base.run_process import (
     PR_SET_CHILD_SUBREAPER,
@@ -51,7 +53,7 @@ LONGEST_PAUSE_S = 60.0
 """Longest pause before Ray is started again on a host."""
 LEASE_S = 75.0
 """Silence on stdin after which the connection counts as gone: ssh ends it before, 60 s after an answer."""
-_LONGEST_FOLDER = 30  # Ray adds 77 bytes to it in paths of sockets, which have at most 107
+_LONGEST_FOLDER = 28  # Ray adds 79 bytes to it in paths of sockets, which have at most 107
 
 
 class HostFailed(Exception):
@@ -71,7 +73,7 @@ class Host:
             self._address = own_address(options.interface, options.peer)
         self._at = at_port(self._address or head, options.port)
         short = next(p for p in (tempfile.gettempdir(), "/tmp") if len(p) <= _LONGEST_FOLDER or p == "/tmp")
-        self._temporary = Path(tempfile.mkdtemp(prefix="streamrl-", dir=short))
+        self._temporary = Path(tempfile.mkdtemp(prefix="streamrl-", dir=short))  # for this user alone
         self._orders = _Orders(options.lease)
         self._ray: subprocess.Popen[bytes] | None = None
         self._joined = False
@@ -91,7 +93,7 @@ class Host:
                 head=self._is_head,
                 at=self._at,
                 address=self._address,
-                temporary=self._temporary,
+                temporary=self._temporary / "r",  # Ray opens its folder to all users: they would replace its sockets
                 gpus=self._options.gpus,
             )
             role = " (head)" if self._is_head else f", of {self._at}"
@@ -149,6 +151,9 @@ class Host:
             os.rename(file.name, self._token)
         missing = f"the first host wrote no {self._token}: do hosts share that folder?"
         self._await(self._token.exists, deadline_s, missing)
+        status = self._token.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise HostFailed(f"{self._token} is not a file of this user alone (mode 600): remove it, and start again")
         return self._token
 
     def _await(self, condition: Callable[[], bool], deadline_s: float, failure: str) -> None:
@@ -387,7 +392,8 @@ def main(arguments: Sequence[str]) -> int:
             token = private / "token"
             head = connection_facts["head"]
             options.peer = options.peer or head
-            token.write_text(connection_facts["token"])
+            write_atomic(token, connection_facts["token"].encode())
+            os.environ.update(connection_facts["variables"])
         return Host(options, token, head).run()
     except HostFailed as failure:
         say(str(failure))

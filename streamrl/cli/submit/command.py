@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 from typing import Annotated, Literal
 
 import anyio
@@ -21,6 +21,7 @@ from streamrl.cli.submit.job_template import TEMPLATES, filled
 from streamrl.cli.submit.ray_start import DRAIN_S, RAY_PORT, STORE_BYTES, Work, ray_variables, ray_version
 from streamrl.cli.submit.ssh import HERE, SshJob, host_scripts, local_setup, run_over_ssh, ssh_command
 from streamrl.launch.pipeline import recipe_of_run
+from streamrl.observe.run_files.redaction import is_secret_name
 from streamrl.recipe.rules.load_recipe import read_recipe
 from streamrl.recipe.rules.run_rules import LONGEST_RUN_NAME
 from streamrl.recipe.sections import Recipe
@@ -34,7 +35,10 @@ _START_S = 1800
 
 PrintOnly = Annotated[bool, Argument("print it and start nothing", flag="--print")]
 Resume = Annotated[bool, Argument("RECIPE is the directory of a run: go on with it")]
-Variables = Annotated[tuple[str, ...], Argument("variable of every host; may be repeated", "NAME=VALUE", "--env")]
+Variables = Annotated[
+    tuple[str, ...],
+    Argument("variable of every host (NAME alone: as it is here); may be repeated", "NAME[=VALUE]", "--env"),
+]
 Setup = Annotated[
     str, Argument("shell line on each host before the rest (default: the programs of this one)", metavar="LINE")
 ]
@@ -60,12 +64,22 @@ class _Launch(Command, frozen=True, kw_only=True):
             recipe, _ = read_recipe(recipe_file(self.recipe), self.overrides)
         if recipe.cluster.hosts > hosts:
             raise RecipeError(f"cluster.hosts = {recipe.cluster.hosts}, and {hosts} are started: start as many or more")
-        refuse_control(self.recipe.absolute(), Path.cwd(), *self.overrides, *self.env)
+        names = (recipe.run.directory, recipe.run.name, recipe.cluster.interface)
+        refuse_control(self.recipe.absolute(), Path.cwd(), *self.overrides, *self.env, *names)
         return recipe
 
     def variables(self) -> dict[str, str]:
-        """Those of ``--env``. Raises ``RecipeError``."""
-        return dict(pair(text, "--env", _VARIABLE) for text in self.env)
+        """Variables of ``--env``. A name without a value has the value that it has here. Raises ``RecipeError``."""
+        variables = {}
+        for text in self.env:
+            name, value = pair(text, "--env", _VARIABLE)
+            if "=" not in text:
+                if name not in os.environ:
+                    raise RecipeError(f"--env {name}: there is no such variable here: write --env {name}=VALUE")
+                value = os.environ[name]
+            variables[name] = value
+        refuse_control(*variables.values())
+        return variables
 
     def work(self) -> Work:
         """The work of the first host, on the file system of this one."""
@@ -82,8 +96,9 @@ class _OnHosts(_Launch, frozen=True, kw_only=True):
         """Shell lines before everything else. Raises ``RecipeError`` for a port that is none."""
         if problem := wrong_port(str(self.port)):
             raise RecipeError(f"--port: {problem}")
-        exports = [f"export {name}={quote(value)}" for name, value in self.variables().items()]
-        return [*([self.setup] if self.setup else local_setup()), *exports]
+        if self.setup:
+            return [self.setup]
+        return local_setup()
 
 
 class Slurm(_OnHosts, frozen=True, kw_only=True):
@@ -115,6 +130,7 @@ class Slurm(_OnHosts, frozen=True, kw_only=True):
             "folder": str(Path.cwd()),
             "runs": str(runs),
             "setup": self.lines(),
+            "variables": self.variables(),
             "least_hosts": recipe.cluster.hosts or self.nodes,
             "port": self.port,
             "gpus_per_node": self.gpus_per_node,
@@ -142,6 +158,7 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
     pvc: Annotated[str, Argument("claim of a volume that all pods may write", metavar="CLAIM")]
     mount: Annotated[str, Argument("its place in the pods (/runs)", metavar="PATH")] = "/runs"
     folder: Annotated[str, Argument("of RECIPE there (default: of the same name, in the mount)", metavar="PATH")] = ""
+    secret: Annotated[tuple[str, ...], Argument("a Secret whose keys are variables of all pods; may be repeated")] = ()
     limit: Annotated[tuple[str, ...], Argument("of a pod: cpu=16, memory=200Gi; may be repeated", "NAME=SIZE")] = ()
     name: Annotated[str, Argument("of the job (default: run.name)")] = ""
     namespace: Annotated[str, Argument("of the job (default)", metavar="NS")] = "default"
@@ -152,7 +169,9 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
         """Print what kubectl says."""
         recipe = self.read(self.nodes)
         name = self.name or re.sub(r"[^a-z0-9-]+", "-", recipe.run.name.lower()).strip("-")
-        for flag, label in (("--name", name), ("--namespace", self.namespace), ("--pvc", self.pvc)):
+        label_flags = [("--name", name), ("--namespace", self.namespace), ("--pvc", self.pvc)]
+        label_flags += [("--secret", secret) for secret in self.secret]
+        for flag, label in label_flags:
             if not re.fullmatch(_LABEL, label) or len(label) > _LONGEST_LABEL:
                 text = f"small letters, digits and hyphens, from a letter, at most {_LONGEST_LABEL}"
                 raise RecipeError(f"{flag} {label!r}: Kubernetes takes {text}: give another")
@@ -167,6 +186,12 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
         if not self.jobset:
             command = work.command("auto", f"run.directory={runs}")
             refuse_quotes(command)
+        variables = self.variables()
+        if secrets := sorted(filter(is_secret_name, variables)):
+            raise RecipeError(
+                f"--env {secrets[0]}: whoever may read the job reads its manifest: put the value into a Secret "
+                f"(kubectl create secret generic NAME --from-literal={secrets[0]}=...) and give --secret NAME"
+            )
         limits = dict(pair(text, "--limit", r"[\w./-]+") for text in self.limit)
         if self.gpus:
             limits["nvidia.com/gpu"] = str(self.gpus)
@@ -187,7 +212,8 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
             "start_s": _START_S,
             "drain_s": DRAIN_S,
             "command": command,
-            "variables": ray_variables() | {"RAY_JOB_STOP_WAIT_TIME_S": str(DRAIN_S)} | self.variables(),
+            "variables": ray_variables() | {"RAY_JOB_STOP_WAIT_TIME_S": str(DRAIN_S)} | variables,
+            "secrets": self.secret,
             "store_bytes": STORE_BYTES,
             "ray_version": ray_version(),
         }
@@ -233,6 +259,7 @@ class Ssh(_OnHosts, frozen=True, kw_only=True):
             hosts=hosts,
             folder=Path.cwd(),
             setup=self.lines(),
+            variables=self.variables(),
             port=self.port,
             gpus=self.gpus_per_node,
             interface=recipe.cluster.interface,

@@ -13,9 +13,10 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import anyio
 import anyio.abc
@@ -40,6 +41,8 @@ class SshJob(msgspec.Struct, frozen=True, kw_only=True):
 
     ``hosts``: names of hosts; ``localhost`` is this one.
     ``setup``: shell lines that each host runs first.
+    ``variables``: environment variables of the host's program and of all that it starts. They go over the connection,
+    as the token does: every user of a host sees arguments.
     ``folder``: working directory on each host, for relative paths of the recipe."""
 
     work: Work
@@ -47,12 +50,13 @@ class SshJob(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     setup: Sequence[str]
     port: int
+    variables: Mapping[str, str] = MappingProxyType({})
     gpus: int | None = None
     interface: str = ""
 
 
 def host_scripts(job: SshJob) -> list[str]:
-    """The script of each host, for bash. No script contains the token."""
+    """The script of each host, for bash. No script contains the token or the variables."""
     scripts = []
     for rank in range(len(job.hosts)):
         arguments = ["--rank", str(rank), "--nodes", str(len(job.hosts)), "--port", str(job.port), "--lease"]
@@ -97,7 +101,8 @@ async def run_over_ssh(job: SshJob) -> int:
                     raise RecipeError(*failures)
                 head = _head_address(hosts)
                 for host in hosts:
-                    await host.send(json.dumps({"token": token, "head": head}) + "\n")
+                    facts = {"token": token, "head": head, "variables": dict(job.variables)}
+                    await host.send(json.dumps(facts) + "\n")
                     tasks.start_soon(host.beat)
                 tasks.start_soon(_pass_on, signals, hosts[0])
                 for host in hosts[1:]:

@@ -15,6 +15,8 @@ from typing import IO
 
 import psutil
 
+from streamrl.base.run_process import private_directory
+
 MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"
 """Variable of Ray; 0: Ray ends no process where the memory of a host is nearly full."""
 OPEN_FILES = 65_536
@@ -26,8 +28,7 @@ def free_ports(address: str, ports: Iterable[int], count: int) -> tuple[list[int
     whose locks reserve them: a process binds its port long after the run has chosen it. Two runs of a user on one host
     never get the same ports."""
     # A folder of this user: files of other users in the directory for temporary files cannot be locked.
-    folder = Path(tempfile.gettempdir()) / f"streamrl-ports-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = private_directory(Path(tempfile.gettempdir()) / f"streamrl-ports-{os.geteuid()}")
     reserved: list[int] = []
     locks: list[IO[bytes]] = []
     for port in ports:

@@ -28,6 +28,10 @@ if any(pathlib.Path("/proc", path.read_text()).exists() for path in (here / "lef
     (here / "two at once").touch()
 raylet = subprocess.Popen(["sleep", "600"], start_new_session=True)
 (here / "left" / str(raylet.pid)).write_text(str(raylet.pid))
+folder = pathlib.Path(sys.argv[sys.argv.index("--temp-dir") + 1])
+folder.mkdir(parents=True, exist_ok=True)
+folder.chmod(0o777)  # as Ray does
+(here / "mode").write_text(oct(folder.parent.stat().st_mode & 0o777))
 if "--head" in sys.argv:
     server = socket.create_server(("", int(sys.argv[sys.argv.index("--port") + 1])))
 elif starts == 0 or (here / "fails").exists():
@@ -54,7 +58,7 @@ STAYS = DRAINS.replace('    print("draining", flush=True)\n', "").replace("1.5",
 PROGRAM = """from streamrl.cli.submit import cluster_host as host
 host.GONE_S = host.END_S = 3.0
 raise SystemExit(host.main(host.sys.argv[1:]))"""
-LINE = json.dumps({"token": "t", "head": "127.0.0.1"}) + "\n"
+LINE = json.dumps({"token": "t", "head": "127.0.0.1", "variables": {"NOTE": "of the launcher"}}) + "\n"
 """What ``streamrl launch ssh`` sends first."""
 
 
@@ -98,7 +102,7 @@ def left(bin: Path) -> list[int]:
 def test_leftovers_of_a_failed_ray_start_are_removed(bin: Path) -> None:
     """Processes left by a start of Ray that gave up are gone before the next attempt."""
     with socket.create_server(("127.0.0.1", 0)) as head:
-        (bin / "t").touch()
+        (bin / "t").touch(0o600)
         with host(bin, 1, head.getsockname()[1]) as worker:
             await_starts(bin, worker, 2)
             assert not (bin / "two at once").exists() and len(left(bin)) == 1
@@ -108,7 +112,7 @@ def test_leftovers_of_a_failed_ray_start_are_removed(bin: Path) -> None:
 
 
 def test_a_host_joins_over_ipv6(bin: Path) -> None:
-    (bin / "t").touch()
+    (bin / "t").touch(0o600)
     with (
         socket.create_server(("::1", 0), family=socket.AF_INET6) as head,
         host(bin, 1, port := head.getsockname()[1], head="::1") as worker,
@@ -122,7 +126,7 @@ def test_a_host_whose_ray_ends_starts_it_while_the_head_answers(bin: Path) -> No
     """A cut, or a head that is another one at its address, ends Ray on a host that had joined. The host waits for the
     head, and ends with the run, whose end removes the token."""
     with socket.create_server(("127.0.0.1", 0)) as head:
-        (bin / "t").touch()
+        (bin / "t").touch(0o600)
         with host(bin, 1, port := head.getsockname()[1]) as worker:
             await_starts(bin, worker, 2)
             head.close()
@@ -173,10 +177,29 @@ def test_a_run_ends_where_the_connection_of_its_launcher_is_gone(
     assert not left(bin)
 
 
+def test_variables_of_the_launcher_come_over_its_connection(bin: Path, free_ports: Callable[[int], int]) -> None:
+    """A run has the variables of --env; the folder that Ray opens to all users lies in one that they cannot enter."""
+    script = "import os; print(os.environ['NOTE'], flush=True)"
+    with host(bin, 0, free_ports(1), sys.executable, "-c", script, stdin=LINE) as head:
+        assert head.stdout is not None
+        assert "of the launcher\n" in iter(head.stdout.readline, "")
+    assert (bin / "mode").read_text() == "0o700"
+
+
+@pytest.mark.parametrize("kind", ["open to all", "a link"])
+def test_a_token_that_others_may_have_put_there_is_refused(bin: Path, kind: str) -> None:
+    planted = bin / "planted"
+    planted.write_text("x")
+    planted.chmod(0o600 if kind == "a link" else 0o644)
+    (bin / "t").symlink_to(planted) if kind == "a link" else planted.rename(bin / "t")
+    with host(bin, 1, 1) as refused:
+        assert "is not a file of this user alone" in refused.communicate()[0] and refused.returncode == 1
+
+
 def test_a_host_that_cannot_begin_says_why(bin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with host(bin, 0, 1, stdin="e\n") as ended:  # other hosts could not be reached
         assert (ended.communicate()[0], ended.returncode) == ("", 1)
-    (bin / "t").touch()
+    (bin / "t").touch(0o600)
     with host(bin, 1, 1, head="nobody.invalid") as waiting:  # a pod may begin before the name of the first one is known
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(4)

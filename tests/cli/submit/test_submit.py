@@ -126,7 +126,17 @@ def test_a_job_that_may_lose_hosts_outlives_them(folder: Path, capsys: pytest.Ca
 @pytest.mark.parametrize("nodes", ["1", "3"])
 @pytest.mark.parametrize("kind", ["RayJob", "JobSet"])
 def test_manifests_pass_their_schemas(kind: str, nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--gpus", "8", "--limit", "memory=200Gi", "--env", "A=b", *(["--jobset"] if kind == "JobSet" else [])]
+    flags = [
+        "--gpus",
+        "8",
+        "--limit",
+        "memory=200Gi",
+        "--env",
+        "A=b",
+        "--secret",
+        "hub",
+        *(["--jobset"] if kind == "JobSet" else []),
+    ]
     manifest = yaml.safe_load(printed(capsys, "kubernetes", str(RECIPE), *POD, "--nodes", nodes, *flags))
     schema = jsonschema.Draft7Validator(SCHEMAS[kind])
     schema.validate(manifest)
@@ -137,6 +147,8 @@ def test_manifests_pass_their_schemas(kind: str, nodes: str, capsys: pytest.Capt
         assert {"name": "A", "value": "b"} in container["env"]
         assert {"name": "RAY_worker_niceness", "value": "0"} in container["env"]
         assert container["resources"]["limits"] == {"memory": "200Gi", "nvidia.com/gpu": "8"}
+        assert container["envFrom"] == [{"secretRef": {"name": "hub"}}]
+    assert list(found(manifest, "automountServiceAccountToken")) == [False] * len(pods)
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in next(found(manifest, "volumes"))
     assert set(found(manifest, "restartPolicy")) == {"Never"} and set(found(manifest, "backoffLimit")) == {0}
     assert list(found(manifest, "enableServiceLinks")) == [False] * len(pods), "a service named vllm sets VLLM_PORT"
@@ -220,6 +232,10 @@ BAD = [
     (["slurm", "RECIPE", "--nodes", "2", "--partition", "a\nb"], "has a line break"),
     (["slurm", "RECIPE", "--nodes", "2", "--sbatch", "Mem 3"], "--sbatch Mem 3: write"),
     (["slurm", "RECIPE", "--nodes", "2", "--env", "1A=b"], "--env 1A=b: write"),
+    (["slurm", "RECIPE", "--nodes", "2", "--env", "NOT_THERE"], "--env NOT_THERE: there is no such variable here"),
+    (["slurm", "RECIPE", "--nodes", "2", "--set", 'run.directory="a\\nNODE\\ntouch x"'], "has a line break"),
+    (["kubernetes", "RECIPE", *POD, "--nodes", "2", "--env", "HF_TOKEN=x"], "give --secret NAME"),
+    (["kubernetes", "RECIPE", *POD, "--nodes", "2", "--secret", "A b"], "--secret 'A b': Kubernetes takes"),
     (["kubernetes", "RECIPE", *POD, "--nodes", "2", "--name", "A_b"], "--name 'A_b': Kubernetes takes small letters"),
     (["kubernetes", "RECIPE", *POD, "--nodes", "2", "--folder", "/data/x"], "not below the mount /runs"),
     (["kubernetes", "RECIPE", *POD, "--nodes", "2", "--set", 'run.project="a b"'], "KubeRay passes commands through"),
@@ -250,6 +266,15 @@ def test_all_hosts_that_ssh_does_not_reach_are_named(capsys: pytest.CaptureFixtu
     complaint = capsys.readouterr().err
     assert "2 problems; nothing was started" in complaint
     assert "  no-1.invalid: " in complaint and "  no-2.invalid: " in complaint
+
+
+def test_no_script_of_ssh_has_the_value_of_a_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arguments of ssh can be read by every user of the host: values go over the connection."""
+    monkeypatch.setenv("HF_TOKEN", "hf_canary")
+    text = printed(capsys, "ssh", str(RECIPE), "--hosts", "a,b", "--env", "HF_TOKEN", "--env", "OTHER=canary")
+    assert "canary" not in text and "export HF_TOKEN" not in text
 
 
 def test_ray_gets_its_variables_and_none_of_a_step() -> None:

@@ -6,6 +6,7 @@
    name, run_name         run.name, and the beginning of the name of the run's directory
    least_hosts            hosts that the run needs; with fewer than `nodes`, the job outlives a host
    options, setup         (key, value) of --time, --partition, --account and --sbatch; shell lines that run first
+   variables              variables of --env by name; the script is a file of Slurm, which this user and root may read
    nodes, gpus_per_node, port, interface, requeue, resume, drain_s as the flags and the recipe have them #}
 #SBATCH --job-name={{ name | sbatch }}
 #SBATCH --nodes={{ nodes }}
@@ -29,6 +30,9 @@
 {% for line in setup %}
 {{ line }}
 CODE=$?; [ $CODE = 0 ] || echo "exit code $CODE of the line of --setup: "{{ line | quote }} >&2
+{% endfor %}
+{% for key, value in variables.items() %}
+export {{ key }}={{ value | quote }}
 {% endfor %}
 set -euo pipefail  # not before: lines of a site look at variables that are not set, as conda's do
 JOB={{ (runs ~ "/.launch") | quote }}/$SLURM_JOB_ID
