@@ -189,7 +189,7 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
         variables = self.variables()
         if secrets := sorted(filter(is_secret_name, variables)):
             raise RecipeError(
-                f"--env {secrets[0]}: whoever may read the job reads its manifest: put the value into a Secret "
+                f"--env {secrets[0]}: readers of the job read its manifest, too: put the value into a Secret "
                 f"(kubectl create secret generic NAME --from-literal={secrets[0]}=...) and give --secret NAME"
             )
         limits = dict(pair(text, "--limit", r"[\w./-]+") for text in self.limit)
