@@ -37,7 +37,7 @@ WINGS = {
     ),
     "cli/init": ("cli/dialects", "recipe/rules", "run/prompts"),
     "cli/steering": ("launch/steering",),
-    "cli/submit": ("processes/cluster", "recipe/rules"),
+    "cli/submit": ("observe/run_files", "processes/cluster", "recipe/rules"),
     "cli/try_rewards": (
         "cli/trained_models", "observe/terminal", "prepare/hub", "recipe/rules", "rewards/calls", "run/evaluate",
         "run/prompts",
