@@ -83,6 +83,15 @@ def test_an_open_run_says_so_at_each_start_and_in_its_metrics() -> None:
         assert insecure_notice(closed) == "" and transport_metrics(closed) == {"health/insecure_transport": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("tracker", "is_open"),
+    [("prometheus", False), ("prometheus?address=0.0.0.0", True), ("prometheus?port=9500&address=127.0.0.1", False)],
+)
+def test_metrics_that_other_hosts_may_scrape_are_said_to_be_open(tracker: str, is_open: bool) -> None:
+    run = small_recipe(metrics=Metrics(report_to=(tracker,)))
+    assert (f"INSECURE: metrics.report_to = {tracker}" in insecure_notice(run)) == is_open
+
+
 def test_hosts() -> None:
     assert [is_loopback(h) for h in ("::1", "[::1]", "127.0.0.1", "localhost")] == [True] * 4
     assert [is_loopback(h) for h in ("", "*", "0.0.0.0", "::", "127.0.0.1.nip.io", "::ffff:10.0.0.1")] == [False] * 6

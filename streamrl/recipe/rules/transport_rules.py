@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from ipaddress import ip_network
+from urllib.parse import parse_qsl
 
 from streamrl.base.host_addresses import host_of, is_loopback, is_public, is_wildcard
 from streamrl.recipe.rules.rule import Broken, Problem, rule
@@ -101,13 +102,20 @@ def transport_metrics(recipe: Recipe) -> dict[str, float]:
 
 
 def insecure_notice(recipe: Recipe) -> str:
-    """Return a warning where sockets are open to other hosts without keys; empty: they are not."""
-    if recipe.transport.security is not TransportSecurity.NONE:
-        return ""
+    """Return a line for each way in which sockets are open to other hosts without keys; empty: there is none."""
+    notices: list[str] = []
     addresses = ", ".join(f"{field} = {value}" for field, value in open_to_others(recipe))
-    if not addresses:
-        return ""
-    return (
-        f"INSECURE: {addresses} without keys: every host that reaches it reads the run and changes its weights "
-        '(transport.advanced.security = "none"); `streamrl keys DIRECTORY` makes keys'
-    )
+    if addresses and recipe.transport.security is TransportSecurity.NONE:
+        notices.append(
+            f"INSECURE: {addresses} without keys: every host that reaches it reads the run and changes its weights "
+            '(transport.advanced.security = "none"); `streamrl keys DIRECTORY` makes keys'
+        )
+    for tracker in recipe.metrics.report_to:
+        name, _, options = tracker.partition("?")
+        address = dict(parse_qsl(options)).get("address", "127.0.0.1")
+        if name == "prometheus" and not is_loopback(address):
+            notices.append(
+                f"INSECURE: metrics.report_to = {tracker}: every host that reaches it reads the metrics of the run; "
+                "without address only this host does"
+            )
+    return "\n".join(notices)
