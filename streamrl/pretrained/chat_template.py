@@ -19,6 +19,8 @@ from streamrl.pretrained.model_folder import read_bounded
 if TYPE_CHECKING:
     import jinja2
 
+    from streamrl.pretrained.bounded_templates import BoundedEnvironment
+
 ARGUMENTS_COLUMN = "chat_template_kwargs"
 """Column of a row with variables of the chat template."""
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -75,7 +77,9 @@ class ChatFormat(msgspec.Struct, frozen=True):
             )
         variables = {"documents": None, "add_generation_prompt": generation_prompt, **self.named_tokens}
         try:
-            return _compiled(source).render(variables | dict(arguments or {}), messages=messages, tools=tools)
+            environment, template = _compiled(source)
+            environment.begin_rendering()
+            return template.render(variables | dict(arguments or {}), messages=messages, tools=tools)
         except Exception as error:  # a template is a program of the model's author
             raise ChatError(
                 f"the model's chat template refuses the messages ({type(error).__name__}: {error})"
@@ -139,10 +143,11 @@ def read_chat_format(directory: Path, config: Mapping[str, Any], named_tokens: M
 
 
 @cache
-def _compiled(source: str) -> jinja2.Template:
-    """Compile a template in jinja2's sandbox, with the extensions of transformers. Raises jinja2's errors."""
+def _compiled(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
+    """Compile a template in a bounded sandbox, with the extensions of transformers. Raises jinja2's errors."""
     import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from streamrl.pretrained.bounded_templates import BoundedEnvironment
 
     class Generation(jinja2.ext.Extension):
         """The block ``{% generation %}``, which marks the assistant's text for training on chats. A prompt has its text
@@ -163,9 +168,7 @@ def _compiled(source: str) -> jinja2.Template:
     def now_as(layout: str) -> str:
         return datetime.now().strftime(layout)
 
-    jinja = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
+    jinja = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     jinja.filters["tojson"] = to_json
     jinja.globals |= {"raise_exception": raise_exception, "strftime_now": now_as}
-    return jinja.from_string(source)
+    return jinja, jinja.from_string(source)
