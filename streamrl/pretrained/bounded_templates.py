@@ -61,10 +61,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         _check_size(sum(map(len, texts)))
         return "".join(texts)
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and isinstance(right, int | float) and right > LARGEST_EXPONENT:
+    def call_binop(self, context: Any, operator: str, first: Any, second: Any) -> Any:
+        if operator == "**" and isinstance(second, int | float) and second > LARGEST_EXPONENT:
             raise jinja2.TemplateError(f"it has an exponent above {LARGEST_EXPONENT:,}")
-        for value, other in ((left, right), (right, left)):
+        for value, other in ((first, second), (second, first)):
             if isinstance(value, str | bytes | list | tuple):
                 size = len(value)
                 if operator == "*" and isinstance(other, int):
@@ -72,7 +72,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 elif operator == "+" and isinstance(other, str | bytes | list | tuple):
                     size = size + len(other)
                 _check_size(size)
-        return super().call_binop(context, operator, left, right)
+        return super().call_binop(context, operator, first, second)
 
 
 def _check_size(size: int) -> None:
