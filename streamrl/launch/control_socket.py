@@ -114,8 +114,8 @@ class ControlServer:
                 while True:
                     try:
                         stream = await self._listener.accept()
-                    except OSError as error:  # no file descriptors left, for example: the run must go on
-                        log.warning("the control socket cannot take a connection: %s", error)
+                    except anyio.BrokenResourceError as error:  # no file descriptors left, for example
+                        log.warning("the control socket cannot take a connection: %s", error.__cause__)
                         await anyio.sleep(1)
                         continue
                     connections.start_soon(self._serve, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -177,7 +178,8 @@ def write_recipe(directory: str, recipe: Recipe) -> Path:
 
 
 @asynccontextmanager
-async def worker_process(recipe: Recipe) -> AsyncIterator[WorkerProcess]:
+async def worker_process(recipe: Recipe, *, limit: Callable[[], None] | None = None) -> AsyncIterator[WorkerProcess]:
+    """``limit``: what the process does to itself before it begins."""
     with tempfile.TemporaryDirectory(prefix="srl", dir="/tmp") as directory:
         recipe_path = write_recipe(directory, recipe)
         endpoints = [f"ipc://{directory}/orders", f"ipc://{directory}/results"]
@@ -186,7 +188,8 @@ async def worker_process(recipe: Recipe) -> AsyncIterator[WorkerProcess]:
             zmq_receiver(RewardResult, endpoints[1], bind=True, name="results") as results,
         ):
             command = [sys.executable, str(WORKER), str(recipe_path), *endpoints]
-            process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(*command, stderr=pipe, preexec_fn=limit)
             try:
                 assert await results.receive() == RewardWorkerReady(worker=3)
                 yield WorkerProcess(process, orders, results)
@@ -212,6 +215,25 @@ async def test_a_trusted_function_that_blocks_ends_with_75(
         assert await worker.process.wait() == REWARD_RESTART_EXIT_CODE == 75
         assert worker.process.stderr is not None
         assert "holds_interpreter" in (await worker.process.stderr.read()).decode()  # the log names what hung
+
+
+@pytest.mark.seconds(30)
+async def test_a_worker_without_an_exit_timer_says_so_and_scores(
+    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
+) -> None:
+    """A worker whose system has no timer left scores without one, and its log says what is not guarded."""
+
+    def leave_no_timers() -> None:
+        resource.setrlimit(resource.RLIMIT_SIGPENDING, (0, 0))  # each timer takes a queued signal
+
+    async with worker_process(make_recipe("length", trusted=True), limit=leave_no_timers) as worker:
+        await worker.orders.send(order(1, make_trajectory("abc")))
+        assert (await worker.answer()).rewards[0].reward == 3.0
+        await worker.orders.aclose()
+        assert worker.process.stderr is not None
+        said = (await worker.process.stderr.read()).decode()
+        assert await worker.process.wait() == 0
+    assert "no exit timer ([Errno 11] timer_create failed): user code that blocks the loop cannot be stopped" in said
 
 
 @pytest.mark.long

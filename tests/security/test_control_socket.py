@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import resource
 import socket
 import stat
 import struct
 import typing
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
 import msgspec
+import psutil
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError, WireError
@@ -182,6 +184,30 @@ async def test_who_says_nothing_is_notified_and_takes_no_place(tmp_path: Path) -
             assert "no whole request" in answer.problems[0]
             one.close()
         assert await ask_control(path, ListRewards(), "", 5) == LISTED
+
+
+async def test_without_descriptors_a_request_waits_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that cannot be taken, since the process has no descriptor left, is taken once it has one again."""
+    path = tmp_path / "c"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with serving(Run(), path):
+        with socket.socket(socket.AF_UNIX) as client, ExitStack() as descriptors:
+            client.settimeout(60)
+            descriptors.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 32, limits[1]))
+            with suppress(OSError):
+                while True:
+                    descriptors.callback(os.close, os.dup(client.fileno()))
+            client.connect(str(path))
+            client.sendall(encode(ControlRequest(operation=ListRewards())))
+            with anyio.fail_after(60):
+                while not caplog.messages:
+                    await anyio.sleep(0.01)
+            assert "cannot take a connection: [Errno 24] Too many open files" in caplog.messages[0]
+            descriptors.close()
+            assert decode_answer((await anyio.to_thread.run_sync(client.recv, 1000))[4:]) == LISTED
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -236,6 +237,24 @@ def test_a_relay_that_lies_or_ended_is_passed_over(hosts: tuple[SmallPush, list[
     take(announced, second, [liar, first], held := CheckpointReplica())  # type: ignore[list-item]
     assert held.state_hash == announced.state_hash
     assert sent_by_trainer(second) == 0
+
+
+def test_a_relay_whose_port_is_taken_serves_its_own_workers(
+    hosts: tuple[SmallPush, list[Relay]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A relay whose port another program has serves the workers of its engine, and others pass it over."""
+    push, (first, second, _) = hosts
+    announced = push.publish(0, random_bits(0))
+    take(announced, first, [], CheckpointReplica())
+    with socket.create_server(("127.0.0.1", 0)) as other_program:
+        endpoint = f"tcp://127.0.0.1:{other_program.getsockname()[1]}"
+        with Relay(endpoint, f"ipc://{tmp_path}/taken") as relay:
+            (warning,) = caplog.messages
+            assert warning.startswith(f"this engine gives no weights to other hosts: cannot bind {endpoint}: Address")
+            for fetching, above in ((relay, [first]), (second, [relay, first])):
+                take(announced, fetching, above, held := CheckpointReplica())
+                assert held.state_hash == announced.state_hash
+    assert sent_by_trainer(relay) == sent_by_trainer(second) == 0
 
 
 def test_a_relay_that_has_failed_is_left_out(hosts: tuple[SmallPush, list[Relay]]) -> None:

@@ -90,7 +90,11 @@ class Relay:
 
     def _listen(self, endpoint: str, *, is_local: bool) -> str:
         router = pull_socket(self._context, zmq.ROUTER, endpoint, max_frame_bytes=REQUEST_LIMIT)
-        bound = bind(router, endpoint, admits=KeyRole.ENGINE)
+        try:
+            bound = bind(router, endpoint, admits=KeyRole.ENGINE)
+        except StreamRLError:
+            router.close(linger=0)  # the end of the context would wait for it
+            raise
         self._routers[is_local] = router
         self._poller.register(router, zmq.POLLIN)
         return bound
@@ -159,10 +163,10 @@ class Relay:
     def _ask(self, source: PieceSource, ask: AskPiece) -> None:
         if source not in self._dealers:
             dealer = pull_socket(self._context, zmq.DEALER, source.endpoint, max_frame_bytes=MANIFEST_LIMIT)
+            self._dealers[source] = dealer  # which the end of the thread closes, also where it cannot connect
             serves = KeyRole.ENGINE if source.is_relay else KeyRole.TRAINER
             connect(dealer, source.endpoint, serves)
             self._poller.register(dealer, zmq.POLLIN)
-            self._dealers[source] = dealer
         with suppress(zmq.Again):
             self._dealers[source].send(encoder.encode(ask), zmq.NOBLOCK)
 
