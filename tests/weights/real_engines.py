@@ -45,6 +45,13 @@ SMALL = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
+GROUPED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+GROUPED |= {"moe_intermediate_size": 64, "first_k_dense_replace": 1}
+BIASED = {"scoring_func": "sigmoid", "use_routing_bias": True}
+CONSTANT = "e_score_correction_bias"
+"""Part of the names of tensors that are not trained: engines keep the values of the file, in float32."""
+
+
 class Architecture(msgspec.Struct, frozen=True):
     """A kind of model that transformers can make and vLLM can load. ``published``: whether the trainer's names are
     those of the checkpoint's file or of the module's parameters (which hold all experts of a layer in one)."""
@@ -65,6 +72,10 @@ ARCHITECTURES = {
     "gpt2-transposed": Architecture("GPT2", tied=True, options={"n_inner": 96, "num_key_value_heads": 4}),
     "qwen2-moe": Architecture("Qwen2Moe", tied=False, options={**EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3-moe-joined": Architecture("Qwen3Moe", tied=False, options=EXPERTS, published="parameters"),
+    "glm4-moe-expert-bias": Architecture("Glm4Moe", tied=False, options={**GROUPED, "n_shared_experts": 1}),
+    "minimax-m2-expert-bias": Architecture(
+        "MiniMaxM2", tied=False, options={**BIASED, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32}
+    ),
     "mixtral": Architecture("Mixtral", tied=False, options={"num_local_experts": 4, "intermediate_size": 64}),
 }
 
@@ -72,7 +83,7 @@ ARCHITECTURES = {
 def write_model(directory: Path, architecture: Architecture) -> tuple[Bits, Shapes]:
     """A random model with grouped heads (and biases, where it has them), saved in bfloat16.
 
-    Returns the bits and shapes of its tensors as they are published, a tied one once."""
+    Returns the bits and shapes of its tensors as they are published, a tied one once; constants are not among them."""
     torch.manual_seed(0)
     options = {**SMALL, "tie_word_embeddings": architecture.tied, **architecture.options}
     config = getattr(transformers, f"{architecture.kind}Config")(**options)
@@ -81,8 +92,13 @@ def write_model(directory: Path, architecture: Architecture) -> tuple[Bits, Shap
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    model.to(torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if CONSTANT in name:
+            buffer.data = torch.randn(buffer.shape)
+    model.save_pretrained(directory)
     tensors = dict(model.named_parameters()) if architecture.published == "parameters" else read_tensors(directory)
+    tensors = {name: tensor for name, tensor in tensors.items() if CONSTANT not in name}
     return {n: bits_of(t) for n, t in tensors.items()}, {n: tuple(t.shape) for n, t in tensors.items()}
 
 
@@ -124,7 +140,8 @@ def runtime_checksums(tensors: dict[str, torch.Tensor], runtime: str) -> dict[st
 
 def save_bits(directory: Path, bits: Bits, shapes: Shapes) -> None:
     """Replace the weights in ``directory``, so that a fresh engine loads ``bits``."""
-    save_file(tensors_of(bits, shapes), directory / "model.safetensors", metadata={"format": "pt"})
+    constants = {name: tensor for name, tensor in read_tensors(directory).items() if CONSTANT in name}
+    save_file(tensors_of(bits, shapes) | constants, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def changed(bits: Bits, seed: int, density: float = 0.02) -> Bits:

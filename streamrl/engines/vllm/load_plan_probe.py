@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from streamrl.engines.vllm.arguments import checked_arguments
 from streamrl.engines.vllm.options import EngineOptions
 from streamrl.recipe.sections import PIPELINE_PARALLEL
 from streamrl.weights import engine_variables
+from streamrl.weights.pull.loaded_checkpoint import constant_tensors
 from streamrl.weights.pull.replica import TensorSpec
 from streamrl.weights.vllm.adapter import add_adapters, record_adapter_plan
 from streamrl.weights.vllm.load_plan import record_load_plan, run_loader, without_values
@@ -59,10 +61,12 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adap
             raise ModelRefused(
                 f"engines.args.{PIPELINE_PARALLEL}: vLLM serves {type(model).__qualname__} in one stage: remove it"
             )
+        constants = constant_tensors(Path(options.model_path), tensors)
         with torch.no_grad():
-            run_loader(model, without_values(tensors))  # as an engine does at its start; the loader may add parameters
+            # As an engine does at its start; the loader may add parameters.
+            run_loader(model, without_values({**constants, **tensors}))
         record_post_load_changes(model, lambda: None)
-        record_load_plan(model, tensors)
+        record_load_plan(model, tensors, constants)
         if adapter:
             add_adapters(model, config)
             record_adapter_plan(model, adapter)

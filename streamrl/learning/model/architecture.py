@@ -146,7 +146,13 @@ def _check_complete(entries: list[CheckpointEntry], parameters: dict[str, Tensor
         raise StreamRLError(f"parameters {broken[:3]} are not made of tensors of the checkpoint one after the other")
 
 
-def persistent_buffers(model: PreTrainedModel) -> list[str]:
-    """Names of saved tensors that are not parameters, such as the expert bias of DeepSeek-V3."""
+def saved_constants(model: PreTrainedModel) -> dict[str, str]:
+    """Return the saved tensors that are not parameters, such as the expert bias of DeepSeek-V3: names in the checkpoint
+    by names of the model's buffers."""
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return sorted(set(cast("dict[str, Tensor]", model.state_dict())) - trained)
+    names = sorted(set(cast("dict[str, Tensor]", model.state_dict())) - trained)
+    buffers = {name: torch.empty(1, device="meta") for name in names}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in buffers.items()}
+    with _WithoutCopies():  # type: ignore[no-untyped-call]
+        stored = revert_weight_conversion(model, dict(buffers))
+    return {owners[tensor.untyped_storage()._cdata]: name for name, tensor in stored.items()}

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning import process_group
-from streamrl.learning.model.architecture import decoder_layers, persistent_buffers, refuse_targets
+from streamrl.learning.model.architecture import decoder_layers, refuse_targets
 from streamrl.learning.model.attention import register_packed_attention, register_uncompiled_attention
 from streamrl.learning.model.context_parallel import context_of
 from streamrl.learning.model.critic import Critic
@@ -103,7 +103,9 @@ def load_policy(
         shard(policy, split.data, gathered, sixteen_bit=False)
     with _training_errors(model_path):
         with _load_errors(model_path):
-            parameters = _read_parameters(policy, _check_names(policy, Path(model_path)), device)
+            files = _check_names(policy, Path(model_path))
+            parameters = _read_parameters(policy, files, device)
+            _read_constants(policy, files)
         _assign(policy, parameters)
         check_packing(policy)
     set_sharded(policy, True)
@@ -112,6 +114,7 @@ def load_policy(
     sixteen_bit_policy = _empty_on_device(model_path, device, split)
     shard(sixteen_bit_policy, split.data, gathered, sixteen_bit=True)
     _assign(sixteen_bit_policy, policy.trained_parameters())
+    _read_constants(sixteen_bit_policy, files)
     return sixteen_bit_policy
 
 
@@ -155,6 +158,16 @@ def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: to
         flat = local_part(tensors[entry.parameter]).view(-1)
         flat[first : first + part.stop - part.start] = _stored_part(stored, part)
     return tensors
+
+
+@torch.no_grad()
+def _read_constants(policy: PackedPolicy, files: Mapping[str, Path]) -> None:
+    """Fill the buffers that are saved with the model with the values of the files. They are not trained, and engines
+    keep what they have loaded."""
+    buffers = policy.hugging_face.state_dict()
+    for buffer, name in policy.constants.items():
+        with safe_open(files[name], framework="pt") as file:
+            buffers[buffer].copy_(file.get_tensor(name))
 
 
 def _stored_part(stored: Any, part: LocalShard) -> Tensor:
@@ -221,11 +234,11 @@ def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
             f"model type {model.config.model_type!r} has no weights for {len(unknown)} parameters "
             f"({', '.join(unknown[:3])}) under the names that engines load: save it again"
         )
-    buffers = [name for name in persistent_buffers(model) if name in stored]
-    if buffers:
+    constants = sorted(name for name in policy.constants.values() if name not in stored)
+    if constants:
         raise StreamRLError(
-            f"model type {model.config.model_type!r} has stored tensors that are no parameters "
-            f"({', '.join(buffers[:3])}): they are neither trained nor published"
+            f"model type {model.config.model_type!r} needs {', '.join(constants[:3])}, which the files do not have: "
+            "copy or save the model again"
         )
     for entry in policy.entries:
         if (shape := stored[entry.name].shape) != entry.shape:

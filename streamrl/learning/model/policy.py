@@ -18,6 +18,7 @@ from streamrl.learning.model.architecture import (
     decoder_layers,
     logit_scaling,
     longest_exact_sequence,
+    saved_constants,
 )
 from streamrl.learning.model.attention import PackedLayout, PackedSequence, packed_layout
 from streamrl.learning.model.context_parallel import ContextGroup
@@ -121,6 +122,8 @@ class PackedPolicy(nn.Module):
     ``hugging_face``: transformers model.
     ``entries``: tensors of the checkpoint, each with its place in the parameters; weights are published under their
     names.
+    ``constants``: saved tensors that are not trained: names in the checkpoint by names of the model's buffers. Trainer
+    and engines keep the values of the files.
     ``partial_gradients``: names of parameters whose gradient on each rank of ``tensor_group`` is only the part of that
     rank's heads (``parallel.split_tensors``).
     ``context``: ranks that split each row; None: every rank has full rows.
@@ -137,6 +140,7 @@ class PackedPolicy(nn.Module):
                 f"{kind} does not use transformers' attention interface: it cannot be trained on packed rows"
             )
         self.entries = checkpoint_entries(self.hugging_face)
+        self.constants = saved_constants(self.hugging_face)
         self.partial_gradients: frozenset[str] = frozenset()
         self.tensor_group: Any = None
         self.context: ContextGroup | None = None

@@ -36,6 +36,8 @@ from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import ADAPTER_TENSORS, PEFT_PREFIX, PublishedWeights
 from streamrl.learning.state.tensor_meaning import ADAPTER
 from streamrl.pretrained.chat_template import TEMPLATE_FOLDER
+from streamrl.pretrained.model_facts import read_model_config
+from streamrl.pretrained.weight_files import stored_tensors
 
 FORMAT = 2
 SCALARS = "trainer.msgpack"
@@ -166,8 +168,9 @@ def load(
 
 
 def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path: Path) -> None:
-    """Write a directory that transformers and vLLM load: the published bfloat16 tensors, tied ones once, and all files
-    of the original directory except its weights (tokenizer, generation settings, chat template)."""
+    """Write a directory that transformers and vLLM load: the published bfloat16 tensors, tied ones once, the constants
+    of the original directory in its bits, and all of its files except its weights (tokenizer, generation settings,
+    chat template)."""
     directory.mkdir(parents=True)
     for source in sorted(model_path.iterdir()):
         if source.is_file() and not source.name.endswith(WEIGHT_SUFFIXES):
@@ -179,7 +182,19 @@ def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path:
     config["dtype"] = "bfloat16"
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     logging.getLogger("huggingface_hub").setLevel(logging.WARNING)
-    save_torch_state_dict(published, directory, metadata={"format": "pt"})
+    save_torch_state_dict(published | _constants(model_path, published), directory, metadata={"format": "pt"})
+
+
+def _constants(model_path: Path, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the stored tensors that are not trained, such as the expert bias of DeepSeek-V3. A head that shares the
+    weight of the embedding is not among them."""
+    tied = read_model_config(model_path).get("tie_word_embeddings")
+    constants: dict[str, Tensor] = {}
+    for name, stored in stored_tensors(model_path).items():
+        if name not in published and not (tied and name.endswith("lm_head.weight")):
+            with safe_open(stored.file, framework="pt") as file:
+                constants[name] = file.get_tensor(name)
+    return constants
 
 
 def save_shards(files: Iterable[Path], directory: Path, largest: str) -> None:

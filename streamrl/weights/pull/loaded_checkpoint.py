@@ -67,6 +67,18 @@ def _map_bits(file: Path, offset: int, count: int, dtype: np.dtype[np.uint16] | 
     return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
 
 
+def constant_tensors(checkpoint: Path | None, published: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Return the floating-point tensors of the model in ``checkpoint`` that are not ``published``, such as the expert
+    bias of DeepSeek-V3: engines keep them as they have loaded them. None: the values of no files were loaded."""
+    if checkpoint is None:
+        return {}
+    return {
+        name: TensorSpec(name, _DTYPES[tensor.dtype], tensor.shape)
+        for name, tensor in stored_tensors(checkpoint).items()
+        if name not in published and tensor.dtype in _DTYPES
+    }
+
+
 class CheckpointBase:
     """The published tensors of a checkpoint on disk. Files are mapped at first use, and read page by page. Every method
     raises ``WeightError`` where the checkpoint does not have the published names, shapes and dtypes."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -106,20 +107,26 @@ class LoadPlan(msgspec.Struct, frozen=True, eq=False):
     """The rebuilt layer of each loading-time parameter. Such a parameter has no entry in ``storages``."""
 
 
-def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) -> LoadPlan:
+def record_load_plan(
+    model: torch.nn.Module,
+    tensors: Mapping[str, TensorSpec],
+    constants: Mapping[str, TensorSpec] = MappingProxyType({}),
+) -> LoadPlan:
     """Run ``model.load_weights`` over the published ``tensors`` without writing, and record the target of each copy.
+    ``constants``: further tensors of the checkpoint that the engine has loaded, and that nobody publishes: what they
+    fill stays as it is.
 
     Raises ``WeightError`` naming the tensor or parameter: a loader that does more than copy, a runtime dtype that
     cannot hold the published bits, a parameter that no published tensor covers (an emptied one, too) or that two write
     to, a parameter that vLLM rearranged after loading in a layer that cannot be rebuilt."""
     layers = rebuilt_layers(model)
     refuse_unreachable(model, layers.keys())
-    sources = without_values(tensors)
+    sources = without_values({**constants, **tensors})
     with ExitStack() as stack:
         for layer in layers.values():
             stack.enter_context(layer.with_parameters(layer.loading_parameters))
         parameters = _runtime_parameters(model)
-        recorder = _CopyRecorder(sources, parameters)
+        recorder = _CopyRecorder(sources, parameters, frozenset(constants))
         stack.enter_context(torch.no_grad())
         stack.callback(register_module_parameter_registration_hook(recorder.reuse_memory).remove)
         stack.enter_context(recorder)
@@ -127,6 +134,9 @@ def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) 
         _check_same_memory(model, parameters)
     routes: dict[str, list[Route]] = {name: [] for name in tensors}
     for name, route in recorder.routes:
+        if name in constants:
+            recorder.filled.append((route.parameter, route.runtime))
+            continue
         check_exact(tensors[name], route.parameter, parameters[route.parameter])
         if route not in routes[name]:  # a loader may write a tied tensor twice
             routes[name].append(route)
@@ -171,8 +181,14 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records copies of published tensors to runtime parameters (``routes``) and constant fills of parameters
     (``filled``). Other writes to a parameter raise ``WeightError``."""
 
-    def __init__(self, sources: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        constants: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._constants = constants
         self.routes: list[tuple[str, Route]] = []
         self.filled: list[tuple[str, Rectangle]] = []
         self._sources = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
@@ -196,6 +212,8 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = kwargs or {}
         for written in _written_by(func, args, options):
             parameter = self._parameters.get(written.untyped_storage()._cdata)
+            if parameter is None and self._is_constant_of_buffer(func, written, args):
+                return written
             if parameter is None:
                 self._forget(written)
             elif func is torch.ops.aten.copy_.default:
@@ -233,6 +251,13 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.routes.append((name, Route(parameter, source, target)))
         elif value.numel():
             self.routes.append((name, _fit(name, parameter, self._positions(value), _rectangle(written).positions())))
+
+    def _is_constant_of_buffer(self, func: Any, written: torch.Tensor, args: tuple[Any, ...]) -> bool:
+        """Return whether the loader copies a constant into memory of the model that is no parameter, where the value
+        of the checkpoint is already."""
+        if func is not torch.ops.aten.copy_.default or written.is_meta or not args[1].is_meta:
+            return False
+        return self._origin(args[1]) in self._constants
 
     def _forget(self, written: torch.Tensor) -> None:
         """Forget the source of a tensor that the loader changes: its values are no published ones any more."""

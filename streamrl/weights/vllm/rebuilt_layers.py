@@ -25,8 +25,9 @@ _NOTES = "vllm.model_executor.model_loader.reload.layerwise"
 _ONLINE_LOADER = "online_process_loader"
 _ROW_WORDS = 1024
 _FINISHED = "_already_called_process_weights_after_loading"
-_NEVER_REPLACED = frozenset({"bias"})
-"""Parameters that vLLM does not replace after loading: updates copy into them, also in a rebuilt layer."""
+_NEVER_REPLACED = frozenset({"bias", "e_score_correction_bias"})
+"""Parameters that vLLM does not replace after loading: updates copy into them, also in a rebuilt layer. The expert bias
+is not in vLLM's note either."""
 
 
 class RebuiltLayer:

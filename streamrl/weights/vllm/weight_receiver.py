@@ -22,6 +22,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from streamrl.base.errors import WeightError
+from streamrl.weights.pull.loaded_checkpoint import constant_tensors
 from streamrl.weights.pull.replica import CheckpointReplica, TensorSpec
 from streamrl.weights.pull.shared_replica import shared_replica
 from streamrl.weights.requests import decode_announcement
@@ -73,8 +74,11 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
         plan: LoadPlan | None = None
         message: WorkerMessage
         try:
-            record = record_load_plan if self.vllm_config.lora_config is None else record_adapter_plan
-            plan = record(self.model, tensors)
+            if self.vllm_config.lora_config is None:
+                constants = constant_tensors(loaded_checkpoint(self.vllm_config), tensors)
+                plan = record_load_plan(self.model, tensors, constants)
+            else:
+                plan = record_adapter_plan(self.model, tensors)
             message = {name: [route.checkpoint for route in routes] for name, routes in plan.routes.items()}
         except WeightError as error:  # raised below, after the other workers, which wait, have got it
             message = str(error)

@@ -57,6 +57,10 @@ GEMMA: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+GROUPED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
 GPT2_SHAPE = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2,
               "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 
@@ -83,6 +87,24 @@ SUPPORTED: dict[str, Callable[[], Any]] = {
     "cohere": lambda: transformers.CohereConfig(**SHAPE, logit_scale=0.25, use_qk_norm=True),
     "cohere 2": lambda: transformers.Cohere2Config(**SHAPE, logit_scale=0.25, sliding_window=4),
     "olmo 2": lambda: transformers.Olmo2Config(**SHAPE),
+    "apertus, constants of an activation": lambda: transformers.ApertusConfig(**SHAPE),
+    "deepseek v3, an expert bias": lambda: transformers.DeepseekV3Config(
+        **{**SHAPE, "num_key_value_heads": 4},
+        **GROUPED,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+    ),
+    "glm 4 moe": lambda: transformers.Glm4MoeConfig(**SHAPE, **GROUPED),
+    "dots 1": lambda: transformers.Dots1Config(**SHAPE, **GROUPED),
+    "ernie 4.5 moe": lambda: transformers.Ernie4_5_MoeConfig(
+        **SHAPE, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=1, moe_num_shared_experts=1
+    ),
+    "minimax m2, an expert bias under another name": lambda: transformers.MiniMaxM2Config(
+        **SHAPE, **SMALL_HEADS, num_local_experts=4, num_experts_per_tok=2
+    ),
 }
 QUICK = ("qwen2 tied", "qwen3", "mistral, short window", "gemma 3", "gpt 2", "qwen3 moe", "cohere 2")
 """Families of quick tests: each has something that no other one of them has."""
@@ -107,21 +129,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.Llama4TextConfig(**SHAPE, **SMALL_HEADS, num_local_experts=2, intermediate_size_mlp=32),
         r"'llama4_text' has no inner model that gives hidden states",
     ),
-    "constants of an activation": (
-        lambda: transformers.ApertusConfig(**SHAPE),
-        r"stored tensors that are no parameters \(model\.layers\.0\.mlp\.act_fn\.beta",
-    ),
     "alibi": (
         lambda: transformers.BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=4),
         r"'bloom' does not use transformers' attention interface",
-    ),
-    "an expert bias that is no parameter": (
-        lambda: transformers.DeepseekV3Config(
-            **{**SHAPE, "num_key_value_heads": 4}, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
-            qk_nope_head_dim=4, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-            moe_intermediate_size=16, first_k_dense_replace=1,
-        ),
-        r"stored tensors that are no parameters \(model\.layers\.1\.mlp\.gate\.e_score_correction_bias\)",
     ),
 }  # fmt: skip
 
@@ -134,6 +144,9 @@ def save_model(config: Any, directory: Path) -> str:
             if parameter.dim() == 1:  # norms of 1 and biases of 0 would hide that they are left out
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             assert parameter.isfinite().all(), name
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:  # zeros would hide that they are left out
+                buffer.copy_(torch.randn_like(buffer))
     model.save_pretrained(directory)
     return str(directory)
 
@@ -192,12 +205,17 @@ def test_packed_rows_equal_the_models_own_results(family: str, tmp_path: Path) -
     weights = FullWeights(policy.trained_parameters(), policy.entries)
     published = weights.full_published()
     stored = load_file(f"{path}/model.safetensors")
+    constants = {name: stored.pop(name) for name in policy.constants.values()}
     assert {name: tuple(t.shape) for name, t in published.items()} == {n: tuple(t.shape) for n, t in stored.items()}
     assert all(torch.equal(published[name], stored[name].bfloat16()) for name in stored)
     bits = weights.bits()
     assert all((bits[name] == published[name].view(torch.int16).numpy().view("u2").ravel()).all() for name in stored)
     save_hugging_face(tmp_path / "hf", published, Path(path))
     assert transformers.AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == stored.keys() | constants.keys()
+    for name, constant in constants.items():
+        assert exported[name].dtype == constant.dtype and torch.equal(exported[name], constant), name
     with torch.no_grad():
         difference = own_logprobs(own_model(tmp_path / "hf"), row) - packed_logprobs(policy, row)
     assert difference.abs().max() < TOLERANCE
@@ -216,7 +234,9 @@ def test_each_rank_reads_its_rows_of_every_tensor(family: str, tmp_path: Path) -
             # A name of its own: torch takes equal meshes for one, also where this process was another rank then.
             mesh = init_device_mesh("cpu", (3,), mesh_dim_names=(f"of rank {rank}",))
             shard(policy, mesh, Gathered.LAYER, sixteen_bit=False)
-            read = loading._read_parameters(policy, loading._check_names(policy, Path(path)), CPU)
+            files = loading._check_names(policy, Path(path))
+            read = loading._read_parameters(policy, files, CPU)
+            loading._read_constants(policy, files)
             assert read.keys() == parameters.keys()
             for part in local_shards(policy.trained_parameters()):
                 rows = local_part(read[part.name]).flatten()
