@@ -18,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from streamrl.base.atomic_files import write_sidecar  # noqa: E402
@@ -45,12 +46,13 @@ def _one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def model_path(tmp_path: Path) -> Path:
-    """What of a model directory is copied: everything but the weights."""
+    """What of a model directory is copied: everything but the trained weights."""
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"torch_dtype": "float32", "hidden_size": 3}))
     (directory / "tokenizer.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"not copied")
+    stored = {"a.weight": torch.zeros(3, 5), "expert_bias": torch.arange(4.0) / 3}
+    save_file(stored, directory / "model.safetensors")
     return directory
 
 
@@ -94,6 +96,11 @@ def test_a_loaded_checkpoint_goes_on_with_the_same_bits(tmp_path: Path, model_pa
         "hf/tokenizer.json",
     ]
     assert json.loads((tmp_path / "step-7" / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    exported = load_file(tmp_path / "step-7" / "hf" / "model.safetensors")
+    assert exported["a.weight"].any() and exported["a.weight"].dtype == torch.bfloat16
+    assert torch.equal(exported["expert_bias"], torch.arange(4.0) / 3), (
+        "what is not trained keeps its bits and its type"
+    )
     checkpoint.load(tmp_path / "step-7", *part(2)[:2])  # what it holds besides is not in the way
 
 
