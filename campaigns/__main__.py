@@ -23,50 +23,45 @@ The exit code is 1 where something failed. ``--help`` behind a name lists its op
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-
-from campaigns import (
-    control_walks,
-    endpoint_requests,
-    followers,
-    learning_inputs,
-    model_families,
-    resume_twins,
-    soak,
-    suite_faults,
-    trl_scripts,
-)
-from campaigns.chaos import campaign as chaos
-from campaigns.faults import campaign as faults
-from campaigns.foreign_inputs import campaign as foreign_inputs
-from campaigns.front_door import campaign as front_door
-from campaigns.fuzz import campaign as fuzz
-from campaigns.hostile import hostile_messages, hostile_rewards, hostile_surroundings
-from campaigns.hosts import campaign as hosts
+from importlib import import_module
+from pathlib import Path
 
 RunCases = Callable[[Callable[[str], None], Sequence[str]], int]
-HOSTILE = {"messages": hostile_messages, "rewards": hostile_rewards, "surroundings": hostile_surroundings}
+HOSTILE = ("messages", "rewards", "surroundings")
+MODULES = {
+    "faults": "faults.campaign",
+    "fuzz": "fuzz.campaign",
+    "families": "model_families",
+    "front_door": "front_door.campaign",
+    "followers": "followers",
+    "endpoint": "endpoint_requests",
+    "walks": "control_walks",
+    "hosts": "hosts.campaign",
+    "suite_faults": "suite_faults",
+    "chaos": "chaos.campaign",
+    "soak": "soak",
+    "twins": "resume_twins",
+    "trl_scripts": "trl_scripts",
+    "learning": "learning_inputs",
+    "foreign_inputs": "foreign_inputs.campaign",
+    **{name: f"hostile.hostile_{name}" for name in HOSTILE},
+}
+"""Module of each campaign. Only the one that is named is imported: some import torch, which takes seconds."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     campaigns = parser.add_subparsers(required=True, metavar="CAMPAIGN")
-    plain = {"faults": faults, "fuzz": fuzz, "families": model_families, "front_door": front_door}
-    plain |= {"followers": followers, "endpoint": endpoint_requests, "walks": control_walks, "hosts": hosts}
-    plain |= {
-        "suite_faults": suite_faults,
-        "chaos": chaos,
-        "soak": soak,
-        "twins": resume_twins,
-        "trl_scripts": trl_scripts,
-        "learning": learning_inputs,
-    }
-    plain["foreign_inputs"] = foreign_inputs
-    for name, module in {**plain, **HOSTILE}.items():
-        command = campaigns.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
+    for name, module_name in MODULES.items():
+        command = campaigns.add_parser(name, help=_first_line(module_name))
+        if name not in sys.argv[1:2]:
+            continue
+        module = import_module(f"campaigns.{module_name}")
         if name in HOSTILE:
             command.add_argument("words", nargs="*", help="only cases that have one of these in their names")
             command.set_defaults(work=partial(_run_cases, name, module.run))
@@ -74,6 +69,12 @@ def main() -> int:
             module.add_arguments(command)
     arguments = parser.parse_args()
     return int(arguments.work(arguments))
+
+
+def _first_line(module_name: str) -> str:
+    """First line of the description of a module of this folder, which is not imported."""
+    source = Path(__file__).parent.joinpath(*module_name.split(".")).with_suffix(".py").read_text()
+    return (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
 
 
 def _run_cases(name: str, run: RunCases, arguments: argparse.Namespace) -> int:

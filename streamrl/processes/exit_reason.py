@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
+import anyio
 import msgspec
 
 from streamrl.base import errors
@@ -177,7 +178,10 @@ def failures(error: BaseException) -> Iterator[BaseException]:
 
 def _is_consequence(role: Role, error: BaseException) -> bool:
     # In an engine process an EngineError concerns its own vLLM; in the controller it concerns a process that ended.
-    return isinstance(error, StreamBroken) or (role is Role.CONTROLLER and isinstance(error, EngineError))
+    # A memory stream breaks when the task at its other end has failed.
+    return isinstance(error, StreamBroken | anyio.BrokenResourceError) or (
+        role is Role.CONTROLLER and isinstance(error, EngineError)
+    )
 
 
 def write_reason(run_directory: Path, name: str, reason: ExitReason) -> None:

@@ -189,9 +189,14 @@ def _at(table: object, path: str) -> object:
     [
         ("absent.yaml", None, "no such file: give a Python script of TRL, a .yaml of TRL or AReaL"),
         ("a.toml", "[prompts]\ntrain = 1\n", "is a recipe of streamrl already: streamrl train"),
-        ("a.toml", "[trainer\n", "not valid TOML: Expected ']'"),
-        ("a.yaml", "a: [1\n", "not valid YAML: "),
+        ("a.toml", "\n[trainer\nx=1", "a.toml:2: not valid TOML: Expected ']'"),
+        ("a.yaml", "a: 1\nb: [1\n\nc: 2\n", "a.yaml:4: not valid YAML: "),
         ("a.yaml", "- 1\n", "has no settings: give"),
+        (
+            "a.yaml",
+            "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n",
+            "a.yaml is a configuration of accelerate, which says where a script runs and not what it trains",
+        ),
         ("a.sh", "trl grpo --config c.yaml\n", "command lines and shell scripts are not read: give a Python script"),
         ("a.yaml", "a: &a [*a]\n", "not valid YAML: values inside of values"),
     ],

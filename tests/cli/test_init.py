@@ -122,6 +122,18 @@ def test_rows_of_ones_own_in_any_form(name: str, text: str, kind: str, init: Ini
         assert prompts == {row["prompt"]: row["answer"] for row in CORPUS}
 
 
+@pytest.mark.parametrize(("installed", "command"), [(True, "pytest"), (False, "pip install pytest && pytest")])
+def test_the_next_commands_can_be_typed(
+    installed: bool, command: str, init: Init, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel brings no pytest: where it is missing, the command that tests the reward installs it."""
+    with monkeypatch.context() as without:
+        if not installed:
+            without.setitem(sys.modules, "pytest", None)
+        code, written = init("new", "--task", "own", "--model", MODEL, "--json")
+    assert code == 0 and json.loads(written)["next"][1] == command
+
+
 def test_a_name_of_the_hub_stands_in_the_recipe_as_it_is(init: Init, tmp_path: Path) -> None:
     assert init("new", "--task", "math", "--model", "Qwen/Qwen3-0.6B@main")[0] == 0
     text = (tmp_path / "new" / "recipe.toml").read_text()

@@ -7,6 +7,7 @@ import errno
 import signal
 from pathlib import Path
 
+import anyio
 import pytest
 from builders.recipe import small_recipe
 
@@ -100,7 +101,13 @@ def test_kind_of_an_exception(role: Role, error: Exception, kind: ExitKind) -> N
 
 def test_the_cause_inside_a_group_is_reported() -> None:
     group = BaseExceptionGroup(
-        "nursery", [asyncio.CancelledError(), StreamBroken("peer gone"), ExceptionGroup("inner", [ValueError("nan")])]
+        "nursery",
+        [
+            asyncio.CancelledError(),
+            anyio.BrokenResourceError(),
+            StreamBroken("peer gone"),
+            ExceptionGroup("inner", [ValueError("nan")]),
+        ],
     )
     reason = reason_of(Role.CONTROLLER, group)
     assert (reason.kind, reason.message) == (ExitKind.VERDICT, "ValueError: nan")

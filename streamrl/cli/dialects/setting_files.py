@@ -21,7 +21,11 @@ SECTIONS = {
     "verl": {"actor_rollout_ref", "algorithm", "data", "critic"},
 }
 """First parts of keys, one of which tells the system of a YAML file."""
+_ACCELERATE = {"compute_environment", "distributed_type"}
+"""Keys that every file of ``accelerate config`` has."""
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*([^}]*))?\}")
+_LINE = re.compile(r".*\bline (\d+)", re.DOTALL)
+"""The last line that an error names: PyYAML names the start of the value before the place of the error."""
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _REFERENCES_DEEP = 8
 
@@ -55,7 +59,9 @@ def read_settings(path: Path) -> Foreign:
     try:
         table = parse_toml(text) if path.suffix == ".toml" else _yaml(path, text)
     except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{path}: not valid {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from None
+        line = _LINE.search(str(error))
+        place = f"{path}:{line[1]}" if line else f"{path}"
+        raise RecipeError(f"{place}: not valid {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from None
     if not isinstance(table, Mapping) or not table:
         raise RecipeError(f"{path}: has no settings: give {FORMS}")
     pairs = [pair for key, value in leaves("", table) for pair in leaves(key, _scalar(value))]
@@ -103,4 +109,9 @@ def _dialect_of(settings: Mapping[str, Any], path: Path) -> str:
         if firsts & {"prompts", "rewards", "sampling"}:
             raise RecipeError(f"{path} is a recipe of streamrl already: streamrl train {path}")
         return "prime-rl"
+    if firsts >= _ACCELERATE and not firsts & {"model_name_or_path", "dataset_name"}:
+        raise RecipeError(
+            f"{path} is a configuration of accelerate, which says where a script runs and not what it trains (its "
+            f"num_processes is training.ranks): give {FORMS}"
+        )
     return next((dialect for dialect, sections in SECTIONS.items() if firsts & sections), "TRL")

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -134,7 +135,8 @@ class Init(Command, frozen=True, kw_only=True):
         return {}
 
     def _report(self, files: list[str], model_figures: Mapping[str, Any], corpus_text: str) -> None:
-        commands = [f"cd {shlex.quote(str(self.folder))}", "pytest", "streamrl train recipe.toml --dry-run"]
+        test = "pytest" if find_spec("pytest") else "pip install pytest && pytest"
+        commands = [f"cd {shlex.quote(str(self.folder))}", test, "streamrl train recipe.toml --dry-run"]
         commands += ["streamrl try recipe.toml", "streamrl train recipe.toml"]
         if self.json:
             result = {"folder": str(self.folder.absolute()), "files": files, "corpus": corpus_text}

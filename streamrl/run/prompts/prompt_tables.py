@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import mmap
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -107,6 +108,10 @@ def _read_csv(file: Path) -> Sequence[pa.RecordBatch]:
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return ``batch`` after a check that its buffers are long enough. Their content is checked for each row."""
+    """Return ``batch`` after a check that its buffers are long enough, and its columns have names of their own. Their
+    content is checked for each row."""
     batch.validate()
+    for name, count in Counter(batch.schema.names).most_common(1):
+        if count > 1:
+            raise pa.ArrowInvalid(f"{count} columns are named {name}")
     return batch

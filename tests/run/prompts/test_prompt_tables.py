@@ -238,6 +238,22 @@ async def test_values_separated_by_commas_are_a_table(tokenizer: Tokenizer, tmp_
     assert "latin.csv cannot be read (" in problem and "UTF8" in problem
 
 
+@pytest.mark.parametrize("ending", ["csv", "parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused(ending: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A table in which a column would hide another of its name is refused."""
+    path = tmp_path / f"twice.{ending}"
+    table = pa.table([["q"], ["right"], ["wrong"]], names=["prompt", "answer", "answer"])
+    if ending == "csv":
+        path.write_text("prompt,answer,answer\nq,right,wrong\n")
+    elif ending == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    (problem,) = check_prompts(str(path), tokenizer, {})
+    assert f"twice.{ending} cannot be read (2 columns are named answer): correct" in problem
+
+
 @pytest.mark.parametrize("name", ["rows.csv", "rows.parquet", "rows.arrow", "rows.jsonl", "rows.json"])
 def test_a_pointer_of_git_lfs_is_named(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """What a clone has where git-lfs is not installed; no reader of its format explains it."""
