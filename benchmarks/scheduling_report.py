@@ -171,7 +171,7 @@ COLUMNS = (
     "ms a sample",
     "CPU ms a sample",
     "ms a step",
-    "faster than synchronous",
+    "times as fast",
     "less CPU",
     "trained tok/s over synchronous",
     "groups/s",

@@ -11,6 +11,9 @@ from msgspec import Struct, structs
 
 from streamrl.base.messages import Message
 
+WORDS = 60
+"""Characters of a prompt beside its id."""
+
 
 class StartProgress(Message, frozen=True):
     """Progress of a process while the run starts.
@@ -124,6 +127,14 @@ class CompletionSampled(Message, frozen=True):
         text = _shortened(self.text, limit)
         question = _shortened(self.question, limit)
         return structs.replace(self, prompt=prompt, question=question, text=text, turns=turns)
+
+
+class NamedPrompt(Struct, frozen=True):
+    """A line of ``prompts.jsonl``. ``words``: first ``WORDS`` characters of the question, or of a prompt that is no
+    chat."""
+
+    prompt_id: str
+    words: str
 
 
 def _shortened(text: str, limit: int) -> str:

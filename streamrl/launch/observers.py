@@ -30,7 +30,7 @@ from streamrl.observe.user_calls import UserObserver, observer_figures
 from streamrl.processes.watchdog import Watchdog
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.run.evaluate.evaluation import HeldOutEvaluations
-from streamrl.run.evaluate.sample_files import TrainingSamples
+from streamrl.run.evaluate.sample_files import PromptWords, TrainingSamples
 from streamrl.run.journal.recover import Resumption
 from streamrl.stages.episodes import Episodes
 
@@ -83,6 +83,7 @@ def run_observers(
         resumption=resumption,
         trace=trace,
         samples=TrainingSamples(run_directory / "samples.jsonl", processes.tokenizer, most_bytes=size("samples")),
+        words=PromptWords(run_directory / "prompts.jsonl", processes.tokenizer, most_bytes=size("prompts")),
         length_limit=recipe.max_tokens,
     )
     record.journal.elapsed = report.elapsed

@@ -13,9 +13,10 @@ from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
 from streamrl.base.types import EnvironmentResult, ScoredTrajectory, Segment, TrajectoryId
 from streamrl.cli.main import main
 from streamrl.cli.try_rewards.trial_completions import PlainText
+from streamrl.observe.dashboard.run_view import RunView
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
 from streamrl.observe.run_files.run_reader import RunFiles
-from streamrl.run.evaluate.sample_files import TrainingSamples, sample_line, write_evaluation
+from streamrl.run.evaluate.sample_files import PromptWords, TrainingSamples, sample_line, write_evaluation
 
 
 def scored(number: int, text: str, reward: float, *, group: int = 1, **parts: float) -> ScoredTrajectory:
@@ -100,6 +101,17 @@ def test_a_run_samples_completions_into_a_small_file(tmp_path: Path) -> None:
     assert shown == [1, 10, 20, 30, 40]
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert set(sizes) == {"samples.jsonl", "older-samples.jsonl"} and max(sizes.values()) < 20_000 + 3 * 9_000
+
+
+def test_each_prompt_that_was_answered_has_words_once(tmp_path: Path) -> None:
+    """Pages name a prompt by its first words, also where no completion of it was kept."""
+    words = PromptWords(tmp_path / "prompts.jsonl", PlainText())
+    for sample in (*BATCH, *BATCH):
+        words.take(Scored(outcome=sample))
+    words.close()
+    lines = [f'{{"prompt_id":"p{number}","words":"question {number}"}}' for number in (1, 2, 3)]
+    assert (tmp_path / "prompts.jsonl").read_text().splitlines() == lines
+    assert RunView(0, RunFiles(tmp_path)).words() == {f"p{number}": f"question {number}" for number in (1, 2, 3)}
 
 
 def test_stored_tokens_have_text_logprob_and_version(tmp_path: Path) -> None:

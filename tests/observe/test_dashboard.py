@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import socket
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from streamrl.observe.dashboard.live_events import LiveEvents, news, place_of, r
 from streamrl.observe.dashboard.report_page import _inlined
 from streamrl.observe.dashboard.run_view import RunView
 from streamrl.observe.dashboard.server import DashboardServer, serve
-from streamrl.observe.dashboard.timeline_columns import COLUMNS, TimelineColumns, most_at_once
+from streamrl.observe.dashboard.timeline_columns import COLUMNS, TimelineColumns, block_means, most_at_once
 from streamrl.observe.report.trajectory_trace import EnginesLine, EventLine, StepLine, TrajectoryLine, TrajectoryTrace
 from streamrl.observe.run_files.run_reader import RunFiles
 
@@ -378,3 +379,9 @@ def test_turns_and_environment_times_are_shown(run: Path) -> None:
 
 def _spans(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return (one for one in events if one["ph"] == "X")
+
+
+def test_gauges_of_a_long_run_are_means() -> None:
+    """One value of so many would show a rhythm of its own: a gauge that is 1 in every second line is 0.5."""
+    assert block_means(array("f", [1, 0, 1, 0, 1]), 2) == [0.5, 0.5, 1.0]
+    assert block_means(array("f"), 2) == []

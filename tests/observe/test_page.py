@@ -215,11 +215,11 @@ def complete(visit: Visit, *more: str) -> None:
     assert visit.empty() == []
     assert visit.page.evaluate("[window.taken ?? '', document.images.length]") == ["", 0]
     said = visit.page.locator("#samples article").first.locator(".turn")
-    assert [text.split("tokens")[0] for text in said.all_text_contents()] == [
+    assert [re.split("tokens?", text)[0] for text in said.all_text_contents()] == [
         "user9 ", "assistant2 ", f"{HOSTILE}5 ", "assistant1 ",
     ]  # fmt: skip
     assert said.nth(1).locator("span[title^=logprob]").all_text_contents() == ["The answer is ", HOSTILE]
-    assert said.nth(3).text_content() == "assistant1 tokens, version 0, behind an earlier turn 17."
+    assert said.nth(3).text_content() == "assistant1 token, version 0, behind an earlier turn 17."
     assert f"wrong {HOSTILE}" in said.nth(2).text_content()
     lime = "[...timelines][0]?.pixels?.includes([...timelines][0].phases.environment)"
     visit.until(lambda: visit.page.evaluate(lime), "a trajectory in its environment")
@@ -299,6 +299,67 @@ def test_prompts_have_words_and_advice_has_keys(address: str) -> None:
             assert named, f"{name}: {advices[name]}"
             for key in named:
                 assert main(["explain", key]) == 0, key
+        remedies = visit.page.evaluate("Object.values(REMEDIES).join(' ')")
+        lines = [
+            line for line in visit.text("findings").splitlines() if re.search(r"Step \d| prompts were | % of ", line)
+        ]
+        assert len(lines) >= 3, lines
+        for line in (*lines, remedies):
+            keys = [key for key in re.findall(r"\b[a-z_]+\.[a-z_]+\b", line) if not key.startswith("prompt-")]
+            assert keys, f"advice without a key: {line}"
+            for key in keys:
+                assert main(["explain", key]) == 0, key
+
+
+FLAT = """async () => {
+  const host = document.body.appendChild(document.createElement("div")), labels = {};
+  for (const value of [4e-4, 0.3, 0]) {
+    const figure = new Chart(host, "t");
+    figure.show([0, 1, 2], [{ label: "w", values: [value, value, value], colour: "#ff0000" }]);
+    await new Promise(requestAnimationFrame);
+    labels[value] = figure.uplot.axes[1]._values;
+  }
+  const clocks = [0, 3600, 5400, 43200, 129600, 172800, 180000].map(clock);
+  const links = [...document.querySelectorAll("nav a")].map(one => one.getBoundingClientRect().right);
+  return [labels, clocks, meansOf([1, 3, null, 5, 9], 2), Math.max(...links) <= innerWidth];
+}"""
+"""Labels of charts of one value, ticks of time, means of a gauge, and whether each link to a panel is in sight."""
+
+
+@needs_chromium
+def test_labels_differ_and_links_are_in_sight(address: str) -> None:
+    """A curve of one value has labels that differ and none below zero; hours are no time of day; all panels are named
+    in the head; a gauge of many values is drawn by means."""
+    with browsing(viewport={"width": 1280, "height": 800}) as visit:
+        visit.open(address)
+        labels, clocks, means, in_sight = visit.page.evaluate(FLAT)
+        for value, shown in labels.items():
+            assert len(shown) == len(set(shown)) and not any(label.startswith("-") for label in shown), value
+        assert clocks == ["0 min", "1 h", "1 h 30", "12 h", "36 h", "2 days", "50 h"]
+        assert means == [2, 5, 9] and in_sight
+
+
+@needs_chromium
+def test_a_run_with_nothing_is_not_praised(tmp_path: Path) -> None:
+    """A run without a step says of each panel why it is empty; a run of equal rewards is not said to be solved."""
+    (directory := tmp_path / "begun").mkdir()
+    (directory / "recipe.toml").write_text('[run]\nname = "begun"\nsteps = 9\n')
+    (equal := tmp_path / "equal").mkdir()
+    run = WrittenRun(equal, "synchronous")
+    run.close()
+    trace = (equal / "trace.jsonl").read_text()
+    (equal / "trace.jsonl").write_text(re.sub(r'"reward":[\d.]+', '"reward":0.0', trace))
+    with (directory / "lock").open("w") as lock, served(directory) as address, browsing() as visit:
+        lock.write(str(os.getpid()))
+        lock.flush()
+        visit.page.goto(address)
+        visit.until(lambda: "No data" in visit.text("findings"), "the panel says why it is empty")
+        for panel in ("overview", "findings", "curves", "waits", "engines", "prompts"):
+            visit.until(lambda panel=panel: "The run goes on" in visit.text(panel), panel)
+        assert "is kept yet" in visit.text("samples")
+    with served(equal) as address, browsing(viewport={"width": 1280, "height": 9000}) as visit:
+        visit.open(address)
+        assert "Every reward is 0: nothing tells which of the 8 prompts were solved" in visit.text("prompts")
 
 
 @needs_chromium

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
 import msgspec
@@ -70,22 +70,30 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         pairs = ((times.get((self.systems[0], n)), times.get((system, n))) for n in range(1, self.repeats + 1))
         return [base_ms / system_ms for base_ms, system_ms in pairs if base_ms and system_ms]
 
+    def caption(self, system: str) -> str:
+        """Return the name of the system with its figures as the table has them."""
+        heads, rows = self.table()
+        row = dict(zip(heads, rows[self.systems.index(system)], strict=True))
+        return f"{system}: {row['times as fast']} times as fast, {row['ms a sample']} ms a sample"
+
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return heads and rows, one row a system: means over repeats, with the least and the greatest value."""
+        """Return heads and rows, one row a system: means over repeats, with the least and the greatest value. The mean
+        of ratios is the geometric one, in which twice and half as fast are once as fast."""
         heads = ["system", "runs", "times as fast", *(figure.name for figure in FIGURES)]
         rows = []
         for system in self.systems:
             count = sum(run.system == system for run in self.runs)
             cells = [spread_text(self.values(figure, system), figure.form) for figure in FIGURES]
-            rows.append([system, str(count), spread_text(self.speeds(system), ".2f"), *cells])
+            speed = spread_text(self.speeds(system), ".2f", geometric_mean)
+            rows.append([system, str(count), speed, *cells])
         return heads, rows
 
 
-def spread_text(values: Sequence[float], form: str) -> str:
+def spread_text(values: Sequence[float], form: str, mean_of: Callable[[Sequence[float]], float] = fmean) -> str:
     """Return ``1.52 (1.48 to 1.55)``: the mean, the least and the greatest value; ``-`` without values."""
     if not values:
         return "-"
-    mean = f"{fmean(values):{form}}"
+    mean = f"{mean_of(values):{form}}"
     if len(values) == 1:
         return mean
     return f"{mean} ({min(values):{form}} to {max(values):{form}})"
@@ -114,7 +122,7 @@ def comparison_page(comparison: Comparison) -> bytes:
         "notes": [*comparison.notes, *comparison.failures],
         "warnings": [f"{run.system}, repeat {run.repeat}: {text}" for run in comparison.runs for text in run.warnings],
         "stretches": [
-            {"title": f"{run.system}: {run.sample_ms:.1f} ms a sample; from its step {place + 1} on", "place": place}
+            {"title": f"{comparison.caption(run.system)}; repeat {run.repeat} from step {place + 1} on", "place": place}
             for run, place in zip(page_runs, places, strict=True)
         ],
         "seconds": max(step_seconds, default=1.0),

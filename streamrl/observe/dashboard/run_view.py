@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from streamrl.base.line_file import open_regular, read_lines
+from streamrl.base.run_events import WORDS, NamedPrompt
 from streamrl.observe.dashboard.metric_columns import RunMetrics
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
@@ -25,8 +26,6 @@ from streamrl.observe.run_files.run_reader import RunFiles, run_files, runs_in
 LATEST_S = 0.25
 """Seconds within which files are not read again."""
 BINS = 32
-WORDS = 60
-"""Characters of a prompt beside its id."""
 LOG_BYTES = 16_000
 """Bytes of the end of each log that the page shows."""
 _ENDS = ("drain", "resumed")
@@ -115,9 +114,10 @@ class RunView:
         }
 
     def words(self) -> dict[str, str]:
-        """Return the first words of the prompts of which samples were kept, by id."""
+        """Return the first words of prompts, by id. A run of an older streamrl has those of its samples alone."""
         samples = read_lines(self.files.samples, PromptOfSample)
         texts = {sample.prompt_id: " ".join((sample.question or sample.prompt).split()) for sample in samples}
+        texts |= {prompt.prompt_id: prompt.words for prompt in read_lines(self.files.prompts, NamedPrompt)}
         return {prompt_id: self._redaction.text(text)[:WORDS] for prompt_id, text in texts.items()}
 
     def samples(self, sample_filter: SampleFilter, offset: int, limit: int) -> dict[str, Any]:

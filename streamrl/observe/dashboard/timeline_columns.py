@@ -131,13 +131,15 @@ class TimelineColumns:
     def head(self) -> dict[str, Any]:
         """Return everything but the values of the columns."""
         every = max(len(self.load["time_s"]) // MOST_POINTS, 1)
+        load = {name: block_means(values, every) for name, values in self.load.items()}
+        load["time_s"] = self.load["time_s"][::every].tolist()
         return {
             "count": self._placed_count,
             "moments": len(self._moments),
             "columns": [{"name": name, "type": kind} for name, kind in COLUMNS.items()],
             "max_tokens": self.header.max_tokens if self.header else 0,
             "steps": list(map(step_row, self.steps)),
-            "engines": {name: values[::every].tolist() for name, values in self.load.items()},
+            "engines": load,
             "events": list(map(event_row, self.events[-MOST_POINTS:])),
             **self.names(),
         }
@@ -293,6 +295,17 @@ class TimelineColumns:
             parts = (chunk.tolist(), engine[chunk].tolist(), launched[chunk].tolist(), left_engine[chunk].tolist())
             for row, number, since, until in zip(*parts, strict=True):
                 slots[first + row] = self._slots.place(names[number], since, until)
+
+
+def block_means(values: array[Any], every: int) -> list[float]:
+    """Return the mean of each ``every`` values, the last of what is left. One value of so many, in a run of equal
+    steps, would show a rhythm that the run does not have."""
+    starts = np.arange(0, len(values), every)
+    if not len(starts):
+        return []
+    sums = np.add.reduceat(np.frombuffer(values, dtype=np.float32), starts, dtype=np.float64)
+    means: list[float] = (sums / np.diff(starts, append=len(values))).tolist()
+    return means
 
 
 def most_at_once(begins: NDArray[Any], ends: NDArray[Any]) -> int:

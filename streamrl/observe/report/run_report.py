@@ -43,7 +43,7 @@ from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStat
 from streamrl.observe.report.trajectory_trace import StepLine, TrajectoryTrace
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.run.evaluate.evaluation import HeldOutEvaluations
-from streamrl.run.evaluate.sample_files import TrainingSamples
+from streamrl.run.evaluate.sample_files import PromptWords, TrainingSamples
 from streamrl.run.journal.recover import Resumption, what_was_restored
 from streamrl.run.step_metrics import completion_metrics, control_metrics, reward_metrics, staleness_metrics
 from streamrl.run.wait_reason import RunWaits, ShellView
@@ -105,6 +105,7 @@ class RunReport(Observer):
         resumption: Resumption | None = None,
         trace: TrajectoryTrace | None = None,
         samples: TrainingSamples | None = None,
+        words: PromptWords | None = None,
         clock: Callable[[], float] = time.monotonic,
         length_limit: int = 0,
     ) -> None:
@@ -118,6 +119,7 @@ class RunReport(Observer):
         self._resumption = resumption
         self._trace = trace
         self._samples = samples
+        self._words = words
         self._clock = clock
         self._earlier_s = resumption.recovered.elapsed_s if resumption else 0.0
         self._started = self._progressed_at = clock()
@@ -223,6 +225,8 @@ class RunReport(Observer):
         """Count an outcome and its calls of reward functions."""
         if isinstance(outcome, Scored):
             self._rewards.on_outcome(outcome)
+            if self._words is not None:
+                self._words.take(outcome)
         self.trajectories.on_outcome(outcome, self.elapsed())
 
     def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
@@ -330,7 +334,7 @@ class RunReport(Observer):
     def close(self) -> None:
         """Write the open trajectories to the trace, and close the files. Idempotent."""
         self.trajectories.close(self.elapsed())
-        for file in (self._trace, self._samples):
+        for file in (self._trace, self._samples, self._words):
             if file is not None:
                 file.close()
 

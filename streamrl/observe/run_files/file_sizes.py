@@ -4,8 +4,9 @@ files by them."""
 
 from __future__ import annotations
 
-SHARES = {"trace": 1 / 2, "metrics": 1 / 4, "samples": 1 / 16, "evaluations": 1 / 16, "logs": 1 / 8}
-"""Shares of ``trace.jsonl``, ``metrics.jsonl`` and ``samples.jsonl``, each with its older part, of all files of
+SHARES = {"trace": 1 / 2, "metrics": 1 / 4, "samples": 1 / 32, "prompts": 1 / 32, "evaluations": 1 / 16, "logs": 1 / 8}
+"""Shares of ``trace.jsonl``, ``metrics.jsonl``, ``samples.jsonl`` and ``prompts.jsonl``, each with its older part, of
+all files of
 evaluations, and of all logs with their older parts. The journal has no share: every checkpoint shortens it."""
 
 

@@ -103,6 +103,11 @@ class RunFiles(msgspec.Struct, frozen=True):
         """``CompletionSampled`` lines: three completions of each batch."""
         return self.directory / "samples.jsonl"
 
+    @property
+    def prompts(self) -> Path:
+        """``NamedPrompt`` lines: the first words of each prompt."""
+        return self.directory / "prompts.jsonl"
+
     def evaluations(self) -> dict[int, Path]:
         """Return the files with the completions of evaluations, by step, ascending."""
         paths = {path.stem.removeprefix("step-"): path for path in self._files_of("evaluations", "step-*.jsonl")}

@@ -1,5 +1,5 @@
 """Files of completions for readers: all completions of an evaluation (``evaluations/step-N.jsonl``), and three of each
-batch (``samples.jsonl``).
+batch (``samples.jsonl``); and the first words of each prompt (``prompts.jsonl``).
 
 The controller process writes them; ``streamrl samples``, the dashboard and trackers read them. ``streamrl eval`` and
 ``streamrl try`` use the same form."""
@@ -17,7 +17,7 @@ import msgspec
 from streamrl.base.atomic_files import MOST_BYTES, remove_oldest, write_durable
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile
-from streamrl.base.run_events import CompletionSampled, ShownMessage
+from streamrl.base.run_events import WORDS, CompletionSampled, NamedPrompt, ShownMessage
 from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
 from streamrl.base.types import RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId, token_array
 from streamrl.pretrained.tokenizer import Tokenizer
@@ -66,6 +66,31 @@ class TrainingSamples:
         if step == 1 or step % SHOWN_EVERY == 0:
             return samples[-1:]
         return []
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+class PromptWords:
+    """Appends the id and the first words of each prompt whose trajectory ended to ``path``, once a life of the
+    controller: pages name prompts by them, also those of which no completion is kept."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, *, most_bytes: int = MOST_BYTES) -> None:
+        self._tokenizer = tokenizer
+        self._file = LineFile(path, most_bytes=most_bytes)
+        self._named: set[str] = set()
+
+    def take(self, scored: Scored) -> None:
+        """Write the words of the prompt of ``scored``, unless they are written already."""
+        trajectory = scored.outcome.trajectory
+        prompt_id = trajectory.id.prompt_id
+        if prompt_id in self._named:
+            return
+        self._named.add(prompt_id)
+        texts = _texts(trajectory, self._tokenizer)
+        words = " ".join((texts["question"] or texts["prompt"]).split())
+        self._file.append(NamedPrompt(prompt_id=prompt_id, words=words[:WORDS]))
 
     def close(self) -> None:
         """Close the file. Idempotent."""

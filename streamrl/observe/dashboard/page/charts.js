@@ -6,7 +6,7 @@ const runColour = run => RUN_COLOURS[run.run % RUN_COLOURS.length];
 const TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800, 2592000];
 const SHORT = Array.from({ length: 6 }, (unused, power) => [1, 2, 5].map(one => one * 10 ** (power - 7))).flat();  // below a tenth of a second
 const WHOLE = Array.from({ length: 12 }, (unused, power) => [1, 2, 5].map(one => one * 10 ** power)).flat();
-const clock = time => time < 5400 ? `${Math.round(time / 60)} min` : `${Math.floor(time / 3600)}:${String(Math.floor(time / 60) % 60).padStart(2, "0")} h`;
+const clock = time => time < 5400 && time !== 3600 ? `${Math.round(time / 60)} min` : time % 3600 ? `${Math.floor(time / 3600)} h ${String(Math.floor(time / 60) % 60).padStart(2, "0")}` : time < 172800 || time % 86400 ? `${time / 3600} h` : `${time / 86400} days`;
 const FONT = "11px system-ui, sans-serif", ruler = new OffscreenCanvas(1, 1).getContext("2d");
 const widest = texts => { ruler.font = FONT; return Math.max(0, ...(texts ?? []).map(text => ruler.measureText(text).width)); };
 const faint = (colour, alpha = "55") => colour + alpha;
@@ -23,7 +23,7 @@ class Chart {
     this.plot.style.minHeight = height + "px";  // also before it is drawn, so that nothing below moves
     this.none = element("p", { class: "none", hidden: true }, "No data.");
     this.says = element("div", { class: "says" });
-    this.figure = element("figure", {}, element("figcaption", {}, element("b", {}, title), " ", element("span", { class: "dim" }, help)), this.says, this.plot, this.none);
+    this.figure = element("figure", {}, element("figcaption", {}, element("b", {}, title), " ", this.help = element("span", { class: "dim" }, help)), this.says, this.plot, this.none);
     host.append(this.figure);
     resized.set(this.plot, () => this.uplot && this.plot.clientWidth && this.uplot.setSize({ width: this.plot.clientWidth, height: this.height }));
     sizes.observe(this.plot);
@@ -50,8 +50,8 @@ class Chart {
       width: this.plot.clientWidth || 300, height: this.height, padding: [6, 14, 0, 0],
       cursor: { sync: { key: xUnit }, y: false, points: { size: 5 }, drag: { x: true, y: false, dist: 6 } },
       legend: { show: false }, hooks: { setCursor: [plot => this.say(plot.cursor.idx)] }, scales: { x: { time: false }, y: { range: (plot, low, high) => {
-        if (!known(low)) return [0, 1];
-        const gap = Math.max((high - low) * 0.08, Math.abs(high) * 1e-3) || 1;
+        if (!known(low) || (low === 0 && high === 0)) return [0, 1];
+        const gap = high > low ? Math.max((high - low) * 0.08, Math.abs(high) * 0.01) : Math.abs(high) / 2;  // labels of 3 digits differ
         return [least ?? low - gap, most ?? high + gap];
       } } },
       axes: [{ ...axis, size: 22, incrs: xUnit === "s" ? TICKS : WHOLE, values: (plot, ticks, axis, space, step) => ticks.map(tick => xUnit !== "s" ? number(tick) : step < 60 ? number(tick) + " s" : clock(tick)) },
@@ -144,7 +144,8 @@ function heatMap(host, title, steps, edges, rows, onpick) {
   pen.textAlign = "center";
   for (let tick = 0; tick < 6 && tick < rows.length; tick++) {
     const place = Math.round(tick * (rows.length - 1) / Math.max(1, Math.min(5, rows.length - 1)));
-    pen.fillText(number(steps[place]), left + (place + 0.5) * (width - left - 8) / rows.length, height - 6);
+    const text = number(steps[place]), half = pen.measureText(text).width / 2;
+    pen.fillText(text, Math.min(width - half - 1, left + (place + 0.5) * (width - left - 8) / rows.length), height - 6);
   }
   const at = event => {
     const x = Math.floor((event.offsetX - left) / (width - left - 8) * rows.length), bin = Math.floor((height - bottom - event.offsetY) / rise);

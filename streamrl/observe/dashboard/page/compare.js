@@ -46,7 +46,7 @@ function stretch(columns, start, span, width) {
   return canvas;
 }
 
-if (REPORT?.["/api/comparison"]) panel("systems", "Systems side by side", "Figures are means over repeats, in brackets the least and the greatest; a dot is a run. Ratios are taken repeat by repeat. The other panels have the first run of each system.",
+if (REPORT?.["/api/comparison"]) panel("systems", "Systems side by side", "Figures are means over repeats, in brackets the least and the greatest; a dot is a run. Times as fast: the wall time a sample of the first system over that of this one, repeat by repeat, as a geometric mean. The other panels have the first run of each system.",
   { of: "all", paths: ["timeline"], without: "no run is finished." }, async body => {
     const found = await answer("/api/comparison"), most = found.heads.map((head, at) => Math.max(...found.rows.flatMap(row => row.values[at])));
     const figures = found.heads.map(({ name, meaning }, at) => ({ head: name, help: meaning, of: row => row.values[at].length ? sum(row.values[at]) / row.values[at].length : row.cells[at],

@@ -49,6 +49,7 @@ function seconds(value) {
   return (value / 86400).toFixed(1) + " days";
 }
 
+const count = (size, what) => `${size} ${what}${size === 1 ? "" : "s"}`;
 const percent = value => known(value) ? (value * 100).toFixed(value && Math.abs(value) < 0.1 ? 1 : 0) + " %" : "–";
 const bytes = value => !known(value) ? "–" : value < 1e3 ? value + " B" : value < 1e6 ? (value / 1e3).toFixed(1) + " kB" :
   value < 1e9 ? (value / 1e6).toFixed(1) + " MB" : (value / 1e9).toFixed(2) + " GB";
@@ -86,6 +87,8 @@ function table(columns, rows, { sort = null, down = true, most = 200, onrow = nu
   return element("div", { class: "table" }, element("table", {}, element("thead", {}, element("tr", {}, heads)), body), note);
 }
 
+const AWAITED = { running: "The run goes on: this is drawn as soon as there is something.", failed: "The run failed: Processes has the ends of its logs, streamrl show RUN the cause." };
+
 // ---- panels: each draws itself when it is in sight and something that it shows has changed
 const panels = [];
 
@@ -100,7 +103,7 @@ function panel(id, title, explanation, needs, draw) {
       const shown = made.needs.of === "all" ? page.shown() : [page.focus];
       const data = await Promise.all(shown.map(run => Promise.all(needs.paths.map(path => page.data(run, path)))));
       failure.hidden = await draw(body, shown, data) !== false;
-      failure.textContent = `No data: ${needs.without}`;
+      failure.textContent = ["No data:", needs.without, shown.length === 1 ? AWAITED[shown[0].state] : null].filter(Boolean).join(" ");
     } catch (error) {
       failure.hidden = false;
       failure.textContent = `Not shown: ${error.message}`;

@@ -59,6 +59,14 @@ function outcomesOf(columns) {
   return rows;
 }
 
+// What changes an outcome that is frequent.
+const REMEDIES = {
+  lost_race: "To lose fewer: a tail_batching.prompt_oversampling and response_oversampling nearer to 1.",
+  cut: "To cut none: rollout.rounds = \"synchronous\".",
+  stale: "To lose fewer: a larger rollout.max_staleness.",
+  zero_variance: "rollout.dynamic_sampling = false trains them; other prompts in prompts.train teach more.",
+  reward_failed: "Events and processes say why; rewards.timeout_s is the limit of a call.",
+};
 const rewardTime = (columns, i) => columns.reward_end[i] - columns.rollout_end[i];
 const greatest = (rows, of) => rows.reduce((best, i) => best == null || of(i) > of(best) ? i : best, null);
 
@@ -75,34 +83,37 @@ function culprit(columns, words, { most, rows, begin }) {
 
 function findingsOf(run, metrics, waits, words, columns) {
   const found = [], add = (id, text, act) => found.push({ run, id, text, act }), recent = name => median((metrics.values[name] ?? []).slice(-10));
+  const advice = name => REASONS[name] ? ` To change it: ${REASONS[name][2]}.` : "";
   if (columns?.count) {
     const engines = enginesOf(columns), { rows, never } = promptsOf(columns), { steps } = columns.head, typical = median(steps.map(step => step.step_s));
     for (const one of engines) if (one.slower > 1.15 && engines.length > 1) add("engines", `${one.engine} takes ${seconds(one.pace)} a token, ${number(one.slower)} times the time of the typical engine.`);
     for (const step of steps.filter(one => steps.length > 4 && one.step_s > 2 * typical).sort((a, b) => b.step_s - a.step_s).slice(0, 3)) {
       const cause = causeOf(columns, waits, step), { most } = cause;
-      add("step", `Step ${step.step} took ${seconds(step.step_s)}, ${number(step.step_s / typical)} times the median step${most ? `: ${most.name} ${seconds(most.more)} more` : ""}${culprit(columns, words, cause)}.`, () => pickStep(step.step));
+      add("step", `Step ${step.step} took ${seconds(step.step_s)}, ${number(step.step_s / typical)} times the median step${most ? `: ${most.name} ${seconds(most.more)} more` : ""}${culprit(columns, words, cause)}.${advice(most?.name)}`, () => pickStep(step.step));
     }
     const tried = never.filter(row => row.tries >= 8).sort((a, b) => b.tries - a.tries);
-    if (tried.length) add("prompts", `${number(tried.length)} of ${number(rows.length)} prompts were never solved: ${tried.slice(0, 4).map(row => `${promptName(columns, row.key, words)} in ${row.tries} tries`).join(", ")}${tried.length > 4 ? ", ..." : ""}.`);
+    if (tried.length) add("prompts", `${number(tried.length)} of ${number(rows.length)} prompts were never solved: ${tried.slice(0, 4).map(row => `${promptName(columns, row.key, words)} in ${row.tries} tries`).join(", ")}${tried.length > 4 ? ", ..." : ""}. rollout.dynamic_sampling = true leaves their groups out; a larger rollout.group_size tries them more often.`);
     const outcomes = outcomesOf(columns), lost = outcomes.filter(one => !["trained", "unfinished"].includes(one.name)).sort((a, b) => b.count - a.count);
     const sampled = sum(outcomes.map(one => one.tokens)), untrained = sum(lost.map(one => one.tokens)), [worst] = lost;
-    if (untrained > 0.1 * sampled) add("races", `${percent(untrained / sampled)} of sampled tokens (${number(untrained)}) were not trained: ${worst.name} ${number(worst.count)} trajectories (${OUTCOMES[worst.name]?.[1] ?? ""}).`);
+    if (untrained > 0.1 * sampled) add("races", `${percent(untrained / sampled)} of sampled tokens (${number(untrained)}) were not trained: ${worst.name} ${number(worst.count)} trajectories (${OUTCOMES[worst.name]?.[1] ?? ""}). ${REMEDIES[worst.name] ?? ""}`.trimEnd());
   }
   const free = median(waits.bubble_step.slice(-20)), shares = Object.entries(waits.reasons).map(([name, values]) => [name, sum(values.slice(-20))]).sort((a, b) => b[1] - a[1]);
-  if (free > 0.5 && shares.length) add("waits", `${percent(free)} of the engines' slots stood free in the last steps; the run waited most for ${shares.slice(0, 3).map(([name, took]) => `${name} (${percent(took / sum(shares.map(one => one[1])))})`).join(", ")}.`);
-  if (recent("reward/zero_std_ratio") > 0.4) add("prompts", `${percent(recent("reward/zero_std_ratio"))} of groups have equal rewards and teach nothing: rollout.dynamic_sampling, or other prompts.`);
-  if (recent("completion/truncated_ratio") > 0.2) add("lengths", `${percent(recent("completion/truncated_ratio"))} of trained completions were cut: a larger sampling.max_tokens, or a reward for length.`);
+  if (free > 0.5 && shares.length) add("waits", `${percent(free)} of the engines' slots stood free in the last steps; the run waited most for ${shares.slice(0, 3).map(([name, took]) => `${name} (${percent(took / sum(shares.map(one => one[1])))})`).join(", ")}.${advice(shares[0][0])}`);
+  if (recent("reward/zero_std_ratio") > 0.4) add("prompts", `${percent(recent("reward/zero_std_ratio"))} of groups have equal rewards and teach nothing: rollout.dynamic_sampling = true leaves them out; or other prompts in prompts.train.`);
+  if (recent("completion/truncated_ratio") > 0.2) add("lengths", `${percent(recent("completion/truncated_ratio"))} of trained completions were cut: sampling.max_tokens (and environment.max_tokens, with turns) twice as large, or a reward for length.`);
   const held = heldOut(metrics.evaluations), best = held ? Math.max(...held.values.filter(known)) : 0;
-  if (held && last(held.values) < 0.9 * best) add("curves", `Held-out fell to ${number(last(held.values))} from ${number(best)} at step ${held.steps[held.values.indexOf(best)]}: streamrl export RUN@best is that version.`);
+  if (held && last(held.values) < 0.9 * best) add("curves", `Held-out fell to ${number(last(held.values))} from ${number(best)} at step ${held.steps[held.values.indexOf(best)]}: a lower training.learning_rate; streamrl export RUN@best is that version, where checkpoint.keep_best = 1.`);
   return found;
 }
 
 panel("findings", "What stands out", "Of each run that is shown: what differs from the rest of it, or is far from what it could be. Click a line for its panel.", { of: "all", paths: ["metrics", "waits", "words"], without: "no step has ended." }, async (body, runs, data) => {
   const found = [];
+  let empty = 0;
   for (const [place, run] of runs.slice(0, MOST_RUNS).entries()) {
     const columns = await page.data(run, "timeline").catch(() => null);  // its panel says what is wrong
-    found.push(...findingsOf(run, ...data[place], columns));
+    if (data[place][0].step.length || columns?.count) found.push(...findingsOf(run, ...data[place], columns)); else empty++;
   }
+  if (empty === Math.min(runs.length, MOST_RUNS)) return false;
   const go = ({ run, id, act }) => () => { lookAt(run); act?.(); byId(id).scrollIntoView({ behavior: "smooth" }); };
   const more = runs.length > MOST_RUNS ? [element("p", { class: "dim" }, `Of the first ${MOST_RUNS} runs that are shown.`)] : [];
   body.replaceChildren(...(found.length ? [element("ul", { class: "findings" }, found.map(one => element("li", {}, element("button", { onclick: go(one) }, swatch(runColour(one.run)), runs.length > 1 ? element("b", {}, one.run.name + " ") : null, one.text))))] :

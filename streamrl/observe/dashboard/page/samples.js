@@ -39,14 +39,14 @@ function completion(row, by, whole = row.text, from = 0, to = row.token_texts?.l
 // Each message under its role: turns of the model as completions, what an environment wrote as it stands.
 function conversation(row, by, from = 0) {
   return row.turns.map(({ role, text, tokens, sampled, version, again }) => element("div", { class: sampled ? "turn sampled" : "turn" },
-    element("div", { class: "facts" }, element("b", {}, role), element("span", {}, `${tokens} tokens${sampled ? `, version ${version ?? 0}` : ""}${again ? ", behind an earlier turn" : ""}`)),
+    element("div", { class: "facts" }, element("b", {}, role), element("span", {}, `${count(tokens, "token")}${sampled ? `, version ${version ?? 0}` : ""}${again ? ", behind an earlier turn" : ""}`)),
     sampled ? completion(row, by, text, from, from += tokens) : element("pre", { class: "text" }, text)));
 }
 
 function sample(row, by, title = "") {
   const parts = Object.entries(row.rewards ?? {}), versions = [...new Set(row.versions ?? [])];
   return element("article", {}, element("div", { class: "facts" }, title ? element("b", {}, title) : null, element("span", {}, "step ", element("b", {}, String(row.step ?? "–"))), element("span", {}, "reward ", element("b", {}, number(row.reward))),
-    ...parts.map(([name, value]) => element("span", {}, `${name} ${number(value)}`)), element("span", {}, `${row.tokens ?? "–"} tokens${row.turns?.length ? ` in ${row.turns.filter(turn => turn.sampled).length} turns` : ""}`), element("span", {}, row.finish_reason || "stopped"), versions.length ? element("span", {}, `versions ${versions.join(", ")}`) : null),
+    ...parts.map(([name, value]) => element("span", {}, `${name} ${number(value)}`)), element("span", {}, `${count(row.tokens ?? "–", "token")}${row.turns?.length ? ` in ${count(row.turns.filter(turn => turn.sampled).length, "turn")}` : ""}`), element("span", {}, row.finish_reason || "stopped"), versions.length ? element("span", {}, `version${versions.length > 1 ? "s" : ""} ${versions.join(", ")}`) : null),
   ...(row.turns?.length ? conversation(row, by) : [element("pre", { class: "text prompt" }, row.prompt ?? ""), completion(row, by)]));
 }
 
@@ -67,7 +67,7 @@ panel("samples", "Samples", "Completions that the run kept, with their rewards. 
   };
   const turn = by => () => { wanted.offset = Math.max(0, wanted.offset + by * PAGE_OF_SAMPLES); body.again(); }, brief = text => (text ?? "").slice(0, 160).replace(/\s+/g, " ");
   body.list.replaceChildren(table([{ head: "step", of: row => row.step }, { head: "reward", of: row => row.reward, text: number }, { head: "tokens", of: row => row.tokens }, { head: "kept as", of: row => [row.source, row.chosen ?? row.set].filter(Boolean).join(" ") || null }, { head: "end", of: row => row.finish_reason },
-    { head: "prompt", of: row => brief(row.question || row.prompt), class: "brief" }, { head: "completion", of: row => brief(row.text), class: "brief" }], rows, { onrow: row => { body.chosen = row; open(row); }, empty: "No sample that was kept fits. A run keeps the best, the worst and a random completion of each batch, and those of evaluations." }),
+    { head: "prompt", of: row => brief(row.question || row.prompt), class: "brief" }, { head: "completion", of: row => brief(row.text), class: "brief" }], rows, { onrow: row => { body.chosen = row; open(row); }, empty: `No sample ${["step", "least", "most", "prompt"].some(name => wanted[name] !== "") ? "that was kept fits" : "is kept yet"}. A run keeps the best, the worst and a random completion of each batch, and those of evaluations.` }),
   element("div", { class: "controls" }, element("button", { onclick: turn(-1), disabled: wanted.offset === 0 }, "◂"), `${total ? wanted.offset + 1 : 0} to ${Math.min(total, wanted.offset + rows.length)} of ${number(total)}`,
     element("button", { onclick: turn(1), disabled: wanted.offset + rows.length >= total }, "▸")));
   body.colours.hidden = !rows.some(row => row.token_texts);

@@ -30,6 +30,9 @@ panel("step", "One step", "What took the time of one step, against the median st
 
 const promptId = (columns, place) => columns.head.prompts[place] ?? "#" + place;
 const promptName = (columns, place, words) => [promptId(columns, place), words[promptId(columns, place)]].filter(Boolean).join(" · ");
+// Values of a gauge, each `every` of them as their mean: one of so many would show a rhythm of its own.
+const meansOf = (values, every) => Array.from({ length: Math.ceil(values.length / every) }, (unused, place) => { const part = values.slice(place * every, (place + 1) * every).filter(known); return part.length ? sum(part) / part.length : null; });
+const said = (figure, help) => { figure.help.textContent = help; return figure; };
 const pace = (columns, i) => columns.tokens[i] > 0 ? (columns.sampling(i) - (columns.paused[i] || 0)) / columns.tokens[i] : null;
 
 panel("engines", "Engines", "What each engine did and at what pace: an engine whose seconds a token are well above the others' is slow. Below, requests and KV cache of all engines over time.", { paths: ["timeline"], without: "no trajectory has ended, or trace.jsonl is gone." },
@@ -38,12 +41,13 @@ panel("engines", "Engines", "What each engine did and at what pace: an engine wh
     if (!rows.length) return false;
     body.list ??= body.appendChild(element("div"));
     body.list.replaceChildren(table([{ head: "engine", of: row => row.engine || "unknown" }, { head: "trajectories", of: row => row.count, text: number }, { head: "tokens", of: row => row.tokens, text: number }, { head: "time a token, median", of: row => row.pace, text: seconds },
-      { head: "against the median engine", of: row => row.slower, text: value => element("span", { class: value > 1.15 ? "bad" : "" }, number(value) + (value > 1.15 ? " slow" : "")) }, { head: "queued, median", of: row => row.wait, text: seconds },
+      { head: "against the median engine", of: row => row.slower, text: value => element("span", { class: value > 1.15 ? "bad" : "" }, value.toFixed(2) + (value > 1.15 ? " slow" : "")) }, { head: "queued, median", of: row => row.wait, text: seconds },
       { head: "slots taken", of: row => row.lanes ? row.busy / row.lanes / columns.end : null, text: percent, help: "sampling time of its trajectories over time of its slots" }], rows, { sort: 0, down: false }));
     body.pair ??= body.appendChild(element("div", { class: "pair" }));
-    const every = Math.ceil(load.time_s.length / 1500), pick = values => values?.filter((value, index) => index % every === 0), time = pick(load.time_s);
-    chart(body.pair, "requests", "Requests", "running and waiting").show(time, [{ label: "running", gauge: true, values: pick(load.running), colour: reasonColour("sampling") }, { label: "waiting", gauge: true, values: pick(load.waiting), colour: reasonColour("reward") }], { xUnit: "s", least: 0 });
-    chart(body.pair, "kv", "KV cache", "share that is in use").show(time, [{ label: "in use", gauge: true, values: pick(load.kv_usage), colour: reasonColour("push") }], { xUnit: "s", unit: "share", least: 0 });
+    const every = Math.ceil(load.time_s.length / 700), means = values => every === 1 ? values : values && meansOf(values, every), time = load.time_s.filter((value, index) => index % every === 0);
+    const over = every > 1 ? `, means of ${seconds((load.time_s.at(-1) - load.time_s[0]) / time.length)}` : "";
+    said(chart(body.pair, "requests", "Requests"), "running and waiting" + over).show(time, [{ label: "running", gauge: true, values: means(load.running), colour: reasonColour("sampling") }, { label: "waiting", gauge: true, values: means(load.waiting), colour: reasonColour("reward") }], { xUnit: "s", least: 0 });
+    said(chart(body.pair, "kv", "KV cache"), "share that is in use" + over).show(time, [{ label: "in use", gauge: true, values: means(load.kv_usage), colour: reasonColour("push") }], { xUnit: "s", unit: "share", least: 0 });
   });
 
 panel("lengths", "Lengths", "Histogram of completion lengths over steps, dark is many: of all that were sampled, and of those that were trained. Where the two differ, races, cuts or filters choose by length.",
@@ -54,7 +58,7 @@ panel("lengths", "Lengths", "Histogram of completion lengths over steps, dark is
     body.charts = null;
     for (const name of ["sampled", "trained"]) heatMap(body, `${name[0].toUpperCase()}${name.slice(1)}, tokens`, lengths.step, lengths.edges, lengths[name], index => pickStep(lengths.step[index]));
     const of = name => metrics.values[name];
-    chart(body, "means", "Mean length", "trained against sampled").show(metrics.step, [{ label: "sampled", values: of("length/sampled_mean"), colour: RUN_COLOURS[1] }, { label: "trained", values: of("completion/length_mean"), colour: RUN_COLOURS[0] }]);
+    chart(body, "means", "Mean length", "trained against sampled").show(metrics.step, [{ label: "sampled", values: of("length/sampled_mean"), colour: RUN_COLOURS[1] }, { label: "trained", values: of("completion/length_mean"), colour: RUN_COLOURS[0], dash: [6, 4] }]);
     chart(body, "cut", "Truncated", "share of trained completions cut by max_tokens").show(metrics.step, [{ label: "truncated", values: of("completion/truncated_ratio"), colour: RUN_COLOURS[4] }], { unit: "share", least: 0 });
   });
 
@@ -95,7 +99,9 @@ panel("prompts", "Prompts", "Each prompt with its rewards over the run. Those at
   (body, [run], [[columns, words]]) => {
     const { rows, low, high, never, always } = promptsOf(columns);
     if (!rows.length) return false;
-    body.replaceChildren(element("p", {}, element("b", {}, `${number(never.length)} of ${number(rows.length)} prompts were never solved`), ` (no reward above ${number(low)}), ${number(always.length)} always (each reward is ${number(high)}): both teach nothing.`),
+    const spread = high > low ? [element("b", {}, `${number(never.length)} of ${number(rows.length)} prompts were never solved`), ` (no reward above ${number(low)}), ${number(always.length)} always (each reward is ${number(high)}): both teach nothing.`] :
+      [element("b", {}, `Every reward is ${number(low)}`), `: nothing tells which of the ${number(rows.length)} prompts were solved, and nothing is learnt. streamrl reward test calls the reward alone.`];
+    body.replaceChildren(element("p", {}, spread),
       table([{ head: "prompt", of: row => promptName(columns, row.key, words), class: "brief" }, { head: "sampled", of: row => row.sampled, help: "trajectories, those without a reward too" }, { head: "tries", of: row => row.tries, help: "trajectories with a reward" }, { head: "mean reward", of: row => row.total / row.tries, text: number }, { head: "best", of: row => row.best, text: number },
         { head: "mean tokens", of: row => row.tokens / row.tries, text: number }, { head: "never solved", of: row => row.best <= low && high > low ? row.tries : 0, text: value => value ? `${value} tries` : "" }],
       rows, { sort: 6, most: 12, onrow: row => openSamples({ prompt: promptId(columns, row.key), step: "" }) }));
