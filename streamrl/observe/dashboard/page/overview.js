@@ -70,7 +70,7 @@ panel("overview", "Overview", "The newest figures of the run. A small line shows
     const tiles = [];
     const change = values => {
       const [now, before] = [median(values.slice(-10)), median(values.slice(-20, -10))];
-      return known(now) && known(before) && before !== 0 ? `${now >= before ? "+" : "−"}${percent(Math.abs(now / before - 1))}: last 10 steps, the 10 before` : "";
+      return known(now) && known(before) && before !== 0 ? `${now >= before ? "+" : "−"}${percent(Math.abs(now / before - 1))} over 10 steps` : "";
     };
     for (const [label, name, unit] of [["Reward", "reward/mean"], ["Length, tokens", "completion/length_mean"], ["Samples a second", "perf/samples_s"], ["Time of a step", "time/step_s", "s"]])
       tiles.push(tile(label, inUnit(last(of(name)), unit), change(of(name)), sparkline(recent(of(name)), colour)));

@@ -58,7 +58,7 @@ panel("lengths", "Lengths", "Histogram of completion lengths over steps, dark is
     body.charts = null;
     for (const name of ["sampled", "trained"]) heatMap(body, `${name[0].toUpperCase()}${name.slice(1)}, tokens`, lengths.step, lengths.edges, lengths[name], index => pickStep(lengths.step[index]));
     const of = name => metrics.values[name];
-    chart(body, "means", "Mean length", "trained against sampled").show(metrics.step, [{ label: "sampled", values: of("length/sampled_mean"), colour: RUN_COLOURS[1] }, { label: "trained", values: of("completion/length_mean"), colour: RUN_COLOURS[0], dash: [6, 4] }]);
+    chart(body, "means", "Mean length", "trained against sampled").show(metrics.step, [{ label: "sampled", values: of("length/sampled_mean"), colour: RUN_COLOURS[1] }, { label: "trained", values: of("completion/length_mean"), colour: RUN_COLOURS[0], dash: metrics.step.length < 200 ? [6, 4] : undefined }]);
     chart(body, "cut", "Truncated", "share of trained completions cut by max_tokens").show(metrics.step, [{ label: "truncated", values: of("completion/truncated_ratio"), colour: RUN_COLOURS[4] }], { unit: "share", least: 0 });
   });
 
