@@ -141,11 +141,11 @@ class StreamEnd(ABC):
         if not self.binds and self.phase is Phase.WAITING:
             self._send(Kind.HELLO, _encode_hello(self.hello))
 
-    def on_disconnected(self) -> None:
+    def on_disconnected(self, reason: str = "its connection closed without an end of the stream") -> None:
         """Handle the loss of the connection to the peer."""
         self.disconnected = True
         if self.phase in (Phase.OPEN, Phase.ENDING):
-            self._enter_broken(f"the {self._other_role} is gone: its connection closed without an end of the stream")
+            self._enter_broken(f"the {self._other_role} is gone: {reason}")
 
     def on_message(self, origin: MessageOrigin, frames: Sequence[Buffer]) -> None:
         """Handle a message of the peer or of an unknown process."""

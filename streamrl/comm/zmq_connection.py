@@ -15,7 +15,7 @@ import zmq
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.notifier import Notifier
-from streamrl.comm import zmq_sockets
+from streamrl.comm import socket_options, zmq_sockets
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.stream_protocol import MessageOrigin, StreamEnd
 from streamrl.comm.wire import Buffer, WireLimits
@@ -99,6 +99,8 @@ class StreamConnection:
                     tasks.start_soon(self._watch, self._socket.fileno())
                 if self._guard is not None and self._gate_fd >= 0:
                     tasks.start_soon(self._watch_gate, self._guard, self._gate_fd)
+                if self._ipc_identity is not None:
+                    tasks.start_soon(self._keep_path)
 
     def stop(self) -> None:
         """End ``run``."""
@@ -113,6 +115,12 @@ class StreamConnection:
         """Raise ``StreamRLError`` when the gate has ended, so that no peer can be authenticated any more."""
         await anyio.wait_readable(fd)
         guard.check()
+
+    async def _keep_path(self) -> None:
+        while True:
+            await anyio.sleep(zmq_sockets.KEEP_S)
+            if self._attached and self._socket is not None:
+                self._ipc_identity = zmq_sockets.keep_ipc_path(self._socket, self.endpoint, self._ipc_identity)
 
     async def changed(self) -> None:
         """Wait until the stream has changed."""
@@ -147,7 +155,13 @@ class StreamConnection:
         # Not before the messages: the last items of a peer, or its reason for breaking the stream, come first.
         if self._connection_is_lost() and not self._departure_sent:
             self._departure_sent = True
-            self.end.on_disconnected()
+            if socket_options.stays_here(self.endpoint):
+                self.end.on_disconnected()
+            else:
+                self.end.on_disconnected(
+                    f"its connection closed, or no heartbeat came for {socket_options.HEARTBEAT_TIMEOUT_MS / 1000:g} s "
+                    "(again after each large message: large packets are lost on the way, look at the MTU)"
+                )
             received = True
         # Detaching a listener also ends its connections, so the peer must have received everything first.
         peer_is_done = self.end.disconnected if self._binds else self._departure_sent

@@ -6,6 +6,7 @@ may connect. Weight servers and commands use single functions about addresses.""
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket as sockets
 import stat
@@ -20,11 +21,16 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.host_addresses import wrong_port
 from streamrl.comm.socket_options import make_socket
 
+log = logging.getLogger(__name__)
+
 IPC_PATH_BYTES = 107
 """Longest path of a unix socket: an address has 108 bytes with the closing zero."""
 
 LINGER_MS = 500
 """Time that unsent bytes have after the socket of a stream was closed. After a close handshake there are none."""
+
+KEEP_S = 5
+"""Seconds between two looks at the file of a socket."""
 
 _TRANSPORTS = ("ipc", "tcp")
 _MONITORED = (
@@ -150,6 +156,26 @@ def ipc_path_identity(endpoint: str) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
+
+
+def keep_ipc_path(socket: zmq.Socket[bytes], endpoint: str, identity: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Renew the times of the file of a bound ipc ``endpoint``, and bind it again where the file is gone: cleaners of
+    folders for temporary files take what is old. Its connections go on. ``identity``: value of ``ipc_path_identity``
+    after the bind (None: nothing to keep). Returns the present one. Call it every ``KEEP_S`` seconds."""
+    if identity is None:
+        return None
+    path = endpoint.removeprefix("ipc://")
+    try:
+        os.utime(path)
+        return identity
+    except OSError:
+        log.warning("the socket %s was taken away, as by a cleaner of temporary files; it is bound again", path)
+    try:
+        bind(socket, endpoint)
+        return ipc_path_identity(endpoint)
+    except StreamRLError as error:
+        log.warning("%s", error)
+        return identity
 
 
 def remove_ipc_path(endpoint: str, identity: tuple[int, int] | None) -> None:

@@ -23,7 +23,7 @@ from anyio.abc import SocketAttribute
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from streamrl.base.errors import RecipeError, StreamRLError, WireError
-from streamrl.comm.zmq_sockets import IPC_PATH_BYTES
+from streamrl.comm.zmq_sockets import IPC_PATH_BYTES, KEEP_S
 from streamrl.launch import control_protocol as protocol
 from streamrl.recipe.topology import control_socket, read_topology
 from streamrl.run.journal.journal_file import writer_of
@@ -110,17 +110,30 @@ class ControlServer:
         """Serve connections after ``open`` until cancelled, and remove the socket."""
         assert self._listener is not None, "open comes before run"
         try:
-            async with self._listener, anyio.create_task_group() as connections:
+            async with anyio.create_task_group() as connections:
+                connections.start_soon(self._take_connections, self._listener, connections)
                 while True:
+                    await anyio.sleep(KEEP_S)
                     try:
-                        stream = await self._listener.accept()
-                    except anyio.BrokenResourceError as error:  # no file descriptors left, for example
-                        log.warning("the control socket cannot take a connection: %s", error.__cause__)
-                        await anyio.sleep(1)
-                        continue
-                    connections.start_soon(self._serve, stream)
+                        os.utime(self._path)  # cleaners of temporary files take what is old
+                    except OSError:
+                        log.warning("the control socket was taken away, as by a cleaner of temporary files")
+                        with suppress(StreamRLError):
+                            await self.open()
+                            connections.start_soon(self._take_connections, self._listener, connections)
         finally:
             self._path.unlink(missing_ok=True)
+
+    async def _take_connections(self, listener: anyio.abc.SocketListener, connections: anyio.abc.TaskGroup) -> None:
+        async with listener:
+            while True:
+                try:
+                    stream = await listener.accept()
+                except anyio.BrokenResourceError as error:  # no file descriptors left, for example
+                    log.warning("the control socket cannot take a connection: %s", error.__cause__)
+                    await anyio.sleep(1)
+                    continue
+                connections.start_soon(self._serve, stream)
 
     async def _serve(self, stream: anyio.abc.SocketStream) -> None:
         """Answer the request of one connection, and close the connection."""

@@ -8,6 +8,7 @@ a user's program are not touched. Shared memory is named after the run (``name_s
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -85,12 +86,16 @@ class LocalLauncher:
         self._starting = threading.Lock()  # a child that was just started and is not in ``sessions`` yet is no orphan
 
     def open(self) -> None:
-        """Adopt orphans of the run from now on."""
+        """Adopt orphans of the run from now on, and lock its directory of sockets: systemd-tmpfiles cleans no folder
+        that is locked."""
         adopt_orphans(1)
+        self._lock = os.open(self._socket_directory, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def close(self) -> None:
         """Stop adopting orphans, unless this process has another run."""
         adopt_orphans(-1)
+        os.close(self._lock)
 
     def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
         """Start one role. Raises ``OSError`` where the system has no room for a process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -17,11 +18,12 @@ import anyio
 import msgspec
 import pytest
 import zmq
+from builders.processes import until
 
 from streamrl.base.errors import StreamBroken, StreamEnded, WireError
 from streamrl.base.messages import EngineCall, EngineEvent, EngineLoad, EngineOrder
 from streamrl.base.types import Record, TokenArray
-from streamrl.comm import socket_options, wire, zmq_stream
+from streamrl.comm import socket_options, wire, zmq_sockets, zmq_stream
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.stream_protocol import Hello, Kind, StreamRole
 from streamrl.comm.transport_keys import KeyRole
@@ -430,16 +432,53 @@ async def test_a_peer_that_computes_is_not_dead(new_endpoint: NewEndpoint, monke
             assert [order.order_id async for order in receives] == [0, 1, 2]
 
 
+async def test_a_peer_of_this_host_that_is_stopped_is_not_gone(
+    new_endpoint: NewEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither end counts the time: a debugger stops one, and what suspends a job stops both."""
+    monkeypatch.setattr(socket_options, "HEARTBEAT_INTERVAL_MS", 50)
+    monkeypatch.setattr(socket_options, "HEARTBEAT_TIMEOUT_MS", 300)
+    for transport in ("ipc", "tcp"):
+        async with zmq_receiver(EngineOrder, new_endpoint(transport), bind=True, window=4) as receives:
+            with child("sender", receives.endpoint, "block") as process:
+                await until_ready(process)
+                process.send_signal(signal.SIGSTOP)
+                await anyio.sleep(1.0)
+                process.send_signal(signal.SIGCONT)
+                assert [order.order_id async for order in receives] == [0, 1, 2]
+
+
+async def test_a_socket_that_a_cleaner_took_away_is_bound_again(
+    new_endpoint: NewEndpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the stream is open already; what is there is renewed, so that it is not taken away."""
+    monkeypatch.setattr(zmq_sockets, "KEEP_S", 0.05)
+    async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True, window=4) as receives:
+        file = receives.endpoint.removeprefix("ipc://")
+        os.utime(file, (0, 0))
+        await until(lambda: os.stat(file).st_mtime > 0)
+        os.unlink(file)
+        await until(lambda: os.path.exists(file))
+        async with zmq_sender(EngineOrder, receives.endpoint, bind=False) as sends:
+            os.unlink(file)
+            await until(lambda: os.path.exists(file))
+            await sends.send(EngineCall(order_id=7, method="resume"))
+            assert (await receives.receive()).order_id == 7
+    assert caplog.text.count("as by a cleaner of temporary files") == 2
+
+
 async def test_a_frozen_peer_is_noticed_by_its_heartbeat(
     new_endpoint: NewEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On another host; here it stands on this one."""
+    monkeypatch.setattr(socket_options, "stays_here", lambda _: False)
     monkeypatch.setattr(socket_options, "HEARTBEAT_INTERVAL_MS", 50)
     monkeypatch.setattr(socket_options, "HEARTBEAT_TIMEOUT_MS", 300)
     async with zmq_receiver(EngineOrder, new_endpoint("tcp"), bind=True, window=4) as receives:
         with child("sender", receives.endpoint, "sleep") as process:
             await until_ready(process)
             process.send_signal(signal.SIGSTOP)
-            with pytest.raises(StreamBroken, match="the sender is gone"):
+            with pytest.raises(StreamBroken, match=r"the sender is gone: .*no heartbeat came for 0.3 s .*the MTU\)"):
                 while True:
                     await receives.receive()
 

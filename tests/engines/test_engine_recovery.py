@@ -135,6 +135,7 @@ async def test_an_engine_that_stalls_is_ended_and_replaced() -> None:
 
 async def test_a_stalled_engine_with_broken_streams_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose streams break first because it stalls is ended, too."""
+    monkeypatch.setattr(socket_options, "stays_here", lambda _: False)
     monkeypatch.setattr(socket_options, "HEARTBEAT_INTERVAL_MS", 300)
     monkeypatch.setattr(socket_options, "HEARTBEAT_TIMEOUT_MS", 1500)
     async with controlled(1, silence_timeout_s=8.0) as one:

@@ -49,14 +49,15 @@ def test_every_option_is_set(tmp_path: Path) -> None:
             options = {
                 zmq.MAXMSGSIZE: largest,
                 zmq.HANDSHAKE_IVL: 10_000,
-                zmq.HEARTBEAT_IVL: 2_000,
-                zmq.HEARTBEAT_TIMEOUT: 10_000,
+                zmq.HEARTBEAT_IVL: 0,
                 zmq.RECONNECT_IVL_MAX: 500,
                 zmq.IPV6: 0,
             }
             assert {option: socket.getsockopt(option) for option in options} == options, name
             assert 0 <= socket.getsockopt(zmq.LINGER) <= 500, "nothing waits for a peer for ever"
             assert socket.getsockopt(zmq.RCVHWM) > 0, "a peer that ignores credit does not fill the memory"
+    with pull_socket(GuardedContext.instance(), zmq.ROUTER, "tcp://10.0.0.1:1", max_frame_bytes=1) as distant:
+        assert (distant.getsockopt(zmq.HEARTBEAT_IVL), distant.getsockopt(zmq.HEARTBEAT_TIMEOUT)) == (2_000, 10_000)
 
 
 def test_a_reply_to_a_peer_that_is_gone_is_an_error() -> None:

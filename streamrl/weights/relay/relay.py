@@ -22,7 +22,7 @@ from streamrl.base.messages import WeightAnnouncement
 from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
 from streamrl.comm.object_store import in_store
 from streamrl.comm.transport_keys import KeyRole
-from streamrl.comm.zmq_sockets import ipc_path_identity, remove_ipc_path
+from streamrl.comm.zmq_sockets import KEEP_S, ipc_path_identity, keep_ipc_path, remove_ipc_path
 from streamrl.weights.relay.state import Asker, AskPiece, PieceSource, RelayReply, RelayState
 from streamrl.weights.requests import MANIFEST_LIMIT, REQUEST_LIMIT, encoder, pull_socket
 
@@ -115,9 +115,12 @@ class Relay:
         gate = self._context.opened_gate  # admits peers by their keys; None: no socket has needed it
         if gate is not None:
             self._poller.register(gate.ended_fd, zmq.POLLIN)
-        ticked = time.monotonic()
+        looked = ticked = time.monotonic()
         while True:
-            ready = dict(self._poller.poll(_TICK_MS if self.state.waits else None))
+            ready = dict(self._poller.poll(_TICK_MS if self.state.waits else int(KEEP_S * 1000)))
+            if time.monotonic() > looked + KEEP_S:
+                looked = time.monotonic()
+                self._identity = keep_ipc_path(self._routers[True], self._local, self._identity)
             if self._stopped:
                 return
             if gate is not None and gate.ended_fd in ready:
