@@ -9,9 +9,10 @@ import pytest
 from builders.files import json_lines
 
 from streamrl.base.errors import CannotContinue
-from streamrl.base.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
+from streamrl.base.run_events import EvaluationFinished, RunDecided, RunProgress, RunWarning, StepFinished
 from streamrl.control.actions import ControlAction, LaunchGroup
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
+from streamrl.observe.report import run_report
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.recipe.topology import PreparedSet
@@ -46,6 +47,22 @@ async def test_every_trajectory_ends_once_and_no_token_is_too_old(
         for version, batch in enumerate(rank.batches):
             assert all(version - sample.oldest_version <= run.settings.max_staleness for sample in batch)
             assert all(run.scorer.returned[str(s.id)] == s.reward for s in batch), "a reward nobody returned"
+
+
+async def test_progress_names_the_step_whose_line_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the weights of a step are pushed, the progress is that of this step, whose line is not printed yet."""
+    monkeypatch.setattr(run_report, "PROGRESS_INTERVAL_S", 0.0)
+    run = SimulatedRun(run_settings(), tmp_path)
+    await run.run()
+    printed = 0
+    pushed = []
+    for event in run.events:
+        if isinstance(event, StepFinished):
+            printed = event.step
+        elif isinstance(event, RunProgress) and event.phase == "weights" and printed:
+            assert event.step == min(printed + 1, 6)
+            pushed.append(event.step)
+    assert set(pushed) == {2, 3, 4, 5, 6}
 
 
 async def test_the_journal_rebuilds_the_control_state(tmp_path: Path) -> None:

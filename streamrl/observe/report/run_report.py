@@ -297,6 +297,7 @@ class RunReport(Observer):
         if now - self._progressed_at < PROGRESS_INTERVAL_S:
             return
         self._progressed_at = now
+        step = min(self._next_step, state.steps)
         phase = "rollout"
         finished = state.batch.filled
         target = state.batch.target
@@ -307,9 +308,9 @@ class RunReport(Observer):
             target = evaluation.completions
         elif state.pending.push is not None:
             phase = "weights"
+            step = min(self._trained, default=step)  # whose line is printed when its weights are live
         elif state.batch_closed:
             phase = "training"
-        step = min(self._next_step, state.steps)
         await self._emit(RunProgress(step=step, phase=phase, finished=finished, wanted=target))
 
     def engines_measured(self, load: EngineLoad) -> EnginesMeasured:
