@@ -20,7 +20,7 @@ from streamrl.prepare.first_prompt import first_prompt_lines
 from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.hub.resolution import HubRecipe, hub_looked_up
 from streamrl.prepare.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
-from streamrl.prepare.recipe_probe import PROBE_TIMEOUT_S, problem_of_model
+from streamrl.prepare.recipe_probe import PROBE_TIMEOUT_S, difference_of_prompt, problem_of_model
 from streamrl.prepare.run_length import with_steps_of_epochs
 from streamrl.prepare.summary import arithmetic_lines, process_lines
 from streamrl.pretrained.tokenizer import load_tokenizer
@@ -45,8 +45,10 @@ def _dry_run(hub: HubRecipe, system: Sequence[str]) -> int:
     recipe, length = with_steps_of_epochs(hub.recipe)
     recipe, snapshot = with_checkpoint_rewards(recipe)
     merging = ""
+    serves_adapters = False
     if recipe.lora.sync is LoraSync.AUTO:
         recipe, merging = with_adapter_sync(recipe)
+        serves_adapters = recipe.lora.sync is LoraSync.ADAPTER
     topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
     model: CheckedModel | None = None
     with suppress(RecipeError):  # ``preflight`` reports it at the end, with all other problems
@@ -70,7 +72,9 @@ def _dry_run(hub: HubRecipe, system: Sequence[str]) -> int:
         print("\n# memory of the GPUs\n")
         print("\n".join(gpus))
     prompts = _checked_prompts(recipe, snapshot)
-    verdict = "all checks passed" if _try_model(recipe, prompts) else "all other checks passed"
+    verdict = (
+        "all checks passed" if _try_model(recipe, prompts, answered=serves_adapters) else "all other checks passed"
+    )
     print(f"\n{verdict}; nothing was started")
     return 0
 
@@ -106,11 +110,18 @@ def _checked_prompts(recipe: Recipe, snapshot: RewardsSnapshot | None) -> list[P
     return prompts
 
 
-def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
-    """Try the model where this host starts engines of it. Returns False where the trial gave no answer. Raises
-    ``RecipeError`` for a model that cannot be trained, or that vLLM cannot serve under trained weights."""
+def _try_model(recipe: Recipe, prompts: Sequence[Prompt], *, answered: bool) -> bool:
+    """Try the model where this host starts engines of it, unless the choice of ``lora.sync`` has ``answered``. Returns
+    False where the trial gave no answer. Raises ``RecipeError`` for a model that cannot be trained, or that vLLM cannot
+    serve under trained weights."""
     if recipe.engines.kind is not EngineKind.VLLM or not recipe.on_one_host:
         print("\nthe model was not tried with vLLM: this host starts no engine of it")
+        return True
+    if answered:
+        print('\nthe model was tried with the trainer and vLLM, without its weights, for lora.sync = "auto": works')
+        _print_difference(
+            "".join(difference_of_prompt(recipe.model.path, prompt, PROBE_TIMEOUT_S) for prompt in prompts)
+        )
         return True
     print("\nthe model is tried with the trainer and vLLM, without its weights (about 10 s): ", end="", flush=True)
     targets: Sequence[str] = ()
@@ -120,11 +131,15 @@ def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
     split = recipe.training.tensor_parallel_size, recipe.training.expert_parallel_size
     problem, difference = problem_of_model(options, PROBE_TIMEOUT_S, targets, *prompts, split=split)
     print({None: "not found out", "": "works"}.get(problem, "refused"))
-    if difference:
-        print(f"transformers makes other tokens of the first prompt: {difference}")
+    _print_difference(difference)
     if problem:
         raise RecipeError(problem if problem.startswith("engines.") else f"model.path: {problem}")
     return problem is not None
+
+
+def _print_difference(difference: str) -> None:
+    if difference:
+        print(f"transformers makes other tokens of the first prompt: {difference}")
 
 
 def _held_out(recipe: Recipe) -> dict[str, int]:

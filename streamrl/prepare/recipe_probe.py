@@ -80,13 +80,31 @@ def problem_of_model(
     row = dict[str, Any]()
     ids = list[int]()
     if prompt:
-        row = {name: prompt.columns[name] for name in _WRITTEN if name in prompt.columns}
-        ids = prompt.token_ids.tolist()
+        row, ids = _compared(prompt)
     argument = msgspec.json.encode((options, targets, split, row, ids))
     if len(argument) > _LONGEST_ARGUMENT:
         argument = msgspec.json.encode((options, targets, split, {}, ()))
     result, _ = _run_child("model", argument.decode(), timeout_s)
     return (None, "") if result is None else ("".join(result.problems), result.differs)
+
+
+def difference_of_prompt(model_path: str, prompt: Prompt, timeout_s: float) -> str:
+    """Difference between the ids of ``prompt`` and those of transformers; empty: none, or unknown. Takes a few seconds,
+    for an import of transformers."""
+    row, ids = _compared(prompt)
+    argument = msgspec.json.encode((model_path, row, ids))
+    if not row or len(argument) > _LONGEST_ARGUMENT:
+        return ""
+    result, _ = _run_child("prompt", argument.decode(), timeout_s)
+    if result is None:
+        return ""
+    return result.differs
+
+
+def _compared(prompt: Prompt) -> tuple[dict[str, Any], list[int]]:
+    """Return the columns of a row of which transformers makes ids, and the ids of the prompt."""
+    row = {name: prompt.columns[name] for name in _WRITTEN if name in prompt.columns}
+    return row, prompt.token_ids.tolist()
 
 
 def _run_child(kind: str, argument: str, timeout_s: float) -> tuple[_ProbeResult | None, ThrowawayAnswer]:
@@ -116,6 +134,11 @@ def _look_at_environment(argument: str) -> _ProbeResult:
         return _ProbeResult(
             problems=tuple(f"environment: {problem}".replace(": environment.", ".", 1) for problem in error.problems)
         )
+
+
+def _look_at_prompt(argument: str) -> _ProbeResult:
+    model_path, row, ids = msgspec.json.decode(argument, type=tuple[str, dict[str, Any], list[int]])
+    return _ProbeResult(differs=difference_from_transformers(model_path, row, ids))
 
 
 def _look_at_model(argument: str) -> _ProbeResult:
@@ -154,6 +177,7 @@ _KINDS: dict[str, Callable[[str], _ProbeResult]] = {
     "observer": partial(_look_at, observer_class),
     "environment": _look_at_environment,
     "model": _look_at_model,
+    "prompt": _look_at_prompt,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file
 
 from streamrl.base.errors import RecipeError
+from streamrl.cli.dry_run import dry_run
+from streamrl.prepare import recipe_probe
 from streamrl.prepare.adapter_sync import arrived_share, with_adapter_sync
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import LoraSync, Recipe
@@ -43,6 +46,25 @@ def test_the_share_is_between_what_was_measured() -> None:
     shares = [arrived_share(rate) for rate in (0.0, 1e-7, 1e-6, 3e-6, 1e-5, 5e-5, 1e-3)]
     assert shares == sorted(shares) and (shares[0], shares[-1]) == (0.05, 0.97)
     assert with_adapter_sync(of_demo("lora.sync=merged")) == (of_demo("lora.sync=merged"), "")
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_a_dry_run_asks_vllm_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What vLLM said of the adapters, on which the recipe leaves the choice to it, is not asked again."""
+    asked: list[str] = []
+    run_child = recipe_probe._run_child
+
+    def note(kind: str, argument: str, timeout_s: float) -> Any:
+        asked.append(kind)
+        return run_child(kind, argument, timeout_s)
+
+    monkeypatch.setattr(recipe_probe, "_run_child", note)
+    assert dry_run(of_demo(), ()) == 0
+    assert [kind for kind in asked if kind in ("model", "prompt")] == ["model", "prompt"]
+    printed = capsys.readouterr().out
+    assert 'for lora.sync = "auto": works' in printed and "all checks passed" in printed
+    assert "transformers makes other tokens" not in printed
 
 
 @pytest.mark.vllm
