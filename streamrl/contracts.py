@@ -65,13 +65,16 @@ class TurnSampler(Protocol):
     """Samples the turns of one trajectory. ``stages.episodes.OpenTrajectory`` does so in the controller, and
     ``run.environments.turns.OpenEpisode`` in an environment worker, where the code of an episode calls it."""
 
-    async def sample(self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0) -> Turn:
+    async def sample(
+        self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0, stop: tuple[str, ...] = ()
+    ) -> Turn:
         """Sample a turn after ``appended``, token ids that are not trained. A turn that an engine aborts is requested
         again.
 
         ``after``: number of the turn whose token sequence is continued (None: the newest turn; -1: no turn, it follows
         the prompt);
-        ``max_tokens``: limit of the turn's tokens (0: the limit of the recipe)."""
+        ``max_tokens``: limit of the turn's tokens (0: the limit of the recipe);
+        ``stop``: texts that end the turn, besides those of the recipe; their tokens are the last ones of the turn."""
         ...
 
 

@@ -457,12 +457,14 @@ class TurnRequest(Message, frozen=True):
 
     ``appended``: token ids that the environment adds before the turn, which are not trained;
     ``after``: number of the turn to continue from (None: the newest; -1: the prompt);
-    ``max_tokens``: limit of the turn's tokens (0: the recipe's ``sampling.max_tokens``)."""
+    ``max_tokens``: limit of the turn's tokens (0: the recipe's ``sampling.max_tokens``);
+    ``stop``: texts that end the turn, besides those of the recipe."""
 
     episode: int
     appended: TokenArray
     after: int | None = None
     max_tokens: int = 0
+    stop: tuple[str, ...] = ()
 
 
 class CallReturned(Message, frozen=True):

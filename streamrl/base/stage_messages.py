@@ -35,7 +35,7 @@ class SampledSoFar(Record, frozen=True):
 class TurnSoFar(Record, frozen=True):
     """A complete turn of an episode that has not ended. Made by ``stages.episodes``, taken by the journal.
 
-    ``appended``, ``after``: arguments of the episode's request for the turn, as in ``messages.TurnRequest``;
+    ``appended``, ``after``, ``stop``: arguments of the episode's request for the turn, as in ``messages.TurnRequest``;
     ``completion``: the sampled tokens;
     ``seconds``: time of the turn in the engines."""
 
@@ -43,6 +43,7 @@ class TurnSoFar(Record, frozen=True):
     after: int | None
     completion: Completion
     seconds: float
+    stop: tuple[str, ...] = ()
 
 
 class EpisodeSoFar(Record, frozen=True):

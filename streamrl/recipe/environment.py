@@ -89,6 +89,19 @@ class Environment(Section, frozen=True):
         tuple[str, ...],
         advanced("names of environment variables that environments, tools, MCP servers and the agent see"),
     ] = ()
+    agent_host: Annotated[
+        str,
+        advanced(
+            "address of this host at which the endpoint for agents listens: one that agents in containers and on other "
+            "hosts reach, or 0.0.0.0 for all"
+        ),
+    ] = "127.0.0.1"
+    agent_address: Annotated[
+        str,
+        advanced(
+            "name or address by which agents reach the endpoint, such as host.docker.internal; empty: `agent_host`"
+        ),
+    ] = ""
     credit: Annotated[Credit, advanced("")] = Credit.TRAJECTORY
     workers: Annotated[Count, doc("processes that run environments")] = 1
 

@@ -183,7 +183,9 @@ class EnvironmentStage:
                         trajectory.note(trajectory.order.id, event.call)
                 case TurnRequest():
                     try:
-                        turn = await trajectory.sample(event.appended, after=event.after, max_tokens=event.max_tokens)
+                        turn = await trajectory.sample(
+                            event.appended, after=event.after, max_tokens=event.max_tokens, stop=event.stop
+                        )
                     except ValueError as error:
                         worker.order(StopEpisode(episode=number))
                         return _failed(number, str(error))

@@ -69,8 +69,9 @@ class _Turn:
 
     ``request``: request for the next part.
     ``unverified_tokens``: tokens of an earlier attempt, which the engine verifies.
-    ``appended``, ``after``: arguments of the episode's request for the turn: tokens that are put before it and not
-        trained; number of the turn that it follows (None: the newest; -1: none, it follows the prompt).
+    ``appended``, ``after``, ``stop``: arguments of the episode's request for the turn: tokens that are put before it
+        and not trained; number of the turn that it follows (None: the newest; -1: none, it follows the prompt); texts
+        that end it.
     ``first_part``: number of the turn's first part among the parts of the trajectory, which the ids of requests have.
     ``completion``: the sampled tokens; its finish reason is abort until the turn is complete.
     ``own_seed_tokens``: number of tokens that were sampled with the turn's original seed.
@@ -86,12 +87,14 @@ class _Turn:
         first_part: int,
         appended: TokenArray,
         after: int | None,
+        stop: tuple[str, ...],
     ) -> None:
         self._identity = identity
         self._seed = request.seed
         self._first_part = first_part
         self.appended = appended
         self.after = after
+        self.stop = stop
         self.request = request
         if unverified_tokens:
             self.request = with_unverified_tokens(request, unverified_tokens)
@@ -182,7 +185,7 @@ class OpenTrajectory:
         self.scope = anyio.CancelScope()
         if order.episode_so_far is not None:
             for complete_turn in order.episode_so_far.turns:
-                turn = self.next_turn(complete_turn.appended, complete_turn.after, 0)
+                turn = self.next_turn(complete_turn.appended, complete_turn.after, 0, complete_turn.stop)
                 turn.restore(complete_turn.completion, 1, complete_turn.seconds)
                 self.add(turn)
         self.requested_turns = 0
@@ -192,10 +195,17 @@ class OpenTrajectory:
         """Number of tokens that were sampled until now."""
         return sum(turn.tokens for turn in self.turns)
 
-    async def sample(self, appended: TokenArray = _NOTHING, *, after: int | None = None, max_tokens: int = 0) -> Turn:
+    async def sample(
+        self,
+        appended: TokenArray = _NOTHING,
+        *,
+        after: int | None = None,
+        max_tokens: int = 0,
+        stop: tuple[str, ...] = (),
+    ) -> Turn:
         """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeCancelled``, ``RequestRefused`` where no engine
         serves it, and ``ValueError`` for a turn that cannot be sampled."""
-        turn = self.next_turn(appended, after, max_tokens)
+        turn = self.next_turn(appended, after, max_tokens, stop)
         number = self.requested_turns - 1
         if len(self.ends) < len(self.turns) or turn.completion is None:
             await self._sample_turn(self, turn)
@@ -228,7 +238,7 @@ class OpenTrajectory:
         if not self.is_sampling:  # it is in its environment
             self.scope.cancel()
 
-    def next_turn(self, appended: TokenArray, after: int | None, max_tokens: int) -> _Turn:
+    def next_turn(self, appended: TokenArray, after: int | None, max_tokens: int, stop: tuple[str, ...]) -> _Turn:
         """Begin a turn; arguments as in ``TurnSampler``. An episode that has begun again gets the turn that it had, if
         its request is the same. Raises ``ValueError`` for a turn that cannot be sampled."""
         order = self.order
@@ -239,7 +249,7 @@ class OpenTrajectory:
             raise ValueError(f"an episode samples after turn {after}, and has {number} turns")
         if number < len(self.turns):  # the episode has begun again
             earlier_turn = self.turns[number]
-            if (earlier_turn.appended, earlier_turn.after) == (appended, after):
+            if (earlier_turn.appended, earlier_turn.after, earlier_turn.stop) == (appended, after, stop):
                 self.requested_turns += 1
                 return earlier_turn
             self.drop_turns(number)
@@ -263,6 +273,7 @@ class OpenTrajectory:
             request_id=part_id(str(order.id), self._parts),
             token_ids=request.token_ids + appended,
             max_tokens=min(max_tokens or limit, limit),
+            stop=self.first_request.stop + stop,
         )
         follows: int | None = None
         if after is not None and not follows_newest:
@@ -276,7 +287,7 @@ class OpenTrajectory:
         if number == 0 and not self._parts:
             unverified_tokens = self.unverified_tokens
             sampled = order.completion_so_far
-        turn = _Turn(order.id, request, unverified_tokens, sampled, self._parts, appended, after)
+        turn = _Turn(order.id, request, unverified_tokens, sampled, self._parts, appended, after, stop)
         turn.outside_s = anyio.current_time() - self.outside_since
         self.turns.append(turn)
         self.requested_turns += 1
@@ -546,7 +557,11 @@ class Episodes:
         trajectory.add(turn)
         if self._has_environment and not trajectory.order.evaluation:
             complete_turn = TurnSoFar(
-                appended=turn.appended, after=turn.after, completion=turn.completion, seconds=turn.seconds
+                appended=turn.appended,
+                after=turn.after,
+                completion=turn.completion,
+                seconds=turn.seconds,
+                stop=turn.stop,
             )
             await self._journal.on_turn(trajectory.order.id, len(trajectory.ends) - 1, complete_turn)
 

@@ -26,12 +26,13 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 class ParsedTurn(msgspec.Struct, frozen=True):
     """Parts of a turn. ``text``: text outside of reasoning and calls; ``problem``: sentence for the model about invalid
-    calls, where ``calls`` is empty."""
+    calls, where ``calls`` is empty; ``stop``: text of the caller that ended the turn, empty where none did."""
 
     text: str
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     problem: str = ""
+    stop: str = ""
 
 
 class BadCallError(ValueError):
@@ -57,11 +58,7 @@ def parse_turn(
     ``tools``: JSON schemas of the tools;
     ``finished``: whether the model ended the turn (False: length or abort, and the turn has no calls);
     ``in_reasoning``: whether the prompt has opened the reasoning."""
-    reasoning = ""
-    content = text
-    if in_reasoning or text.lstrip().startswith(_THINK):
-        reasoning, _, content = text.lstrip().removeprefix(_THINK).partition(_THINK_END)
-        reasoning = reasoning.strip("\n")
+    reasoning, content = split_reasoning(text, in_reasoning=in_reasoning)
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     try:
         read = CALL_FORMATS[call_format] if isinstance(call_format, str) else call_format
@@ -76,6 +73,15 @@ def parse_turn(
     except BadCallError as error:
         return ParsedTurn(content.strip(), reasoning, problem=str(error))
     return ParsedTurn(text_outside.strip(), reasoning, tuple(calls))
+
+
+def split_reasoning(text: str, *, in_reasoning: bool = False) -> tuple[str, str]:
+    """Return the reasoning that ``text`` begins with (empty: there is none), and the text after it. ``in_reasoning``:
+    whether the prompt has opened the reasoning."""
+    if not (in_reasoning or text.lstrip().startswith(_THINK)):
+        return "", text
+    reasoning, _, content = text.lstrip().removeprefix(_THINK).partition(_THINK_END)
+    return reasoning.strip("\n"), content
 
 
 def _hermes(content: str, functions: Functions) -> TextAndCalls:

@@ -23,7 +23,7 @@ has_no_effect(
     ),
 )
 has_no_effect(
-    "environment.agent_tasks",
+    "environment.agent_tasks environment.agent_host environment.agent_address",
     unless(
         lambda recipe: recipe.environment.agent or not recipe.environment.configured, " without an agent: remove it"
     ),
@@ -81,6 +81,18 @@ def environment_is_one(recipe: Recipe) -> Broken:
                 f'"{reward.function}" is what an environment returns, and the recipe has none: add [environment], or '
                 "name another reward",
             )
+
+
+@rule("environment")
+def agents_have_an_address(recipe: Recipe) -> Broken:
+    """Agents need an address that they can reach: one at which the endpoint only listens is none."""
+    environment = recipe.environment
+    if environment.agent_host in ("0.0.0.0", "::", "") and not environment.agent_address:
+        yield Problem(
+            "environment.agent_address",
+            f'is empty, and agent_host = "{environment.agent_host}" is no address that agents can reach: name one '
+            "by which agents reach this host, such as host.docker.internal",
+        )
 
 
 @rule("environment", "sampling.max_tokens", "engines.max_model_len")

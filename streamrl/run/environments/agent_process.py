@@ -65,7 +65,7 @@ class Agents:
         self._command = with_run_python(environment.agent)
         self._variables = environment.variables
         self._tasks_a_process = environment.agent_tasks
-        self._server = EndpointServer()
+        self._server = EndpointServer(host=environment.agent_host, address=environment.agent_address)
         self._processes: list[_Process] = []
         self._group: anyio.abc.TaskGroup
 
@@ -159,7 +159,7 @@ class Agents:
         # Marks the processes that the program starts: many harnesses hide API keys from these.
         variables["STREAMRL_AGENT"] = key
         no_proxy = variables.get("NO_PROXY") or variables.get("no_proxy") or "localhost"
-        no_proxy = f"{no_proxy},127.0.0.1,localhost"
+        no_proxy = f"{no_proxy},127.0.0.1,localhost,{self._server.address}"
         return variables | {"NO_PROXY": no_proxy, "no_proxy": no_proxy}
 
 

@@ -6,7 +6,7 @@ stream has the usual events, with the complete turn in one of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -30,7 +30,10 @@ def write_answer(path: str, request: ChatRequest, answer: ChatAnswer, tokenizer:
     if path == "/v1/chat/completions":
         lines = [msgspec.json.encode(chunk) for chunk in _chat_chunks(body, usage=request.usage)]
         return b"".join(b"data: " + line + b"\n\n" for line in [*lines, b"[DONE]"])
-    events = _responses_events(body) if path == "/v1/responses" else _anthropic_events(body)
+    return _named_events(_responses_events(body) if path == "/v1/responses" else _anthropic_events(body))
+
+
+def _named_events(events: Iterable[Body]) -> bytes:
     return b"".join(
         b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n" for event in events
     )
@@ -43,6 +46,25 @@ def write_refusal(path: str, error: ApiError) -> bytes:
     if path.startswith("/v1/messages"):
         return msgspec.json.encode({"type": "error", "error": refusal})
     return msgspec.json.encode({"error": refusal | {"param": None, "code": None}})
+
+
+def write_refusal_in_stream(path: str, error: ApiError) -> bytes:
+    """Return the events of a refusal that was found after the stream had begun, in the form of the API at ``path``."""
+    body = write_refusal(path, error)
+    if path == "/v1/chat/completions":
+        return b"data: " + body + b"\n\n"
+    refusal = msgspec.json.decode(body, type=Body)
+    if path != "/v1/responses":
+        return _named_events([refusal])
+    # Clients differ in which of the two events they read.
+    cause = {"code": "server_error", "message": str(error)}
+    failed = _FIXED_FIELDS | {"id": "resp_failed", "object": "response", "status": "failed", "output": []}
+    return _named_events(
+        [
+            {"type": "response.failed", "sequence_number": 0, "response": failed | {"error": cause}},
+            {"type": "error", "sequence_number": 1, "param": None, **cause, **refusal},
+        ]
+    )
 
 
 def _is_complete(answer: ChatAnswer) -> bool:
@@ -152,7 +174,7 @@ def _responses(request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -
                 "type": "function_call",
                 "id": f"fc_{name}_{call_id}",
                 "call_id": call_id,
-                "name": tool,
+                **_name_and_group(request, tool),
                 "arguments": arguments,
                 "status": status,
             }
@@ -175,6 +197,14 @@ def _responses(request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -
             "output_tokens_details": {"reasoning_tokens": 0},
         },
     }
+
+
+def _name_and_group(request: ChatRequest, tool: str) -> Body:
+    """Return the name of a called tool as the request had it, with its group where it belongs to one."""
+    if tool not in request.groups:
+        return {"name": tool}
+    group, name = request.groups[tool]
+    return {"name": name, "namespace": group}
 
 
 def _responses_events(body: Body) -> Iterator[Body]:
@@ -228,7 +258,8 @@ def _part_events(part: Body, part_place: Body) -> Iterator[Body]:
 def _anthropic(request: ChatRequest, answer: ChatAnswer, _: Tokenizer) -> Body:
     content: list[Body] = []
     if answer.reasoning:
-        content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        # Clients take reasoning without a signature for that of another model, and send it back as a plain text.
+        content.append({"type": "thinking", "thinking": answer.reasoning, "signature": answer.identity})
     if answer.text:
         content.append({"type": "text", "text": answer.text})
     for call_id, name, arguments in _calls(answer):
@@ -241,8 +272,8 @@ def _anthropic(request: ChatRequest, answer: ChatAnswer, _: Tokenizer) -> Body:
         "role": "assistant",
         "model": request.model,
         "content": content,
-        "stop_reason": _finish_reason(answer, "tool_use", "end_turn", "max_tokens"),
-        "stop_sequence": None,
+        "stop_reason": _finish_reason(answer, "tool_use", "stop_sequence" if answer.stop else "end_turn", "max_tokens"),
+        "stop_sequence": answer.stop or None,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.turn.token_ids)},
     }
 
@@ -259,10 +290,15 @@ def _anthropic_events(body: Body) -> Iterator[Body]:
         else:
             empty_block = block | {kind: ""}
             delta = {"type": f"{kind}_delta", kind: block[kind]}
+        if kind == "thinking":
+            empty_block["signature"] = ""
         yield {"type": "content_block_start", "index": place, "content_block": empty_block}
         yield {"type": "content_block_delta", "index": place, "delta": delta}
+        if kind == "thinking":
+            signature = {"type": "signature_delta", "signature": block["signature"]}
+            yield {"type": "content_block_delta", "index": place, "delta": signature}
         yield {"type": "content_block_stop", "index": place}
-    end = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+    end = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     yield {"type": "message_delta", "delta": end, "usage": body["usage"]}
     yield {"type": "message_stop"}
 

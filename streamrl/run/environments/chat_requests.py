@@ -5,23 +5,25 @@ worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from functools import lru_cache
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE
 from streamrl.base.types import TokenDistribution
-from streamrl.run.environments.endpoint_session import ApiError, ChatRequest, digest_of, message_digest
+from streamrl.run.environments.endpoint_session import ApiError, ChatRequest, chat_digests, digest_of
 
 Body = dict[str, Any]
 Content = str | list[Body] | None
 _Positive = Annotated[int, msgspec.Meta(ge=1)] | None
 
 # Parameters that the run decides: they are accepted, ignored and counted.
-_RUN_DECIDES = {*TokenDistribution.__struct_fields__, "stop", "stop_sequences", "seed", "logit_bias", "best_of"}
-_RUN_DECIDES |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "parallel_tool_calls"}
+_RUN_DECIDES = {*TokenDistribution.__struct_fields__, "seed", "logit_bias", "best_of"}
+_RUN_DECIDES |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs"}
 _RUN_DECIDES |= {"reasoning", "reasoning_effort", "thinking", "verbosity", "chat_template_kwargs"}
 # Parameters that do not change the answer, so that they are no part of a request's digest.
 _NEUTRAL = {"model", "stream", "stream_options", "logprobs", "include", "store", "metadata", "user", "service_tier"}
@@ -30,6 +32,11 @@ _CHAT = {"messages", "input", "system", "instructions", "tools"}
 # Parameters that the endpoint cannot honour.
 _REFUSED = ["functions", "function_call", "audio", "previous_response_id", "conversation", "prompt", "background"]
 _REFUSED += ["web_search_options", "mcp_servers", "container"]
+# Beginnings of the types of tools that a vendor's server runs. A harness never runs them itself.
+_RUN_BY_SERVERS = ("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution", "image_generation")
+_RUN_BY_SERVERS += ("mcp", "tool_search", "advisor")
+
+log = logging.getLogger(__name__)
 
 
 class _Tool(msgspec.Struct, kw_only=True):
@@ -37,7 +44,7 @@ class _Tool(msgspec.Struct, kw_only=True):
     and ``arguments`` in ``function``."""
 
     id: str = ""
-    type: Literal["function", "custom"] | None = None
+    type: str | None = None
     function: _Tool | None = None
     input_schema: Body | None = None
     name: str = ""
@@ -58,6 +65,7 @@ class _Message(msgspec.Struct, kw_only=True):
     reasoning: str | None = None
     call_id: str = ""
     name: str | None = None
+    namespace: str | None = None
     arguments: str = ""
     output: Content = None
     id: str | None = None
@@ -73,12 +81,15 @@ class _RequestBody(msgspec.Struct, kw_only=True):
     input: str | list[_Message] = []
     system: Content = None
     instructions: str | None = None
-    tools: list[_Tool] | None = None
+    tools: list[Body] | None = None
     tool_choice: str | Body | None = None
+    parallel_tool_calls: bool | None = None
+    stop: str | list[str] | None = None
+    stop_sequences: list[str] | None = None
     max_tokens: _Positive = None
     max_completion_tokens: _Positive = None
     max_output_tokens: _Positive = None
-    n: Literal[1] | None = None
+    n: int | None = None
     response_format: Body | None = None
     text: Body | None = None
     model: str = ""
@@ -105,31 +116,31 @@ def _request(parameters: Body, body: _RequestBody, read: Callable[[_RequestBody]
         raise ApiError(400, "there is no message: send at least one of the user")
     if messages[-1]["role"] == "assistant":
         raise ApiError(400, "the last message is the assistant's: end with one of the user or of a tool")
-    choice = body.tool_choice
-    if isinstance(choice, dict):
-        choice = choice.get("type")
+    tools = _read_tools(body.tools or ())
+    choice = _read_choice(body.tool_choice)
     # Parameters that may change the answer: requests are equal where these, their chats and their tools are equal.
     decisive = {name: value for name, value in parameters.items() if name not in _NEUTRAL and value is not None}
     unread = [name for name in decisive if name not in _RequestBody.__struct_fields__]
     ignored = [name if name in _RUN_DECIDES else "other" for name in unread]
-    if choice not in (None, "auto", "none"):
-        ignored.append("tool_choice")
+    ignored += ["tools"] * len(tools.left_out)
     limits = filter(None, (body.max_tokens, body.max_completion_tokens, body.max_output_tokens))
-    tools = [_schema(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())]
-    chat = [message_digest(message) for message in messages]
-    tool_set = digest_of(tools)
-    digested_chat = [(message.content.hex(), message.reasoning) for message in chat]
+    chat = chat_digests(messages)
+    tool_set = digest_of(tools.schemas)
+    digested_chat = [(message.frame.hex(), message.text.hex(), message.reasoning) for message in chat]
     options = {name: value for name, value in decisive.items() if name not in _CHAT}
     return ChatRequest(
         messages=messages,
-        tools=tools,
+        tools=tools.schemas,
         chat=chat,
         tool_set=tool_set,
         digest=digest_of(digested_chat, tool_set.hex(), options),
         model=body.model,
         max_tokens=min(limits, default=0),
+        stop=_stop_texts(body),
         stream=bool(body.stream),
-        calls=choice != "none",
+        calls=choice.get("type") != "none",
+        one_call=body.parallel_tool_calls is False or bool(choice.get("disable_parallel_tool_use")),
+        groups=tools.groups,
         usage=bool((body.stream_options or {}).get("include_usage")),
         logprobs=bool(body.logprobs) or "message.output_text.logprobs" in (body.include or ()),
         ignored=ignored,
@@ -144,18 +155,93 @@ def _refuse(parameters: Body, body: _RequestBody) -> None:
     for form in (body.response_format, (body.text or {}).get("format")):
         if isinstance(form, Mapping) and form.get("type", "text") != "text":
             raise ApiError(400, f"an answer as {form['type']} is not taken: the run samples freely; ask in words")
+    if body.n not in (None, 1):
+        raise ApiError(400, f"n is {body.n}: an answer is one turn; send the request {body.n} times for as many turns")
     if parameters.get("top_logprobs"):
         raise ApiError(400, "top_logprobs is 0 here: logprobs are known of the sampled tokens, and of no others")
 
 
-def _schema(tool: _Tool, place: str) -> Body:
-    """Return the schema of a tool for chat templates."""
+class _OfferedTools(NamedTuple):
+    """The tools of a request. ``schemas``: schemas of the functions, as chat templates take them; ``groups``: as in
+    ``ChatRequest``; ``left_out``: types of the tools that are no functions, which the model does not hear of."""
+
+    schemas: list[Body]
+    groups: dict[str, tuple[str, str]]
+    left_out: list[str]
+
+
+def _read_tools(tools: Sequence[Body]) -> _OfferedTools:
+    """Read the tools of a request. Raises ``ApiError`` where tools are left out that the client needs: it runs them
+    itself, and no function is left."""
+    offered = _OfferedTools([], {}, [])
+    for place, tool in enumerate(tools):
+        if tool.get("type") == "namespace":
+            group = str(tool.get("name"))
+            for member_place, member in enumerate(msgspec.convert(tool.get("tools") or [], list[Body])):
+                _read_tool(offered, member, f"tools[{place}].tools[{member_place}]", group)
+        else:
+            _read_tool(offered, tool, f"tools[{place}]", "")
+    needed = [kind for kind in offered.left_out if not kind.startswith(_RUN_BY_SERVERS)]
+    if needed and not offered.schemas:
+        raise ApiError(
+            400,
+            f"tools of type {', '.join(sorted({*needed}))} have no schema that the model could be shown, and no "
+            "function is left: offer them as functions with a name and parameters",
+        )
+    return offered
+
+
+def _read_tool(offered: _OfferedTools, body: Body, place: str, group: str) -> None:
+    """Add a tool to ``offered``. ``group``: name of its group; empty: it belongs to none."""
+    kind = body.get("type") or "function"
+    # Anthropic's API has "custom" for a function, and OpenAI's for a tool that takes text in a grammar of its own.
+    if kind != "function" and "input_schema" not in body:
+        offered.left_out.append(str(kind))
+        _warn_of_left_out(str(kind))
+        return
+    tool = msgspec.convert(body, _Tool)
     function = tool.function or tool
     if not function.name:
         raise ApiError(400, f"{place} is no function with a name: the server runs no tools of its own")
+    name = _grouped_name(group, function.name)
+    if group:
+        offered.groups[name] = (group, function.name)
     parameters = function.parameters or tool.input_schema or {"type": "object", "properties": {}}
-    described = {"name": function.name, "description": function.description or "", "parameters": parameters}
-    return {"type": "function", "function": described}
+    described = {"name": name, "description": function.description or "", "parameters": parameters}
+    offered.schemas.append({"type": "function", "function": described})
+
+
+def _grouped_name(group: str | None, name: str) -> str:
+    """Return the name by which the model knows the tool ``name`` of a group, or of none."""
+    return f"{group}__{name}" if group else name
+
+
+@lru_cache(64)  # said once of each type
+def _warn_of_left_out(kind: str) -> None:
+    log.warning("agents offer tools of type %.100r, which the model does not hear of: they have no schema", kind)
+
+
+def _read_choice(choice: str | Body | None) -> Body:
+    """Return ``tool_choice`` in the form of Anthropic's API. Raises ``ApiError`` for one that forces a call."""
+    if choice is None or isinstance(choice, str):
+        choice = {"type": choice or "auto"}
+    kind = choice.get("type")
+    if kind not in ("auto", "none"):
+        raise ApiError(
+            400,
+            f"tool_choice {kind!r} cannot be kept, because the run samples freely: send auto, and say in a message "
+            "which tool is to be called",
+        )
+    return choice
+
+
+def _stop_texts(body: _RequestBody) -> tuple[str, ...]:
+    """Return the texts that end the answer. Raises ``ApiError``."""
+    stop = body.stop_sequences or body.stop or ()
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in texts:
+        raise ApiError(400, "stop has an empty text, at which every answer would end: remove it")
+    return texts
 
 
 def _text(content: Content, place: str) -> str:
@@ -219,7 +305,7 @@ def _read_responses(body: _RequestBody) -> Iterator[Body]:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             calls = messages[-1].setdefault("tool_calls", [])
-            calls.append(_call(item.call_id, item.name or "", item.arguments))
+            calls.append(_call(item.call_id, _grouped_name(item.namespace, item.name or ""), item.arguments))
         elif item.type == "function_call_output":
             text = _text(item.output, f"{place}.output")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import FinishReason, TokenArray, Turn
@@ -140,22 +141,23 @@ class ChatTokens:
             return ""
         return _without_spaces(self._tokenizer.decode(token_ids, skip_special=False))
 
-    def parse(self, turn: Turn, *, calls: bool) -> ParsedTurn:
+    def parse(self, turn: Turn, *, calls: bool, stop: Sequence[str] = ()) -> ParsedTurn:
         """Return the parts of a turn. Its calls count if the model ended the turn itself and ``calls`` is True. A call
-        that JSON cannot hold (half of a surrogate pair, an infinite number) does not count."""
+        that JSON cannot hold (half of a surrogate pair, an infinite number) does not count. ``stop``: texts that end
+        the turn; the first of them, and what is behind it, belongs to no part."""
         ids = turn.token_ids
         call_format = self._call_format if calls else "hermes"
         if ids and ids[-1] in self._tokenizer.eos_token_ids:
             ids = ids[:-1]
-        text = self._tokenizer.decode(ids, skip_special=False)
+        text, stopped_by = _before_stop(self._tokenizer.decode(ids, skip_special=False), stop)
         in_reasoning = self._opens_reasoning
         calls_count = calls and turn.finish_reason is FinishReason.STOP
         parsed = parse_turn(text, call_format, self._schemas, finished=calls_count, in_reasoning=in_reasoning)
         try:
             json.dumps([call.arguments for call in parsed.calls], ensure_ascii=False, allow_nan=False).encode()
         except ValueError:
-            return parse_turn(text, call_format, self._schemas, finished=False, in_reasoning=in_reasoning)
-        return parsed
+            parsed = parse_turn(text, call_format, self._schemas, finished=False, in_reasoning=in_reasoning)
+        return structs.replace(parsed, stop=stopped_by)
 
     def _break_special_tokens(self, value: Any) -> tuple[Any, int]:
         """Break the special tokens in all texts of ``value`` apart, so that no text of a user or a tool can pose as the
@@ -170,6 +172,15 @@ class ChatTokens:
             parts = [self._break_special_tokens(element) for element in value]
             return [part for part, _ in parts], sum(broken for _, broken in parts)
         return value, 0
+
+
+def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """Return ``text`` up to the first of the texts ``stop``, and that text; all of ``text`` where it has none."""
+    places = [(text.index(end), end) for end in stop if end in text]
+    if not places:
+        return text, ""
+    place, end = min(places)
+    return text[:place], end
 
 
 def _without_spaces(text: str) -> str:

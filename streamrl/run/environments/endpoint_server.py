@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import resource
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
 import anyio
 
+from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import RecipeError
-from streamrl.run.environments.chat_answers import MODELS, write_answer, write_refusal
+from streamrl.run.environments.chat_answers import MODELS, write_answer, write_refusal, write_refusal_in_stream
 from streamrl.run.environments.chat_requests import READERS, TOKEN_COUNT_PATH, read_request
-from streamrl.run.environments.endpoint_session import ApiError, EndpointSession
+from streamrl.run.environments.endpoint_session import ApiError, Client, EndpointSession
 
 Receive = Callable[[], Awaitable[Any]]
 LARGEST_BODY = 16 << 20
@@ -25,20 +26,23 @@ LARGEST_BODY = 16 << 20
 OPEN_REQUESTS = 256
 """Largest number of open requests of one trajectory."""
 _LARGEST_CONNECTIONS = 4096
+_UNTIL_STREAM_S = 0.25
+"""Time in which a request is refused with the status of its failure; then the headers of a stream are sent."""
+_BETWEEN_COMMENTS_S = 2.0  # clients wait 5 s (httpx) and longer
 
 
 class EndpointServer:
     """An ASGI application and its server. The socket listens as soon as the object is made, and requests are answered
-    while ``serve`` runs. Raises ``RecipeError`` where the socket cannot listen at ``host``."""
+    while ``serve`` runs. ``host``: address of this host at which it listens; ``address``: name or address by which
+    agents reach it (empty: ``host``). Raises ``RecipeError`` where the socket cannot listen at ``host``."""
 
-    def __init__(self, *, host: str = "127.0.0.1", largest_body: int = LARGEST_BODY) -> None:
+    def __init__(self, *, host: str = "127.0.0.1", address: str = "", largest_body: int = LARGEST_BODY) -> None:
         self._sessions: dict[str, EndpointSession] = {}
         self._largest_body = largest_body
-        try:
-            self.socket = socket.create_server((host, 0), backlog=1024)
-        except OSError as error:
-            raise RecipeError(f"the endpoint for agents cannot listen at {host} ({error}): choose another") from error
-        self.base_url = f"http://{host}:{self.socket.getsockname()[1]}"  # clients of OpenAI add /v1
+        self.socket = listening_socket(host)
+        self.address = address or host
+        url_host = f"[{self.address}]" if ":" in self.address else self.address  # of IPv6
+        self.base_url = f"http://{url_host}:{self.socket.getsockname()[1]}"  # clients of OpenAI add /v1
 
     @contextmanager
     def serving(self, session: EndpointSession) -> Iterator[EndpointSession]:
@@ -75,55 +79,55 @@ class EndpointServer:
             return
         key, path = _split_path(scope["path"].rstrip("/"))
         headers = dict(scope["headers"])
+        response = _Response(path, send)
         try:
             session = self._session(key, headers)
-            status = 200
-            body = await self._body(session, path, scope["method"], headers, receive)
-            if body is None:
-                return
         except ApiError as error:
-            status = error.status
-            body = write_refusal(path, error)
-        media_type = b"application/json" if body.startswith(b"{") else b"text/event-stream"
-        response_headers = [
-            (b"content-type", media_type),
-            (b"content-length", str(len(body)).encode()),
-            (b"x-accel-buffering", b"no"),  # proxies pass a stream on at once
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": response_headers})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _body(
-        self, session: EndpointSession, path: str, method: str, headers: Mapping[bytes, bytes], receive: Receive
-    ) -> bytes | None:
-        """Return the body of the answer; None: the client disconnected before it had sent the request. Raises
-        ``ApiError``."""
+            await response.refuse(error)
+            return
         session.open_requests += 1
+        session.figures["requests"] += 1
         try:
-            session.figures["requests"] += 1
-            if path == "/v1/models" and method == "GET":
-                return MODELS
-            if path not in READERS:
-                raise ApiError(404, f"there is no {path[:200]}: post to one of {', '.join(READERS)}")
-            if method != "POST":
-                raise ApiError(405, f"{path} takes POST")
-            if session.open_requests > OPEN_REQUESTS:
-                raise ApiError(429, f"{OPEN_REQUESTS} requests of this trajectory are open: wait for answers")
-            body = await _receive_body(headers, receive, self._largest_body)
-            if body is None:
-                return None
-            request = read_request(path, body)
-            if path == TOKEN_COUNT_PATH:
-                return b'{"input_tokens":%d}' % await session.count(request)
-            retry = headers.get(b"x-stainless-retry-count", b"0") != b"0"  # sent by the clients of both APIs
-            resample = b"x-streamrl-resample" in headers
-            answer = await session.answer(request, retry=retry, resample=resample)
-            return write_answer(path, request, answer, session.model.tokenizer)
+            await self._respond(session, path, scope["method"], headers, receive, response)
         except ApiError as error:
             session.figures[f"refused/{error.status}"] += 1
-            raise
+            session.refusal = str(error)
+            await response.refuse(error)
         finally:
             session.open_requests -= 1
+
+    async def _respond(
+        self,
+        session: EndpointSession,
+        path: str,
+        method: str,
+        headers: Mapping[bytes, bytes],
+        receive: Receive,
+        response: _Response,
+    ) -> None:
+        """Answer a request of a trajectory. Raises ``ApiError`` for one that is refused."""
+        if path == "/v1/models" and method == "GET":
+            await response.send(200, MODELS)
+            return
+        if path not in READERS:
+            raise ApiError(404, f"there is no {path[:200]}: post to one of {', '.join(READERS)}")
+        if method != "POST":
+            raise ApiError(405, f"{path} takes POST")
+        if session.open_requests > OPEN_REQUESTS:
+            raise ApiError(429, f"{OPEN_REQUESTS} requests of this trajectory are open: wait for answers")
+        body = await _receive_body(headers, receive, self._largest_body)
+        if body is None:  # the client disconnected before it had sent the request
+            return
+        request = read_request(path, body)
+        if path == TOKEN_COUNT_PATH:
+            await response.send(200, b'{"input_tokens":%d}' % await session.count(request))
+            return
+        retry = headers.get(b"x-stainless-retry-count", b"0") != b"0"  # sent by the clients of both APIs
+        client = Client(headers.get(b"idempotency-key", b""))
+        async with response.waiting(receive, client, stream=request.stream):
+            answer = await session.answer(request, client, retry=retry)
+            await response.write(200, write_answer(path, request, answer, session.model.tokenizer))
+        await response.end()
 
     def _session(self, path_key: str | None, headers: Mapping[bytes, bytes]) -> EndpointSession:
         """Return the session that a request names by ``path_key``, or by a header where that is None. Raises
@@ -134,6 +138,86 @@ class EndpointServer:
             if session is not None:
                 return session
         raise ApiError(401, "no trajectory has this key: it is wrong, or the trajectory has ended")
+
+
+class _Response:
+    """The HTTP response to a request at ``path``. ``send``: function that takes ASGI messages."""
+
+    def __init__(self, path: str, send: Callable[[Any], Awaitable[None]]) -> None:
+        self._path = path
+        self._send = send
+        self._has_begun = False
+        self._comments = anyio.CancelScope()
+
+    @asynccontextmanager
+    async def waiting(self, receive: Receive, client: Client, *, stream: bool) -> AsyncIterator[None]:
+        """Note in the block whether ``client`` disconnects, and write comments to a ``stream``. Clients give up where
+        they receive nothing for some seconds, and pass over comments."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_note_disconnect, receive, client)
+                if stream:
+                    tasks.start_soon(self._write_comments)
+                yield
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+
+    async def _write_comments(self) -> None:
+        with self._comments:
+            await anyio.sleep(_UNTIL_STREAM_S)
+            while True:
+                await self._begin(200, b"text/event-stream")
+                await self._send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                await anyio.sleep(_BETWEEN_COMMENTS_S)
+
+    async def _begin(self, status: int, media_type: bytes, *headers: tuple[bytes, bytes]) -> None:
+        """Send the status and the headers, unless they are sent."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        # Proxies pass a stream on at once.
+        all_headers = [(b"content-type", media_type), (b"x-accel-buffering", b"no"), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
+
+    async def write(self, status: int, body: bytes) -> None:
+        """Send all of the body, which may be the rest of a stream. The response goes on."""
+        self._comments.cancel()
+        media_type = b"application/json" if body.startswith(b"{") else b"text/event-stream"
+        await self._begin(status, media_type, (b"content-length", str(len(body)).encode()))
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self) -> None:
+        """End the response."""
+        await self._send({"type": "http.response.body"})
+
+    async def send(self, status: int, body: bytes) -> None:
+        """Send the body, and end the response."""
+        await self.write(status, body)
+        await self.end()
+
+    async def refuse(self, error: ApiError) -> None:
+        """Send a refusal, and end the response."""
+        write_error = write_refusal_in_stream if self._has_begun else write_refusal
+        await self.send(error.status, write_error(self._path, error))
+
+
+async def _note_disconnect(receive: Receive, client: Client) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    client.gone = True
+
+
+def listening_socket(host: str) -> socket.socket:
+    """Return a socket that listens at a free port of ``host``, an address of this host. Raises ``RecipeError``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise RecipeError(
+            f'environment.agent_host: the endpoint for agents cannot listen at "{host}" ({error}): name an address of '
+            "this host"
+        ) from error
 
 
 def _split_path(path: str) -> tuple[str | None, str]:

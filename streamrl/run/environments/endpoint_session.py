@@ -25,7 +25,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.types import Turn
 from streamrl.contracts import TurnSampler
 from streamrl.pretrained.turns.seam_tokens import CalledTool, CannotContinueError, SeamKind
-from streamrl.pretrained.turns.tool_calls import ParsedTurn
+from streamrl.pretrained.turns.tool_calls import ParsedTurn, split_reasoning
 from streamrl.run.environments.chat_tokens import AppendedTokens, ChatModel, ChatTokens, sampled_message
 from streamrl.run.environments.turns import EpisodeLimit
 
@@ -45,11 +45,39 @@ class ApiError(StreamRLError):
 
 
 class MessageDigest(NamedTuple):
-    """A message, to be compared with others. ``content``: digest of everything but the reasoning; ``reasoning``: text
-    of the reasoning, which is apart because a client may leave it out of the chat that it sends."""
+    """A message, to be compared with others. Its parts are apart because a client may leave some of them out of the
+    chat that it sends.
 
-    content: bytes
+    ``frame``: digest of the role, of the calls without their ids, which some clients make anew, and of the place of the
+    call that the message is a result of;
+    ``calls``: number of calls;
+    ``text``: digest of the text; empty: the message has none;
+    ``reasoning``: text of the reasoning; empty: there is none."""
+
+    frame: bytes
+    calls: int
+    text: bytes
     reasoning: str
+
+    def is_equal(self, other: MessageDigest) -> bool:
+        """Return whether the messages are equal, apart from their reasoning."""
+        return self.frame == other.frame and self.text == other.text
+
+    def is_copy_of(self, sampled: MessageDigest) -> bool:
+        """Return whether this message of a client is the ``sampled`` turn. A client may leave out reasoning, and the
+        text beside calls."""
+        text_matches = self.text == sampled.text or (self.calls > 0 and not self.text)
+        # Forks may differ in their reasoning alone, so reasoning that the client did send must match.
+        return self.frame == sampled.frame and text_matches and self.reasoning in ("", sampled.reasoning)
+
+
+class Client:
+    """The client of one request. ``idempotency_key``: name that the client gave to the request and its repetitions;
+    empty: none; ``gone``: it closed its connection before it had the whole answer."""
+
+    def __init__(self, idempotency_key: bytes = b"") -> None:
+        self.idempotency_key = idempotency_key
+        self.gone = False
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -62,8 +90,11 @@ class ChatRequest(msgspec.Struct, frozen=True):
     ``digest``: digest of everything that decides the answer: equal requests have the same one;
     ``model``: name of the model, which the answer repeats;
     ``max_tokens``: limit of the answer's tokens (0: the limit of the run);
+    ``stop``: texts that end the answer, and do not belong to it;
     ``stream``: whether the client wants server-sent events;
     ``calls``: whether the answer may call tools;
+    ``one_call``: whether the client reads the first call alone;
+    ``groups``: name of the group and name in it of each tool that belongs to a group, by the name in ``tools``;
     ``usage``: whether the client wants the usage at the end of a stream;
     ``logprobs``: whether the client wants logprobs;
     ``ignored``: names of parameters that the run decides and not the client."""
@@ -75,8 +106,11 @@ class ChatRequest(msgspec.Struct, frozen=True):
     digest: bytes
     model: str
     max_tokens: int
+    stop: tuple[str, ...]
     stream: bool
     calls: bool
+    one_call: bool
+    groups: Mapping[str, tuple[str, str]]
     usage: bool
     logprobs: bool
     ignored: Sequence[str]
@@ -89,6 +123,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     ``text``: text without reasoning and calls;
     ``reasoning``: text of the reasoning;
     ``calls``: calls of tools, as chat templates take them;
+    ``stop``: text of the request that ended the turn; empty: none did;
     ``prompt_tokens``: number of tokens before the turn;
     ``identity``: random name, the same in every repetition of the answer;
     ``created``: seconds since 1970."""
@@ -97,6 +132,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     text: str
     reasoning: str
     calls: Sequence[dict[str, Any]]
+    stop: str
     prompt_tokens: int
     identity: str
     created: int
@@ -108,7 +144,7 @@ class _Node:
     ``parent``: node whose answer the request continues; None: the request begins a conversation;
     ``chat``, ``tool_set``, ``digest``: digests of the request, as ``ChatRequest`` has them;
     ``end``: number of messages in the chat, the answer included;
-    ``children``: number of nodes that continue this answer;
+    ``clients``: clients that asked for the answer;
     ``tokens``: length of the token sequence that ends with the answer;
     ``text``: text of that sequence, as ``ChatTokens.text`` gives it;
     ``finished``: event, set once there is an answer or a failure;
@@ -123,30 +159,36 @@ class _Node:
         self.tool_set = request.tool_set
         self.digest = request.digest
         self.end = len(request.chat) + 1
-        self.children = 0
+        self.clients: list[Client] = []
         self.tokens = 0
         self.text = ""
         self.finished = anyio.Event()
         self.failure = ApiError(410, TRAJECTORY_ENDED)
         self.answer: ChatAnswer | None = None
         self.answer_message: dict[str, Any] = {}
-        self.answer_digest = MessageDigest(b"", "")
+        self.answer_digest = MessageDigest(b"", 0, b"", "")
+
+    def is_for(self, client: Client) -> bool:
+        """Return whether an equal request of ``client`` repeats this one: all clients have gone without the answer, or
+        one gave it the same idempotency key."""
+        if all(earlier.gone for earlier in self.clients):
+            return True
+        key = client.idempotency_key
+        return bool(key) and any(earlier.idempotency_key == key for earlier in self.clients)
 
     def is_continued_by(self, chat: Sequence[MessageDigest]) -> bool:
         """Return whether ``chat`` continues this answer, given that it continues the answer of ``parent``."""
         answer_place = self.end - 1
         if self.answer is None or len(chat) <= answer_place:
             return False
-        answer = chat[answer_place]
-        if answer.content != self.answer_digest.content:
+        if not chat[answer_place].is_copy_of(self.answer_digest):
             return False
         # Messages up to the answer of the parent are known to be equal, which keeps long chats cheap to match.
         begin = self.parent.end if self.parent else 0
         for message, own_message in zip(chat[begin:answer_place], self.chat[begin:], strict=True):
-            if message.content != own_message.content:
+            if not message.is_equal(own_message):
                 return False
-        # Forks may differ in their reasoning alone, so reasoning that the client did send must match.
-        return answer.reasoning in ("", self.answer_digest.reasoning)
+        return True
 
 
 class _Prompt(NamedTuple):
@@ -169,17 +211,19 @@ class _Prompt(NamedTuple):
 
 class EndpointSession:
     """The chats of one trajectory, whose requests have ``key``. ``turns_at_once``: largest number of concurrent calls
-    of ``sampler``. ``figures``: counts by name, which the episode records when it ends."""
+    of ``sampler``. ``figures``: counts by name, which the episode records when it ends; ``refusal``: newest refusal in
+    words; empty: no request was refused."""
 
     def __init__(self, key: str, sampler: TurnSampler, model: ChatModel, *, turns_at_once: int = 1) -> None:
         self.key = key
         self.figures = Counter[str]()
+        self.refusal = ""
         self.open_requests = 0
         self.model = model
         self._sampler = sampler
         self._free_turns = anyio.Semaphore(turns_at_once)
         self._nodes: list[_Node] = []
-        self._requests: dict[bytes, _Node] = {}
+        self._requests: dict[bytes, list[_Node]] = {}
         self._sampling: set[anyio.CancelScope] = set()
         self._closed = False
 
@@ -189,23 +233,29 @@ class EndpointSession:
         for scope in self._sampling:
             scope.cancel()
 
-    async def answer(self, request: ChatRequest, *, retry: bool = False, resample: bool = False) -> ChatAnswer:
-        """Answer ``request``. An equal request, open or answered, shares its answer until a later request continues
-        it. ``retry``: the client repeats a lost request, and gets the old answer even if it has been continued;
-        ``resample``: the client wants another answer. Raises ``ApiError``."""
+    async def answer(self, request: ChatRequest, client: Client, *, retry: bool = False) -> ChatAnswer:
+        """Answer ``request`` of ``client``. Equal requests get an answer each, because an agent may vote. A repetition
+        gets the answer that was lost on its way. ``retry``: the client says that it repeats a request, and gets the
+        newest answer where none was lost. Raises ``ApiError``."""
         if self._closed:
             raise ApiError(410, TRAJECTORY_ENDED)
         self.figures.update(f"ignored/{name}" for name in request.ignored)
-        node = self._requests.get(request.digest)
-        if node is not None and (retry or not (resample or node.children)):
+        equal_requests = self._requests.setdefault(request.digest, [])
+        repeated = [node for node in equal_requests if node.is_for(client)]
+        if retry and not repeated:
+            repeated = equal_requests[-1:]
+        if repeated:
+            node = repeated[0]
             self.figures["retries"] += 1
+            node.clients.append(client)
             await node.finished.wait()
         else:
-            # Nothing is awaited from the look-up above until the node is in ``_requests``. Therefore two equal
-            # requests cannot both be sampled.
+            # Nothing is awaited from the look-up above until the node is in ``_requests``. Therefore a request and its
+            # repetition cannot both be sampled.
             node = _Node(self._parent_of(request), request)
+            node.clients.append(client)
             self._nodes.append(node)
-            self._requests[request.digest] = node
+            equal_requests.append(node)
             await self._fill(node, request)
         if node.answer is None:
             raise node.failure
@@ -234,10 +284,7 @@ class EndpointSession:
     async def _fill(self, node: _Node, request: ChatRequest) -> None:
         """Sample the answer of ``node``. A node that gets no answer is removed, so that a repetition of the request is
         sampled."""
-        parent = node.parent
         scope = anyio.CancelScope()
-        if parent is not None:
-            parent.children += 1
         self._sampling.add(scope)
         try:
             with scope:
@@ -257,11 +304,7 @@ class EndpointSession:
 
     def _remove(self, node: _Node) -> None:
         self._nodes.remove(node)
-        if node.parent is not None:
-            node.parent.children -= 1
-        # A resampled request may have put another node at this digest.
-        if self._requests.get(node.digest) is node:
-            del self._requests[node.digest]
+        self._requests[node.digest].remove(node)
 
     async def _sample(self, node: _Node, request: ChatRequest) -> None:
         """Sample the turn that answers ``node``, and count it in ``figures``."""
@@ -272,20 +315,22 @@ class EndpointSession:
             after = parent.answer.turn.number
         appended = prompt.appended.token_ids
         async with self._free_turns:
-            turn = await self._sampler.sample(appended, after=after, max_tokens=request.max_tokens)
+            turn = await self._sampler.sample(appended, after=after, max_tokens=request.max_tokens, stop=request.stop)
         node.tokens = prompt.length + len(turn.token_ids)
         node.text = prompt.chat_tokens.text(appended + turn.token_ids)
         if parent is not None:
             node.text = parent.text + node.text
-        parsed = prompt.chat_tokens.parse(turn, calls=request.calls)
+        parsed = prompt.chat_tokens.parse(turn, calls=request.calls, stop=request.stop)
         self._count_turn(prompt, request, parsed)
-        node.answer_message = sampled_message(turn.number, parsed.text, parsed.reasoning, parsed.calls)
-        node.answer_digest = message_digest(node.answer_message)
+        calls = parsed.calls[:1] if request.one_call else parsed.calls
+        node.answer_message = sampled_message(turn.number, parsed.text, parsed.reasoning, calls)
+        (node.answer_digest,) = chat_digests([node.answer_message])
         node.answer = ChatAnswer(
             turn=turn,
             text=parsed.text,
             reasoning=parsed.reasoning,
             calls=node.answer_message.get("tool_calls", ()),
+            stop=parsed.stop,
             prompt_tokens=prompt.length,
             identity=secrets.token_hex(12),
             created=int(time.time()),
@@ -300,6 +345,8 @@ class EndpointSession:
         self.figures["special_tokens"] += broken_tokens
         malformed = request.calls and bool(request.tools) and bool(parsed.problem)
         self.figures["malformed_calls"] += int(malformed)
+        if request.one_call and len(parsed.calls) > 1:
+            self.figures["dropped_calls"] += len(parsed.calls) - 1
 
     async def _prompt(self, parent: _Node | None, request: ChatRequest) -> _Prompt:
         """Tokenise the chat of ``request``, a long one in a thread: the event loop serves other trajectories, too."""
@@ -326,15 +373,33 @@ def _tokens_after(parent: _Node, request: ChatRequest, chat_tokens: ChatTokens) 
     """Return the tokens of ``request`` after the answer of ``parent``. Raises ``CannotContinueError``."""
     answer = parent.answer
     assert answer is not None, "only a request that was answered is a parent"
-    # The messages of sampled turns replace those of the client, which may have left out their reasoning.
-    messages = [*request.messages]
-    ancestor: _Node | None = parent
-    while ancestor is not None:
-        messages[ancestor.end - 1] = ancestor.answer_message
-        ancestor = ancestor.parent
+    messages = _with_sampled_turns(parent, request.messages)
     calls = [CalledTool(call["function"]["name"], call["id"]) for call in answer.calls]
     last_token = answer.turn.token_ids[-1] if answer.turn.token_ids else -1
     return chat_tokens.seam_tokens(messages, parent.end - 1, calls, last_token, parent.text)
+
+
+def _with_sampled_turns(parent: _Node, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a client with sampled turns as they were sampled: the client may have left out parts of
+    them, and have given other ids to their calls, by which results name their calls."""
+    sampled_messages = {}
+    ancestor: _Node | None = parent
+    while ancestor is not None:
+        sampled_messages[ancestor.end - 1] = ancestor.answer_message
+        ancestor = ancestor.parent
+    call_ids: dict[str, str] = {}
+    replaced = []
+    for place, message in enumerate(messages):
+        sampled = sampled_messages.get(place)
+        if sampled is not None:
+            sent_calls = message.get("tool_calls", ())
+            for sent_call, call in zip(sent_calls, sampled.get("tool_calls", ()), strict=True):
+                call_ids[sent_call["id"]] = call["id"]
+            message = sampled
+        elif message.get("tool_call_id") in call_ids:
+            message = message | {"tool_call_id": call_ids[message["tool_call_id"]]}
+        replaced.append(message)
+    return replaced
 
 
 def digest_of(*values: Any) -> bytes:
@@ -344,11 +409,30 @@ def digest_of(*values: Any) -> bytes:
     return blake2b(json.dumps(numbers_alike, sort_keys=True).encode(), digest_size=16).digest()
 
 
-def message_digest(message: Mapping[str, Any]) -> MessageDigest:
-    """Return the digest of a message as chat templates take it."""
-    text = message["content"]
-    if message["role"] == "assistant":
-        text = text.strip()
-    calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
-    content = digest_of(message["role"], text, calls, message.get("tool_call_id", ""))
-    return MessageDigest(content, message.get("reasoning_content", "").strip())
+def chat_digests(messages: Sequence[Mapping[str, Any]]) -> list[MessageDigest]:
+    """Return the digests of the messages of a chat as chat templates take them."""
+    digests = []
+    calls_before = 0
+    call_places: dict[str, int] = {}
+    for message in messages:
+        text = message["content"]
+        reasoning = message.get("reasoning_content", "")
+        if message["role"] == "assistant":
+            # Some clients put the reasoning back into the text.
+            reasoning_in_text, text = split_reasoning(text)
+            reasoning = reasoning or reasoning_in_text
+            text = text.strip()
+        calls = message.get("tool_calls", ())
+        for call in calls:
+            call_places[call["id"]] = calls_before
+            calls_before += 1
+        call_place = call_places.get(message.get("tool_call_id", ""), -1)
+        digests.append(
+            MessageDigest(
+                frame=digest_of(message["role"], [call["function"] for call in calls], call_place),
+                calls=len(calls),
+                text=blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest() if text else b"",
+                reasoning=reasoning.strip(),
+            )
+        )
+    return digests

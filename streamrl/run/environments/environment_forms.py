@@ -19,6 +19,7 @@ from streamrl.recipe.user_code import load_user_object
 from streamrl.run.environments.agent_process import AgentFailedError, Agents
 from streamrl.run.environments.chat import ChatInput, EpisodePolicy
 from streamrl.run.environments.chat_tokens import ChatModel
+from streamrl.run.environments.endpoint_server import listening_socket
 from streamrl.run.environments.endpoint_session import EndpointSession
 from streamrl.run.environments.tools import ColumnParameters, Tool, ToolBox, ToolLimits, call_user
 from streamrl.run.environments.turns import EpisodeLimit
@@ -46,7 +47,7 @@ def load_episode(
     if environment.env:
         return _env(environment.env)
     if environment.agent:
-        return _agent(with_run_python(environment.agent), agents), ()
+        return _agent(environment, agents), ()
     limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
     user_tools = [load_user_object(spec) for spec in environment.tools if not command_of(spec)]
     if environment.servers and server_tools is None:
@@ -161,7 +162,10 @@ def _first_messages(columns: Mapping[str, Any], reset_text: str) -> ChatInput:
     return messages
 
 
-def _agent(command: Sequence[str], agents: Agents | None) -> UserEpisode:
+def _agent(environment: Environment, agents: Agents | None) -> UserEpisode:
+    command = with_run_python(environment.agent)
+    if agents is None:  # they listen themselves
+        listening_socket(environment.agent_host).close()
     if shutil.which(command[0]) is None:
         raise RecipeError(f'environment.agent: there is no program "{command[0]}": correct it, or install it')
 
@@ -175,6 +179,7 @@ def _agent(command: Sequence[str], agents: Agents | None) -> UserEpisode:
                 raise
             return None  # the limit refused a turn, and the program failed for that reason
         finally:
+            model.turns.refusal = session.refusal
             # A name of a note is the last part of the name of a metric, and has no slash.
             model.notes.update({name.replace("/", "_"): count for name, count in session.figures.items()})
 

@@ -34,7 +34,8 @@ class OpenEpisode:
     ``stopped``: the controller has stopped the episode, and wants no result;
     ``finished``: the user's code has ended, or was left behind as stuck;
     ``finish``: limit of the recipe that refused the newest request; None: it was sampled;
-    ``limit``: newest refusal in words; empty: nothing was refused;
+    ``limit``: newest refusal of a turn in words; empty: no turn was refused;
+    ``refusal``: newest refusal that the endpoint gave to an agent; empty: it gave none;
     ``spent_s``: seconds that user code ran, without the time in which turns were sampled;
     ``send_turn``, ``turns``: both ends of the stream of sampled turns."""
 
@@ -47,6 +48,7 @@ class OpenEpisode:
         self.finished = False
         self.finish: FinishReason | None = None
         self.limit = ""
+        self.refusal = ""
         self.spent_s = 0.0
         self._is_sampling = False
         self._lost_turn = False
@@ -76,7 +78,9 @@ class OpenEpisode:
         self.stopped = True
         self.time_limit.cancel()
 
-    async def sample(self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0) -> Turn:
+    async def sample(
+        self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0, stop: tuple[str, ...] = ()
+    ) -> Turn:
         """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeLimit``, and ``RuntimeError`` where the user's code
         may not request a turn now."""
         number = len(self._lengths)
@@ -90,7 +94,15 @@ class OpenEpisode:
         if room <= 0:
             tokens = before + len(appended)
             self._refuse(FinishReason.LENGTH, f"{tokens} tokens leave no room of {max_tokens} for a turn")
-        turn = await self._receive(appended, after, min(max_tokens or room, room))
+        turn = await self._receive(
+            TurnRequest(
+                episode=self.order.episode,
+                appended=appended,
+                after=after,
+                max_tokens=min(max_tokens or room, room),
+                stop=stop,
+            )
+        )
         self._lengths.append(before + len(appended) + len(turn.token_ids))
         self.finish = None
         return turn
@@ -100,7 +112,7 @@ class OpenEpisode:
         self.limit = message
         raise EpisodeLimit(finish, message)
 
-    async def _receive(self, appended: TokenArray, after: int | None, max_tokens: int) -> Turn:
+    async def _receive(self, request: TurnRequest) -> Turn:
         """Request a turn from the controller, and wait for it."""
         if self._lost_turn:
             raise RuntimeError("a turn was not waited for (a time limit around it?), so that no other may follow it")
@@ -109,7 +121,7 @@ class OpenEpisode:
         if self.finished or self.stopped:
             raise RuntimeError("the episode has ended: nothing is sampled for it any more")
         self._is_sampling = True
-        self._send(TurnRequest(episode=self.order.episode, appended=appended, after=after, max_tokens=max_tokens))
+        self._send(request)
         self.pause_clock()
         try:
             return await self.turns.receive()

@@ -214,9 +214,13 @@ class _Worker:
         del self._open[order.episode]
         if episode.stopped:
             return
-        if not episode.turns_sampled and end.kind is None and episode.limit:
+        refusal = f"the endpoint refused a request: {episode.refusal}" if episode.refusal else episode.limit
+        if not episode.turns_sampled and end.kind is None and refusal:
             # There is nothing to train, and the reason is that the first turn was refused.
-            end = EpisodeEnd(kind=RewardFailureKind.RAISED, message=episode.limit)
+            end = EpisodeEnd(kind=RewardFailureKind.RAISED, message=refusal)
+        elif end.kind is not None and episode.refusal:
+            first_line, _, lines = end.message.partition("\n")
+            end = structs.replace(end, message=f"{first_line}; {refusal}\n{lines}".strip())
         result = EnvironmentResult(
             reward=None if end.result is None else end.result.reward,
             seconds=round(episode.spent_s, 6),
