@@ -123,7 +123,9 @@ class RandomTurns:
     def __init__(self, key: str, chance: random.Random) -> None:
         self.key, self.chance, self.turns = key, chance, 0
 
-    async def sample(self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0) -> Turn:
+    async def sample(
+        self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0, stop: tuple[str, ...] = ()
+    ) -> Turn:
         assert self.key in ALLOWED.get(), "a request reached the trajectory of another key"
         assert after is not None and -1 <= after < self.turns, after
         assert len(appended), "nothing is appended"

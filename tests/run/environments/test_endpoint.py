@@ -22,6 +22,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.types import FinishReason, TokenArray, Turn, float_array, token_array
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
+from streamrl.run.environments import endpoint_server
 from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_server import OPEN_REQUESTS, EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
@@ -42,16 +43,20 @@ class Scripted:
         self.contexts: list[list[int]] = []
         self.asked: list[tuple[int, int]] = []
         self.appended: list[TokenArray] = []
+        self.stops: list[tuple[str, ...]] = []
         self.waits = anyio.Event()
         self.waits.set()
         self.begun = anyio.Event()
 
-    async def sample(self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0) -> Turn:
+    async def sample(
+        self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0, stop: tuple[str, ...] = ()
+    ) -> Turn:
         assert after is not None
         if not self.texts:
             raise StreamRLError("the episode has had its turns")
         text = self.texts.pop(0)
         self.asked.append((after, max_tokens))
+        self.stops += [stop] if stop else []
         self.appended.append(appended)
         self.begun.set()
         await self.waits.wait()
@@ -257,6 +262,7 @@ async def cutting(server: EndpointServer, part: float) -> AsyncIterator[str]:
 async def test_a_request_whose_answer_was_lost_is_one_turn(
     part: float, stream: bool, of_family: Callable[[str], Tokenizer]
 ) -> None:
+    """A client that says that it repeats a request gets the answer that it has not got, however much of it arrived."""
     async with (
         talking(of_family("qwen2.5"), SAID, "another") as talk,
         cutting(talk.server, part) as url,
@@ -265,47 +271,70 @@ async def test_a_request_whose_answer_was_lost_is_one_turn(
         ask = partial(answer, client.chat.completions, stream, "get_final_completion", messages=[ASKED])
         with suppress(httpx.HTTPError, openai.APIError):  # a stream that broke is the harness's to repeat
             assert (await ask()).choices[0].message.content == SAID
-        assert (await ask()).choices[0].message.content == SAID
-    assert len(talk.sampler.contexts) == 1
-    assert talk.session.figures["retries"] >= 1
+        repeated = await ask(extra_headers={"x-stainless-retry-count": "1"})
+        assert repeated.choices[0].message.content == SAID
+        assert len(talk.sampler.contexts) == 1
+        assert talk.session.figures["retries"] >= 1
+        assert (await ask()).choices[0].message.content == "another"
 
 
-async def test_an_answer_is_shared_until_it_is_gone_on_from(of_family: Callable[[str], Tokenizer]) -> None:
-    async with talking(of_family("qwen2.5"), "one", "two", "three", "four") as talk:
-        talk.sampler.waits, said = anyio.Event(), list[str]()
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_gave_up_repeats_and_is_one_turn(
+    stream: bool, of_family: Callable[[str], Tokenizer]
+) -> None:
+    """A request whose client closed the connection before the answer is repeated by the next equal one, once."""
+    async with talking(of_family("qwen2.5"), "one", "two") as talk, httpx.AsyncClient() as http:
+        talk.sampler.waits = anyio.Event()
+        body = {"messages": [{"role": "user", "content": "a"}], "stream": stream, "model": "m"}
+        post = partial(http.post, f"{talk.server.base_url}{CHAT}", json=body, headers={"x-api-key": "key-1"})
+        with anyio.move_on_after(0.5) as patience:
+            await post()
+        assert patience.cancelled_caught
+        while not all(client.gone for node in talk.session._nodes for client in node.clients):
+            await anyio.sleep(0.01)
+        talk.sampler.waits.set()
+        answers = [(await post()).text for _ in range(2)]
+    assert [[word in text for word in ("one", "two")] for text in answers] == [[True, False], [False, True]]
+    assert talk.session.figures["retries"] == 1
+
+
+async def test_equal_questions_are_votes_unless_one_repeats(of_family: Callable[[str], Tokenizer]) -> None:
+    """Equal requests are answered by a turn each, at once or one after the other; one with the retry count of its
+    client, or with the idempotency key of an earlier one, is a repetition."""
+    texts = "one", "two", "three", "four", "five", "six", "seven", "eight"
+    async with talking(of_family("qwen2.5"), *texts) as talk:
+        said = list[str]()
 
         async def note() -> None:
             said.append(await talk.say("a"))
 
         async with anyio.create_task_group() as tasks:
-            for _ in range(5):
+            for _ in range(4):
                 tasks.start_soon(note)
-            while talk.session.open_requests < 5:
-                await anyio.sleep(0.01)
-            talk.sampler.waits.set()
-        assert said == ["one"] * 5
-        assert await talk.say("a") == "one"
-        assert await talk.say("a", extra_headers={"x-streamrl-resample": "1"}) == "two"
-        assert await talk.say("a") == "two"
-        assert await talk.say("a", "two", "b") == "three"
-        assert await talk.say("a", extra_headers={"x-stainless-retry-count": "1"}) == "two"
-        assert await talk.say("a") == "four"
+        assert sorted(said) == sorted(texts[:4])
+        assert await talk.say("a") == "five"
+        assert await talk.say("a", "two", "b") == "six"
+        assert await talk.say("a", extra_headers={"x-stainless-retry-count": "1"}) == "five"
+        keys = [{"idempotency-key": key} for key in "xxy"]
+        assert [await talk.say("a", extra_headers=key) for key in keys] == ["seven", "seven", "eight"]
         for _ in range(2):
             with pytest.raises(openai.BadRequestError, match="has had its turns"):
-                await talk.say("a", "four", "b")
-    assert [after for after, _ in talk.sampler.asked] == [-1, -1, 1, -1]
+                await talk.say("a", "five", "b")
+    assert [after for after, _ in talk.sampler.asked] == [-1] * 5 + [said.index("two"), -1, -1]
+    assert talk.session.figures["retries"] == 2
+    assert talk.session.refusal == "the episode has had its turns"
 
 
 async def test_a_wait_is_a_wait_and_the_end_of_a_trajectory_is_said(of_family: Callable[[str], Tokenizer]) -> None:
     tokenizer = of_family("qwen2.5")
-    samplers = [Scripted(tokenizer, "one"), Scripted(tokenizer, "other")]
+    samplers = [Scripted(tokenizer, "one"), Scripted(tokenizer, "other", "again")]
     samplers[0].waits = anyio.Event()
     held, other = (EndpointSession(f"key-{at}", one, ChatModel(tokenizer)) for at, one in enumerate(samplers))
     async with served(held, other) as server, httpx.AsyncClient(timeout=60) as http:
         statuses: list[int] = []
 
         async def ask(key: str, *, path: str = "", **headers: str) -> None:
-            url, body = f"{server.base_url}{path}/v1/chat/completions", {"messages": [ASKED], "stream": True}
+            url, body = f"{server.base_url}{path}/v1/chat/completions", {"messages": [ASKED]}
             named = {"authorization": f"Bearer {key}"} | headers
             statuses.append((await http.post(url, json=body, headers=named)).status_code)
 
@@ -323,7 +352,7 @@ async def test_a_wait_is_a_wait_and_the_end_of_a_trajectory_is_said(of_family: C
             held.close()
         await ask("key-0")
         assert statuses == [*[401] * 5, 200, 200, 429, 410, 410]
-    assert [len(sampler.contexts) for sampler in samplers] == [0, 1]
+    assert [len(sampler.contexts) for sampler in samplers] == [0, 2]
 
 
 DEEP: Any = json.loads('{"x": ' * 440 + "1" + "}" * 440)
@@ -334,10 +363,14 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        (CHAT, {"messages": [ASKED], "n": 2}, 400, r"`?1`? - at `?\$.n|n"),
+        (CHAT, {"messages": [ASKED], "n": 2}, 400, "n is 2: .* send the request 2 times"),
+        (CHAT, {"messages": [ASKED], "stop": ["x", ""]}, 400, "stop has an empty text"),
+        (CHAT, {"messages": [ASKED], "tools": [TOOL], "tool_choice": "required"}, 400, "'required' .*: send auto"),
+        (MESSAGES, {"messages": [ASKED], "tool_choice": {"type": "tool", "name": "add"}}, 400, "'tool' cannot be kept"),
         (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, 400, r"messages\[0\].content: .*'image_url'"),
         (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
-        (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, 400, "'web_search'"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}, {"type": "local_shell"}]}, 400, "type local_shell"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "namespace", "name": "a", "tools": ["x"]}]}, 400, "cannot be read"),
         (MESSAGES, {"messages": [ASKED], "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "bash_20250124"),
         (CHAT, {"messages": [ASKED], "response_format": {"type": "json_object"}}, 400, "json_object"),
         (CHAT, {"messages": [ASKED, {"role": "assistant", "content": "It"}]}, 400, "end with one of the user"),
@@ -418,3 +451,154 @@ async def test_models_counts_of_tokens_and_logprobs(stream: bool, of_family: Cal
 async def test_requests_with_something_wrong_in_them_crash_nothing() -> None:
     counts = await try_requests(2_000, seed=1)
     assert all(counts[status] > 5 for status in (200, 400, 401, 404, 405, 413))
+
+
+THOUGHTS = f"<think>\nHm.\n</think>\n\n{CALL}"
+
+
+def without_ids(message: Any) -> Any:
+    calls = [call | {"id": f"other-{place}"} for place, call in enumerate(message["tool_calls"])]
+    return message | {"tool_calls": calls}
+
+
+def thoughts_in_text(message: Any) -> Any:
+    text = f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"
+    return message | {"content": text, "reasoning_content": None}
+
+
+@pytest.mark.parametrize(
+    "form", [lambda message: message, lambda message: message | {"content": None}, without_ids, thoughts_in_text]
+)
+async def test_a_turn_is_known_in_the_forms_that_clients_send(
+    form: Callable[[Any], Any], of_family: Callable[[str], Tokenizer]
+) -> None:
+    """A turn is gone on from where its client leaves out the text beside calls, writes other ids, or puts the thoughts
+    into the text; results are those of the calls as they were sampled."""
+    tokenizer = of_family("qwen3")
+    two_calls = f"{THOUGHTS}\n{CALL.partition('.')[2]}"
+    async with talking(tokenizer, two_calls, SAID, SAID) as talk:
+        chat: list[Any] = [ASKED]
+        for _ in range(2):
+            first = (await talk.ask(*chat, tools=[TOOL])).message.model_dump(exclude_unset=True)
+            if calls := first.get("tool_calls"):
+                sent = form(first)
+                results = [(call["id"], str(place)) for place, call in enumerate(sent["tool_calls"])]
+                chat += [sent, *({"role": "tool", "tool_call_id": name, "content": text} for name, text in results)]
+        await talk.ask(*chat, {"role": "assistant", "content": SAID}, ASKED, tools=[TOOL])
+    assert len(calls or ()) in (0, 2) and first["content"] == SAID
+    assert [after for after, _ in talk.sampler.asked] == [-1, 0, 1]
+
+
+async def test_what_changes_the_answer_is_done(of_family: Callable[[str], Tokenizer]) -> None:
+    """Texts that end an answer end it, one call is one, and tools of groups are called by the names that they had."""
+    tokenizer = of_family("qwen3")
+    made_up = "Action: look\nObservation: a room\nThought: done"
+    two = CALL + CALL.partition(".")[2]
+    grouped = '<tool_call>{"name": "agents__add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    texts = made_up, made_up, CALL, two, two, grouped, "It is 3."
+    async with talking(tokenizer, *texts) as talk:
+        claude = anthropic.AsyncAnthropic(base_url=talk.server.base_url, api_key="key-1", max_retries=0)
+        choice = await talk.ask(ASKED, stop="Observation:")
+        assert (choice.message.content, choice.finish_reason) == ("Action: look", "stop")
+        said = {"role": "assistant", "content": "Action: look"}
+        asked: dict[str, Any] = {"model": "m", "max_tokens": 99, "messages": [ASKED, said, ASKED]}
+        message = await claude.messages.create(**asked, stop_sequences=["Thought:", "Observation:"])
+        assert message.content[0].text.strip() == "Action: look"
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "Observation:")
+        called = await talk.ask(ASKED, tools=[TOOL], stop=["</tool_call>"])  # a call that the text cuts is none
+        assert (called.message.tool_calls, called.finish_reason) == (None, "stop")
+        assert talk.sampler.stops == [("Observation:",), ("Thought:", "Observation:"), ("</tool_call>",)]
+        assert [after for after, _ in talk.sampler.asked] == [-1, 0, -1]
+        one = await talk.ask(ASKED, tools=[TOOL], parallel_tool_calls=False)
+        assert len(one.message.tool_calls) == 1
+        tool: Any = {"name": "add", "input_schema": FUNCTION["parameters"]}
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        uses = await claude.messages.create(model="m", max_tokens=99, messages=[ASKED], tools=[tool], tool_choice=choice)
+        assert [block.type for block in uses.content] == ["text", "tool_use"]
+        assert talk.session.figures["dropped_calls"] == 2
+        group = {"type": "namespace", "name": "agents", "tools": [{"type": "function", **FUNCTION}]}
+        tools: Any = [{"type": "function", **FUNCTION}, group, {"type": "web_search"}]
+        ask = partial(talk.client.responses.create, model="m", tools=tools)
+        first = await ask(input=[ASKED])
+        (call,) = (item for item in first.output if item.type == "function_call")
+        assert (call.name, call.model_dump()["namespace"]) == ("add", "agents")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+        await ask(input=[ASKED, *first.model_dump()["output"], result])
+        assert talk.sampler.asked[-1][0] == len(talk.sampler.asked) - 2
+        assert talk.session.figures["ignored/tools"] == 2
+        await claude.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thoughts_have_a_signature(stream: bool, of_family: Callable[[str], Tokenizer]) -> None:
+    """Thoughts in Anthropic's form have a signature, without which clients say them to the model as a text."""
+    async with (
+        talking(of_family("qwen3"), THOUGHTS) as talk,
+        anthropic.AsyncAnthropic(base_url=talk.server.base_url, api_key="key-1", max_retries=0) as client,
+    ):
+        message = await answer(client.messages, stream, "get_final_message", max_tokens=99, messages=[ASKED])
+    assert message.content[0].thinking == "Hm." and len(message.content[0].signature) > 8
+
+
+STREAMS = {
+    CHAT: {"messages": [ASKED]},
+    RESPONSES: {"input": [ASKED]},
+    MESSAGES: {"messages": [ASKED], "max_tokens": 50},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_stream_is_never_silent_and_says_its_failure(
+    path: str, of_family: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers of a stream come at once, comments while its turn is sampled, and a failure as an event of its API."""
+    monkeypatch.setattr(endpoint_server, "_UNTIL_STREAM_S", 0.01)
+    monkeypatch.setattr(endpoint_server, "_BETWEEN_COMMENTS_S", 0.05)
+    async with talking(of_family("qwen2.5"), SAID) as talk, httpx.AsyncClient() as http:
+        talk.sampler.waits = anyio.Event()
+        body = STREAMS[path] | {"stream": True, "model": "m"}
+        url = talk.server.base_url + path
+        async with http.stream("POST", url, json=body, headers={"x-api-key": "key-1"}) as response:
+            assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream")
+            lines = aiter(response.aiter_lines())
+            assert [await anext(lines) for _ in range(4)] == [": waiting", ""] * 2
+            talk.session.close()
+            events = [json.loads(line[6:]) async for line in lines if line.startswith("data: ")]
+    assert "the trajectory of this key has ended" in events[-1]["error"]["message"]
+    assert [event.get("type") for event in events] == {
+        CHAT: [None],
+        RESPONSES: ["response.failed", "error"],
+        MESSAGES: ["error"],
+    }[path]
+
+
+async def test_clients_read_a_failure_in_a_stream(
+    of_family: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients of both vendors raise what a stream says that has begun; a slow turn is read to its end."""
+    monkeypatch.setattr(endpoint_server, "_UNTIL_STREAM_S", 0.0)
+    monkeypatch.setattr(endpoint_server, "_BETWEEN_COMMENTS_S", 0.05)
+    async with (
+        talking(of_family("qwen2.5"), SAID, SAID, SAID) as talk,
+        anthropic.AsyncAnthropic(base_url=talk.server.base_url, api_key="key-1", max_retries=0) as claude,
+    ):
+        asks = [
+            partial(answer, talk.client.chat.completions, True, "get_final_completion", messages=[ASKED]),
+            partial(answer, talk.client.responses, True, "get_final_response", input=[ASKED]),
+            partial(answer, claude.messages, True, "get_final_message", messages=[ASKED], max_tokens=50),
+        ]
+        for ask in asks:
+            talk.sampler.waits = anyio.Event()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                await anyio.sleep(0.2)
+                talk.sampler.waits.set()
+
+        async def refused(*_: object, **__: object) -> None:
+            await anyio.sleep(0.1)
+            raise StreamRLError("the engines are gone")
+
+        monkeypatch.setattr(talk.sampler, "sample", refused)
+        for ask in asks:
+            with pytest.raises((openai.APIError, anthropic.APIError), match="the engines are gone"):
+                await ask()
