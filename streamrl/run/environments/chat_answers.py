@@ -61,8 +61,8 @@ def write_refusal_in_stream(path: str, error: ApiError) -> bytes:
     failed = _FIXED_FIELDS | {"id": "resp_failed", "object": "response", "status": "failed", "output": []}
     return _named_events(
         [
-            {"type": "response.failed", "sequence_number": 0, "response": failed | {"error": cause}},
-            {"type": "error", "sequence_number": 1, "param": None, **cause, **refusal},
+            {"type": "error", "sequence_number": 0, "param": None, **cause, **refusal},
+            {"type": "response.failed", "sequence_number": 1, "response": failed | {"error": cause}},
         ]
     )
 

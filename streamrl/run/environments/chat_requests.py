@@ -33,8 +33,10 @@ _CHAT = {"messages", "input", "system", "instructions", "tools"}
 _REFUSED = ["functions", "function_call", "audio", "previous_response_id", "conversation", "prompt", "background"]
 _REFUSED += ["web_search_options", "mcp_servers", "container"]
 # Beginnings of the types of tools that a vendor's server runs. A harness never runs them itself.
-_RUN_BY_SERVERS = ("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution", "image_generation")
-_RUN_BY_SERVERS += ("mcp", "tool_search", "advisor")
+_RUN_BY_SERVERS = (
+    *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution"),
+    *("image_generation", "mcp", "tool_search", "advisor"),
+)
 
 log = logging.getLogger(__name__)
 
@@ -162,8 +164,8 @@ def _refuse(parameters: Body, body: _RequestBody) -> None:
 
 
 class _OfferedTools(NamedTuple):
-    """The tools of a request. ``schemas``: schemas of the functions, as chat templates take them; ``groups``: as in
-    ``ChatRequest``; ``left_out``: types of the tools that are no functions, which the model does not hear of."""
+    """The tools of a request. ``schemas``: schemas of the functions, as chat templates take them; ``groups``: names
+    as in ``ChatRequest``; ``left_out``: types of the tools that are no functions, which the model does not hear of."""
 
     schemas: list[Body]
     groups: dict[str, tuple[str, str]]

@@ -73,7 +73,7 @@ class MessageDigest(NamedTuple):
 
 class Client:
     """The client of one request. ``idempotency_key``: name that the client gave to the request and its repetitions;
-    empty: none; ``gone``: it closed its connection before it had the whole answer."""
+    empty: none; ``gone``: whether the client closed its connection before it had the whole answer."""
 
     def __init__(self, idempotency_key: bytes = b"") -> None:
         self.idempotency_key = idempotency_key
@@ -409,6 +409,13 @@ def digest_of(*values: Any) -> bytes:
     return blake2b(json.dumps(numbers_alike, sort_keys=True).encode(), digest_size=16).digest()
 
 
+def _text_digest(text: str) -> bytes:
+    """Return a digest of ``text``; empty where it is."""
+    if not text:
+        return b""
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
 def chat_digests(messages: Sequence[Mapping[str, Any]]) -> list[MessageDigest]:
     """Return the digests of the messages of a chat as chat templates take them."""
     digests = []
@@ -431,7 +438,7 @@ def chat_digests(messages: Sequence[Mapping[str, Any]]) -> list[MessageDigest]:
             MessageDigest(
                 frame=digest_of(message["role"], [call["function"] for call in calls], call_place),
                 calls=len(calls),
-                text=blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest() if text else b"",
+                text=_text_digest(text),
                 reasoning=reasoning.strip(),
             )
         )

@@ -369,8 +369,18 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
         (MESSAGES, {"messages": [ASKED], "tool_choice": {"type": "tool", "name": "add"}}, 400, "'tool' cannot be kept"),
         (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, 400, r"messages\[0\].content: .*'image_url'"),
         (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
-        (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}, {"type": "local_shell"}]}, 400, "type local_shell"),
-        (RESPONSES, {"input": "x", "tools": [{"type": "namespace", "name": "a", "tools": ["x"]}]}, 400, "cannot be read"),
+        (
+            RESPONSES,
+            {"input": "x", "tools": [{"type": "web_search"}, {"type": "local_shell"}]},
+            400,
+            "type local_shell",
+        ),
+        (
+            RESPONSES,
+            {"input": "x", "tools": [{"type": "namespace", "name": "a", "tools": ["x"]}]},
+            400,
+            "cannot be read",
+        ),
         (MESSAGES, {"messages": [ASKED], "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "bash_20250124"),
         (CHAT, {"messages": [ASKED], "response_format": {"type": "json_object"}}, 400, "json_object"),
         (CHAT, {"messages": [ASKED, {"role": "assistant", "content": "It"}]}, 400, "end with one of the user"),
@@ -513,7 +523,9 @@ async def test_what_changes_the_answer_is_done(of_family: Callable[[str], Tokeni
         assert len(one.message.tool_calls) == 1
         tool: Any = {"name": "add", "input_schema": FUNCTION["parameters"]}
         choice = {"type": "auto", "disable_parallel_tool_use": True}
-        uses = await claude.messages.create(model="m", max_tokens=99, messages=[ASKED], tools=[tool], tool_choice=choice)
+        uses = await claude.messages.create(
+            model="m", max_tokens=99, messages=[ASKED], tools=[tool], tool_choice=choice
+        )
         assert [block.type for block in uses.content] == ["text", "tool_use"]
         assert talk.session.figures["dropped_calls"] == 2
         group = {"type": "namespace", "name": "agents", "tools": [{"type": "function", **FUNCTION}]}
@@ -564,10 +576,10 @@ async def test_a_stream_is_never_silent_and_says_its_failure(
             assert [await anext(lines) for _ in range(4)] == [": waiting", ""] * 2
             talk.session.close()
             events = [json.loads(line[6:]) async for line in lines if line.startswith("data: ")]
-    assert "the trajectory of this key has ended" in events[-1]["error"]["message"]
+    assert "the trajectory of this key has ended" in events[0]["error"]["message"]
     assert [event.get("type") for event in events] == {
         CHAT: [None],
-        RESPONSES: ["response.failed", "error"],
+        RESPONSES: ["error", "response.failed"],
         MESSAGES: ["error"],
     }[path]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import shlex
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -665,6 +666,52 @@ async def test_an_agent_talks_to_the_model_as_to_an_api(qwen: Tokenizer, tmp_pat
     agent.write_text("import sys\nsys.exit('no idea')\n")
     failure = await Run(run.environment, qwen, lambda text: "").one({})
     assert isinstance(failure, RewardFailure) and "no idea" in failure.message
+
+
+ASKS = """
+import json, os, sys, urllib.error, urllib.request
+row = json.load(sys.stdin)
+def ask(**more):
+    body = {"model": "m", "messages": [{"role": "user", "content": "Look."}], **more}
+    key = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    try:
+        answer = urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), key))
+    except urllib.error.HTTPError:
+        return "refused"
+    return json.load(answer)["choices"][0]["message"]["content"]
+said = [ask(**more) for more in row["asked"]]
+print(json.dumps({"reward": float(said == row["said"])}))
+sys.exit(row.get("exit"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "failure"),
+    [
+        ({"asked": [{"stop": "b"}, {}, {"stop": ["c", "d"]}], "said": ["a", "abc", "ab"]}, ""),
+        ({"asked": [{"response_format": {"type": "json_object"}}], "said": ["refused"]}, "an answer as json_object"),
+        (
+            {"asked": [{}, {"n": 2}], "said": [], "exit": "no idea"},
+            "no idea .*; the endpoint refused a request: n is 2",
+        ),
+    ],
+)
+async def test_agents_end_turns_and_their_refusals_are_told(
+    row: dict[str, Any], failure: str, qwen: Tokenizer, tmp_path: Path
+) -> None:
+    """Texts of a request end its turn in the engine, and no later one; a refusal that an agent swallowed, or ended of,
+    stands in the failure of its trajectory. The agent has the address that the recipe names."""
+    (tmp_path / "agent.py").write_text(ASKS)
+    command = ("python", str(tmp_path / "agent.py"))
+    environment = Environment(agent=command, agent_host="0.0.0.0", agent_address="localhost", max_tokens=10_000)
+    run = Run(environment, qwen, lambda text: "abc")
+    outcome = await run.one(row)
+    if failure:
+        assert isinstance(outcome, RewardFailure) and re.search(failure, outcome.message)
+    else:
+        assert outcome.environment.reward == 1.0
+        assert [request.stop for request in run.engine.asked] == [("b",), (), ("c", "d")]
 
 
 async def test_nothing_is_sampled_for_an_episode_that_has_ended(qwen: Tokenizer, code: Callable[[str], str]) -> None:
