@@ -139,6 +139,166 @@ class RandomTurns:
         return Turn(number=number, token_ids=ids, finish_reason=ended)
 
 
+SAID = 'Action: look\nObservation: a room <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+SAID += SAID[SAID.index("<") :]
+CHAT, RESPONSES, MESSAGES = BODIES
+ADD = {"type": "function", "function": TOOL}
+ADD_OF_RESPONSES = {"type": "function", **TOOL}
+ADD_OF_MESSAGES = {"name": "add", "input_schema": TOOL["parameters"]}
+ASKED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [USER]},
+    RESPONSES: {"input": [USER]},
+    MESSAGES: {"messages": [USER], "max_tokens": 500},
+}
+# What harnesses send: path, parameters, status, and a text that the answer has, or with "!" before it has not. vLLM's
+# server is the measure of what stop texts and parallel_tool_calls do.
+HARNESSES: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "stop as a text": (CHAT, {"stop": "Observation:"}, 200, "!a room"),
+    "stop as a list": (CHAT, {"stop": ["x?", "Observation:"]}, 200, "!a room"),
+    "stop that is null": (CHAT, {"stop": None}, 200, "a room"),
+    "stop that is an empty list": (CHAT, {"stop": []}, 200, "a room"),
+    "stop with an empty text": (CHAT, {"stop": [""]}, 400, "stop has an empty text"),
+    "stop that is a number": (CHAT, {"stop": 1}, 400, "$.stop"),
+    "stop that is the text's begin": (CHAT, {"stop": "Action"}, 200, '"content":""'),
+    "stop that ends a call": (CHAT, {"stop": "</tool_call>", "tools": [ADD]}, 200, "!tool_calls"),
+    "two stops, the later one first": (CHAT, {"stop": ["room", "Observation"]}, 200, '"Action: look"'),
+    "stop of a stream": (CHAT, {"stop": "Observation:", "stream": True}, 200, "!a room"),
+    "stop_sequences": (MESSAGES, {"stop_sequences": ["Observation:"]}, 200, '"stop_sequence":"Observation:"'),
+    "stop_sequences that are not met": (MESSAGES, {"stop_sequences": ["zzz"]}, 200, '"stop_sequence":null'),
+    "one call": (CHAT, {"tools": [ADD], "parallel_tool_calls": False}, 200, "!c00000001"),
+    "one call of responses": (
+        RESPONSES,
+        {"tools": [ADD_OF_RESPONSES], "parallel_tool_calls": False},
+        200,
+        "!c00000001",
+    ),
+    "several calls": (CHAT, {"tools": [ADD], "parallel_tool_calls": True}, 200, "c00000001"),
+    "one call of messages": (
+        MESSAGES,
+        {"tools": [ADD_OF_MESSAGES], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        200,
+        "!c00000001",
+    ),
+    "no call": (CHAT, {"tools": [ADD], "tool_choice": "none"}, 200, "!tool_calls"),
+    "a call that is required": (CHAT, {"tools": [ADD], "tool_choice": "required"}, 400, "'required' cannot be kept"),
+    "a function that is forced": (
+        CHAT,
+        {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        400,
+        "'function' cannot be kept",
+    ),
+    "allowed tools": (
+        RESPONSES,
+        {"tools": [ADD_OF_RESPONSES], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+        400,
+        "'allowed_tools' cannot be kept",
+    ),
+    "any call of messages": (
+        MESSAGES,
+        {"tools": [ADD_OF_MESSAGES], "tool_choice": {"type": "any"}},
+        400,
+        "'any' cannot",
+    ),
+    "tool_choice that is null": (CHAT, {"tools": [ADD], "tool_choice": None}, 200, "tool_calls"),
+    "tools that are null": (CHAT, {"tools": None}, 200, "a room"),
+    "a shell of Codex beside a function": (
+        RESPONSES,
+        {"tools": [{"type": "local_shell"}, ADD_OF_RESPONSES]},
+        200,
+        "add",
+    ),
+    "a shell of Codex alone": (RESPONSES, {"tools": [{"type": "local_shell"}]}, 400, "local_shell"),
+    "a patch in a grammar": (
+        RESPONSES,
+        {"tools": [{"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}, ADD_OF_RESPONSES]},
+        200,
+        "!apply_patch",
+    ),
+    "a search of OpenAI alone": (RESPONSES, {"tools": [{"type": "web_search_preview"}]}, 200, "a room"),
+    "a search of Anthropic alone": (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, 200, "a room"),
+    "an editor of Anthropic alone": (
+        MESSAGES,
+        {"tools": [{"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}]},
+        400,
+        "text_editor_20250728",
+    ),
+    "a function of Anthropic with its type": (
+        MESSAGES,
+        {"tools": [{"type": "custom", **ADD_OF_MESSAGES}]},
+        200,
+        "tool_use",
+    ),
+    "a group that is empty": (RESPONSES, {"tools": [{"type": "namespace", "name": "a", "tools": []}]}, 200, "a room"),
+    "a group without a list": (
+        RESPONSES,
+        {"tools": [{"type": "namespace", "name": "a", "tools": 1}]},
+        400,
+        "cannot be read",
+    ),
+    "parallel_tool_calls that is null": (CHAT, {"tools": [ADD], "parallel_tool_calls": None}, 200, "c00000001"),
+    "two answers": (CHAT, {"n": 2}, 400, "n is 2"),
+    "metadata and a cache key of Codex": (
+        RESPONSES,
+        {"store": False, "prompt_cache_key": "k", "client_metadata": {}, "include": ["reasoning.encrypted_content"]},
+        200,
+        "a room",
+    ),
+    "beta fields of Claude Code": (
+        MESSAGES,
+        {"thinking": {"type": "adaptive"}, "context_management": {"edits": []}, "metadata": {"user_id": "u"}},
+        200,
+        "a room",
+    ),
+    "options of litellm": (CHAT, {"user": "u", "seed": 1, "drop_params": True, "extra_headers": None}, 200, "a room"),
+}
+
+
+class SaidTurns:
+    """A sampler that says ``SAID`` in every turn, whatever ends it."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self.tokenizer, self.turns = tokenizer, 0
+
+    async def sample(
+        self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0, stop: tuple[str, ...] = ()
+    ) -> Turn:
+        await anyio.lowlevel.checkpoint()
+        self.turns += 1
+        ids = token_array([*self.tokenizer.encode_fragment(SAID), 257])
+        return Turn(number=self.turns - 1, token_ids=ids, finish_reason=FinishReason.STOP)
+
+
+async def try_harnesses() -> list[str]:
+    """Send every request of ``HARNESSES``. Returns a sentence for each that is answered otherwise."""
+    problems = []
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = small_tokenizer(Path(folder))
+    for name, (path, parameters, status, text) in HARNESSES.items():
+        server = EndpointServer()
+        session = EndpointSession("key", SaidTurns(tokenizer), ChatModel(tokenizer))
+        data = json.dumps({"model": "m", **ASKED[path], **parameters}).encode()
+        sent: list[dict[str, Any]] = []
+        received = [{"type": "http.request", "body": data}]
+
+        async def receive(received: list[dict[str, Any]] = received) -> dict[str, Any]:
+            if not received:
+                await anyio.sleep_forever()
+            return received.pop()
+
+        async def send(message: dict[str, Any], sent: list[dict[str, Any]] = sent) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"x-api-key", b"key")]}
+        with server.serving(session):
+            await server(scope, receive, send)
+        server.socket.close()
+        answer = b"".join(message.get("body", b"") for message in sent).decode()
+        has_text = text.removeprefix("!") in answer
+        if sent[0]["status"] != status or has_text == text.startswith("!"):
+            problems.append(f"{name}: {sent[0]['status']} {answer[:400]}")
+    return problems
+
+
 def small_tokenizer(folder: Path) -> ModelTokenizer:
     """Make a tokenizer of single bytes with the special tokens of ChatML."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -226,20 +386,23 @@ async def _one(
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
+        if not parts:  # as a server does: until the client disconnects
+            await anyio.sleep_forever()
         return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
     await server(scope, receive, send)
-    start, body = sent
+    start, *bodies = sent
+    body = b"".join(part.get("body", b"") for part in bodies)
     counts[start["status"]] += 1
     assert start["status"] in STATUSES, (start, body, scope, data)
     if (b"content-type", b"text/event-stream") in start["headers"]:
-        lines = [line for line in body["body"].split(b"\n") if line.startswith(b"data: {")]
+        lines = [line for line in body.split(b"\n") if line.startswith(b"data: {")]
         assert lines and all(msgspec.json.decode(line[6:]) for line in lines)
         return None
-    answer = msgspec.json.decode(body["body"])
+    answer = msgspec.json.decode(body)
     return answer if start["status"] == 200 else None
 
 
@@ -283,6 +446,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _work(options: argparse.Namespace) -> int:
+    problems = anyio.run(try_harnesses)
+    print(
+        f"{len(HARNESSES) - len(problems)} of {len(HARNESSES)} requests of harnesses as they should be",
+        *problems,
+        sep="\n",
+    )
     counts = anyio.run(try_requests, options.requests, options.seed)
     print(*(f"{status}: {number:9,}" for status, number in sorted(counts.items())), sep="\n")
-    return 0
+    return int(bool(problems))
