@@ -6,6 +6,7 @@
     python -m campaigns families [NAME ...]
     python -m campaigns walks [--events N] [--seed N] [--plant BUG]      # control, with trajectories of several turns
     python -m campaigns endpoint [--requests N] [--seed N]   # requests of agents with something wrong in them
+    python -m campaigns harnesses [NAME ...] [--folder DIR]   # Codex, Claude Code and others, as they are installed
     python -m campaigns followers [shots | pairs]    # trackers that are killed, stopped, out of disk or asleep
     python -m campaigns hosts shots [--shots N] [--kinds ...] [--python PATH]   # three hosts in namespaces, with Ray
     python -m campaigns hosts equality [--kinds hsdp2x2]   # over hosts, and on one: the same model bit for bit
@@ -40,6 +41,7 @@ MODULES = {
     "front_door": "front_door.campaign",
     "followers": "followers",
     "endpoint": "endpoint_requests",
+    "harnesses": "harnesses.campaign",
     "walks": "control_walks",
     "hosts": "hosts.campaign",
     "suite_faults": "suite_faults",
