@@ -206,8 +206,10 @@ def _answers(requests: Sequence[WantedFiles], stand_ins: str, errors: IO[bytes])
     """Messages of the process that asks the Hub, until it ends, or has waited too long for the Hub: the lookup of an
     address has no time limit of its own."""
     command = [sys.executable, "-P", "-m", "streamrl.prepare.hub.fetch", str(_LONGEST_S), str(os.getpid())]
-    command += [msgspec.json.encode(requests).decode(), stand_ins]
-    child = start_session(command, stdout=subprocess.PIPE, stderr=errors)
+    with tempfile.TemporaryFile() as arguments:
+        arguments.write(msgspec.json.encode([msgspec.json.encode(requests).decode(), stand_ins]))
+        arguments.seek(0)
+        child = start_session(command, stdin=arguments, stdout=subprocess.PIPE, stderr=errors)
     assert child.stdout is not None, "it has a pipe"
     guard_s = answer_s() + _SLOW_MACHINE_S
     output = child.stdout.fileno()
