@@ -36,8 +36,7 @@ _START_S = 1800
 PrintOnly = Annotated[bool, Argument("print it and start nothing", flag="--print")]
 Resume = Annotated[bool, Argument("RECIPE is the directory of a run: go on with it")]
 Variables = Annotated[
-    tuple[str, ...],
-    Argument("variable of every host (NAME alone: as it is here); may be repeated", "NAME[=VALUE]", "--env"),
+    tuple[str, ...], Argument("variable of every host (default: its value here)", "NAME[=VALUE]", "--env")
 ]
 Setup = Annotated[
     str, Argument("shell line on each host before the rest (default: the programs of this one)", metavar="LINE")
@@ -158,7 +157,7 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
     pvc: Annotated[str, Argument("claim of a volume that all pods may write", metavar="CLAIM")]
     mount: Annotated[str, Argument("its place in the pods (/runs)", metavar="PATH")] = "/runs"
     folder: Annotated[str, Argument("of RECIPE there (default: of the same name, in the mount)", metavar="PATH")] = ""
-    secret: Annotated[tuple[str, ...], Argument("a Secret whose keys are variables of all pods; may be repeated")] = ()
+    secret: Annotated[tuple[str, ...], Argument("a Secret with variables of all pods; repeatable")] = ()
     limit: Annotated[tuple[str, ...], Argument("of a pod: cpu=16, memory=200Gi; may be repeated", "NAME=SIZE")] = ()
     name: Annotated[str, Argument("of the job (default: run.name)")] = ""
     namespace: Annotated[str, Argument("of the job (default)", metavar="NS")] = "default"
