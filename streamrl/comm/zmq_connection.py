@@ -41,7 +41,7 @@ class StreamConnection:
         self._receive_high_water_mark = 2 * window + 64  # items and a credit for each, with room for the handshake
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq_sockets.ConnectionMonitor | None = None
-        self._ipc_identity: tuple[int, int] | None = None
+        self._path: zmq_sockets.IpcPath | None = None
         self._attached = False
         self._unreachable = False
         self._departure_sent = False
@@ -65,7 +65,7 @@ class StreamConnection:
             if self._binds:
                 self.endpoint = (guard or zmq_sockets).bind(self._socket, self.endpoint)
                 self._gate_fd = guard.watch(self._socket) if guard else -1
-                self._ipc_identity = zmq_sockets.ipc_path_identity(self.endpoint)
+                self._path = zmq_sockets.IpcPath(self._socket, self.endpoint)
             else:
                 (guard or zmq_sockets).connect(self._socket, self.endpoint)
         except BaseException:
@@ -99,8 +99,8 @@ class StreamConnection:
                     tasks.start_soon(self._watch, self._socket.fileno())
                 if self._guard is not None and self._gate_fd >= 0:
                     tasks.start_soon(self._watch_gate, self._guard, self._gate_fd)
-                if self._ipc_identity is not None:
-                    tasks.start_soon(self._keep_path)
+                if self._path is not None:
+                    tasks.start_soon(self._keep, self._path)
 
     def stop(self) -> None:
         """End ``run``."""
@@ -116,11 +116,11 @@ class StreamConnection:
         await anyio.wait_readable(fd)
         guard.check()
 
-    async def _keep_path(self) -> None:
+    async def _keep(self, path: zmq_sockets.IpcPath) -> None:
         while True:
             await anyio.sleep(zmq_sockets.KEEP_S)
             if self._attached and self._socket is not None:
-                self._ipc_identity = zmq_sockets.keep_ipc_path(self._socket, self.endpoint, self._ipc_identity)
+                path.keep()
 
     async def changed(self) -> None:
         """Wait until the stream has changed."""
@@ -229,6 +229,6 @@ class StreamConnection:
         except zmq.ZMQError as error:
             if error.errno != errno.ENOENT:  # already gone with the connection
                 raise
-        if self._binds and self._monitor is not None:
+        if self._path is not None and self._monitor is not None:
             self._monitor.wait_until_unbound(UNBIND_SECONDS)
-            zmq_sockets.remove_ipc_path(self.endpoint, self._ipc_identity)
+            self._path.remove()

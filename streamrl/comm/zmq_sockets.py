@@ -147,8 +147,42 @@ def has_ipc_listener(endpoint: str) -> bool:
     return True
 
 
-def ipc_path_identity(endpoint: str) -> tuple[int, int] | None:
-    """Device and inode of a bound ipc path, by which ``remove_ipc_path`` recognizes the socket file."""
+class IpcPath:
+    """The file of the socket that is bound at an ipc ``endpoint``; another endpoint has none. Where the file is there,
+    other processes can connect; cleaners of folders for temporary files take what is old."""
+
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        self._socket = socket
+        self._endpoint = endpoint
+        self._identity = _ipc_path_identity(endpoint)
+        self._looked_s = time.monotonic()
+
+    def keep(self) -> None:
+        """Renew the times of the file, and bind the socket again where the file is gone. Its connections go on. Call it
+        every ``KEEP_S`` seconds or more often; it looks no more often."""
+        if self._identity is None or time.monotonic() < self._looked_s + KEEP_S:
+            return
+        self._looked_s = time.monotonic()
+        path = self._endpoint.removeprefix("ipc://")
+        try:
+            os.utime(path)
+            return
+        except OSError:
+            log.warning("the socket %s was taken away, as by a cleaner of temporary files; it is bound again", path)
+        try:
+            bind(self._socket, self._endpoint)
+            self._identity = _ipc_path_identity(self._endpoint)
+        except StreamRLError as error:
+            log.warning("%s", error)
+
+    def remove(self) -> None:
+        """Remove the file, which libzmq leaves of a closed listener, unless another process has bound there since."""
+        if self._identity is not None and _ipc_path_identity(self._endpoint) == self._identity:
+            os.unlink(self._endpoint.removeprefix("ipc://"))
+
+
+def _ipc_path_identity(endpoint: str) -> tuple[int, int] | None:
+    """Device and inode of a bound ipc path."""
     if not endpoint.startswith("ipc://") or endpoint.startswith("ipc://@"):
         return None
     try:
@@ -156,32 +190,6 @@ def ipc_path_identity(endpoint: str) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
-
-
-def keep_ipc_path(socket: zmq.Socket[bytes], endpoint: str, identity: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Renew the times of the file of a bound ipc ``endpoint``, and bind it again where the file is gone: cleaners of
-    folders for temporary files take what is old. Its connections go on. ``identity``: value of ``ipc_path_identity``
-    after the bind (None: nothing to keep). Returns the present one. Call it every ``KEEP_S`` seconds."""
-    if identity is None:
-        return None
-    path = endpoint.removeprefix("ipc://")
-    try:
-        os.utime(path)
-        return identity
-    except OSError:
-        log.warning("the socket %s was taken away, as by a cleaner of temporary files; it is bound again", path)
-    try:
-        bind(socket, endpoint)
-        return ipc_path_identity(endpoint)
-    except StreamRLError as error:
-        log.warning("%s", error)
-        return identity
-
-
-def remove_ipc_path(endpoint: str, identity: tuple[int, int] | None) -> None:
-    """Remove the socket file that libzmq leaves of a closed listener, unless another process has bound there since."""
-    if identity is not None and ipc_path_identity(endpoint) == identity:
-        os.unlink(endpoint.removeprefix("ipc://"))
 
 
 class ConnectionMonitor:

@@ -26,7 +26,7 @@ from streamrl.base.messages import Message
 from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
 from streamrl.comm.socket_options import make_socket
 from streamrl.comm.transport_keys import KeyRole
-from streamrl.comm.zmq_sockets import KEEP_S, ipc_path_identity, keep_ipc_path
+from streamrl.comm.zmq_sockets import KEEP_S, IpcPath
 
 log = logging.getLogger(__name__)
 
@@ -129,14 +129,11 @@ class TelemetryPublisher:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        looked_s = time.monotonic()
-        identity = ipc_path_identity(self.endpoint)
+        path = IpcPath(self._socket, self.endpoint)
         with self._socket:  # ``close`` would wait for ever for a socket that is still open
             while not (self._closed and self._pending.empty()):
                 ready = dict(poller.poll(int(KEEP_S * 1000)))
-                if time.monotonic() > looked_s + KEEP_S:
-                    looked_s = time.monotonic()
-                    identity = keep_ipc_path(self._socket, self.endpoint, identity)
+                path.keep()
                 if self._wake_fd in ready:
                     os.eventfd_read(self._wake_fd)
                     self._send_pending()

@@ -10,6 +10,7 @@ import pytest
 from builders.processes import until
 
 from streamrl.base.errors import StreamRLError
+from streamrl.comm import zmq_sockets
 from streamrl.launch import control_socket
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, ReadStatus
 from streamrl.launch.control_socket import ask_control, serving_control
@@ -43,7 +44,7 @@ async def test_commands_reach_a_run_whose_socket_was_taken_away(
 def test_metrics_and_weights_outlive_the_files_of_their_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (telemetry, server):
+    for module in (telemetry, server, zmq_sockets):
         monkeypatch.setattr(module, "KEEP_S", 0.05)
     metrics, weights = tmp_path / "m", tmp_path / "w"
     publisher = TelemetryPublisher(f"ipc://{metrics}", run_id="r")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -19,7 +18,7 @@ from streamrl.base.errors import WeightError
 from streamrl.comm.guarded_sockets import GuardedContext, bind
 from streamrl.comm.key_gate import KeyGate
 from streamrl.comm.transport_keys import KeyRole
-from streamrl.comm.zmq_sockets import KEEP_S, ipc_path_identity, keep_ipc_path, remove_ipc_path
+from streamrl.comm.zmq_sockets import KEEP_S, IpcPath
 from streamrl.weights.requests import (
     MANIFEST,
     REQUEST_LIMIT,
@@ -54,7 +53,6 @@ class PublisherServer:
         self._parts: dict[str, ServedPart] = {}
         self._name = name
         self._context: GuardedContext | None = None
-        self._ipc_identity: tuple[int, int] | None = None
         self._stop_fd = -1
         self._thread: threading.Thread | None = None
         self._bound = threading.Event()
@@ -105,29 +103,28 @@ class PublisherServer:
             self._bound.set()
 
     def _bind_and_answer(self, context: GuardedContext) -> None:
+        path: IpcPath | None = None
         router = pull_socket(context, zmq.ROUTER, self.endpoint, max_frame_bytes=REQUEST_LIMIT)
         try:
             self.endpoint = bind(router, self.endpoint, KeyRole.ENGINE)
-            self._ipc_identity = ipc_path_identity(self.endpoint)
+            path = IpcPath(router, self.endpoint)
             self._bound.set()
-            self._answer_until_stopped(router, context.opened_gate)
+            self._answer_until_stopped(router, path, context.opened_gate)
         finally:
             router.close(linger=0)
             context.close_gate()
-            remove_ipc_path(self.endpoint, self._ipc_identity)
+            if path is not None:
+                path.remove()
 
-    def _answer_until_stopped(self, router: zmq.Socket[bytes], gate: KeyGate | None) -> None:
+    def _answer_until_stopped(self, router: zmq.Socket[bytes], path: IpcPath, gate: KeyGate | None) -> None:
         """Answer requests in the order in which ZeroMQ delivers them, which alternates between peers."""
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(self._stop_fd, zmq.POLLIN)
         if gate is not None:
             poller.register(gate.ended_fd, zmq.POLLIN)
-        looked_s = time.monotonic()
         while self._stop_fd not in (ready := dict(poller.poll(int(KEEP_S * 1000)))):
-            if time.monotonic() > looked_s + KEEP_S:
-                looked_s = time.monotonic()
-                self._ipc_identity = keep_ipc_path(router, self.endpoint, self._ipc_identity)
+            path.keep()
             if gate is not None and gate.ended_fd in ready:
                 gate.check()
             if router in ready:

@@ -22,7 +22,7 @@ from streamrl.base.messages import WeightAnnouncement
 from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
 from streamrl.comm.object_store import in_store
 from streamrl.comm.transport_keys import KeyRole
-from streamrl.comm.zmq_sockets import KEEP_S, ipc_path_identity, keep_ipc_path, remove_ipc_path
+from streamrl.comm.zmq_sockets import KEEP_S, IpcPath
 from streamrl.weights.relay.state import Asker, AskPiece, PieceSource, RelayReply, RelayState
 from streamrl.weights.requests import MANIFEST_LIMIT, REQUEST_LIMIT, encoder, pull_socket
 
@@ -51,7 +51,7 @@ class Relay:
         self._dealers: dict[PieceSource, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._routers: dict[bool, zmq.Socket[bytes]] = {}
-        self._identity: tuple[int, int] | None = None
+        self._local_path: IpcPath
         self._thread = threading.Thread(target=self._run, name="weight relay", daemon=True)
 
     def __enter__(self) -> Relay:
@@ -60,7 +60,7 @@ class Relay:
         zmq.Frame(b"", copy=False)  # pyzmq makes its context for uncopied frames now, not at the first large piece
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._listen(self._local, is_local=True)
-        self._identity = ipc_path_identity(self._local)
+        self._local_path = IpcPath(self._routers[True], self._local)
         try:
             self.endpoint = self._listen(self.endpoint, is_local=False)
         except StreamRLError as error:
@@ -73,7 +73,7 @@ class Relay:
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
         os.close(self._wake_fd)
-        remove_ipc_path(self._local, self._identity)
+        self._local_path.remove()
 
     def through(self, announced: WeightAnnouncement) -> WeightAnnouncement:
         """Return the announcement for the engine's workers, with this relay as source, and without ``peers``, the other
@@ -115,12 +115,10 @@ class Relay:
         gate = self._context.opened_gate  # admits peers by their keys; None: no socket has needed it
         if gate is not None:
             self._poller.register(gate.ended_fd, zmq.POLLIN)
-        looked = ticked = time.monotonic()
+        ticked = time.monotonic()
         while True:
             ready = dict(self._poller.poll(_TICK_MS if self.state.waits else int(KEEP_S * 1000)))
-            if time.monotonic() > looked + KEEP_S:
-                looked = time.monotonic()
-                self._identity = keep_ipc_path(self._routers[True], self._local, self._identity)
+            self._local_path.keep()
             if self._stopped:
                 return
             if gate is not None and gate.ended_fd in ready:
