@@ -233,9 +233,9 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._empty[result.untyped_storage()._cdata] = result
         if func in _MOVES:
             self._follow(func, args, options, result)
-        if func is torch.ops.aten._to_copy.default and self._origin(args[0]) in self._constants:
+        if func is torch.ops.aten._to_copy.default and (name := self._origin(args[0])) in self._constants:
             self._casts.append(result)  # a constant of another type is a constant, too
-            self._sources[result.untyped_storage()._cdata] = self._sources[args[0].untyped_storage()._cdata]
+            self._sources[result.untyped_storage()._cdata] = name
         return result
 
     def _record_copy(self, parameter: str, written: torch.Tensor, value: torch.Tensor) -> None:
