@@ -40,6 +40,7 @@ _PLACES = """## Where they go
 | `trace.jsonl` | trajectories, steps and engine loads, for the simulator (`observe/report/trajectory_trace.py`) |
 | `older-NAME.jsonl` | the part before the present one ([how large](watch.md#how-large-the-files-of-a-run-become)) |
 | `samples.jsonl` | best, worst and a random completion of a batch, with logprobs and versions; `streamrl samples RUN` |
+| `prompts.jsonl` | id and first words of each prompt that was answered, by which the page names prompts |
 | `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`run/evaluate/sample_files.py`) |
 | `stalls/*.txt` | who waits for whom, with stacks: when nothing moves, or the controller is sent `SIGUSR1` |
 | `crash/*.zip` | when the run fails: what somebody needs who was not there, without secrets (`streamrl show`) |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from streamrl.base.host_addresses import is_wildcard
 from streamrl.recipe.environment import ENVIRONMENT_REWARD, FORMS, TOOL_FORMATS, VLLM, Credit, Environment, command_of
 from streamrl.recipe.rewards import COMBINE_WEIGHTS
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
@@ -87,7 +88,7 @@ def environment_is_one(recipe: Recipe) -> Broken:
 def agents_have_an_address(recipe: Recipe) -> Broken:
     """Agents need an address that they can reach: one at which the endpoint only listens is none."""
     environment = recipe.environment
-    if environment.agent_host in ("0.0.0.0", "::", "") and not environment.agent_address:
+    if is_wildcard(environment.agent_host) and not environment.agent_address:
         yield Problem(
             "environment.agent_address",
             f'is empty, and agent_host = "{environment.agent_host}" is no address that agents can reach: name one '
