@@ -32,7 +32,7 @@ def write_atomic(path: Path, content: bytes) -> None:
     after a power cut, such as the reason why a process died. The file is for this user alone: it may have prompts and
     completions of a run."""
     partial = _partial(path)
-    with _create(partial, PRIVATE) as file:
+    with create_file(partial, PRIVATE) as file:
         file.write(content)
     partial.replace(path)
 
@@ -225,13 +225,14 @@ def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def _create(path: Path, mode: int) -> IO[bytes]:
+def create_file(path: Path, mode: int) -> IO[bytes]:
+    """Open a new file to write, of ``mode`` before the umask, in place of an older one of that name."""
     path.unlink(missing_ok=True)  # an older file would keep its mode
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb")
 
 
 def _write_flushed(path: Path, content: bytes, mode: int) -> None:
-    with _create(path, mode) as file:
+    with create_file(path, mode) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.base.atomic_files import remove_oldest
+from streamrl.base.atomic_files import PRIVATE, create_file, remove_oldest
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.run_process import usable_cores
 from streamrl.observe.run_files.redaction import Redaction, run_redaction
@@ -100,7 +100,7 @@ def write_crash_bundle(
     partial = target.with_suffix(".zip.partial")
     try:
         # The bundle has no prompts, but paths and messages: only the owner of the run may read it, and pass it on.
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+        with create_file(partial, PRIVATE) as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as bundle:
                 left_out = _fill(bundle, run_directory, redaction, largest)
                 harmless_variables = {

@@ -11,8 +11,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import BinaryIO, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO, BinaryIO, NamedTuple
 
 from streamrl.base.run_process import die_with, end_session, last_line, start_session
 
@@ -39,13 +40,10 @@ def run_throwaway(
     process group have ended when this returns. ``arguments``: texts that the process reads from stdin, since they may
     be secrets (options of a reward) and every user of the host sees the arguments of a process; ``variables``:
     environment variables of the process (None: the caller's)."""
-    temporary_file = tempfile.TemporaryFile
-    with temporary_file() as arguments_file, temporary_file() as output, temporary_file() as errors:
+    with stdin_of(arguments) as stdin, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         started = time.monotonic()
-        arguments_file.write(json.dumps(list(arguments)).encode())
-        arguments_file.seek(0)
         command = [sys.executable, "-P", "-m", module, str(timeout_s), str(os.getpid())]
-        child = start_session(command, stdin=arguments_file, stdout=output, stderr=errors, env=variables)
+        child = start_session(command, stdin=stdin, stdout=output, stderr=errors, env=variables)
         late = not end_session(child, timeout_s) or child.returncode == -signal.SIGALRM
         seconds = time.monotonic() - started
         output.seek(0)
@@ -56,6 +54,15 @@ def run_throwaway(
         if child.returncode:
             failure = ", ".join(filter(None, [f"exit code {child.returncode}", last_line(errors.fileno())]))
         return ThrowawayAnswer(written, failure, False, seconds)
+
+
+@contextmanager
+def stdin_of(arguments: Sequence[str]) -> Iterator[IO[bytes]]:
+    """Yield the stdin of a process that calls ``answer_parent``: a file with ``arguments``."""
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(list(arguments)).encode())
+        file.seek(0)
+        yield file
 
 
 def answer_parent(work: Callable[[BinaryIO, Sequence[str]], None]) -> None:

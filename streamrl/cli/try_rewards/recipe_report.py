@@ -10,7 +10,6 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from streamrl.base.printable import printable
 from streamrl.cli.try_rewards.trial_report import (
     Bin,
     RewardReport,
@@ -127,8 +126,8 @@ def rich_trial(trial: RecipeTrial) -> Group:
         rich_report(trial.reward, trial.prompts, advice=False),
         Text(f"\nlength      {length}; {truncated}"),
         histogram_picture(trial.length_histogram),
-        Text(printable("\n".join(["", *trial.prompt, "", *_step_lines(trial)]))),
-        *(Text.assemble(("-> ", "yellow"), printable(line)) for line in trial.advice or _GOOD),
+        Text("\n".join(["", *trial.prompt, "", *_step_lines(trial)])),
+        *(Text.assemble(("-> ", "yellow"), line) for line in trial.advice or _GOOD),
     )
 
 

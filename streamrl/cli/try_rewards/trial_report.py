@@ -14,7 +14,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.base.printable import printable
 from streamrl.base.run_events import CompletionSampled
 from streamrl.base.types import RewardFailure, ScoredTrajectory
 from streamrl.cli.try_rewards.trial_completions import CompletedGroup
@@ -224,11 +223,11 @@ def rich_report(report: RewardReport, prompts: str, *, advice: bool = True) -> G
     blocks.append(_signal_line(report.signal))
     blocks.append(Text(f"throughput: {report.per_second:,.0f} completions/s"))
     for sample in report.examples:
-        blocks += [Text(), Text(printable("\n".join(sample_block("", sample.shortened(_EXAMPLE_TEXT)))), "dim")]
+        blocks += [Text(), Text("\n".join(sample_block("", sample.shortened(_EXAMPLE_TEXT))), "dim")]
     if report.failures:
         blocks += [Text(), _failures(report)]
     if advice and (problems := list(problems_of(report))):
-        blocks += [Text(), *(Text.assemble(("-> ", "yellow"), printable(problem)) for problem in problems)]
+        blocks += [Text(), *(Text.assemble(("-> ", "yellow"), problem) for problem in problems)]
     return Group(*blocks)
 
 
@@ -261,7 +260,7 @@ def _failures(report: RewardReport) -> Table:
     for name in ("failures", "kind", "message"):
         table.add_column(name, justify="right" if name == "failures" else "left")
     for failure in report.failures[:_MOST_MESSAGES]:
-        table.add_row(str(failure.count), Text(failure.kind, "red"), Text(printable(failure.message)))
+        table.add_row(str(failure.count), Text(failure.kind, "red"), Text(failure.message))
     if omitted := report.failures[_MOST_MESSAGES:]:
         count = sum(failure.count for failure in omitted)
         table.add_row(str(count), "", f"{len(omitted)} other messages (--json has all)")

@@ -3,7 +3,6 @@ calls ``RunViews`` from several threads; ``report_page`` calls it once."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +19,6 @@ from streamrl.observe.dashboard.metric_columns import RunMetrics
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
 from streamrl.observe.report.trajectory_trace import TRAINED
-from streamrl.observe.run_files.redaction import run_redaction
 from streamrl.observe.run_files.run_reader import RunFiles, run_files, runs_in
 
 LATEST_S = 0.25
@@ -47,7 +45,7 @@ class RunView:
     def __init__(self, number: int, files: RunFiles) -> None:
         self.number = number
         self.files = files
-        self._redaction = run_redaction(os.environ, files.recipe_text())
+        self._redaction = files.redaction()
         self.recipe = self._redaction.public(files.recipe())
         self.metrics = RunMetrics(files)
         self.timeline = TimelineColumns(files)

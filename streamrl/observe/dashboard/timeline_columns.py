@@ -4,7 +4,6 @@ report``; ``streamrl trace`` reads them once."""
 
 from __future__ import annotations
 
-import os
 from array import array
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,6 @@ from streamrl.observe.report.trajectory_trace import (
     TrajectoryLine,
 )
 from streamrl.observe.run_files.followed_lines import FollowedLines
-from streamrl.observe.run_files.redaction import run_redaction
 from streamrl.observe.run_files.run_reader import RunFiles
 
 COLUMNS = {
@@ -98,7 +96,7 @@ class TimelineColumns:
     it."""
 
     def __init__(self, files: RunFiles) -> None:
-        self._redaction = run_redaction(os.environ, files.recipe_text())
+        self._redaction = files.redaction()
         self._lines = FollowedLines(files.trace)
         self._decode = msgspec.json.Decoder(TraceHeader | TraceLine).decode
         self._columns: dict[str, array[Any]] = {name: array(_CODES[kind]) for name, kind in COLUMNS.items()}

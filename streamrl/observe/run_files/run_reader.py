@@ -4,6 +4,7 @@ directory."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -17,6 +18,7 @@ import msgspec
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import bounded_lines, decoded_lines, open_regular, open_rotated
+from streamrl.observe.run_files.redaction import Redaction, run_redaction
 from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.toml_text import parse_toml
 from streamrl.run.journal.journal_file import writer_of
@@ -138,6 +140,10 @@ class RunFiles(msgspec.Struct, frozen=True):
         if len(content) > LARGEST_RECIPE:
             return ""
         return content.decode(errors="replace")
+
+    def redaction(self) -> Redaction:
+        """Return the redaction of the secrets of this run's recipe and of this process's variables."""
+        return run_redaction(os.environ, self.recipe_text())
 
     def recipe(self) -> dict[str, Any]:
         """Return the values of the recipe by path, such as ``run.steps``, as they were written. A recipe of another

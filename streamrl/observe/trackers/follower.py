@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +19,6 @@ from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.line_file import decoded_lines, read_lines
 from streamrl.base.run_events import CompletionSampled
 from streamrl.observe.run_files.followed_lines import Cursor, FollowedLines
-from streamrl.observe.run_files.redaction import run_redaction
 from streamrl.observe.run_files.run_reader import RunFiles, changed_s, metric_lines
 from streamrl.observe.trackers.available_trackers import make_tracker, name_and_options
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
@@ -66,7 +64,7 @@ def follow_run(directory: Path, spec: str, has_ended: Callable[[], bool]) -> int
     with hold_lock(folder / f"{name}.lock", refused):
         tracker = make_tracker(name)
         path = folder / f"{name}.cursor"
-        recipe = run_redaction(os.environ, run.recipe_text()).public(run.recipe())
+        recipe = run.redaction().public(run.recipe())
         cursors = _read(path)
         tracker.open(
             RunInfo(

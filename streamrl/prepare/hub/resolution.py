@@ -26,6 +26,7 @@ from streamrl.prepare.hub.messages import HubAnswer, Resolved, WantedFiles, answ
 from streamrl.recipe.remote_names import HUB, cached_name, is_bare_name, read_hub_name
 from streamrl.recipe.rewards import Reward, reward_traits
 from streamrl.recipe.sections import Model, Prompts, Recipe
+from streamrl.recipe.throwaway_process import stdin_of
 from streamrl.run.copies.fetch_checkpoint import with_fetched_checkpoint
 
 _OWN_OPTIONS = ("config", "split", "files")
@@ -206,10 +207,8 @@ def _answers(requests: Sequence[WantedFiles], stand_ins: str, errors: IO[bytes])
     """Messages of the process that asks the Hub, until it ends, or has waited too long for the Hub: the lookup of an
     address has no time limit of its own."""
     command = [sys.executable, "-P", "-m", "streamrl.prepare.hub.fetch", str(_LONGEST_S), str(os.getpid())]
-    with tempfile.TemporaryFile() as arguments:
-        arguments.write(msgspec.json.encode([msgspec.json.encode(requests).decode(), stand_ins]))
-        arguments.seek(0)
-        child = start_session(command, stdin=arguments, stdout=subprocess.PIPE, stderr=errors)
+    with stdin_of([msgspec.json.encode(requests).decode(), stand_ins]) as stdin:
+        child = start_session(command, stdin=stdin, stdout=subprocess.PIPE, stderr=errors)
     assert child.stdout is not None, "it has a pipe"
     guard_s = answer_s() + _SLOW_MACHINE_S
     output = child.stdout.fileno()
