@@ -110,12 +110,12 @@ def read_lines(path: Path, kind: Any = Any) -> Iterator[Any]:
 
 def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines of ``file`` with their newlines; a line of more than ``LONGEST_LINE`` is left out."""
-    is_rest = False
-    while line := file.readline(LONGEST_LINE):
-        is_whole = line.endswith(b"\n") or len(line) < LONGEST_LINE
-        if is_whole and not is_rest:
-            yield line
-        is_rest = not is_whole
+    continues_line = False
+    while part := file.readline(LONGEST_LINE):
+        ends_line = part.endswith(b"\n") or len(part) < LONGEST_LINE
+        if ends_line and not continues_line:
+            yield part
+        continues_line = not ends_line
 
 
 def decoded_lines(lines: Iterable[bytes], kind: Any = Any) -> Iterator[Any]:

@@ -30,7 +30,7 @@ LINGER_MS = 500
 """Time that unsent bytes have after the socket of a stream was closed. After a close handshake there are none."""
 
 KEEP_S = 5
-"""Seconds between two looks at the file of a socket."""
+"""Seconds between two checks of the file of a socket."""
 
 _TRANSPORTS = ("ipc", "tcp")
 _MONITORED = (

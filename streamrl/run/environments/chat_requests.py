@@ -165,7 +165,7 @@ def _refuse(parameters: Body, body: _RequestBody) -> None:
 
 class _OfferedTools(NamedTuple):
     """The tools of a request. ``schemas``: schemas of the functions, as chat templates take them; ``groups``: names
-    as in ``ChatRequest``; ``left_out``: types of the tools that are no functions, which the model does not hear of."""
+    as in ``ChatRequest``; ``left_out``: types of the tools that are no functions, which the model is not shown."""
 
     schemas: list[Body]
     groups: dict[str, tuple[str, str]]
@@ -218,7 +218,7 @@ def _grouped_name(group: str | None, name: str) -> str:
     return f"{group}__{name}" if group else name
 
 
-@lru_cache(64)  # said once of each type
+@lru_cache(64)  # one line for each type
 def _warn_of_left_out(kind: str) -> None:
     log.warning("agents offer tools of type %.100r, which the model does not hear of: they have no schema", kind)
 

@@ -16,6 +16,7 @@ import anyio
 
 from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import RecipeError
+from streamrl.base.host_addresses import at_port
 from streamrl.run.environments.chat_answers import MODELS, write_answer, write_refusal, write_refusal_in_stream
 from streamrl.run.environments.chat_requests import READERS, TOKEN_COUNT_PATH, read_request
 from streamrl.run.environments.endpoint_session import ApiError, Client, EndpointSession
@@ -27,7 +28,8 @@ OPEN_REQUESTS = 256
 """Largest number of open requests of one trajectory."""
 _LARGEST_CONNECTIONS = 4096
 _UNTIL_STREAM_S = 0.25
-"""Time in which a request is refused with the status of its failure; then the headers of a stream are sent."""
+"""Seconds until the headers of a stream are sent. A request that fails earlier gets the status of its failure, and one
+that fails later an event in its stream."""
 _BETWEEN_COMMENTS_S = 2.0  # clients wait 5 s (httpx) and longer
 
 
@@ -41,8 +43,7 @@ class EndpointServer:
         self._largest_body = largest_body
         self.socket = listening_socket(host)
         self.address = address or host
-        url_host = f"[{self.address}]" if ":" in self.address else self.address  # of IPv6
-        self.base_url = f"http://{url_host}:{self.socket.getsockname()[1]}"  # clients of OpenAI add /v1
+        self.base_url = f"http://{at_port(self.address, self.socket.getsockname()[1])}"  # clients of OpenAI add /v1
 
     @contextmanager
     def serving(self, session: EndpointSession) -> Iterator[EndpointSession]:

@@ -213,7 +213,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = kwargs or {}
         for written in _written_by(func, args, options):
             parameter = self._parameters.get(written.untyped_storage()._cdata)
-            if parameter is None and self._is_constant_of_buffer(func, written, args):
+            if parameter is None and self._loads_constant_into_buffer(func, written, args):
                 return written
             if parameter is None:
                 self._forget(written)
@@ -256,7 +256,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif value.numel():
             self.routes.append((name, _fit(name, parameter, self._positions(value), _rectangle(written).positions())))
 
-    def _is_constant_of_buffer(self, func: Any, written: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    def _loads_constant_into_buffer(self, func: Any, written: torch.Tensor, args: tuple[Any, ...]) -> bool:
         """Return whether the loader copies a constant into memory of the model that is no parameter, where the value
         of the checkpoint is already."""
         if func is not torch.ops.aten.copy_.default or written.is_meta or not args[1].is_meta:
