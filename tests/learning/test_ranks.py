@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from rank_process import Phase, odd_weights  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # noqa: E402
 
@@ -112,6 +113,7 @@ class Trainers:
         """Start the processes and wait for them; those that hang are killed at the end."""
         (self.directory / "model").mkdir()
         (self.directory / "model" / "config.json").write_text("{}")
+        save_file({}, self.directory / "model" / "model.safetensors")  # every tensor of the odd weights is trained
         phases = [phases for _, phases in sorted(self.phases.items())]
         (self.directory / "phases.json").write_bytes(msgspec.json.encode(phases))
         threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # as torchrun sets it, and where two are used
