@@ -15,6 +15,7 @@ import msgspec
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.seam_tokens import CalledTool, ChatMessage, calling_message
+from streamrl.pretrained.turns.tool_calls import ToolCall, format_of_call
 
 _MARKS = ("qxv", "zjk")
 _THOUGHT = "wqz"
@@ -40,14 +41,22 @@ class TemplateFacts(msgspec.Struct, frozen=True):
     ``calls``: number of calls that the template writes for a turn with two;
     ``opens_reasoning``: whether the prompt ends inside of ``<think>``;
     ``writes_date``: whether the prompt has today's date;
-    ``call_tags``: tags before and after the calls of a turn, such as ``<tool_call>`` (empty: there is none)."""
+    ``written_call``: text that the template writes for a call of the first tool; empty: it writes none."""
 
     effects: Mapping[str, Appending]
     shows_tools: bool
     calls: int
     opens_reasoning: bool
     writes_date: bool
-    call_tags: tuple[str, str] = ("", "")
+    written_call: str = ""
+
+    @property
+    def call_tags(self) -> tuple[str, str]:
+        """Return the tags before and after the calls of a turn, such as ``<tool_call>`` (empty: there is none)."""
+        tags = _TAG.findall(self.written_call)
+        opening = next((tag for tag in tags[:1] if self.written_call.startswith(tag)), "")
+        closing = next((tag for tag in tags[-1:] if self.written_call.endswith(tag)), "")
+        return opening, closing
 
     def sentences(self) -> list[str]:
         """Return the facts as sentences for the dry run's summary."""
@@ -85,7 +94,7 @@ def template_facts(
     functions = [tool["function"] for tool in tools or ()]
     answer = {"role": "assistant", "content": _MARKS[0]}
     turns: dict[str, tuple[ChatMessage, list[ChatMessage]]] = {"user": (answer, [{"role": "user", "content": "b"}])}
-    tags = ("", "")
+    written_call = ""
     two_calls = None
     if functions:
         name = functions[0]["name"]
@@ -97,7 +106,7 @@ def template_facts(
         with_call, without_call = (
             _try(write, [*first, message], prompt=False) or "" for message in (turns["tool"][0], answer)
         )
-        tags = _tags(tokenizer, with_call, without_call)
+        written_call = _written_call(tokenizer, with_call, without_call)
     thought = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
     effects = {}
     for name, (turn, appended) in turns.items():
@@ -114,7 +123,7 @@ def template_facts(
         calls=sum(mark in two_calls for mark in _MARKS) if two_calls else 0,
         opens_reasoning=think_start >= 0 and "</think>" not in prompt_text[think_start:],
         writes_date=_MARKS[0] in dated_text,
-        call_tags=tags,
+        written_call=written_call,
     )
 
 
@@ -138,17 +147,13 @@ def _effect(write: Any, first: Sequence[ChatMessage], turn: ChatMessage, appende
     return Appending.REWRITES_TURN if full_text.startswith(history) else Appending.REWRITES_EARLIER
 
 
-def _tags(tokenizer: Tokenizer, with_call: str, without_call: str) -> tuple[str, str]:
-    """Find the tags around calls, by the texts of two chats that differ in the call at their end."""
+def _written_call(tokenizer: Tokenizer, with_call: str, without_call: str) -> str:
+    """Find the text of a call, by the texts of two chats that differ in the call at their end."""
     prefix = os.path.commonprefix([with_call, without_call])  # noqa: RUF071 (of texts)
     call_text = with_call[len(prefix) :]
     for stop in filter(None, map(tokenizer.token_text, tokenizer.eos_token_ids)):
         call_text = call_text.partition(stop)[0]
-    call_text = call_text.strip()
-    tags = _TAG.findall(call_text)
-    opening = next((tag for tag in tags[:1] if call_text.startswith(tag)), "")
-    closing = next((tag for tag in tags[-1:] if call_text.endswith(tag)), "")
-    return opening, closing
+    return call_text.strip()
 
 
 def _calling_turn(name: str, count: int, *, as_text: bool = False) -> tuple[ChatMessage, list[ChatMessage]]:
@@ -161,6 +166,16 @@ def _calling_turn(name: str, count: int, *, as_text: bool = False) -> tuple[Chat
     if as_text:
         arguments = [json.dumps(argument) for argument in arguments]
     return calling_message(calls, arguments), results
+
+
+def format_of_template(tokenizer: Tokenizer, arguments: Mapping[str, Any] | None = None) -> tuple[str, str]:
+    """Find the format of ``tool_calls.CALL_FORMATS`` that reads a call as the model's chat template writes it (empty:
+    none does). Return it, and the text that the template writes. ``arguments``: further variables of the template."""
+    name = "look_up"
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "Words."}}}
+    function = {"name": name, "description": "Look a word up.", "parameters": parameters}
+    written = template_facts(tokenizer, [{"type": "function", "function": function}], arguments).written_call
+    return format_of_call(written, ToolCall(name, {"x": _MARKS[0]})), written
 
 
 def without_special_tokens(tokenizer: Tokenizer, text: str) -> tuple[str, int]:

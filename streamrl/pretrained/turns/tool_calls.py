@@ -104,13 +104,16 @@ def _hermes(content: str, functions: Functions) -> TextAndCalls:
     return text_outside + remaining, calls
 
 
+_KINDS_OF_VALUES = {str: "string", type(None): "null"}
+_OF_PYTHON = {"True": True, "False": False, "None": None}
+"""Values as Python writes them: templates write arguments so, and models learn it from them."""
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>\n?(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
 def _qwen_xml(content: str, functions: Functions) -> TextAndCalls:
     """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`` (Qwen3-Coder, Qwen3.5).
-    A value is JSON unless the type in the tool's schema is ``string``."""
+    A value is a text where the tool's schema allows a text (``null`` is none where it allows that, too), else JSON."""
     text_outside = ""
     calls = []
     remaining = content
@@ -122,7 +125,7 @@ def _qwen_xml(content: str, functions: Functions) -> TextAndCalls:
             raise BadCallError("<tool_call> must hold <function=NAME> ... </function>, and end with </tool_call>")
         name = match[1].strip()
         body = match[2]
-        kinds = functions.get(name, {}).get("parameters", {}).get("properties", {})
+        schema = functions.get(name, {}).get("parameters", {})
         arguments: dict[str, Any] = {}
         position = 0
         while position < len(body) and body[position:].strip():
@@ -133,7 +136,7 @@ def _qwen_xml(content: str, functions: Functions) -> TextAndCalls:
             position = parameter.end()
             if key in arguments:
                 raise BadCallError(f"the parameter {key} of {name} is given twice")
-            arguments[key] = _typed(parameter[2], kinds.get(key, {}))
+            arguments[key] = _typed(parameter[2], schema.get("properties", {}).get(key), schema.get("$defs", {}))
         calls.append(ToolCall(name, arguments))
         remaining = remaining[match.end() :]
     if "</tool_call>" in remaining or "<function=" in remaining:
@@ -141,16 +144,36 @@ def _qwen_xml(content: str, functions: Functions) -> TextAndCalls:
     return text_outside + remaining, calls
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    if not schema or schema.get("type") == "string":
-        return text
+def _typed(text: str, schema: Any, definitions: Mapping[str, Any]) -> Any:
+    kinds = _kinds(schema, definitions)
+    if "string" in kinds:
+        return None if text == "null" and "null" in kinds else text
     try:
         return _loads(text)
     except ValueError:
-        return text  # the tool's own check refuses it
+        return _OF_PYTHON.get(text, text)  # the tool's own check refuses it
 
 
-def _llama_json(content: str, _: Functions) -> TextAndCalls:
+def _kinds(schema: Any, definitions: Mapping[str, Any]) -> list[str]:
+    """Return the JSON types of the values that a schema allows; ``string`` where it does not say. ``definitions``:
+    schemas to which it may refer."""
+    if not isinstance(schema, Mapping):
+        return ["string"]
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        further = {key: definitions[key] for key in definitions if key != name}  # a schema may refer to itself
+        return _kinds(definitions.get(name), further)
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if options:
+        return [kind for option in options for kind in _kinds(option, definitions)]
+    values = schema.get("enum") or [schema.get("const")]
+    if values != [None]:
+        return [_KINDS_OF_VALUES.get(type(value), "") for value in values]
+    kinds = schema.get("type", "string")
+    return [kinds] if isinstance(kinds, str) else kinds
+
+
+def _llama_json(content: str, functions: Functions) -> TextAndCalls:
     """``{"name": ..., "parameters": {...}}`` and nothing else, several with ``;`` between them (Llama 3)."""
     remaining = content.strip().removeprefix("<|python_tag|>").strip()
     if not remaining.startswith("{"):
@@ -163,11 +186,12 @@ def _llama_json(content: str, _: Functions) -> TextAndCalls:
             if calls or re.match(r'\{\s*"name"', remaining):
                 raise
             return content, []
-        if not (isinstance(value, dict) and "name" in value and {"parameters", "arguments"} & value.keys()):
+        is_named = isinstance(value, dict) and "name" in value
+        if not is_named or not ({"parameters", "arguments"} & value.keys() or value["name"] in list(functions)):
             if calls:
                 raise BadCallError("another call must follow the ;")
             return content, []  # the turn is an answer in JSON
-        calls.append(_call_of(value, "parameters" if "parameters" in value else "arguments"))
+        calls.append(_call_of(value, "arguments" if "arguments" in value else "parameters"))
         remaining = remaining[length:].lstrip()
         if not remaining:
             break
@@ -212,6 +236,11 @@ def read_call(name: str, arguments: str) -> ToolCall:
 def _call_of(value: Any, key: str) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise BadCallError(f'a call must be a JSON object with "name" and "{key}"')
+    unknown = sorted(value.keys() - {"name", key, "id", "type"})
+    if unknown:
+        raise BadCallError(
+            f'the call of {value["name"]} has "{unknown[0]}": write "name" and "{key}", and nothing else'
+        )
     arguments = value.get(key, {})
     if not isinstance(arguments, dict):
         raise BadCallError(f'"{key}" of {value["name"]} must be a JSON object')
@@ -249,19 +278,6 @@ def _first_value(text: str) -> tuple[Any, int]:
         raise BadCallError(f"the arguments are not JSON ({error})") from None
 
 
-def format_of_template(templates: Mapping[str, str]) -> str:
-    """Return the name of the format in which a chat template writes calls; empty: unknown. ``templates``: jinja sources
-    by name."""
-    text = templates.get("tool_use") or templates.get("default") or ""
-    marks = {
-        "mistral": "[TOOL_CALLS]",
-        "qwen_xml": "<function=",
-        "hermes": "<tool_call>",
-        "llama_json": '"parameters": ',
-    }
-    return next((name for name, mark in marks.items() if mark in text), "")
-
-
 CALL_FORMATS: dict[str, CallReader] = {
     "hermes": _hermes,
     "qwen_xml": _qwen_xml,
@@ -269,3 +285,9 @@ CALL_FORMATS: dict[str, CallReader] = {
     "mistral": _mistral,
 }
 """Readers of calls by the name of their format (``environment.tool_format``)."""
+
+
+def format_of_call(text: str, call: ToolCall) -> str:
+    """Return the name of the format in which ``text`` is ``call``; empty: of none."""
+    tool = {"function": {"name": call.name}}
+    return next((name for name in CALL_FORMATS if parse_turn(text, name, [tool]).calls == (call,)), "")

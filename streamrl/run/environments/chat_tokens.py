@@ -20,8 +20,8 @@ from streamrl.base.types import FinishReason, TokenArray, Turn
 from streamrl.pretrained.chat_template import ARGUMENTS_COLUMN
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.seam_tokens import CalledTool, ChatMessage, ChatSeams, SeamKind, calling_message
-from streamrl.pretrained.turns.template_facts import template_facts, without_special_tokens
-from streamrl.pretrained.turns.tool_calls import CallReader, ParsedTurn, ToolCall, format_of_template, parse_turn
+from streamrl.pretrained.turns.template_facts import format_of_template, template_facts, without_special_tokens
+from streamrl.pretrained.turns.tool_calls import CallReader, ParsedTurn, ToolCall, parse_turn
 from streamrl.recipe.environment import TOOL_FORMATS, VLLM, Environment
 from streamrl.run.environments.tools import ToolBox, ToolLimits
 
@@ -57,13 +57,19 @@ class ChatModel:
             from streamrl.run.environments.vllm_parsers import vllm_reader
 
             return vllm_reader(tool_format, self.tokenizer, tools)
-        if tool_format == "auto":
-            tool_format = format_of_template(self.tokenizer.chat_templates)
+        if tool_format != "auto":
+            return tool_format
+        written = ""
+        if self.tokenizer.chat_templates:
+            tool_format, written = format_of_template(self.tokenizer, self.template_arguments)
         if tool_format:
             return tool_format
+        problem = "the model's chat template does not show how it writes calls, or it has none"
+        if written:
+            problem = f"no format of streamrl reads a call as the model's chat template writes it, {written[:200]!r}"
         raise RecipeError(
-            "environment.tool_format: the model's chat template does not show how it writes calls, or it has none: "
-            f"write {', '.join(TOOL_FORMATS)} or vllm:PARSER, or take a model that calls tools"
+            f"environment.tool_format: {problem}: write {', '.join(TOOL_FORMATS)} or vllm:PARSER, or take a model that "
+            "calls tools"
         )
 
     def of_row(self, columns: Mapping[str, Any]) -> ChatModel:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from builders.recipe import small_recipe
 
+from streamrl.base.errors import RecipeError
 from streamrl.prepare.summary import arithmetic_lines
-from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.pretrained.turns.template_facts import Appending, template_facts, without_special_tokens
+from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
+from streamrl.pretrained.turns.template_facts import (
+    Appending,
+    format_of_template,
+    template_facts,
+    without_special_tokens,
+)
 from streamrl.recipe.environment import Environment
+from streamrl.run.environments.chat_tokens import ChatModel
 from tests.pretrained.turns.families import FAMILIES, TOOL
 
 A, T, E, R = Appending.APPENDS, Appending.REWRITES_TURN, Appending.REWRITES_EARLIER, Appending.REFUSED
@@ -32,6 +41,50 @@ def test_a_template_is_known_before_the_first_chat(name: str, of_family: Callabl
     facts = template_facts(of_family(name), [TOOL], FAMILIES[name].arguments)
     kinds = ("user", "tool", "user after reasoning", "tool after reasoning")
     assert (*map(facts.effects.get, kinds), facts.calls) == FACTS[name]
+
+
+FUNCTION = "{{ call.function.name }}"
+ARGUMENTS = "{{ call.function.arguments | tojson }}"
+WRITTEN = {  # as a template writes a call: format that reads it
+    f'<tool_call>{{"name": "{FUNCTION}", "arguments": {ARGUMENTS}}}</tool_call>': "hermes",
+    f"<tool_call><function={FUNCTION}><parameter=x>{{{{ call.function.arguments.x }}}}</parameter></function>"
+    "</tool_call>": "qwen_xml",
+    f'{{"name": "{FUNCTION}", "parameters": {ARGUMENTS}}}': "llama_json",
+    '[TOOL_CALLS][{{ (call.function | tojson)[:-1] }}, "id": "{{ call.id }}"}]': "mistral",
+    f"[TOOL_CALLS]{FUNCTION}[CALL_ID]{{{{ call.id }}}}[ARGS]{ARGUMENTS}": "mistral",
+    f'<tool_call>{{"name": "{FUNCTION}", "arguments": {{{{ "{{}}" + call.function.arguments }}}}}}</tool_call>': "",
+    f"<tool_call>{FUNCTION}{ARGUMENTS}</tool_call>": "",
+    f'<tool_call>{{"name": "{FUNCTION}", "arguments": {{{{ call.function.arguments }}}}}}</tool_call>': "",
+    "{# <tool_call> #}": "",
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_format_reads_the_call_that_the_template_writes(
+    written: str, of_family: Callable[[str], Tokenizer], tmp_path: Path
+) -> None:
+    """A mark of a format in the template, such as <tool_call>, does not make it the format of the model."""
+    shutil.copytree(of_family("qwen2.5").directory, tmp_path, dirs_exist_ok=True)
+    turn = f"{{% for call in message.tool_calls or [] %}}{written}{{% endfor %}}"
+    (tmp_path / "chat_template.jinja").write_text(
+        f"{{% for message in messages %}}<|im_start|>{{{{ message.role }}}}\n{{{{ message.content }}}}{turn}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    model = ChatModel(load_tokenizer(tmp_path))
+    if WRITTEN[written]:
+        assert model.call_reader(()) == WRITTEN[written]
+    else:
+        problem = "does not show how" if "#" in written else "no format of streamrl reads a call as .*look_up"
+        with pytest.raises(RecipeError, match=problem):
+            model.call_reader(())
+
+
+FORMATS = {"qwen3": "hermes", "qwen3.6": "qwen_xml", "llama3.1": "llama_json", "nemotron-3": "qwen_xml", "glm-4.5": ""}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_families_have_the_formats_of_their_calls(name: str, of_family: Callable[[str], Tokenizer]) -> None:
+    assert format_of_template(of_family(name))[0] == FORMATS[name]
 
 
 SENTENCES = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from streamrl.pretrained.turns.tool_calls import CALL_FORMATS, CallReader, ToolCall, parse_turn
@@ -81,6 +83,11 @@ BAD = [
     ("hermes", HERMES.format('{"name": "add", "arguments": ' + "[" * 99_999), "recursion"),
     ("qwen_xml", "<tool_call><function=add><parameter=a>1</function></tool_call>", "must stand in <parameter"),
     ("qwen_xml", "<function=add></function></tool_call>", "must stand between"),
+    ("hermes", HERMES.format('{"name": "add", "parameters": {"a": 1}}'), 'has "parameters": write "name" and "argum'),
+    ("hermes", HERMES.format('{"name": "add", "arguments": {}, "args": {"a": 1}}'), 'the call of add has "args"'),
+    ("llama_json", '{"name": "add", "input": {"a": 1}}', 'has "input": write "name" and "parameters"'),
+    ("llama_json", '{"name": "add", "parameters": {"a": 1}, "arguments": {}}', 'has "parameters"'),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "parameters": {"a": 1}}]', 'has "parameters"'),
     ("llama_json", '{"name": "add", "parameters": {"a": 1}} and more', "may follow a call"),
     ("llama_json", '{"name": "add", "parameters": {"a": 1', "not JSON"),
     ("mistral", "[TOOL_CALLS]add[ARGS]12", "the name of a tool and its arguments"),
@@ -95,8 +102,59 @@ def test_a_bad_call_runs_nothing_and_tells_the_model_why(call_format: str, text:
     assert problem in turn.problem
 
 
+@pytest.mark.parametrize(
+    ("call_format", "text"),
+    [
+        ("hermes", HERMES.format('{"id": 1, "type": "function", "name": "add", "arguments": {"a": 1}}')),
+        ("llama_json", '{"type": "function", "name": "add", "arguments": {"a": 1}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "call00000"}]'),
+    ],
+)
+def test_a_call_may_have_an_id_and_a_type(call_format: str, text: str) -> None:
+    assert parse_turn(text, call_format, TOOLS).calls == (ToolCall("add", {"a": 1}),)
+
+
+TEXT_OR_NONE = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+VALUES: list[tuple[Any, str, Any]] = [
+    (TEXT_OR_NONE, "2024", "2024"),
+    (TEXT_OR_NONE, "true", "true"),
+    (TEXT_OR_NONE, "1.50", "1.50"),
+    (TEXT_OR_NONE, "null", None),
+    ({"type": "string"}, "null", "null"),
+    ({"type": ["string", "null"]}, "2024", "2024"),
+    ({"type": ["integer", "null"]}, "null", None),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "2024", "2024"),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"enum": [1, 2]}, "1", 1),
+    ({"const": "1"}, "1", "1"),
+    ({"$ref": "#/$defs/Word"}, "1", "1"),
+    ({"$ref": "#/$defs/Size"}, "1", 1),
+    ({"$ref": "#/$defs/Loop"}, "1", "1"),
+    ({"enum": ["a", None]}, "null", None),
+    ({"$ref": "#/$defs/Missing"}, "1", "1"),
+    ({"description": "Anything."}, "1", "1"),
+    (True, "1", "1"),
+    ({"type": "boolean"}, "True", True),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+    ({"type": "array"}, '["a"]', ["a"]),
+    ({"type": "integer"}, "many", "many"),
+]
+KINDS = {"Word": {"type": "string"}, "Size": {"type": "integer"}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}}
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), VALUES)
+def test_the_schema_says_whether_a_value_is_a_text(schema: Any, text: str, value: Any) -> None:
+    """In a format whose values have no quotes."""
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": KINDS}
+    call = f"<tool_call><function=find><parameter=x>\n{text}\n</parameter></function></tool_call>"
+    turn = parse_turn(call, "qwen_xml", [{"function": {"name": "find", "parameters": parameters}}])
+    assert turn.calls == (ToolCall("find", {"x": value}),)
+
+
 @pytest.mark.parametrize("call_format", CALL_FORMATS)
-@pytest.mark.parametrize("text", ["", "It is 46.", '{"answer": 46}', "a < b > c", "{", "]"])
+@pytest.mark.parametrize(
+    "text", ["", "It is 46.", '{"answer": 46}', "a < b > c", "{", "]", '{"name": "Ann", "age": 3}']
+)
 def test_an_answer_is_no_call(call_format: str, text: str) -> None:
     turn = parse_turn(text, call_format, TOOLS)
     assert (turn.text, turn.calls, turn.problem) == (text, (), "")
