@@ -224,7 +224,8 @@ class EnvironmentResult(Record, frozen=True):
     ``calls``: number of tool calls, by their outcome (``run.environments.tools.ToolEnd``);
     ``notes``: further counts by name, such as special tokens that were broken;
     ``turn_rewards``: parts of ``reward``, by turn (empty: no turn has a reward of its own);
-    ``turns``: times of the turns, by the controller's clock."""
+    ``turns``: times of the turns, by the controller's clock;
+    ``remark``: words about ``reward``, such as the reason why there is none."""
 
     reward: float | None = None
     seconds: float = 0.0
@@ -232,6 +233,7 @@ class EnvironmentResult(Record, frozen=True):
     notes: dict[str, int] = {}
     turn_rewards: tuple[float, ...] = ()
     turns: tuple[TurnTimes, ...] = ()
+    remark: str = ""
 
 
 class Trajectory(Record, frozen=True):

@@ -127,11 +127,12 @@ def outcome_of(trajectory: Trajectory, reward: SampleReward, version: int) -> Sc
             separate_rewards=reward.separate,
             turn_rewards=tuple(turn_rewards),
         )
+    remark = trajectory.environment and trajectory.environment.remark
     return RewardFailure(
         trajectory=trajectory,
         function=reward.function,
         kind=reward.kind,
-        message=reward.message,
+        message=f"{reward.message}; {remark}" if remark else reward.message,
         reward_seconds=reward.seconds,
         calls=reward.calls,
         reward_version=version,

@@ -430,12 +430,12 @@ def test_total_is_the_weighted_sum_of_what_applies(
         checked = check_value(value)
         reward = Reward(function="m:f" if index else "environment", name=f"f{index}", weight=weight)
         values.append(SampleValue(reward, checked, CallResult((checked,))))
-    result = types.EnvironmentResult(turn_rewards=(1.0, -2.0))
+    result = types.EnvironmentResult(turn_rewards=(1.0, -2.0), remark="it printed nothing")
     outcome = outcome_of(msgspec.structs.replace(make_trajectory(), environment=result), combine(values), 0)
     applicable = [(value, weight) for value, weight in parts if value is not None]
     if not applicable:
         assert isinstance(outcome, RewardFailure)
-        assert "not applicable" in outcome.message
+        assert outcome.message == "not applicable: every reward function returned None; it printed nothing"
     else:
         assert isinstance(outcome, ScoredTrajectory)
         assert outcome.reward == pytest.approx(math.fsum(v * w for v, w in applicable), rel=1e-9, abs=1e-6)

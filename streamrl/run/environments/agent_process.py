@@ -16,10 +16,10 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.abc
@@ -29,12 +29,13 @@ import msgspec
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.recipe.environment import Environment, with_run_python
 from streamrl.rewards.user_variables import variables_of_user_code
+from streamrl.run.environments.agents.printed_reward import LARGEST_LINE, PrintedReward
 from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
 
 MOST_OUTPUT = 64 << 20
-"""Largest number of bytes that an agent may write to stderr, and to stdout where stdout is not read by lines."""
-_TAIL_BYTES = 1 << 16  # end of an output that is held in memory
+"""Largest number of bytes that an agent may write to stderr, and to stdout where it takes one trajectory."""
+_TAIL_BYTES = 1 << 16  # end of stderr that is held in memory
 _MESSAGE_CHARACTERS = 2_000
 _DRAIN_S = 1.0  # time to read outputs that another process still holds open when the agent has ended
 _GRACE_S = 5.0  # time between SIGTERM and SIGKILL
@@ -77,34 +78,33 @@ class Agents:
             yield
             self._group.cancel_scope.cancel()
 
-    async def run(self, session: EndpointSession, columns: Mapping[str, Any]) -> float | None:
-        """Give a row and the key of ``session`` to an agent, and return the reward (None: the agent gave none). When
-        the call ends, cancelled or not, a program for one trajectory has ended with all its processes. Raises
-        ``AgentFailedError``."""
+    async def run(self, session: EndpointSession, columns: Mapping[str, Any], printed: PrintedReward) -> None:
+        """Give a row and the key of ``session`` to an agent, which fills ``printed``. When the call ends, cancelled or
+        not, a program for one trajectory has ended with all its processes. Raises ``AgentFailedError``."""
         with self._server.serving(session):
             if self._tasks_a_process:
-                return await self._run_in_shared_process(session.key, columns)
+                await self._run_in_shared_process(session.key, columns, printed)
+                return
             end_of_input = b""
-            process = _Process(msgspec.json.encode(columns) + b"\n", end_of_input)
+            process = _Process(msgspec.json.encode(columns) + b"\n", end_of_input, printed=printed)
             await self._run_program(session.key, process)
-            return reward_of(bytes(process.output))
 
-    async def _run_in_shared_process(self, key: str, columns: Mapping[str, Any]) -> float | None:
+    async def _run_in_shared_process(self, key: str, columns: Mapping[str, Any], printed: PrintedReward) -> None:
         process = self._process_with_room()
-        reward = asyncio.Future[float | None]()
-        process.rewards[key] = reward
+        end = asyncio.Future[None]()
+        process.tasks[key] = _Task(printed, end)
         process.lines.put_nowait(msgspec.json.encode({"key": key, "row": columns}) + b"\n")
         try:
-            return await reward
+            await end
         finally:
-            # A reward that is done and has not been removed belongs to a cancelled trajectory, which the agent may
-            # still be running.
-            if process.rewards and all(future.done() for future in process.rewards.values()):
+            # A task whose end is done and that has not been removed belongs to a cancelled trajectory, which the agent
+            # may still be running.
+            if process.tasks and all(task.end.done() for task in process.tasks.values()):
                 process.limit.cancel()
 
     def _process_with_room(self) -> _Process:
         for process in self._processes:
-            if len(process.rewards) < self._tasks_a_process and not process.limit.cancel_called:
+            if len(process.tasks) < self._tasks_a_process and not process.limit.cancel_called:
                 return process
         process = _Process()
         self._processes.append(process)
@@ -116,38 +116,38 @@ class Agents:
         failure = "the agent ended before this trajectory"
         no_trajectory = secrets.token_hex(16)
         try:
-            await self._run_program(no_trajectory, process, process.end_trajectory)
+            await self._run_program(no_trajectory, process)
         except AgentFailedError as error:
             failure = str(error)
         finally:
             self._processes.remove(process)
-            for reward in process.rewards.values():
-                if not reward.done():
-                    reward.set_exception(AgentFailedError(failure))
+            for key in list(process.tasks):
+                process.fail(key, failure)
 
-    async def _run_program(self, key: str, program: _Process, on_line: Callable[[bytes], None] | None = None) -> None:
-        """Run the program until it ends, or ``program.limit`` is cancelled. ``on_line``: function that is called with
-        each line of stdout. Raises ``AgentFailedError``."""
+    async def _run_program(self, key: str, program: _Process) -> None:
+        """Run the program until it ends, or ``program.limit`` is cancelled. Raises ``AgentFailedError``."""
         command = [sys.executable, "-I", "-S", "-c", _STARTER, str(_ROOT), str(os.getpid()), *self._command]
         limit = program.limit
         with anyio.CancelScope(shield=True):  # a start that is cancelled half-way would leave a process
             process = await anyio.open_process(command, env=self._program_variables(key), start_new_session=True)
-        errors = bytearray()
-        async with process, anyio.create_task_group() as tasks:
-            tasks.start_soon(program.write_lines, process.stdin)
-            tasks.start_soon(_read, process.stdout, program.output, limit, on_line)
-            tasks.start_soon(_read, process.stderr, errors, limit)
-            try:
-                with limit:
-                    await process.wait()
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await _end(process, key)
-            tasks.cancel_scope.deadline = anyio.current_time() + _DRAIN_S
+        try:
+            async with process, anyio.create_task_group() as tasks:
+                tasks.start_soon(program.write_lines, process.stdin)
+                tasks.start_soon(program.read, process.stdout)
+                tasks.start_soon(program.read, process.stderr, program.errors)
+                try:
+                    with limit:
+                        await process.wait()
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await _end(process, key)
+                tasks.cancel_scope.deadline = anyio.current_time() + _DRAIN_S
+        finally:
+            program.end_line()
         if limit.cancelled_caught:
-            raise _failure(f"wrote more than {MOST_OUTPUT} bytes", errors)
+            raise _failure(f"wrote more than {MOST_OUTPUT} bytes", program.errors)
         if process.returncode:
-            raise _failure(f"ended with {process.returncode}", errors)
+            raise _failure(f"ended with {process.returncode}", program.errors)
 
     def _program_variables(self, key: str) -> dict[str, str]:
         """Return the environment variables of a program: variables of the worker that programs need or the recipe
@@ -173,20 +173,36 @@ def _failure(end: str, errors: bytearray) -> AgentFailedError:
     return AgentFailedError("\n".join([f"{message}: {last_line}", *earlier_lines]))
 
 
+class _Task(NamedTuple):
+    """A trajectory of a process that takes many. ``end``: future that is done when the agent has ended it, and
+    cancelled with it."""
+
+    printed: PrintedReward
+    end: asyncio.Future[None]
+
+
+class _TaskLine(msgspec.Struct):
+    """A line by which such a process ends a trajectory."""
+
+    key: str
+    error: Any = None
+
+
 class _Process:
-    """One process of the agent.
+    """One process of the agent. ``printed``: reward that it prints; None: it takes many trajectories.
 
     ``lines``: queue of lines for its stdin; an empty one closes stdin;
     ``limit``: scope whose cancellation ends the process;
-    ``output``: end of its stdout;
-    ``rewards``: future reward of each of its trajectories by key, until the agent ends the trajectory; a future is
-    cancelled with its trajectory."""
+    ``errors``: end of its stderr;
+    ``tasks``: trajectories that it has, by key."""
 
-    def __init__(self, *lines: bytes) -> None:
+    def __init__(self, *lines: bytes, printed: PrintedReward | None = None) -> None:
         self.lines = asyncio.Queue[bytes]()
         self.limit = anyio.CancelScope()
-        self.output = bytearray()
-        self.rewards: dict[str, asyncio.Future[float | None]] = {}
+        self._printed = printed
+        self._line = bytearray()
+        self.errors = bytearray()
+        self.tasks: dict[str, _Task] = {}
         for line in lines:
             self.lines.put_nowait(line)
 
@@ -197,50 +213,57 @@ class _Process:
                 await stdin.send(line)
             await stdin.aclose()
 
-    def end_trajectory(self, line: bytes) -> None:
+    async def read(self, stream: Any, output: bytearray | None = None) -> None:
+        """Read stdout by lines, or the end of another ``output``, to its end, so that the agent never waits for a
+        reader."""
+        written = 0
+        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+            async for part in stream:
+                written += len(part)
+                if written > MOST_OUTPUT and (self._printed or output is not None):
+                    self.limit.cancel()
+                if output is not None:
+                    output += part
+                    output[:] = output[-_TAIL_BYTES:]
+                    continue
+                for text in part.splitlines(keepends=True):
+                    self._line += text
+                    # Of a longer line its start and its end are kept: one of them names the trajectory.
+                    del self._line[LARGEST_LINE // 2 : -(LARGEST_LINE // 2) - 1]
+                    if text.endswith((b"\n", b"\r")):
+                        self.end_line()
+
+    def end_line(self) -> None:
+        """Take the line of stdout so far: at the end of the output it has no line break."""
+        line = bytes(self._line)
+        self._line.clear()
+        if self._printed:
+            self._printed.read(line)
+        elif len(line) > LARGEST_LINE:
+            for key in [key for key in self.tasks if key.encode() in line]:
+                self.fail(key, f"the agent wrote a line of more than {LARGEST_LINE} bytes: shorten it")
+        else:
+            self._end_task(line)
+
+    def fail(self, key: str, failure: str) -> None:
+        """End the trajectory of ``key`` with a failure."""
+        task = self.tasks.pop(key)
+        if not task.end.done():
+            task.end.set_exception(AgentFailedError(failure))
+
+    def _end_task(self, line: bytes) -> None:
         """End the trajectory that a line of stdout names; other lines are ignored."""
         with suppress(*UNDECODABLE):
-            message = msgspec.json.decode(line, type=dict[str, Any])
-            reward = self.rewards.pop(str(message.get("key")), None)
-            if reward is None or reward.done():
+            message = msgspec.json.decode(line, type=_TaskLine)
+            if message.key not in self.tasks:
                 return
-            if error := message.get("error"):
-                reward.set_exception(AgentFailedError(str(error)[:_MESSAGE_CHARACTERS]))
-            else:
-                reward.set_result(reward_of(line))
-
-
-def reward_of(output: bytes) -> float | None:
-    """Return the finite number in the last line of ``output``, or in ``reward`` of a JSON object there; else None."""
-    with suppress(*UNDECODABLE):
-        value = msgspec.json.decode(output.strip().rpartition(b"\n")[2])
-        if isinstance(value, dict):
-            value = value.get("reward")
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            return float(value)
-    return None
-
-
-async def _read(
-    stream: Any, tail: bytearray, limit: anyio.CancelScope, on_line: Callable[[bytes], None] | None = None
-) -> None:
-    """Read an output to its end, so that the agent never waits for a reader. ``tail``: end of the output, which is
-    filled; ``limit``: scope that is cancelled where the output is too large; ``on_line``: function that is called with
-    each line, and lifts the limit."""
-    written = 0
-    with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
-        async for part in stream:
-            tail += part
-            if on_line is None:
-                written += len(part)
-                if written > MOST_OUTPUT:
-                    limit.cancel()
-            else:
-                *lines, incomplete_line = tail.split(b"\n")
-                tail[:] = incomplete_line
-                for line in lines:
-                    on_line(bytes(line))
-            tail[:] = tail[-_TAIL_BYTES:]
+            if message.error:
+                self.fail(message.key, str(message.error)[:_MESSAGE_CHARACTERS])
+                return
+            task = self.tasks.pop(message.key)
+            task.printed.read(line)
+            if not task.end.done():
+                task.end.set_result(None)
 
 
 async def _end(process: anyio.abc.Process, key: str) -> None:

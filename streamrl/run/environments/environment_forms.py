@@ -17,6 +17,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.recipe.environment import VLLM, Environment, command_of, with_run_python
 from streamrl.recipe.user_code import load_user_object
 from streamrl.run.environments.agent_process import AgentFailedError, Agents
+from streamrl.run.environments.agents.printed_reward import PrintedReward
 from streamrl.run.environments.chat import ChatInput, EpisodePolicy
 from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_server import listening_socket
@@ -172,15 +173,21 @@ def _agent(environment: Environment, agents: Agents | None) -> UserEpisode:
     async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float | None:
         assert agents is not None, "only a caller that runs no episode has no agents"
         session = EndpointSession(secrets.token_hex(16), model.turns, model.chat_model)
+        printed = PrintedReward()
         try:
-            return await agents.run(session, columns)
+            await agents.run(session, columns, printed)
         except AgentFailedError:
             if model.turns.finish is None:
                 raise
-            return None  # the limit refused a turn, and the program failed for that reason
+            # else: the limit refused a turn, and the program failed for that reason
         finally:
             model.turns.refusal = session.refusal
+            model.turns.printed_reward = printed.value
+            model.turns.remark = printed.remark
             # A name of a note is the last part of the name of a metric, and has no slash.
             model.notes.update({name.replace("/", "_"): count for name, count in session.figures.items()})
+        if printed.problem:
+            raise AgentFailedError(printed.remark)
+        return printed.value
 
     return episode

@@ -36,6 +36,8 @@ class OpenEpisode:
     ``finish``: limit of the recipe that refused the newest request; None: it was sampled;
     ``limit``: newest refusal of a turn in words; empty: no turn was refused;
     ``refusal``: newest refusal that the endpoint gave to an agent; empty: it gave none;
+    ``printed_reward``: reward that an agent has printed; it counts, too, where the agent does not end in time;
+    ``remark``: words about the reward, for its trajectory;
     ``spent_s``: seconds that user code ran, without the time in which turns were sampled;
     ``send_turn``, ``turns``: both ends of the stream of sampled turns."""
 
@@ -49,6 +51,8 @@ class OpenEpisode:
         self.finish: FinishReason | None = None
         self.limit = ""
         self.refusal = ""
+        self.printed_reward: float | None = None
+        self.remark = ""
         self.spent_s = 0.0
         self._is_sampling = False
         self._lost_turn = False

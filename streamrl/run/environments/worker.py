@@ -66,6 +66,7 @@ _BLOCKED_S = 30.0
 _HEARTBEAT_S = 0.5
 _CLOSE_LIMIT_S = 5.0
 _STOP_LIMIT_S = 1.0
+_AGENT_STOP_LIMIT_S = 15.0  # a program has some seconds to end by itself
 _MOST_STUCK = 8  # each stuck episode keeps memory and takes time from the others
 _FLUSH_S = 0.5  # time for queued events to be sent before the process ends
 _THREADS = 1024  # so many that a function that sleeps in its thread does not keep others waiting for one
@@ -227,6 +228,7 @@ class _Worker:
             calls=dict(model.counts),
             notes=dict(model.notes),
             turn_rewards=_rewards_of_turns(episode, model),
+            remark=episode.remark,
         )
         # ``episode.finish``: the limit of turns or tokens that refused the newest turn; None: none did.
         self._send_event.send_nowait(
@@ -250,12 +252,16 @@ class _Worker:
         if not episode.time_limit.cancelled_caught:
             return task.result()
         task.cancel()
-        await asyncio.wait([task], timeout=_STOP_LIMIT_S)
+        await asyncio.wait([task], timeout=_AGENT_STOP_LIMIT_S if self._environment.agent else _STOP_LIMIT_S)
         if not task.done():
             self.stuck += 1
             task.add_done_callback(self._unstuck)
         late = f"the environment took more than {self._environment.seconds:g} s (environment.seconds)"
-        return EpisodeEnd(kind=RewardFailureKind.TIMED_OUT, message=late)
+        episode.remark = f"{late}; {episode.remark}" if episode.remark else late
+        if episode.printed_reward is None:  # of an agent that printed it and goes on
+            return EpisodeEnd(kind=RewardFailureKind.TIMED_OUT, message=episode.remark)
+        model.notes["did_not_end"] += 1
+        return EpisodeEnd(result=EnvironmentResult(reward=episode.printed_reward))
 
     def _unstuck(self, _: object) -> None:
         self.stuck -= 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
 from streamrl.run.environments import agent_process
-from streamrl.run.environments.agent_process import AgentFailedError, Agents, reward_of
+from streamrl.run.environments.agent_process import AgentFailedError, Agents
+from streamrl.run.environments.agents import printed_reward
+from streamrl.run.environments.agents.printed_reward import PrintedReward
 from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_session import EndpointSession
 from tests.run.environments.test_endpoint import Scripted
@@ -45,8 +48,10 @@ ROW = {"question": "What is 2 + 3?", "answer": "It is 5."}
 
 async def run(session: EndpointSession, *command: str, **more: Any) -> float | None:
     async with (agents := Agents(Environment(agent=command, **more))).serving():
+        printed = PrintedReward()
         try:
-            return await agents.run(session, ROW)
+            await agents.run(session, ROW, printed)
+            return printed.value
         except AgentFailedError as error:
             failed = error
     raise failed
@@ -132,6 +137,7 @@ def play(key, row):
     if row["do"] == "hang": time.sleep(999)
     if row["do"] == "exit": os._exit(3)
     if row["do"] == "fail": return say(key=key, error="no such row")
+    if row["do"] == "long": return say(key=key, transcript="x" * 300_000, reward=1.0)
     chat = [{"role": "user", "content": row["do"]}]
     client.with_options(api_key=key).chat.completions.create(model="m", messages=chat)
     say(key=key, reward=os.getpid())
@@ -147,6 +153,8 @@ async def test_a_process_takes_many_trajectories(
     of_family: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_process, "_GRACE_S", 0.2)
+    for module in (agent_process, printed_reward):
+        monkeypatch.setattr(module, "LARGEST_LINE", 200_000)
     tokenizer, pids = of_family("qwen2.5"), []
     environment = Environment(agent=("python", "-c", MANY), agent_tasks=2)
     with anyio.fail_after(120):
@@ -154,17 +162,20 @@ async def test_a_process_takes_many_trajectories(
 
             async def play(do: str, said: str = "") -> None:
                 session = EndpointSession(f"key of {do}", Scripted(tokenizer, f"Yes to {do}."), ChatModel(tokenizer))
+                printed = PrintedReward()
                 if said:
                     with pytest.raises(AgentFailedError, match=said):
-                        await agents.run(session, {"do": do})
+                        await agents.run(session, {"do": do}, printed)
                 else:
-                    pids.append(await agents.run(session, {"do": do}))
+                    await agents.run(session, {"do": do}, printed)
+                    pids.append(printed.value)
 
             async with anyio.create_task_group() as first:
                 for name in "abc":
                     first.start_soon(play, name)
             assert len(pids) == 3 and len(set(pids)) == 2  # two at once
             await play("fail", "no such row")
+            await play("long", "line of more than 200000 bytes: shorten it")
             await play("d")
             assert pids[3] in pids[:3]
             with anyio.move_on_after(0.2):
@@ -180,11 +191,12 @@ WORKER = """
 import anyio, sys
 from streamrl.recipe.environment import Environment
 from streamrl.run.environments.agent_process import Agents
+from streamrl.run.environments.agents.printed_reward import PrintedReward
 from streamrl.run.environments.endpoint_session import EndpointSession
 async def work():
     agents = Agents(Environment(agent=("python", "-c", "import time; time.sleep(999)")))
     async with agents.serving():
-        await agents.run(EndpointSession(sys.argv[1], None, None), {})
+        await agents.run(EndpointSession(sys.argv[1], None, None), {}, PrintedReward())
 anyio.run(work)
 """
 
@@ -199,7 +211,52 @@ async def test_an_agent_ends_with_its_worker() -> None:
                 await anyio.sleep(0.02)
 
 
-def test_a_reward_is_a_finite_number() -> None:
-    outputs = [b'x\n{"reward": 1, "more": []}\n\n', b"-0.5", b'{"reward": true}', b'{"reward": NaN}', b"1e999"]
-    outputs += [b"1" * 999, b"1\nno", b'["reward"]', b"\xff", b""]
-    assert [reward_of(output) for output in outputs] == [1.0, -0.5, *[None] * 8]
+async def in_parts(output: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(output), 7):
+        yield output[start : start + 7]
+
+
+@pytest.mark.parametrize(
+    ("output", "reward"),
+    [
+        (b'x\n{"reward": 1, "more": []}\n\n', 1.0),
+        (b"-0.5", -0.5),
+        (b"0\r\n", 0.0),
+        (b"True\n", 1.0),
+        (b'"1.0"', 1.0),
+        (b'{"reward": "0.25"}', 0.25),
+        (b'{"reward": false}\nINFO flushed 3 spans', 0.0),
+        (b"1\nno", 1.0),
+        (b"1\n0.5\n", 0.5),
+        (b'{\n "steps": [\n  1,\n  2\n ],\n "reward": 0.5\n}\n', 0.5),
+        (b"{\n 7\n0.5", 0.5),
+        (b"1\n" + b"x" * 3000 + b"\n", 1.0),
+        (b"50%\r\r\n1", 1.0),
+        (b"1\n" + b'{"x": "' + b"x" * 3000 + b'", "reward": 1}\n', ": 1}.: print .* at most 2000 bytes"),
+        (b"1\n" + b'{"reward": NaN}', "no finite number; its last line is"),
+        (b"{'reward': 1.0}", 'last line is "{.reward.: 1.0}": print a number, or'),
+        (b"1e999", "no finite number"),
+        (b"1\nnan", "no finite number"),
+        (b"1" * 9999, "printed no reward"),
+        (b'{"reward": [1]}', "no finite number"),
+        (b'1\n{"reward": null}', "printed no reward"),
+        (b'1\n{"message": "the reward is known"}', 1.0),
+        (b'["reward"]', "printed no reward"),
+        (b"it \x1b[31m failed\xff\n\n", r"last line is .it \\x1b\[31m failed"),
+        (b" \n", 'printed no reward; its last line is "": print'),
+    ],
+)
+async def test_the_last_reward_that_is_printed_counts(
+    output: bytes, reward: float | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward in the forms in which programs print one; without one it is said what was read."""
+    for module in (agent_process, printed_reward):
+        monkeypatch.setattr(module, "LARGEST_LINE", 2_000)
+    printed = PrintedReward()
+    process = agent_process._Process(printed=printed)
+    await process.read(in_parts(output))
+    process.end_line()
+    if isinstance(reward, str):
+        assert printed.value is None and re.search(reward, printed.remark)
+    else:
+        assert (printed.value, printed.remark) == (reward, "")

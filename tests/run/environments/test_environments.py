@@ -714,6 +714,32 @@ async def test_agents_end_turns_and_their_refusals_are_told(
         assert [request.stop for request in run.engine.asked] == [("b",), (), ("c", "d")]
 
 
+STAYS = f"""
+import threading, time
+{ASKS.removesuffix('sys.exit(row.get("exit"))' + chr(10))}
+if row["stays"]: threading.Thread(target=time.sleep, args=[999]).start()
+"""
+
+
+@pytest.mark.parametrize("line", ["0.5", "no idea", "{'reward': 1}"])
+async def test_a_reward_counts_also_where_its_program_stays(line: str, qwen: Tokenizer, tmp_path: Path) -> None:
+    """A reward that was printed counts where its program does not end, and one that was not is said to be missing."""
+    (tmp_path / "agent.py").write_text(STAYS.replace("print(json", f"print({line!r}, flush=True) #"))
+    run = Run(Environment(agent=("python", str(tmp_path / "agent.py")), seconds=2.0), qwen, lambda text: "abc")
+    outcome = await run.one({"asked": [{}], "said": [], "stays": line != "{'reward': 1}"})
+    if line == "0.5":
+        assert isinstance(outcome, Trajectory) and outcome.environment is not None
+        assert (outcome.environment.reward, outcome.environment.notes["did_not_end"]) == (0.5, 1)
+        assert outcome.environment.remark == "the environment took more than 2 s (environment.seconds)"
+    else:
+        assert isinstance(outcome, RewardFailure)
+        parts = {
+            "no idea": "2 s .*; the agent printed no reward; its last line is .no idea.",
+            "{'reward': 1}": "no finite number",
+        }
+        assert re.search(parts[line], outcome.message)
+
+
 async def test_nothing_is_sampled_for_an_episode_that_has_ended(qwen: Tokenizer, code: Callable[[str], str]) -> None:
     run = Run(Environment(episode=code("outlives")), qwen, lambda text: "hi")
     with anyio.fail_after(60):

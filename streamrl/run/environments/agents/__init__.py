@@ -1,0 +1,1 @@
+"""The programs of an ``agent`` environment: what they print."""
