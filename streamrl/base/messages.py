@@ -457,14 +457,16 @@ class TurnRequest(Message, frozen=True):
 
     ``appended``: token ids that the environment adds before the turn, which are not trained;
     ``after``: number of the turn to continue from (None: the newest; -1: the prompt);
-    ``max_tokens``: limit of the turn's tokens (0: the recipe's ``sampling.max_tokens``);
-    ``stop``: texts that end the turn, besides those of the recipe."""
+    ``max_tokens``: limit of the turn's tokens that the user's code asks for (0: none);
+    ``stop``: texts that end the turn, besides those of the recipe;
+    ``room``: tokens that the recipe leaves for the turn in its conversation (0: any number)."""
 
     episode: int
     appended: TokenArray
     after: int | None = None
     max_tokens: int = 0
     stop: tuple[str, ...] = ()
+    room: int = 0
 
 
 class CallReturned(Message, frozen=True):

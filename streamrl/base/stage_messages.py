@@ -37,13 +37,15 @@ class TurnSoFar(Record, frozen=True):
 
     ``appended``, ``after``, ``stop``: arguments of the episode's request for the turn, as in ``messages.TurnRequest``;
     ``completion``: the sampled tokens;
-    ``seconds``: time of the turn in the engines."""
+    ``seconds``: time of the turn in the engines;
+    ``is_capped``: whether the request had a lower limit of tokens than the recipe."""
 
     appended: TokenArray
     after: int | None
     completion: Completion
     seconds: float
     stop: tuple[str, ...] = ()
+    is_capped: bool = False
 
 
 class EpisodeSoFar(Record, frozen=True):

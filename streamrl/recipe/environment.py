@@ -59,7 +59,7 @@ class Environment(Section, frozen=True):
         tuple[str, ...],
         doc(
             "a program that talks to the model through an API: it gets OPENAI_BASE_URL and OPENAI_API_KEY (also "
-            'Anthropic\'s), and the row on stdin; its last line {"reward": 1.0} is the reward'
+            'Anthropic\'s), and the row on stdin; its last line with {"reward": 1.0} is the reward'
         ),
     ] = ()
     max_turns: Annotated[Positive, doc("limit of the turns that the model samples in a trajectory")] = 16
@@ -102,6 +102,17 @@ class Environment(Section, frozen=True):
             "name or address by which agents reach the endpoint, such as host.docker.internal; empty: `agent_host`"
         ),
     ] = ""
+    limit_reward: Annotated[
+        float,
+        advanced("reward of an agent that has printed none and was refused a turn by `max_turns` or `max_tokens`"),
+    ] = 0.0
+    late_reward: Annotated[
+        float | None,
+        advanced(
+            "reward of an agent that has printed none after `seconds` (not set: its trajectory has failed, and is not "
+            "trained)"
+        ),
+    ] = None
     credit: Annotated[Credit, advanced("")] = Credit.TRAJECTORY
     workers: Annotated[Count, doc("processes that run environments")] = 1
 

@@ -184,7 +184,11 @@ class EnvironmentStage:
                 case TurnRequest():
                     try:
                         turn = await trajectory.sample(
-                            event.appended, after=event.after, max_tokens=event.max_tokens, stop=event.stop
+                            event.appended,
+                            after=event.after,
+                            max_tokens=event.max_tokens,
+                            stop=event.stop,
+                            room=event.room,
                         )
                     except ValueError as error:
                         worker.order(StopEpisode(episode=number))

@@ -72,6 +72,7 @@ class _Turn:
     ``appended``, ``after``, ``stop``: arguments of the episode's request for the turn: tokens that are put before it
         and not trained; number of the turn that it follows (None: the newest; -1: none, it follows the prompt); texts
         that end it.
+    ``is_capped``: whether the episode's request had a lower limit of tokens than the run.
     ``first_part``: number of the turn's first part among the parts of the trajectory, which the ids of requests have.
     ``completion``: the sampled tokens; its finish reason is abort until the turn is complete.
     ``own_seed_tokens``: number of tokens that were sampled with the turn's original seed.
@@ -99,6 +100,7 @@ class _Turn:
         if unverified_tokens:
             self.request = with_unverified_tokens(request, unverified_tokens)
         self.unverified_tokens = unverified_tokens
+        self.is_capped = False
         self.own_seed_tokens = 0
         self.completion: Completion | None = None
         self.parts = 0
@@ -112,8 +114,16 @@ class _Turn:
         return 0 if self.completion is None else len(self.completion.token_ids)
 
     @property
+    def finish_reason(self) -> FinishReason:
+        """Finish reason as the run sees it: a turn that its episode limited has ended by itself."""
+        if self.completion is None:
+            return FinishReason.ABORT
+        reason = self.completion.finish_reason
+        return FinishReason.STOP if self.is_capped and reason is FinishReason.LENGTH else reason
+
+    @property
     def is_complete(self) -> bool:
-        return self.completion is not None and self.completion.finish_reason is not FinishReason.ABORT
+        return self.finish_reason is not FinishReason.ABORT
 
     def add(self, part: Completion, seconds: float) -> None:
         """Add a part that the engine returned, and make the request for the next part, with another id and seed. The
@@ -175,7 +185,6 @@ class OpenTrajectory:
         self.ends: list[int] = []
         self.requested_turns = 0
         self._parts = 0
-        self.finish: FinishReason | None = None
         self.cancel_reason = ""
         self.paused = False
         self.is_sampling = False
@@ -187,6 +196,7 @@ class OpenTrajectory:
             for complete_turn in order.episode_so_far.turns:
                 turn = self.next_turn(complete_turn.appended, complete_turn.after, 0, complete_turn.stop)
                 turn.restore(complete_turn.completion, 1, complete_turn.seconds)
+                turn.is_capped = complete_turn.is_capped
                 self.add(turn)
         self.requested_turns = 0
 
@@ -195,6 +205,16 @@ class OpenTrajectory:
         """Number of tokens that were sampled until now."""
         return sum(turn.tokens for turn in self.turns)
 
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Finish reason of the trajectory: ``length`` where a limit of the run cut a turn that no other one follows,
+        else that of the newest turn."""
+        turns = self.turns[: len(self.ends)]
+        followed_turns = {number - 1 if turn.after is None else turn.after for number, turn in enumerate(turns)}
+        reasons = [FinishReason.ABORT]
+        reasons += [turn.finish_reason for number, turn in enumerate(turns) if number not in followed_turns]
+        return FinishReason.LENGTH if FinishReason.LENGTH in reasons else reasons[-1]
+
     async def sample(
         self,
         appended: TokenArray = _NOTHING,
@@ -202,10 +222,12 @@ class OpenTrajectory:
         after: int | None = None,
         max_tokens: int = 0,
         stop: tuple[str, ...] = (),
+        room: int = 0,
     ) -> Turn:
         """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeCancelled``, ``RequestRefused`` where no engine
-        serves it, and ``ValueError`` for a turn that cannot be sampled."""
-        turn = self.next_turn(appended, after, max_tokens, stop)
+        serves it, and ``ValueError`` for a turn that cannot be sampled. ``room``: limit of the turn's tokens by the
+        recipe, besides that of any completion; 0: none."""
+        turn = self.next_turn(appended, after, max_tokens, stop, room)
         number = self.requested_turns - 1
         if len(self.ends) < len(self.turns) or turn.completion is None:
             await self._sample_turn(self, turn)
@@ -238,8 +260,10 @@ class OpenTrajectory:
         if not self.is_sampling:  # it is in its environment
             self.scope.cancel()
 
-    def next_turn(self, appended: TokenArray, after: int | None, max_tokens: int, stop: tuple[str, ...]) -> _Turn:
-        """Begin a turn; arguments as in ``TurnSampler``. An episode that has begun again gets the turn that it had, if
+    def next_turn(
+        self, appended: TokenArray, after: int | None, max_tokens: int, stop: tuple[str, ...], room: int = 0
+    ) -> _Turn:
+        """Begin a turn; arguments as in ``sample``. An episode that has begun again gets the turn that it had, if
         its request is the same. Raises ``ValueError`` for a turn that cannot be sampled."""
         order = self.order
         number = self.requested_turns
@@ -267,7 +291,7 @@ class OpenTrajectory:
             request = structs.replace(request, prefix_length=0, seed=seed)
         if not request.token_ids and not appended:
             raise ValueError("an episode samples from an empty prompt: append tokens to it")
-        limit = self.first_request.max_tokens
+        limit = min(filter(None, (self.first_request.max_tokens, room)))
         request = structs.replace(
             request,
             request_id=part_id(str(order.id), self._parts),
@@ -288,6 +312,7 @@ class OpenTrajectory:
             unverified_tokens = self.unverified_tokens
             sampled = order.completion_so_far
         turn = _Turn(order.id, request, unverified_tokens, sampled, self._parts, appended, after, stop)
+        turn.is_capped = 0 < max_tokens < limit
         turn.outside_s = anyio.current_time() - self.outside_since
         self.turns.append(turn)
         self.requested_turns += 1
@@ -326,7 +351,6 @@ class OpenTrajectory:
                 routed=completion.routed,
             )
         )
-        self.finish = completion.finish_reason
         self.outside_since = anyio.current_time()
 
     def with_turns(self, result: EnvironmentResult) -> EnvironmentResult:
@@ -524,7 +548,7 @@ class Episodes:
             id=order.id,
             prompt=order.prompt,
             segments=tuple(segments),
-            finish_reason=end.finish or trajectory.finish or FinishReason.ABORT,
+            finish_reason=end.finish or trajectory.finish_reason,
             rollout_seconds=sum(turn.seconds for turn in trajectory.turns),
             evaluation=order.evaluation,
             environment=end.result and trajectory.with_turns(end.result),
@@ -562,6 +586,7 @@ class Episodes:
                 completion=turn.completion,
                 seconds=turn.seconds,
                 stop=turn.stop,
+                is_capped=turn.is_capped,
             )
             await self._journal.on_turn(trajectory.order.id, len(trajectory.ends) - 1, complete_turn)
 

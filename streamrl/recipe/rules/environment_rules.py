@@ -24,7 +24,8 @@ has_no_effect(
     ),
 )
 has_no_effect(
-    "environment.agent_tasks environment.agent_host environment.agent_address",
+    "environment.agent_tasks environment.agent_host environment.agent_address environment.limit_reward "
+    "environment.late_reward",
     unless(
         lambda recipe: recipe.environment.agent or not recipe.environment.configured, " without an agent: remove it"
     ),

@@ -188,6 +188,10 @@ def _agent(environment: Environment, agents: Agents | None) -> UserEpisode:
             model.notes.update({name.replace("/", "_"): count for name, count in session.figures.items()})
         if printed.problem:
             raise AgentFailedError(printed.remark)
+        if printed.value is None and model.turns.finish is not None:
+            model.notes["limit_reward"] += 1
+            model.turns.remark = f"its reward is environment.limit_reward: {model.turns.limit}"
+            return environment.limit_reward
         return printed.value
 
     return episode

@@ -93,21 +93,17 @@ class OpenEpisode:
         before = 0
         if number and after != -1:
             before = self._lengths[number - 1 if after is None else after]
-        max_tokens = self._environment.max_tokens
-        room = max_tokens - before - len(appended)
+        tokens = before + len(appended)
+        room = self._environment.max_tokens - tokens
         if room <= 0:
-            tokens = before + len(appended)
-            self._refuse(FinishReason.LENGTH, f"{tokens} tokens leave no room of {max_tokens} for a turn")
+            limit = f"{self._environment.max_tokens} (environment.max_tokens)"
+            self._refuse(FinishReason.LENGTH, f"{tokens} tokens leave no room of {limit} for a turn")
         turn = await self._receive(
             TurnRequest(
-                episode=self.order.episode,
-                appended=appended,
-                after=after,
-                max_tokens=min(max_tokens or room, room),
-                stop=stop,
+                episode=self.order.episode, appended=appended, after=after, max_tokens=max_tokens, stop=stop, room=room
             )
         )
-        self._lengths.append(before + len(appended) + len(turn.token_ids))
+        self._lengths.append(tokens + len(turn.token_ids))
         self.finish = None
         return turn
 

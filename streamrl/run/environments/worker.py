@@ -258,10 +258,13 @@ class _Worker:
             task.add_done_callback(self._unstuck)
         late = f"the environment took more than {self._environment.seconds:g} s (environment.seconds)"
         episode.remark = f"{late}; {episode.remark}" if episode.remark else late
-        if episode.printed_reward is None:  # of an agent that printed it and goes on
+        reward = episode.printed_reward  # of an agent that goes on behind it
+        if reward is None:
+            reward = self._environment.late_reward
+        if reward is None:
             return EpisodeEnd(kind=RewardFailureKind.TIMED_OUT, message=episode.remark)
         model.notes["did_not_end"] += 1
-        return EpisodeEnd(result=EnvironmentResult(reward=episode.printed_reward))
+        return EpisodeEnd(result=EnvironmentResult(reward=reward))
 
     def _unstuck(self, _: object) -> None:
         self.stuck -= 1

@@ -721,16 +721,64 @@ if row["stays"]: threading.Thread(target=time.sleep, args=[999]).start()
 """
 
 
-@pytest.mark.parametrize("line", ["0.5", "no idea", "{'reward': 1}"])
+@pytest.mark.parametrize(
+    ("asked", "said", "max_tokens", "finish"),
+    [
+        ([{}, {"max_tokens": 1}], ["abc", "a"], 200, FinishReason.STOP),
+        ([{}, {"max_tokens": 1}], ["ab", "a"], 2, FinishReason.LENGTH),
+        ([{"max_tokens": 2}], ["ab"], 2, FinishReason.LENGTH),
+    ],
+)
+async def test_truncated_is_what_a_limit_of_the_run_cut(
+    asked: list[dict[str, int]], said: list[str], max_tokens: int, finish: FinishReason, qwen: Tokenizer, tmp_path: Path
+) -> None:
+    """An answer that its client limited is no truncation, and hides none beside it; also after a restart."""
+    (tmp_path / "agent.py").write_text(ASKS)
+    run = Run(Environment(agent=("python", str(tmp_path / "agent.py"))), qwen, lambda text: "abc")
+    row = {"asked": asked, "said": said}
+    trajectory = await run.one(row, max_tokens=max_tokens)
+    [recorded] = run.journal.store.trajectories.values()
+    assert isinstance(recorded, EpisodeSoFar)
+    again = Run(run.environment, qwen, lambda text: "other")
+    for outcome in (trajectory, await again.one(row, recorded, max_tokens=max_tokens)):
+        assert isinstance(outcome, Trajectory) and outcome.environment is not None
+        assert (outcome.environment.reward, outcome.finish_reason) == (1.0, finish)
+    assert not again.engine.asked
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit", "finish"),
+    [
+        ({"max_turns": 1}, "it has 1 turns (environment.max_turns)", FinishReason.TURNS),
+        ({"max_tokens": 60}, "tokens leave no room of 60 (environment.max_tokens) for a turn", FinishReason.LENGTH),
+    ],
+)
+async def test_an_agent_at_its_limit_has_the_reward_of_a_key(
+    limits: dict[str, Any], limit: str, finish: FinishReason, qwen: Tokenizer, tmp_path: Path
+) -> None:
+    """An agent that ends because a limit refused it a turn has a reward, and the limit is named."""
+    (tmp_path / "agent.py").write_text(ASKS.replace('return "refused"', "raise"))
+    environment = Environment(agent=("python", str(tmp_path / "agent.py")), limit_reward=-1.0, **limits)
+    long = {"messages": [{"role": "user", "content": "long " * 60}]}
+    trajectory = await Run(environment, qwen, lambda text: "abc").one({"asked": [{}, long], "said": []})
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert (trajectory.environment.reward, trajectory.finish_reason) == (-1.0, finish)
+    assert trajectory.environment.notes["limit_reward"] == 1
+    assert limit in trajectory.environment.remark and "environment.limit_reward" in trajectory.environment.remark
+
+
+@pytest.mark.parametrize("line", ["0.5", "no idea", "{'reward': 1}", "late"])
 async def test_a_reward_counts_also_where_its_program_stays(line: str, qwen: Tokenizer, tmp_path: Path) -> None:
     """A reward that was printed counts where its program does not end, and one that was not is said to be missing."""
     (tmp_path / "agent.py").write_text(STAYS.replace("print(json", f"print({line!r}, flush=True) #"))
-    run = Run(Environment(agent=("python", str(tmp_path / "agent.py")), seconds=2.0), qwen, lambda text: "abc")
+    late_reward = 0.5 if line == "late" else None
+    environment = Environment(agent=("python", str(tmp_path / "agent.py")), seconds=2.0, late_reward=late_reward)
+    run = Run(environment, qwen, lambda text: "abc")
     outcome = await run.one({"asked": [{}], "said": [], "stays": line != "{'reward': 1}"})
-    if line == "0.5":
+    if line in ("0.5", "late"):
         assert isinstance(outcome, Trajectory) and outcome.environment is not None
         assert (outcome.environment.reward, outcome.environment.notes["did_not_end"]) == (0.5, 1)
-        assert outcome.environment.remark == "the environment took more than 2 s (environment.seconds)"
+        assert outcome.environment.remark.startswith("the environment took more than 2 s (environment.seconds)")
     else:
         assert isinstance(outcome, RewardFailure)
         parts = {
