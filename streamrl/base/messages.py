@@ -431,10 +431,11 @@ class BeginEpisode(Message, frozen=True):
 
 
 class TurnReply(Message, frozen=True):
-    """The complete turn that the episode requested with ``TurnRequest``. Controller to environment worker."""
+    """The complete turn that the episode requested with ``TurnRequest``; None: it was dropped. Controller to
+    environment worker."""
 
     episode: int
-    turn: Turn
+    turn: Turn | None
 
 
 class StopEpisode(Message, frozen=True):
@@ -469,6 +470,14 @@ class TurnRequest(Message, frozen=True):
     room: int = 0
 
 
+class DropTurn(Message, frozen=True):
+    """Drop turn number ``turn`` from the trajectory, and abort it where it is being sampled: nobody waits for it.
+    Environment worker to controller; the turn's ``TurnReply`` comes all the same."""
+
+    episode: int
+    turn: int
+
+
 class CallReturned(Message, frozen=True):
     """A tool call that has returned. Environment worker to controller: a later run of the episode does not make it
     again."""
@@ -496,4 +505,4 @@ class EpisodeEnd(Message, frozen=True):
     policy: str = "drop_sample"
 
 
-EnvironmentEvent = EnvironmentReady | TurnRequest | CallReturned | EpisodeEnd
+EnvironmentEvent = EnvironmentReady | TurnRequest | DropTurn | CallReturned | EpisodeEnd

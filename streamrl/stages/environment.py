@@ -22,10 +22,12 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from msgspec import structs
 
+from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import StreamBroken
 from streamrl.base.messages import (
     BeginEpisode,
     CallReturned,
+    DropTurn,
     EnvironmentEvent,
     EnvironmentOrder,
     EpisodeEnd,
@@ -158,6 +160,8 @@ class EnvironmentStage:
                 worker.order(begin)
                 end = await self._converse(worker, number, trajectory, events, returned_calls)
             return end
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
         finally:
             del worker.episodes[number]
             self._changed.notify()
@@ -173,28 +177,39 @@ class EnvironmentStage:
         returned_calls: list[ReturnedCall],
     ) -> EpisodeEnd | None:
         """Answer the worker's requests for turns until the episode ends. ``returned_calls`` is extended."""
-        async for event in events:
-            match event:
-                case EpisodeEnd():
-                    return event
-                case CallReturned():
-                    returned_calls.append(event.call)
-                    if not trajectory.order.evaluation:
-                        trajectory.note(trajectory.order.id, event.call)
-                case TurnRequest():
-                    try:
-                        turn = await trajectory.sample(
-                            event.appended,
-                            after=event.after,
-                            max_tokens=event.max_tokens,
-                            stop=event.stop,
-                            room=event.room,
-                        )
-                    except ValueError as error:
-                        worker.order(StopEpisode(episode=number))
-                        return _failed(number, str(error))
-                    worker.order(TurnReply(episode=number, turn=turn))
+        async with anyio.create_task_group() as sampling:
+            async for event in events:
+                match event:
+                    case EpisodeEnd():
+                        if event.turns is not None:
+                            trajectory.drop(event.turns)
+                        return event
+                    case CallReturned():
+                        returned_calls.append(event.call)
+                        if not trajectory.order.evaluation:
+                            trajectory.note(trajectory.order.id, event.call)
+                    case DropTurn():
+                        trajectory.drop(event.turn)
+                    case TurnRequest():
+                        sampling.start_soon(self._sample, worker, event, trajectory)
         return None
+
+    async def _sample(self, worker: _Worker, request: TurnRequest, trajectory: OpenTrajectory) -> None:
+        """Sample a turn for the worker. The episode fails where it cannot be sampled."""
+        number = request.episode
+        try:
+            turn = await trajectory.sample(
+                request.appended,
+                after=request.after,
+                max_tokens=request.max_tokens,
+                stop=request.stop,
+                room=request.room,
+            )
+        except ValueError as error:
+            worker.order(StopEpisode(episode=number))
+            worker.episodes[number].events.send_nowait(_failed(number, str(error)))
+        else:
+            worker.order(TurnReply(episode=number, turn=turn))
 
     async def _serve(self, open_worker: OpenEnvironment) -> None:
         """Serve one worker, and the workers that replace it when it ends."""

@@ -13,6 +13,7 @@ completions are verified, the tokens of cancelled trajectories are stored until 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, nullcontext
 
@@ -73,6 +74,7 @@ class _Turn:
         and not trained; number of the turn that it follows (None: the newest; -1: none, it follows the prompt); texts
         that end it.
     ``is_capped``: whether the episode's request had a lower limit of tokens than the run.
+    ``is_dropped``: whether nobody waits for it any more.
     ``first_part``: number of the turn's first part among the parts of the trajectory, which the ids of requests have.
     ``completion``: the sampled tokens; its finish reason is abort until the turn is complete.
     ``own_seed_tokens``: number of tokens that were sampled with the turn's original seed.
@@ -101,6 +103,7 @@ class _Turn:
             self.request = with_unverified_tokens(request, unverified_tokens)
         self.unverified_tokens = unverified_tokens
         self.is_capped = False
+        self.is_dropped = False
         self.own_seed_tokens = 0
         self.completion: Completion | None = None
         self.parts = 0
@@ -156,6 +159,7 @@ class OpenTrajectory:
     ``order``: order that launched the trajectory.
     ``sample_turn``: coroutine that samples a turn until it is complete.
     ``note``: function that records a call of a tool that has returned.
+    ``abort``: function that has the engine abort the turn of trajectories.
     ``unverified_tokens``: tokens of an earlier attempt at its first turn.
     ``take``: coroutine that gets its outcome, and each pause.
     ``segments``: complete turns, and the tokens between them.
@@ -173,10 +177,12 @@ class OpenTrajectory:
         take: TakeOutcome,
         sample_turn: Callable[[OpenTrajectory, _Turn], Awaitable[None]],
         note: Callable[[TrajectoryId, ReturnedCall], None],
+        abort: Callable[[Collection[OpenTrajectory]], None],
     ) -> None:
         self.order = order
         self._sample_turn = sample_turn
         self.note = note
+        self._abort = abort
         self.unverified_tokens = unverified_tokens
         self.take = take
         self.first_request = request
@@ -184,6 +190,7 @@ class OpenTrajectory:
         self.segments: list[Segment] = []
         self.ends: list[int] = []
         self.requested_turns = 0
+        self._dropped = Counter[str]()
         self._parts = 0
         self.cancel_reason = ""
         self.paused = False
@@ -223,14 +230,16 @@ class OpenTrajectory:
         max_tokens: int = 0,
         stop: tuple[str, ...] = (),
         room: int = 0,
-    ) -> Turn:
+    ) -> Turn | None:
         """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeCancelled``, ``RequestRefused`` where no engine
         serves it, and ``ValueError`` for a turn that cannot be sampled. ``room``: limit of the turn's tokens by the
-        recipe, besides that of any completion; 0: none."""
+        recipe, besides that of any completion; 0: none. Returns None where the turn was dropped meanwhile."""
         turn = self.next_turn(appended, after, max_tokens, stop, room)
         number = self.requested_turns - 1
         if len(self.ends) < len(self.turns) or turn.completion is None:
             await self._sample_turn(self, turn)
+        if turn.is_dropped:
+            return None
         completion = turn.completion  # of an episode that has begun again: the completion that the turn had before
         assert completion is not None
         return Turn(
@@ -318,9 +327,23 @@ class OpenTrajectory:
         self.requested_turns += 1
         return turn
 
+    def drop(self, number: int) -> None:
+        """Drop turn ``number`` and all later ones, for which nobody waits. One that is being sampled is aborted."""
+        turns = self.turns[number:]
+        if not turns:
+            return
+        if self.is_sampling:
+            turns[-1].is_dropped = True
+            self._abort([self])
+            return
+        self._dropped.update(abandoned_turns=len(turns), abandoned_tokens=sum(turn.tokens for turn in turns))
+        self._parts += turns[-1].parts
+        self.drop_turns(number)
+        self.requested_turns = number
+
     def drop_turns(self, number: int) -> None:
-        """Drop turn ``number`` and all later ones: a restarted episode requested another one, or ended before."""
-        start = self.ends[number]
+        """Drop turn ``number`` and all later ones: a restarted episode requested another one."""
+        start = [*self.ends, len(self.segments)][number]
         if self.turns[number].appended:
             start -= 1
         del self.turns[number:], self.ends[number:], self.segments[start:]
@@ -359,7 +382,7 @@ class OpenTrajectory:
             (len(turn.appended), round(turn.outside_s, 4), turn.tokens, round(turn.seconds, 4)) for turn in self.turns
         ]
         last_s = round(anyio.current_time() - self.outside_since, 4)
-        return structs.replace(result, turns=(*turns, (0, last_s, 0, 0.0)))
+        return structs.replace(result, turns=(*turns, (0, last_s, 0, 0.0)), notes=result.notes | self._dropped)
 
 
 Episode = Callable[[OpenTrajectory], Awaitable[EpisodeEnd | None]]
@@ -434,7 +457,7 @@ class Episodes:
         self._launched += 1
         unverified_tokens = self._unverified_tokens_of(order)
         trajectory = OpenTrajectory(
-            order, self._request(order), unverified_tokens, take, self._sample, self._journal.on_call
+            order, self._request(order), unverified_tokens, take, self._sample, self._journal.on_call, self._abort
         )
         self._open[order.id] = trajectory
         self._tasks.start_soon(self._live, trajectory)
@@ -537,9 +560,7 @@ class Episodes:
             await trajectory.take(await self._scorer.score(sampled, order.group_size))
 
     def _complete(self, trajectory: OpenTrajectory, end: EpisodeEnd) -> Trajectory:
-        """Make the sampled trajectory, without turns that its episode has not received."""
-        if end.turns is not None and end.turns < len(trajectory.ends):
-            trajectory.drop_turns(end.turns)
+        """Make the sampled trajectory."""
         order = trajectory.order
         segments = trajectory.segments
         if segments and not segments[-1].trained:
@@ -561,12 +582,13 @@ class Episodes:
         self._count_sampling(1)
         self._in_turns += 1
         try:
-            while not trajectory.cancel_reason and not turn.is_complete:
+            while not (trajectory.cancel_reason or turn.is_dropped or turn.is_complete):
                 if trajectory.paused:
                     await self._until_resumed(trajectory, turn)
                     continue
                 async with self._engine_lock:
-                    if trajectory.cancel_reason or trajectory.paused:  # while it waited for the engine
+                    # It may have waited for the engine.
+                    if trajectory.cancel_reason or trajectory.paused or turn.is_dropped:
                         continue
                     started = anyio.current_time()
                     part = await self._engine.generate(turn.request)
@@ -576,6 +598,9 @@ class Episodes:
             self._count_sampling(-1)
             self._in_turns -= 1
             trajectory.is_sampling = False
+        if turn.is_dropped and not trajectory.cancel_reason:
+            trajectory.drop(len(trajectory.ends))
+            return
         if trajectory.cancel_reason or turn.completion is None:
             raise EpisodeCancelled(trajectory.cancel_reason)
         trajectory.add(turn)

@@ -19,7 +19,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.host_addresses import at_port
 from streamrl.run.environments.chat_answers import MODELS, write_answer, write_refusal, write_refusal_in_stream
 from streamrl.run.environments.chat_requests import READERS, TOKEN_COUNT_PATH, read_request
-from streamrl.run.environments.endpoint_session import ApiError, Client, EndpointSession
+from streamrl.run.environments.endpoint_session import UNWANTED, ApiError, Client, EndpointSession
 
 Receive = Callable[[], Awaitable[Any]]
 LARGEST_BODY = 16 << 20
@@ -30,6 +30,8 @@ _LARGEST_CONNECTIONS = 4096
 _UNTIL_STREAM_S = 0.25
 """Seconds until the headers of a stream are sent. A request that fails earlier gets the status of its failure, and one
 that fails later an event in its stream."""
+ABANDONED_S = 10.0
+"""Seconds until the turn of a client that disconnected is dropped: clients repeat a request within 8 s."""
 _BETWEEN_COMMENTS_S = 2.0  # clients wait 5 s (httpx) and longer
 
 
@@ -74,8 +76,8 @@ class EndpointServer:
             self.socket.close()
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Callable[[Any], Any]) -> None:
-        """Answer one request (ASGI). The turn of a client that disconnects is sampled all the same, and a repetition of
-        its request gets the answer."""
+        """Answer one request (ASGI). The turn of a client that disconnects is sampled for ``ABANDONED_S`` all the same,
+        and a repetition of its request gets the answer."""
         if scope["type"] != "http":
             return
         key, path = _split_path(scope["path"].rstrip("/"))
@@ -92,7 +94,8 @@ class EndpointServer:
             await self._respond(session, path, scope["method"], headers, receive, response)
         except ApiError as error:
             session.figures[f"refused/{error.status}"] += 1
-            session.refusal = str(error)
+            if error.status != UNWANTED:
+                session.refusal = str(error)
             await response.refuse(error)
         finally:
             session.open_requests -= 1
@@ -125,7 +128,7 @@ class EndpointServer:
             return
         retry = headers.get(b"x-stainless-retry-count", b"0") != b"0"  # sent by the clients of both APIs
         client = Client(headers.get(b"idempotency-key", b""))
-        async with response.waiting(receive, client, stream=request.stream):
+        async with response.waiting(session, receive, client, stream=request.stream):
             answer = await session.answer(request, client, retry=retry)
             await response.write(200, write_answer(path, request, answer, session.model.tokenizer))
         await response.end()
@@ -151,12 +154,15 @@ class _Response:
         self._comments = anyio.CancelScope()
 
     @asynccontextmanager
-    async def waiting(self, receive: Receive, client: Client, *, stream: bool) -> AsyncIterator[None]:
+    async def waiting(
+        self, session: EndpointSession, receive: Receive, client: Client, *, stream: bool
+    ) -> AsyncIterator[None]:
         """Note in the block whether ``client`` disconnects, and write comments to a ``stream``. Clients give up where
-        they receive nothing for some seconds, and pass over comments."""
+        they receive nothing for some seconds, and pass over comments. The block is cancelled where no client waits for
+        the answer any more."""
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_note_disconnect, receive, client)
+                tasks.start_soon(_cancel_unwanted, session, receive, client, tasks.cancel_scope)
                 if stream:
                     tasks.start_soon(self._write_comments)
                 yield
@@ -203,10 +209,17 @@ class _Response:
         await self.send(error.status, write_error(self._path, error))
 
 
-async def _note_disconnect(receive: Receive, client: Client) -> None:
+async def _cancel_unwanted(
+    session: EndpointSession, receive: Receive, client: Client, scope: anyio.CancelScope
+) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     client.gone = True
+    is_wanted = True
+    while is_wanted:
+        await anyio.sleep(ABANDONED_S)
+        is_wanted = session.is_wanted(client)
+    scope.cancel()
 
 
 def listening_socket(host: str) -> socket.socket:

@@ -30,6 +30,8 @@ from streamrl.run.environments.chat_tokens import AppendedTokens, ChatModel, Cha
 from streamrl.run.environments.turns import EpisodeLimit
 
 TRAJECTORY_ENDED = "the trajectory of this key has ended"
+UNWANTED = 503
+"""Status of a request whose turn was dropped, because no client waited for it."""
 _CHARACTERS_IN_LOOP = 1 << 17
 """Characters of a chat that the event loop tokenises itself; a longer chat is tokenised in a thread."""
 
@@ -163,7 +165,7 @@ class _Node:
         self.tokens = 0
         self.text = ""
         self.finished = anyio.Event()
-        self.failure = ApiError(410, TRAJECTORY_ENDED)
+        self.failure = ApiError(UNWANTED, "no client waited for the answer: send the request again")
         self.answer: ChatAnswer | None = None
         self.answer_message: dict[str, Any] = {}
         self.answer_digest = MessageDigest(b"", 0, b"", "")
@@ -257,9 +259,13 @@ class EndpointSession:
             self._nodes.append(node)
             equal_requests.append(node)
             await self._fill(node, request)
-        if node.answer is None:
-            raise node.failure
-        return node.answer
+        if node.answer is not None:
+            return node.answer
+        raise ApiError(410, TRAJECTORY_ENDED) if self._closed else node.failure
+
+    def is_wanted(self, client: Client) -> bool:
+        """Return whether a client waits for the answer to the request of ``client``, its own or a repetition."""
+        return any(not other.gone for node in self._nodes if client in node.clients for other in node.clients)
 
     async def count(self, request: ChatRequest) -> int:
         """Count the prompt tokens of ``request``; nothing is sampled. Raises ``ApiError``."""

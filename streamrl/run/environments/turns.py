@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from streamrl.base.messages import BeginEpisode, ReturnedCall, TurnRequest
+from streamrl.base.messages import BeginEpisode, DropTurn, ReturnedCall, TurnRequest
 from streamrl.base.types import FinishReason, TokenArray, Turn
 from streamrl.recipe.environment import Environment
 
@@ -29,7 +29,7 @@ class OpenEpisode:
 
     ``order``: order that began it;
     ``environment``: section of the recipe, which has the limits;
-    ``send``: function that sends a request to the controller;
+    ``send``: function that sends a request to the controller, or drops it;
     ``time_limit``: scope that is cancelled when the episode's own time is spent, or the episode is stopped;
     ``stopped``: the controller has stopped the episode, and wants no result;
     ``finished``: the user's code has ended, or was left behind as stuck;
@@ -41,7 +41,9 @@ class OpenEpisode:
     ``spent_s``: seconds that user code ran, without the time in which turns were sampled;
     ``send_turn``, ``turns``: both ends of the stream of sampled turns."""
 
-    def __init__(self, order: BeginEpisode, environment: Environment, send: Callable[[TurnRequest], None]) -> None:
+    def __init__(
+        self, order: BeginEpisode, environment: Environment, send: Callable[[TurnRequest | DropTurn], None]
+    ) -> None:
         self.order = order
         self._environment = environment
         self._send = send
@@ -55,12 +57,13 @@ class OpenEpisode:
         self.remark = ""
         self.spent_s = 0.0
         self._is_sampling = False
-        self._lost_turn = False
-        """Whether a turn was sampled that the user's code does not know."""
+        self._awaits_reply = False
+        """Whether a turn was requested whose reply has not come."""
+        self._dropped_turns = 0
         self._lengths: list[int] = []
         """Number of tokens of the conversation up to the end of each turn."""
         self._running_since = anyio.current_time()
-        self.send_turn, self.turns = anyio.create_memory_object_stream[Turn](math.inf)
+        self.send_turn, self.turns = anyio.create_memory_object_stream[Turn | None](math.inf)
 
     @property
     def turns_sampled(self) -> int:
@@ -88,7 +91,7 @@ class OpenEpisode:
         """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeLimit``, and ``RuntimeError`` where the user's code
         may not request a turn now."""
         number = len(self._lengths)
-        if number >= self._environment.max_turns:
+        if number + self._dropped_turns >= self._environment.max_turns:
             self._refuse(FinishReason.TURNS, f"it has {number} turns (environment.max_turns)")
         before = 0
         if number and after != -1:
@@ -113,23 +116,26 @@ class OpenEpisode:
         raise EpisodeLimit(finish, message)
 
     async def _receive(self, request: TurnRequest) -> Turn:
-        """Request a turn from the controller, and wait for it."""
-        if self._lost_turn:
-            raise RuntimeError("a turn was not waited for (a time limit around it?), so that no other may follow it")
+        """Request a turn from the controller, and wait for it. A turn whose wait is cancelled is dropped."""
         if self._is_sampling:
             raise RuntimeError("a turn is being sampled: await one turn after the other")
         if self.finished or self.stopped:
             raise RuntimeError("the episode has ended: nothing is sampled for it any more")
         self._is_sampling = True
-        self._send(request)
         self.pause_clock()
         try:
-            return await self.turns.receive()
-        except BaseException:
-            # The turn is a part of the trajectory once it is sampled, and the user's code does not know it.
-            self._lost_turn = True
-            raise
+            if self._awaits_reply:  # the reply to a turn that was dropped
+                await self.turns.receive()
+            self._awaits_reply = True
+            self._send(request)
+            turn = await self.turns.receive()
+            self._awaits_reply = False
+            assert turn is not None, "only a turn that was dropped is None"
+            return turn
         finally:
+            if self._awaits_reply and not self.finished:
+                self._dropped_turns += 1
+                self._send(DropTurn(episode=request.episode, turn=len(self._lengths)))
             self.resume_clock()
             self._is_sampling = False
 

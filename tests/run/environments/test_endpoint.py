@@ -298,6 +298,28 @@ async def test_a_client_that_gave_up_repeats_and_is_one_turn(
     assert talk.session.figures["retries"] == 1
 
 
+async def test_a_turn_without_a_client_is_cancelled_after_a_grace(
+    of_family: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn of a client that has gone is cancelled where none repeats its request, and the next one is sampled."""
+    monkeypatch.setattr(endpoint_server, "ABANDONED_S", 0.2)
+    async with talking(of_family("qwen2.5"), "one", "two", "three") as talk:
+        with suppress(openai.APITimeoutError):
+            talk.sampler.waits = anyio.Event()
+            await talk.say("a", timeout=0.1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(talk.say, "a"))  # another client waits for the same turn
+            await anyio.sleep(0.5)
+            assert talk.session.figures["retries"] == 1 and len(talk.session._nodes) == 1
+            tasks.cancel_scope.cancel()
+        with anyio.fail_after(10):
+            while talk.session._nodes:
+                await anyio.sleep(0.01)
+        talk.sampler.waits.set()
+        assert await talk.say("a") == "two"
+    assert not talk.session.refusal
+
+
 async def test_equal_questions_are_votes_unless_one_repeats(of_family: Callable[[str], Tokenizer]) -> None:
     """Equal requests are answered by a turn each, at once or one after the other; one with the retry count of its
     client, or with the idempotency key of an earlier one, is a repetition."""

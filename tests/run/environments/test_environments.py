@@ -46,6 +46,7 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
 from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.recipe.sections import Sampling
+from streamrl.run.environments import endpoint_server
 from streamrl.run.environments.environment_forms import load_episode
 from streamrl.run.environments.worker import run_environment_worker
 from streamrl.run.evaluate.sample_files import sample_line, sample_of
@@ -185,7 +186,7 @@ async def gives_up(model, **columns):
     await asyncio.sleep(0)  # it is asked for
     asking.cancel()
     await asyncio.wait([asking])
-    await chat.say("two")
+    return float((await chat.say("two")).turn == 0)
 
 async def two_chats(model, **columns):
     first, second = model.chat(system="A"), model.chat(system="B")
@@ -601,7 +602,6 @@ async def test_a_coroutine_talks_and_rewards(qwen: Tokenizer, code: Callable[[st
         ("cancels_itself", "raised", "CancelledError"),
         ("leaves", "raised", "SystemExit"),
         ("swallows", "timed_out", "environment.seconds"),
-        ("gives_up", "raised", "was not waited for"),
         ("says_twice", "raised", "leave one out"),
     ],
 )
@@ -786,6 +786,61 @@ async def test_a_reward_counts_also_where_its_program_stays(line: str, qwen: Tok
             "{'reward': 1}": "no finite number",
         }
         assert re.search(parts[line], outcome.message)
+
+
+ABANDONS = ASKS.replace("urlopen(", "urlopen(timeout=row['timeout'], url=").replace(
+    "except urllib.error.HTTPError:", "except TimeoutError:"
+)
+
+
+class SaysUntilAborted(Says):
+    """An engine that samples the answer "..." until it is aborted."""
+
+    def __init__(self, tokenizer: Tokenizer, answer: Callable[[str], str]) -> None:
+        super().__init__(tokenizer, answer)
+        self.aborted: list[str] = []
+
+    async def generate(self, request: Generate) -> Completion:
+        completion = await super().generate(request)
+        while self.answer(self.tokenizer.decode(request.token_ids, False)) == "...":
+            await anyio.sleep(0.01)
+            if request.request_id in self.aborted:
+                self.asked.remove(request)
+                return structs.replace(completion, finish_reason=FinishReason.ABORT)
+        return completion
+
+    async def abort(self, request_ids: Any) -> None:
+        self.aborted += request_ids
+
+
+@pytest.mark.parametrize("form", ["goes_on", "ends", "gives_up"])
+async def test_a_turn_that_nobody_waits_for_is_aborted(
+    form: str, qwen: Tokenizer, code: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn is aborted, dropped and counted where its client has gone, its agent has ended, or its coroutine was
+    cancelled. The next turn follows the one before."""
+    monkeypatch.setattr(endpoint_server, "ABANDONED_S", 0.1)
+    (tmp_path / "agent.py").write_text(ABANDONS)
+    environment = Environment(agent=("python", str(tmp_path / "agent.py")))
+    endless = {"messages": [{"role": "user", "content": "Do not end."}]}
+    row: dict[str, Any] = {"asked": [{}, endless, {}], "said": ["abc", "refused", "abc"], "timeout": 2.0}
+    if form == "ends":
+        row |= {"asked": [{}, endless], "said": ["abc", "refused"]}
+        monkeypatch.setattr(endpoint_server, "ABANDONED_S", 99.0)
+    if form == "gives_up":
+        environment = Environment(episode=code("gives_up"))
+        endless["messages"][0]["content"] = "one"
+    run = Run(environment, qwen, lambda text: "..." if text.count(endless["messages"][0]["content"]) else "abc")
+    run.engine = SaysUntilAborted(qwen, run.engine.answer)
+    trajectory = await run.one(row if form != "gives_up" else {})
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert trajectory.environment.reward == 1.0
+    assert trajectory.environment.notes["abandoned_turns"] == 1
+    assert trajectory.environment.notes["abandoned_tokens"] == 4
+    assert sum(segment.trained for segment in trajectory.segments) == (2 if form == "goes_on" else 1)
+    assert "not end" not in shown(qwen, trajectory)
+    if form != "goes_on":  # its two conversations are no one sequence
+        assert_tokens_are_those_of_the_engine(run, trajectory)
 
 
 async def test_nothing_is_sampled_for_an_episode_that_has_ended(qwen: Tokenizer, code: Callable[[str], str]) -> None:
