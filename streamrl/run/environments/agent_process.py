@@ -11,14 +11,12 @@ of the reward is a failure. A process whose remaining trajectories are all late 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import secrets
-import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import anyio
@@ -37,20 +35,72 @@ MOST_OUTPUT = 64 << 20
 """Largest number of bytes that an agent may write to stderr, and to stdout where it takes one trajectory."""
 _TAIL_BYTES = 1 << 16  # end of stderr that is held in memory
 _MESSAGE_CHARACTERS = 2_000
-_DRAIN_S = 1.0  # time to read outputs that another process still holds open when the agent has ended
+_DRAIN_S = 1.0  # time to read outputs to their end when the agent has ended
 _GRACE_S = 5.0  # time between SIGTERM and SIGKILL
-_ROOT = Path(__file__).resolve().parents[3]
-# Becomes the agent's program, after it has arranged that the agent dies with the worker.
-_STARTER = """
-import os, sys
-root, parent, *command = sys.argv[1:]
-sys.path.insert(0, root)
-from streamrl.base.run_process import die_with
-die_with(int(parent))
-try:
-    os.execvp(command[0], command)
-except OSError as error:
-    sys.exit(f"{command[0]} cannot be started: {error}")
+# Runs the agent's program, and ends with its exit code when all processes below it have ended, also those with another
+# session and other variables: orphans become its children. When it gets SIGTERM, it ends the program, and when the
+# worker has ended, it kills it. It is a process of its own for each program, and so imports as little as it can.
+_REAPER = """
+import ctypes, glob, os, resource, signal, sys, time
+parent, grace_s, *command = sys.argv[1:]
+def become():
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]} cannot be started: {error}")
+if sys.platform != "linux":
+    become()
+prctl = ctypes.CDLL(None).prctl
+expected = {signal.SIGTERM, signal.SIGCHLD}
+mask = signal.pthread_sigmask(signal.SIG_BLOCK, expected)
+prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(parent):
+    sys.exit(1)
+program = os.fork()
+if not program:
+    os.setsid()
+    prctl(1, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    become()
+null = os.open(os.devnull, os.O_RDWR)
+for output in range(3):
+    os.dup2(null, output)
+status = 0
+ends = False
+kills_at = float("inf")
+while True:
+    try:
+        child, code = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        break
+    if child:
+        if child == program:
+            status, kills_at = code, 0.0
+        continue
+    if time.monotonic() >= kills_at:
+        for path in glob.glob("/proc/[0-9]*/stat"):
+            try:
+                with open(path, "rb") as file:
+                    if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                        os.kill(int(path.split("/")[2]), signal.SIGKILL)
+            except OSError:  # it has ended
+                pass
+    waits_s = 3600.0 if kills_at == float("inf") else 0.01
+    received = signal.sigtimedwait(expected, waits_s)
+    if received and received.si_signo == signal.SIGTERM and not ends:
+        ends = True
+        kills_at = min(kills_at, time.monotonic() + (float(grace_s) if os.getppid() == int(parent) else 0.0))
+        try:
+            os.killpg(program, signal.SIGTERM)
+        except OSError:  # it has ended
+            pass
+code = os.waitstatus_to_exitcode(status)
+if code < 0:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.kill(os.getpid(), -code)
+os._exit(code)
 """
 
 
@@ -126,10 +176,12 @@ class Agents:
 
     async def _run_program(self, key: str, program: _Process) -> None:
         """Run the program until it ends, or ``program.limit`` is cancelled. Raises ``AgentFailedError``."""
-        command = [sys.executable, "-I", "-S", "-c", _STARTER, str(_ROOT), str(os.getpid()), *self._command]
+        command = [sys.executable, "-I", "-S", "-c", _REAPER, str(os.getpid()), str(_GRACE_S), *self._command]
         limit = program.limit
+        folder = TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
+        variables = self._program_variables(key) | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder.name)
         with anyio.CancelScope(shield=True):  # a start that is cancelled half-way would leave a process
-            process = await anyio.open_process(command, env=self._program_variables(key), start_new_session=True)
+            process = await anyio.open_process(command, env=variables, start_new_session=True)
         try:
             async with process, anyio.create_task_group() as tasks:
                 tasks.start_soon(program.write_lines, process.stdin)
@@ -139,11 +191,14 @@ class Agents:
                     with limit:
                         await process.wait()
                 finally:
-                    with anyio.CancelScope(shield=True):
-                        await _end(process, key)
+                    with anyio.CancelScope(shield=True), suppress(ProcessLookupError):
+                        process.terminate()
+                        await process.wait()
                 tasks.cancel_scope.deadline = anyio.current_time() + _DRAIN_S
         finally:
             program.end_line()
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(folder.cleanup)
         if limit.cancelled_caught:
             raise _failure(f"wrote more than {MOST_OUTPUT} bytes", program.errors)
         if process.returncode:
@@ -156,8 +211,6 @@ class Agents:
         url = self._server.base_url
         variables |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
         variables |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
-        # Marks the processes that the program starts: many harnesses hide API keys from these.
-        variables["STREAMRL_AGENT"] = key
         no_proxy = variables.get("NO_PROXY") or variables.get("no_proxy") or "localhost"
         no_proxy = f"{no_proxy},127.0.0.1,localhost,{self._server.address}"
         return variables | {"NO_PROXY": no_proxy, "no_proxy": no_proxy}
@@ -264,26 +317,3 @@ class _Process:
             task.printed.read(line)
             if not task.end.done():
                 task.end.set_result(None)
-
-
-async def _end(process: anyio.abc.Process, key: str) -> None:
-    """End the process group, then processes that have left the group: these have the key in their variables."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        with anyio.move_on_after(_GRACE_S if number is signal.SIGTERM else math.inf):
-            await process.wait()
-    with anyio.move_on_after(_GRACE_S):
-        while await anyio.to_thread.run_sync(_kill_marked, key.encode()):  # noqa: ASYNC110 (polled: they are no children)
-            await anyio.sleep(0.01)
-
-
-def _kill_marked(key: bytes) -> bool:
-    """Kill all processes that have ``key`` in their variables. Return whether there were any."""
-    any_marked = False
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # the process has ended, or belongs to another user
-            if key in path.read_bytes():
-                any_marked = True
-                os.kill(int(path.parent.name), signal.SIGKILL)
-    return any_marked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -58,10 +59,12 @@ async def run(session: EndpointSession, *command: str, **more: Any) -> float | N
 
 
 def left() -> list[int]:
+    """Processes that have the key in their variables or in their command."""
     pids = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            pids += [int(path.parent.name)] * (f"={KEY}".encode() in path.read_bytes())
+            words = (path / "environ").read_bytes() + (path / "cmdline").read_bytes()
+            pids += [int(path.name)] * (KEY.encode() in words)
     return pids
 
 
@@ -85,12 +88,16 @@ async def test_an_agents_last_line_is_the_reward(
     assert session.figures["turns"] == turns
 
 
-LEAVES = """
-import os, signal, subprocess, sys
+LEAVES = f"""
+import os, pathlib, signal, subprocess, sys, tempfile
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder = pathlib.Path(tempfile.mkdtemp())
+(folder / "file").write_text("x")
+folder.chmod(0o500)
+below = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{KEY}'])"
 for own in (False, True):
-    seen = {name: value for name, value in os.environ.items() if "API_KEY" not in name}
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(999)"], start_new_session=own, env=seen)
+    subprocess.Popen([sys.executable, "-c", below + "; time.sleep(99)", "{KEY}"], start_new_session=own, env={{}})
+    subprocess.Popen([sys.executable, "-c", below, "{KEY}"], start_new_session=own, env={{}}).wait()
 print(0.5)
 """
 
@@ -116,7 +123,10 @@ async def test_an_agent_that_fails_says_why(
 async def test_nothing_that_an_agent_started_is_left(
     session: EndpointSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Processes in other sessions, without variables and without parents, and temporary files end with the program."""
     monkeypatch.setattr(agent_process, "_GRACE_S", 0.2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     assert await run(session, "python", "-c", LEAVES) == 0.5
     assert not left()
     stays = f"{LEAVES}\nopen({str(tmp_path / 'started')!r}, 'w').close()\nimport time; time.sleep(999)"
@@ -124,9 +134,13 @@ async def test_nothing_that_an_agent_started_is_left(
         tasks.start_soon(run, session, "python", "-c", stays)
         while not (tmp_path / "started").exists():
             await anyio.sleep(0.02)
-        assert len(left()) == 3
+        with anyio.fail_after(60):
+            while len(left()) != 8:  # the program and its reaper; two with one below, and two orphans
+                await anyio.sleep(0.02)
+        assert list((tmp_path / "temporary").glob("agent-*/*/file"))
         tasks.cancel_scope.cancel()
     assert not left()
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 MANY = """
