@@ -17,6 +17,7 @@
     python -m campaigns learning [WORD ...]          # rewards of turns, passes, meanings of checkpoints, experts
     python -m campaigns trl_scripts                  # constructors of public TRL scripts, as objects
     python -m campaigns foreign_inputs [KIND ...]    # data, caches, rewards and chats of strangers
+    python -m campaigns mistakes [WORD ...]          # of a newcomer: each is refused in one sentence
     python -m campaigns suite_faults [NAME ...]      # faults of the product that the tests must see
 
 The exit code is 1 where something failed. ``--help`` behind a name lists its options."""
@@ -51,6 +52,7 @@ MODULES = {
     "trl_scripts": "trl_scripts",
     "learning": "learning_inputs",
     "foreign_inputs": "foreign_inputs.campaign",
+    "mistakes": "newcomer_mistakes.campaign",
     **{name: f"hostile.hostile_{name}" for name in HOSTILE},
 }
 """Module of each campaign. Only the one that is named is imported: some import torch, which takes seconds."""

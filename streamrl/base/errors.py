@@ -34,9 +34,13 @@ class StreamRLError(Exception):
     """Base of every error that streamrl raises on purpose."""
 
 
-class RecipeError(StreamRLError):
-    """The user's input is wrong; exit code 2. ``problems``: lines, one for each problem; ``outcome``: the outcome in a
-    few words."""
+class InputError(StreamRLError):
+    """The user's input is wrong: a recipe, a file, a place or a word of the command line; exit code 2."""
+
+
+class RecipeError(InputError):
+    """Several problems of the input, or one; exit code 2. ``problems``: lines, one for each problem; ``outcome``: the
+    outcome in a few words."""
 
     def __init__(self, *problems: str, outcome: str = "nothing was started") -> None:
         super().__init__("\n".join(problems))

@@ -98,7 +98,7 @@ def _checked_prompts(recipe: Recipe, snapshot: RewardsSnapshot | None) -> list[P
         tokenizer = load_tokenizer(recipe.model.path)
         print("\n# the prompt of the first row, as the model will see it\n")
         print("\n".join(first_prompt_lines(first, tokenizer)))
-        if not any(problem.startswith("reward") for problem in problems):
+        if not any(problem.startswith(("reward", "prompts.train")) for problem in problems):
             reward_problems, reward_notes = call_rewards(recipe, first, tokenizer)
             problems = [*problems, *reward_problems]
             for note in reward_notes:

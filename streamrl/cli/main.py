@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from streamrl.base.errors import RecipeError, StreamRLError, leaves
+from streamrl.base.errors import InputError, RecipeError, StreamRLError, leaves
 from streamrl.base.printable import printable
 from streamrl.base.run_process import ensure_home
 from streamrl.cli.command import Command, parse_command
@@ -149,9 +149,9 @@ def report_error(error: BaseException) -> int:
         count = len(cause.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
         _complain("\n".join([f"error: {head}; {cause.outcome}", *(f"  {problem}" for problem in cause.problems)]))
-        return EXIT_BAD_INPUT
-    _complain(f"error: {cause}")
-    return EXIT_FAILED
+    else:
+        _complain(f"error: {cause}")
+    return EXIT_BAD_INPUT if isinstance(cause, InputError) else EXIT_FAILED
 
 
 def first_of(kind: type[Failure], error: BaseException) -> Failure | None:

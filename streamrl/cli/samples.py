@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError
 from streamrl.base.line_file import read_lines
 from streamrl.base.printable import printable
 from streamrl.base.run_events import CompletionSampled
@@ -43,7 +43,7 @@ def _samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) ->
     trained, and the last evaluation), each with the name of its source. Raises ``StreamRLError`` where there are none.
     """
     if not (run_directory / "recipe.toml").is_file():
-        raise StreamRLError(f"{run_directory} is not the directory of a run: give one, such as runs/latest")
+        raise InputError(f"{run_directory} is not the directory of a run: name one, such as runs/latest")
     trained: dict[int, dict[str, CompletionSampled]] = {}
     run = RunFiles(run_directory)
     for sample in read_lines(run.samples, CompletionSampled):
@@ -63,7 +63,7 @@ def _samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) ->
         available = f"training has steps {min(trained)} to {max(trained)}" if trained else "it has trained no step"
         if files:
             available += f", evaluations {', '.join(map(str, files))}"
-        raise StreamRLError(f"{run_directory} has no completions of what was asked for: {available}")
+        raise InputError(f"{run_directory} has no completions of what was asked for: {available}")
     return samples
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError, StreamRLError
 from streamrl.cli.command import Argument, Command
 from streamrl.control.actions import ALL_STEPS_DONE, PROMPTS_EXHAUSTED
 from streamrl.control.policies.round_policies import make_control
@@ -62,7 +62,7 @@ def read_run(directory: Path) -> ShownRun:
     """Return the run in ``directory``. Raises ``StreamRLError`` if its journal is missing or cannot be read."""
     directory = directory.resolve()
     if not (directory / JOURNAL_DIRECTORY).is_dir():
-        raise StreamRLError(f"{directory} has no journal: give the directory of a run, such as runs/latest")
+        raise InputError(f"{directory} is not the directory of a run: name one, such as runs/latest")
     settings = control_settings(load_recipe(directory / "recipe.toml"))
     summary = None
     for last in (False, True):  # a run that goes on may remove a segment meanwhile

@@ -10,11 +10,11 @@ from typing import Annotated
 
 import msgspec
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError
 from streamrl.base.printable import printable_json
 from streamrl.cli.command import Argument, Command
 from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
-from streamrl.comm.zmq_sockets import has_ipc_listener
+from streamrl.comm.zmq_sockets import has_ipc_listener, transport_of
 from streamrl.observe.telemetry import TelemetrySubscriber, to_run_event
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.rules.load_recipe import load_recipe
@@ -45,13 +45,16 @@ class Watch(Command, frozen=True):
         for a place that is no run and no endpoint."""
         where = self.where
         if "://" not in where and not Path(where).is_dir():
-            raise StreamRLError(
+            raise InputError(
                 f"{where} is neither the directory of a run nor an endpoint: write runs/latest, tcp://HOST:PORT or "
                 "ipc://PATH"
             )
         if self.keys is not None:
             os.environ.update({KEYS_DIRECTORY: str(self.keys), KEY_ROLE: KeyRole.OBSERVER.value})
-        return endpoint_of(Path(where)) if Path(where).is_dir() else where
+        if Path(where).is_dir():
+            return endpoint_of(Path(where))
+        transport_of(where)
+        return where
 
 
 def _watch(endpoint: str, *, as_json: bool) -> int:

@@ -28,7 +28,7 @@ import msgspec
 import zmq
 from msgspec import structs
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError, StreamRLError
 from streamrl.recipe.sections import Recipe, TransportSecurity
 from streamrl.recipe.topology import Role
 
@@ -79,7 +79,7 @@ def make_keys(directory: Path) -> tuple[Path, ...]:
                 files.append(directory / f"{role.value}.{kind}")
                 _write_new(files[-1], key)
     except FileExistsError as error:
-        raise StreamRLError(
+        raise InputError(
             f"{error.filename} is there already: give a new directory, or remove the old keys first"
         ) from None
     except OSError as error:
@@ -177,6 +177,6 @@ def _refuse_others(path: Path) -> None:
     except FileNotFoundError:
         return  # the next reader reports the missing file
     if status.st_uid not in (os.getuid(), 0):
-        raise StreamRLError(f"{path} belongs to another user: make keys of your own with `streamrl keys DIRECTORY`")
+        raise InputError(f"{path} belongs to another user: make keys of your own with `streamrl keys DIRECTORY`")
     if stat.S_IMODE(status.st_mode) & 0o077:
-        raise StreamRLError(f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):o}): chmod go= {path}")
+        raise InputError(f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):o}): chmod go= {path}")

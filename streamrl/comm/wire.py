@@ -108,17 +108,14 @@ def check_sizes(sizes: Sequence[int], limits: WireLimits) -> int:
 
 def item_type_name(item_type: Any) -> str:
     """Name of an item type in a handshake: its class name; for a union all names, sorted and joined."""
-    return " | ".join(sorted(_member_name(member) for member in _union_members(item_type)))
+    members = _union_members(item_type)
+    return " | ".join(sorted(member.__name__ if _is_plain_class(member) else str(member) for member in members))
 
 
 def _union_members(item_type: Any) -> tuple[Any, ...]:
     if isinstance(item_type, types.UnionType) or typing.get_origin(item_type) is typing.Union:
         return typing.get_args(item_type)
     return (item_type,)
-
-
-def _member_name(member: Any) -> str:
-    return member.__name__ if _is_plain_class(member) else str(member)
 
 
 def _is_plain_class(member: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError, StreamRLError
 from streamrl.base.host_addresses import wrong_port
 from streamrl.comm.socket_options import make_socket
 
@@ -42,20 +42,20 @@ def transport_of(endpoint: str) -> str:
     """Transport of ``endpoint``: ``ipc`` or ``tcp``. Raises ``StreamRLError``, with the remedy, for an invalid one."""
     transport, separator, address = endpoint.partition("://")
     if not separator or transport not in _TRANSPORTS or not address:
-        raise StreamRLError(f"endpoint {endpoint!r} is not one of ipc://PATH, tcp://HOST:PORT")
+        raise InputError(f"endpoint {endpoint!r} is not one of ipc://PATH, tcp://HOST:PORT")
     if transport == "ipc" and len(address.encode()) > IPC_PATH_BYTES:
-        raise StreamRLError(
+        raise InputError(
             f"endpoint {endpoint!r}: the path has {len(address.encode())} bytes and a unix socket path may have "
             f"{IPC_PATH_BYTES}; use a shorter run or socket directory"
         )
     if transport == "tcp":
         host, colon, port = address.rpartition(":")
         if not colon or not host:
-            raise StreamRLError(f"endpoint {endpoint!r} has no port; write tcp://HOST:PORT")
+            raise InputError(f"endpoint {endpoint!r} has no port; write tcp://HOST:PORT")
         if port != "*" and (problem := wrong_port(port)):
-            raise StreamRLError(f"endpoint {endpoint!r}: {problem}")
+            raise InputError(f"endpoint {endpoint!r}: {problem}")
         if ":" in host and not host.startswith("["):
-            raise StreamRLError(f"endpoint {endpoint!r}: put an IPv6 address in brackets, as in tcp://[::1]:5555")
+            raise InputError(f"endpoint {endpoint!r}: put an IPv6 address in brackets, as in tcp://[::1]:5555")
     return transport
 
 

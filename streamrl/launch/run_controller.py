@@ -64,7 +64,7 @@ from streamrl.rewards.judge.link import JudgeLink
 from streamrl.rewards.reward_messages import RewardReply, RewardsListed
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
-from streamrl.run.copies.checkpoint_copies import CheckpointCopies, open_copies
+from streamrl.run.copies.checkpoint_copies import open_copies
 from streamrl.run.evaluate.evaluation import HeldOut, HeldOutEvaluations, read_held_out
 from streamrl.run.evaluate.sample_files import write_evaluation
 
@@ -140,7 +140,15 @@ async def _train(
     prompts = training_prompts(recipe, processes.tokenizer, start=record.control.state.prompts.drawn)
     sync = await open_weight_sync(recipe, run_directory, processes, episodes, watch.waits)
     copies = await open_copies(recipe, run_directory, emit)
-    keeper = _checkpoint_keeper(recipe, run_directory, processes, held_out, copies)
+    keeper = CheckpointKeeper(
+        processes.trainer,
+        run_directory / "checkpoints",
+        recipe.checkpoint,
+        held_version=processes.rank.policy_version,
+        limit=recipe.evaluation.regular[1],
+        score=next(iter(held_out.sets), ""),  # the first held-out set ranks them
+        changed=copies.want if copies else lambda _: None,
+    )
     await keeper.begin()
     evaluations = _evaluations(recipe, run_directory, processes, held_out, keeper, emit)
     # The observers of the controller.
@@ -184,21 +192,6 @@ async def _train(
         await record.aclose()
         await prompts.aclose()
         await close_all([user.calls for user in users], "end")  # last: code of users may be slow
-
-
-def _checkpoint_keeper(
-    recipe: Recipe, run_directory: Path, processes: Processes, held_out: HeldOut, copies: CheckpointCopies | None
-) -> CheckpointKeeper:
-    """Make the keeper of the trainer's checkpoints, which ranks them by the score of the first held-out set."""
-    return CheckpointKeeper(
-        processes.trainer,
-        run_directory / "checkpoints",
-        recipe.checkpoint,
-        held_version=processes.rank.policy_version,
-        limit=recipe.evaluation.regular[1],
-        score=next(iter(held_out.sets), ""),
-        changed=copies.want if copies else lambda _: None,
-    )
 
 
 def _evaluations(

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import structs
 
 from streamrl.base.atomic_files import hold_lock, write_durable
-from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
+from streamrl.base.errors import UNDECODABLE, InputError, RecipeError
 from streamrl.processes.crash_bundle import package_versions
 from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.remote_names import cached_name
@@ -130,9 +130,7 @@ def _read_inputs(run_directory: Path) -> RunInputs:
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunInputs)
     except (OSError, *UNDECODABLE) as error:
-        raise StreamRLError(
-            f"{path} cannot be read ({error}): {run_directory} is not the directory of a run"
-        ) from error
+        raise InputError(f"{run_directory} is not the directory of a run: name one, such as runs/latest") from error
 
 
 def _write(run_directory: Path, inputs: RunInputs) -> None:

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from streamrl.base import run_events
-from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError, WireError
+from streamrl.base.errors import UNDECODABLE, UNENCODABLE, InputError, StreamRLError, WireError
 from streamrl.base.messages import Message
 from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
 from streamrl.comm.socket_options import make_socket
@@ -188,9 +188,7 @@ class TelemetrySubscriber:
             connect(self._socket, endpoint, KeyRole.CONTROLLER)
         except StreamRLError as error:
             self._context.destroy(linger=0)
-            raise StreamRLError(
-                f"{endpoint} cannot be watched ({error}): write tcp://HOST:PORT or ipc://PATH"
-            ) from error
+            raise InputError(f"{endpoint} cannot be watched ({error}): write tcp://HOST:PORT or ipc://PATH") from error
 
     def __enter__(self) -> TelemetrySubscriber:
         return self

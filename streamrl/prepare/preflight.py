@@ -7,6 +7,7 @@ process of its own that ends here, and ports are bound only for the check."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ from streamrl.prepare.machine_check import (
 )
 from streamrl.prepare.memory import estimate_memory, gib
 from streamrl.prepare.recipe_probe import look_at_environment, problems_of_object
-from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
+from streamrl.pretrained.model_facts import ModelFacts, read_model_config, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.pretrained.trainable_models import refuse_untrainable, row_split_problems, split_problems, unknown_modules
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
@@ -114,11 +115,8 @@ def preflight(
     problems += reward_problems
     if reward_problems and snapshot and snapshot.changed_live:
         problems.append(_live_rewards(recipe, snapshot))
-    problems += _other_code(recipe)
-    problems += _devices(recipe)
-    problems += _installation(recipe)
-    problems += _ports(recipe)
-    problems += _keys(recipe)
+    for check in _CHECKS:
+        problems += check(recipe)
     problems += _memory(recipe, model)
     if model is not None and recipe.engines.kind is EngineKind.VLLM:
         problems += device_problems(recipe, model_config(recipe.model.path), device=installed_device())
@@ -126,12 +124,8 @@ def preflight(
         reason = why_not_replayed(recipe, model_config(recipe.model.path))
         if reason:
             problems.append(f"training.advanced.routing_replay: {reason}")
-    problems += judge_problems(recipe)
     problems += _unusable("run.directory", recipe.run.directory) or _run_directory(Path(recipe.run.directory))
     problems += _unusable("TMPDIR", tempfile.gettempdir())
-    problems += _checkpoint(recipe)
-    problems += _stores(recipe)
-    problems += _free_space(recipe)
     of_trackers = tracker_problems(recipe.metrics.report_to, recipe.run.project, recipe.run.tags)
     problems += [f"metrics.report_to: {problem}" for problem in of_trackers]
     if problems:
@@ -177,11 +171,13 @@ def _rewards_and_prompts(
         yield from (f"{path}: {problem}" for problem in inspection.problems)
     columns = needed_columns([inspection.signature for inspection in inspections if inspection.signature is not None])
     tokenizer: Tokenizer | None = None
-    if Path(recipe.model.path).is_dir():
-        try:
-            tokenizer = load_tokenizer(recipe.model.path)
-        except RecipeError as error:
-            yield from (f"model.path: {problem}" for problem in error.problems)
+    try:
+        read_model_config(Path(recipe.model.path))
+        tokenizer = load_tokenizer(recipe.model.path)
+    except ModelDirectoryError:
+        pass  # ``check_model`` reports it
+    except RecipeError as error:
+        yield from (f"model.path: {problem}" for problem in error.problems)
     if recipe.environment.configured:
         readable_model = recipe.model.path if tokenizer else None
         problems, columns["environment"] = look_at_environment(
@@ -214,6 +210,9 @@ def _other_code(recipe: Recipe) -> Iterator[str]:
 
 
 def _devices(recipe: Recipe) -> Iterator[str]:
+    last_core = max(map(int, re.findall(r"\d+", " ".join(recipe.engines.cores))), default=0)
+    if recipe.on_one_host and last_core >= (os.cpu_count() or 1):
+        yield f"engines.cores: this machine has no core {last_core}: name some of 0-{(os.cpu_count() or 1) - 1}"
     placement = gpu_placement(recipe)
     yield from placement.problems
     if placement.gpus:
@@ -299,6 +298,10 @@ def _ports(recipe: Recipe) -> Iterator[str]:
 
 def _keys(recipe: Recipe) -> Iterator[str]:
     """Problems of the keys that processes of this run would read."""
+    keys = recipe.transport.keys
+    if keys and not Path(keys).is_dir():
+        yield f"transport.keys: there is no directory {keys}: make it with `streamrl keys {keys}`"
+        return
     for role in (Role.CONTROLLER, Role.ENGINE, Role.TRAINER):
         try:
             transport_variables(recipe, role)
@@ -397,3 +400,7 @@ def _stores(recipe: Recipe) -> Iterator[str]:
     for key, url in places.items():
         if url and not url_problem(url) and (problem := access_problem(url)):  # a bad URL is a broken rule
             yield f"{key}: {problem}"
+
+
+_CHECKS = (_other_code, _devices, _installation, _ports, _keys, judge_problems, _checkpoint, _stores, _free_space)
+"""Checks of what a recipe points at beside its model, rewards and prompts."""

@@ -84,9 +84,9 @@ def read_model_facts(directory: Path) -> ModelFacts:
         raise ModelDirectoryError(
             "is not a directory: give a Hugging Face model directory, or a model of the Hub by its name (owner/name)"
         )
+    config = read_model_config(directory)
     if unsafe := unsafe_content(directory):
         raise ModelDirectoryError(unsafe)
-    config = read_model_config(directory)
     sizes = {name: math.prod(tensor.shape) for name, tensor in stored_tensors(directory).items()}
     parameters = sum(sizes.values())
     if not parameters:
@@ -127,14 +127,16 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_bounded(path).decode())
     except FileNotFoundError:
-        adapter = (directory / ADAPTER_FILE).exists()
-        raise ModelDirectoryError(
-            f"is an adapter and no model: {MERGED}" if adapter else "has no config.json"
-        ) from None
+        reason = "has no config.json: give the whole folder of a model"
+        if any(directory.glob("*.gguf")):
+            reason = "holds a GGUF file, which is not trained: give the model that it was made of"
+        if (directory / ADAPTER_FILE).exists():
+            reason = f"is an adapter and no model: {MERGED}"
+        raise ModelDirectoryError(reason) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelDirectoryError(f"has a config.json that cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelDirectoryError("has a config.json that is not a JSON object")
+        raise ModelDirectoryError(f"has a config.json that cannot be read ({error}): copy it again") from error
+    if not isinstance(config, dict) or not config:
+        raise ModelDirectoryError("has a config.json that is not a JSON object, or empty: copy it again")
     text_config = config.get("text_config")
     if isinstance(text_config, dict):
         config |= text_config

@@ -104,7 +104,9 @@ def write_crash_bundle(
             with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as bundle:
                 left_out = _fill(bundle, run_directory, redaction, largest)
                 harmless_variables = {
-                    name: redaction.text(value) for name, value in sorted(variables.items()) if _is_shown(name)
+                    name: redaction.text(value)
+                    for name, value in sorted(variables.items())
+                    if name in _SHOWN_EXACTLY or name.startswith(_SHOWN)
                 }
                 manifest = CrashManifest(
                     schema=BUNDLE_SCHEMA,
@@ -203,7 +205,3 @@ def package_versions(packages: Sequence[str]) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions
-
-
-def _is_shown(name: str) -> bool:
-    return name in _SHOWN_EXACTLY or name.startswith(_SHOWN)

@@ -21,6 +21,17 @@ _KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 
 
+TOML_REMEDIES = {
+    "Cannot overwrite": "the key is there twice, so remove one",
+    "Cannot declare": "the section is there twice, so put its keys together",
+    "Illegal character '\\n'": "close the quotes",
+    "hex value": "write a path of Windows in single quotes",
+    "Expected ']'": "close the brackets",
+    "Expected": "write one KEY = VALUE a line, and a number with a point",
+    "Invalid statement": "write [SECTION] or KEY = VALUE",
+    "Invalid value": "write a text in double quotes, a number with a point, true or false, or leave the key out",
+}
+"""What to write instead, by words of the errors of tomllib."""
 _DEEPEST = 64
 _ENDLESS_KEY = re.compile(r"""(?:(?:(?<![A-Za-z0-9_-])[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
 _ENDLESS_NUMBER = re.compile(r"(?<![0-9A-Fa-f_])[0-9A-Fa-f_]{5000}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.errors import UNDECODABLE, InputError, StreamRLError
 from streamrl.base.host_addresses import at_port
 from streamrl.recipe.sections import PIPELINE_PARALLEL, Engines, EngineShape, Recipe, TransportKind
 
@@ -341,9 +341,7 @@ def read_topology(run_directory: Path) -> Topology:
     try:
         return msgspec.json.decode((run_directory / TOPOLOGY_FILE).read_bytes(), type=Topology)
     except (OSError, *UNDECODABLE) as error:
-        raise StreamRLError(
-            f"{run_directory} is not the directory of a run ({TOPOLOGY_FILE}: {error}): give one, such as runs/latest"
-        ) from error
+        raise InputError(f"{run_directory} is not the directory of a run: name one, such as runs/latest") from error
 
 
 def metrics_endpoint(recipe: Recipe, topology: Topology) -> str:

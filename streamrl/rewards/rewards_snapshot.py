@@ -7,7 +7,6 @@ the same name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -48,15 +47,12 @@ def fresh_rewards(recipe: Recipe) -> RewardsSnapshot:
 
 def rewards_file(snapshot: RewardsSnapshot) -> dict[str, bytes]:
     """Name and content of the file."""
-    return {REWARDS_FILE: msgspec.msgpack.encode(_all_fields(snapshot))}
-
-
-def _all_fields(snapshot: RewardsSnapshot) -> Mapping[str, object]:
     # Fields that have their default are written too: another version of streamrl may have other defaults.
-    return structs.asdict(snapshot) | {
+    fields = structs.asdict(snapshot) | {
         name: [structs.asdict(reward) for reward in rewards]
         for name, rewards in (("rewards", snapshot.rewards), ("of_recipe", snapshot.of_recipe))
     }
+    return {REWARDS_FILE: msgspec.msgpack.encode(fields)}
 
 
 def read_rewards_file(directory: Path) -> RewardsSnapshot | None:

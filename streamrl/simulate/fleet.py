@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.errors import UNDECODABLE, InputError
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import parse_toml
 from streamrl.simulate.engines import EngineModel
@@ -97,7 +97,7 @@ def _read(path: Path) -> FleetModel:
     try:
         return msgspec.convert(parse_toml(path.read_text(encoding="utf-8")), FleetModel)
     except UNDECODABLE as error:
-        raise StreamRLError(f"{path}: not a fleet model: {error}") from error
+        raise InputError(f"{path}: not a fleet model: {error}") from error
 
 
 _FILES = {path.stem: path for path in Path(__file__).with_name("fleets").glob("*.toml")}
@@ -134,7 +134,7 @@ def load_fleet(name_or_path: str) -> FleetModel:
         return PRESETS[name_or_path]
     path = Path(name_or_path)
     if not path.is_file():
-        raise StreamRLError(
+        raise InputError(
             f"fleet {name_or_path!r} is neither a file nor one of {', '.join(PRESETS)}; "
             "streamrl calibrate RUN writes such a file"
         )

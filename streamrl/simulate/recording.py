@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError
 from streamrl.control.settings import control_settings
 from streamrl.engines.step_cost import StepCost
 from streamrl.observe.report.trajectory_trace import TRAINED, RecordedRun, StepLine, TrajectoryLine, read_trace
@@ -32,7 +32,7 @@ def load_recording(path: Path) -> RecordedRun:
     """Read the trace of a run directory, or a trace file. Raises ``StreamRLError`` for a missing or damaged trace."""
     file = path / TRACE_FILE if path.is_dir() else path
     if not file.is_file():
-        raise StreamRLError(f"{path} has no {TRACE_FILE}: give the directory of a run that recorded one")
+        raise InputError(f"{path} has no {TRACE_FILE}: give the directory of a run that recorded one")
     return read_trace(file)
 
 

@@ -492,6 +492,22 @@ def test_a_bug_keeps_its_traceback() -> None:
         report_error(ZeroDivisionError())
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "status", "pause", "drain", "show", "samples", "runs", "watch", "report", "trace", "dashboard", "calibrate",
+        "sync --to tensorboard", "export --version 2 place",
+    ],
+)  # fmt: skip
+def test_a_place_that_is_no_run_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str) -> None:
+    """The exit code is 2, as of all wrong input, and the place and the remedy are in one line."""
+    command, *options = words.split()
+    for place in (tmp_path, tmp_path / "none"):
+        assert main([command, str(place), *options]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(place) in line and "Errno" not in line and any(verb in line for verb in ("name", "give", "write"))
+
+
 # ---- watch ---------------------------------------------------------------------------------------
 
 

@@ -118,13 +118,13 @@ def test_a_model_of_the_hub_by_its_name(work: Path) -> None:
     ("arguments", "code", "problem"),
     [
         ((str(MODEL),), 2, "is no run: name the recipe too: streamrl eval MODEL RECIPE"),
-        (("nowhere", "recipe.toml"), 1, "nowhere is no model"),
+        (("nowhere", "recipe.toml"), 2, "nowhere is no model"),
         (
             (".", "recipe.toml"),
-            1,
+            2,
             ". has no checkpoint of version 'latest' (a number, latest, best): it has no checkpo",
         ),
-        ((".@7", "recipe.toml"), 1, ". has no checkpoint of version '7'"),
+        ((".@7", "recipe.toml"), 2, ". has no checkpoint of version '7'"),
         (
             (str(MODEL), "recipe.toml", "evaluation.prompts=", "evaluation.samples=1"),
             2,

@@ -165,5 +165,5 @@ def test_scores_of_other_sets_are_not_compared(
 def test_what_is_no_run_is_named(runs: Path, capsys: pytest.CaptureFixture[str], place: str, problem: str) -> None:
     (runs.parent / "broken").mkdir()
     (runs.parent / "broken" / "recipe.toml").write_text("[run")
-    assert main(["runs", place]) == 1
+    assert main(["runs", place]) == 2
     assert problem in capsys.readouterr().err

@@ -73,9 +73,9 @@ def test_samples_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_what_is_not_there_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["samples", str(run), "--step", "7"]) == 1
+    assert main(["samples", str(run), "--step", "7"]) == 2
     assert "training has steps 1 to 2, evaluations 2" in capsys.readouterr().err
-    assert main(["samples", str(tmp_path / "none")]) == 1
+    assert main(["samples", str(tmp_path / "none")]) == 2
     assert "none is not the directory of a run" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["samples", str(run), "--step", "seven"])
@@ -90,7 +90,7 @@ def test_steps_of_a_life_that_was_given_up_are_not_shown(run: Path, capsys: pyte
         samples.close()
     assert main(["samples", str(run)]) == 0
     assert capsys.readouterr().out.startswith("training, step 2, best")
-    assert main(["samples", str(run), "--step", "3"]) == 1
+    assert main(["samples", str(run), "--step", "3"]) == 2
 
 
 def test_a_run_samples_completions_into_a_small_file(tmp_path: Path) -> None:

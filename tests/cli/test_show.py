@@ -104,8 +104,8 @@ def test_a_run_that_goes_on(run: SimulatedRun, capsys: pytest.CaptureFixture[str
 
 
 def test_what_has_no_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert streamrl.cli.main.main(["show", str(tmp_path)]) == 1
-    assert "has no journal: give the directory of a run" in capsys.readouterr().err
+    assert streamrl.cli.main.main(["show", str(tmp_path)]) == 2
+    assert f"{tmp_path} is not the directory of a run: name one" in capsys.readouterr().err
     (tmp_path / "recipe.toml").write_text(dump_recipe(load_recipe(DEMO)))
     (tmp_path / "journal").mkdir()
     assert streamrl.cli.main.main(["show", str(tmp_path)]) == 1

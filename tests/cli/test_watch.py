@@ -48,7 +48,7 @@ def test_nobody_waits_for_a_run_that_has_ended(
         killed.bind(f"{run}/s.metrics")
     assert main(["watch", str(run)]) == 1
     assert "the run has ended" in capsys.readouterr().err
-    assert main(["watch", str(tmp_path / "nope")]) == 1
+    assert main(["watch", str(tmp_path / "nope")]) == 2
     assert "nope is neither the directory of a run" in capsys.readouterr().err
 
 

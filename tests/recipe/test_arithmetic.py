@@ -329,7 +329,7 @@ def test_processes_and_endpoints() -> None:
 
 
 def test_model_facts_of_a_pickled_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"hidden_size": 4}')
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelDirectoryError, match=r"holds a pickle .*save the model again with safe_serialization"):
         read_model_facts(tmp_path)

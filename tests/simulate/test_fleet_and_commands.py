@@ -9,7 +9,7 @@ import pytest
 from builders.files import SORT_RECIPE as RECIPE
 
 from streamrl.base.errors import StreamRLError
-from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, main
+from streamrl.cli.main import EXIT_BAD_INPUT, main
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate.fleet import DEMO, PRESETS, load_fleet
 
@@ -121,6 +121,6 @@ def test_wrong_input_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["simulate", str(RECIPE), "--steps", "0"]) == EXIT_BAD_INPUT
     for command in ("simulate", "what-if"):
         assert main([command, str(RECIPE), "--seed", "-1"]) == EXIT_BAD_INPUT
-    assert main(["simulate", str(RECIPE), "--fleet", "nowhere"]) == EXIT_FAILED
-    assert main(["calibrate", str(tmp_path)]) == EXIT_FAILED
+    assert main(["simulate", str(RECIPE), "--fleet", "nowhere"]) == EXIT_BAD_INPUT
+    assert main(["calibrate", str(tmp_path)]) == EXIT_BAD_INPUT
     assert "trace.jsonl" in capsys.readouterr().err

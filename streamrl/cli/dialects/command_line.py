@@ -67,7 +67,7 @@ def unknown_words(words: Sequence[str]) -> str:
     from streamrl.recipe.sections import Recipe
     from streamrl.recipe.toml_text import value_or_text
 
-    flag = next((word for word in words if word.startswith("--")), "")
+    flag = next((word for word in words if word.startswith("--") or "=" in word), "")
     name, equals, value = flag.removeprefix("--").partition("=")
     if not equals:
         following = [*words[words.index(flag) + 1 :], "--end"] if flag else ["--end"]

@@ -132,10 +132,6 @@ def _trl_epsilon(value: Any, settings: ForeignSettings) -> Effect:
     return ""
 
 
-def _trl_epsilon_high(value: Any, settings: ForeignSettings) -> Effect:
-    return {"objective.clip_high": round(value - (settings.value("loss_type") == "cispo"), 12)}
-
-
 def _trl_loss(value: Any, settings: ForeignSettings) -> Effect:
     if str(value) == "cispo" and settings.value("epsilon_high") is None:
         return "~objective.clip_high: cispo needs epsilon_high, the largest weight"
@@ -161,10 +157,6 @@ def _trl_trackers(value: Any, _: ForeignSettings) -> Effect:
         return f"~metrics.report_to, for {', '.join(known)} or a plug-in: {', '.join(unknown)} is none of them"
     chosen = [name for name in names if name != "none"]
     return {"metrics.report_to": chosen} if chosen else "=there is no tracker unless metrics.report_to names one"
-
-
-def _trl_weights(value: Any, _: ForeignSettings) -> Effect:
-    return {f"rewards.{place}.weight": float(weight) for place, weight in enumerate(value)}
 
 
 def _least_rate(value: Any, settings: ForeignSettings) -> Effect:
@@ -207,10 +199,6 @@ def _verl_files(path: str, value: Any, settings: ForeignSettings) -> Effect:
     return {path: str(files[0]) + ("" if column == "prompt" else f"?prompt={column}")}
 
 
-def _verl_reward(value: Any, settings: ForeignSettings) -> Effect:
-    return {"rewards.0.function": f"{value}:{settings.value('custom_reward_function.name') or 'compute_score'}"}
-
-
 def _prime_batch(value: Any, settings: ForeignSettings) -> Effect:
     size = settings.value("rollouts_per_example") or settings.value("orchestrator.group_size")
     if value % size:
@@ -236,10 +224,14 @@ CONVERSIONS: Mapping[str, Mapping[str, Conversion]] = {
         "loss_type": _trl_loss,
         "trainer": _trl_trainer,
         "epsilon": _trl_epsilon,
-        "epsilon_high": _trl_epsilon_high,
+        "epsilon_high": lambda value, settings: {
+            "objective.clip_high": round(value - (settings.value("loss_type") == "cispo"), 12)
+        },
         "reward_funcs": _trl_rewards,
         "use_bias_correction_kl": lambda _, settings: "" if settings.value("beta") else "=beta is 0: there is no KL",
-        "reward_weights": _trl_weights,
+        "reward_weights": lambda weights, _: {
+            f"rewards.{place}.weight": float(weight) for place, weight in enumerate(weights)
+        },
         "max_steps": partial(_trl_steps, "run.steps"),
         "save_steps": partial(_trl_steps, "checkpoint.every"),
         "eval_steps": partial(_trl_steps, "evaluation.every"),
@@ -256,7 +248,9 @@ CONVERSIONS: Mapping[str, Mapping[str, Conversion]] = {
         "clip_ratio_c": _dual_clip,
         "train_files": partial(_verl_files, "prompts.train"),
         "val_files": partial(_verl_files, "evaluation.prompts"),
-        "custom_reward_function.path": _verl_reward,
+        "custom_reward_function.path": lambda file, settings: {
+            "rewards.0.function": f"{file}:{settings.value('custom_reward_function.name') or 'compute_score'}"
+        },
         "optim.betas": lambda pair, _: {"training.beta1": float(pair[0]), "training.beta2": float(pair[1])},
         "total_epochs": partial(_epochs, "trainer.total_training_steps"),
         "lr_warmup_steps_ratio": partial(_warmup, "trainer.total_training_steps"),

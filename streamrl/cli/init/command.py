@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from streamrl.base.atomic_files import new_directory
-from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.errors import InputError, RecipeError
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.cli.dialects.recorded_script import translate_script
 from streamrl.cli.dialects.setting_files import read_settings
@@ -81,7 +81,7 @@ class Init(Command, frozen=True, kw_only=True):
             raise RecipeError(text, outcome="nothing was written")
         script, _, words = self.source.partition(" ")
         with new_directory(self.folder) as partial:
-            if script.endswith(".py"):
+            if script.endswith(".py") and Path(script).is_file():
                 translation = translate_script(Path(script), shlex.split(words), partial)
             else:
                 translation = translated(read_settings(Path(self.source)))
@@ -158,7 +158,7 @@ def _make_rows(folder: Path, kind: str, values: Mapping[str, object]) -> None:
     (folder / _MAKE_ROWS).write_text(program, encoding="utf-8")
     process = subprocess.run([sys.executable, _MAKE_ROWS], cwd=folder, stderr=subprocess.PIPE, text=True, check=False)
     if process.returncode:
-        raise StreamRLError(f"no rows were made: {process.stderr.strip().splitlines()[-1].rpartition('Error: ')[2]}")
+        raise InputError(f"no rows were made: {process.stderr.strip().splitlines()[-1].rpartition('Error: ')[2]}")
 
 
 def _values(name: str, kind: str, gym_task: str, settings: ModelSettings) -> dict[str, object]:

@@ -56,7 +56,7 @@ class _Launch(Command, frozen=True, kw_only=True):
     def read(self, hosts: int) -> Recipe:
         """The recipe, checked as the run checks it. Raises ``RecipeError``."""
         if hosts < 1:
-            raise RecipeError(f"{hosts} hosts: give 1 or more")
+            raise RecipeError(f"--nodes {hosts}: give 1 or more")
         if self.resume:
             recipe = recipe_of_run(self.recipe, self.overrides)
         else:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.atomic_files import flush_directory, make_directory, new_directory
-from streamrl.base.errors import DiskFull, StreamRLError
+from streamrl.base.errors import DiskFull, InputError, StreamRLError
 from streamrl.base.types import TokenDistribution
 from streamrl.cli.trained_models.model_card import model_card
 from streamrl.cli.trained_models.saved_model import SavedModel
@@ -76,7 +76,7 @@ def _write_shards(files: Sequence[Path], directory: Path, shard_size: str) -> No
     try:
         save_shards([file for file in files if file.suffix == ".safetensors"], directory, shard_size)
     except ValueError as error:
-        raise StreamRLError(f"--shard-size {shard_size}: {error}: write it as 2GB, or 500MB") from error
+        raise InputError(f"--shard-size {shard_size}: {error}: write it as 2GB, or 500MB") from error
 
 
 def _generation_config(folder: Path, sampling: Sampling) -> bytes:

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from rich.table import Table
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.observe.run_files.run_reader import SCORE, RunFiles, RunStatus, run_files, runs_in, set_size
 from streamrl.observe.terminal.console import wide_console
@@ -58,7 +58,7 @@ class Runs(Command, frozen=True):
         else:
             runs = [listed_run(run_files(place).directory) for place in places]
         if not runs:
-            raise StreamRLError(f"{places[0]} has no runs: name a directory that has some, such as runs")
+            raise InputError(f"{places[0]} has no runs: name a directory that has some, such as runs")
         rows = None
         if len(places) > 1:
             rows = _differences(runs)

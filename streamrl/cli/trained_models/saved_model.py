@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError
 from streamrl.learning.state.durable_files import surviving_directory
 from streamrl.recipe.remote_names import HUB, is_bare_name
 from streamrl.run.checkpoints import LATEST, SCORES, read_scores
@@ -33,7 +33,7 @@ def saved_model(run: Path, version: str = "") -> SavedModel:
     """Return the model of ``version`` of a run: a number, ``latest`` (also if empty), or ``best``. Raises
     ``StreamRLError`` that names the existing versions."""
     if not (run / "recipe.toml").is_file():
-        raise StreamRLError(f"{run} is not the directory of a run: give one, such as runs/latest")
+        raise InputError(f"{run} is not the directory of a run: name one, such as runs/latest")
     checkpoints = run / "checkpoints"
     folders = {int(path.parent.name[5:]): path.parent for path in sorted(checkpoints.glob("step-*/hf"))}
     number: int | None = int(version) if version.isdecimal() else None
@@ -48,7 +48,7 @@ def saved_model(run: Path, version: str = "") -> SavedModel:
         versions = f"it has versions {', '.join(map(str, folders))}" if folders else "it has no checkpoint yet"
         if version == BEST and folders:
             versions += "; the best is kept where checkpoint.keep_best is 1 or more"
-        raise StreamRLError(
+        raise InputError(
             f"{run} has no checkpoint of version {version or LATEST!r} (a number, latest, best): {versions}"
         )
     return SavedModel(run=run, version=number, checkpoint=folders[number])
@@ -73,6 +73,6 @@ def find_model(name: str) -> tuple[str, SavedModel | None]:
         if "@" not in name or not run.is_dir():
             if is_bare_name(name) or name.startswith(HUB):
                 return name, None
-            raise StreamRLError(f"{name} is no model: give a folder, a run, RUN@VERSION, or a name on the Hub")
+            raise InputError(f"{name} is no model: give a folder, a run, RUN@VERSION, or a name on the Hub")
     saved = saved_model(run, version)
     return str(saved.folder.resolve()), saved

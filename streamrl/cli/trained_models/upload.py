@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError, StreamRLError
 
 ANSWER_S = 2.5
 """Time limit of the request for the account that is logged in."""
@@ -39,7 +39,7 @@ def upload(folder: Path, name: str, *, private: bool, message: str) -> tuple[str
     with _explained(name):
         api.create_repo(name, private=private, exist_ok=True)
         if private and not api.model_info(name).private:
-            raise StreamRLError(f"{name} is public: push to another name, or say that it may be: --public")
+            raise InputError(f"{name} is public: push to another name, or say that it may be: --public")
         commit = api.upload_folder(
             repo_id=name, folder_path=folder, commit_message=message, delete_patterns=_WEIGHTS, run_as_future=False
         )
@@ -60,7 +60,7 @@ def _explained(name: str) -> Iterator[None]:
     except errors.LocalTokenNotFoundError as error:
         raise StreamRLError("nobody is logged in to the Hub: `hf auth login` with a token that may write") from error
     except errors.HFValidationError as error:
-        raise StreamRLError(f"{name!r} is no name on the Hub: write owner/name ({error})") from error
+        raise InputError(f"{name!r} is no name on the Hub: write owner/name ({error})") from error
     except errors.HfHubHTTPError as error:
         message = error.server_message or str(error).partition("\n")[0]
         text = refusals.get(error.response.status_code, f"the Hub refuses {name}: {message}")

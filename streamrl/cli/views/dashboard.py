@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError, StreamRLError
 from streamrl.base.host_addresses import wrong_port
 from streamrl.cli.command import Argument, Command
 
@@ -33,7 +33,7 @@ class Dashboard(Command, frozen=True, kw_only=True):
     def run(self) -> int:
         """Serve until Ctrl-C. Raises ``StreamRLError`` for what is no run, or a port in use."""
         if problem := wrong_port(str(self.port)):
-            raise StreamRLError(f"--port: {problem}")
+            raise InputError(f"--port: {problem}")
         require_server()
         from streamrl.observe.dashboard.server import serve  # only here: the packages may be absent
 

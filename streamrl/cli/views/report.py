@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from streamrl.base.atomic_files import write_atomic
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError, StreamRLError
 from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.observe.dashboard.chrome_trace import trace_run
 from streamrl.observe.dashboard.report_page import report_page
@@ -28,7 +28,7 @@ class Report(Command, frozen=True, kw_only=True):
         """Write the page. Raises ``StreamRLError`` for a place that is no run."""
         places = [Path(name) for name in self.runs]
         if not places:
-            raise StreamRLError("streamrl report needs a run: name one, such as runs/latest")
+            raise InputError("streamrl report needs a run: name one, such as runs/latest")
         page = report_page(places)
         path = self.out or places[0] / "report.html"
         write_atomic(path, page)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError
 from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.observe.run_files.run_reader import run_files
 from streamrl.observe.trackers.available_trackers import name_and_options, tracker_problems
@@ -26,6 +26,6 @@ class Sync(Command, frozen=True):
         if "prometheus" in {name_and_options(spec)[0] for spec in self.to}:
             problems.append("prometheus asks runs that go on: set metrics.report_to")
         if problems or not self.to:
-            raise StreamRLError("; ".join(problems) or "name a tracker: --to wandb")
+            raise InputError("; ".join(problems) or "name a tracker: --to wandb")
         line_counts = {spec: follow_run(run.directory, spec, lambda: True) for spec in self.to}
         return self.print(line_counts, *(f"{spec}: {count} lines were sent" for spec, count in line_counts.items()))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError, StreamRLError
 from streamrl.cli.control import DRAINING
 from streamrl.cli.watch import Watch
 from streamrl.comm.zmq_sockets import has_ipc_listener
@@ -36,7 +36,7 @@ class Top(Watch, frozen=True):
         if find_spec("textual") is None:
             raise StreamRLError("Textual is not installed: pip install 'streamrl[top]'")
         if self.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise StreamRLError(
+            raise InputError(
                 "streamrl top needs a terminal (with ssh: ssh -t); `streamrl watch --json` writes messages"
             )
         from streamrl.observe.top.application import TopApplication  # only here: Textual may be absent

@@ -30,7 +30,7 @@ def settings_change(started: Recipe, state: RunState, changes: Sequence[str], st
     ``state``: present state, which has earlier changes; ``step``: first step with the changes, or 0. Raises
     ``RecipeError`` with every reason for which the changes cannot be made."""
     steering = state.steering
-    keys = {_without_advanced(change.partition("=")[0]): change for change in changes}
+    keys = {change.partition("=")[0].strip().replace(f".{ADVANCED}.", "."): change for change in changes}
     present_recipe = _with(started, steering.changed)
     waiting_values: dict[str, Any] = {}
     for waiting_change in steering.waiting_changes:
@@ -104,10 +104,6 @@ def _value_at(root: Any, path: str) -> Any:
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part)
     return value
-
-
-def _without_advanced(key: str) -> str:
-    return key.strip().replace(f".{ADVANCED}.", ".")
 
 
 def written_key(key: str) -> str:

@@ -113,7 +113,10 @@ def plan_micro_batches(
         groups.setdefault(group_key(unit[0]), []).append(unit)
     ordered = sorted(groups.items(), key=lambda entry: (_needed(entry[1][-1]), entry[0]))
     prefixes = [shared_prefix([item.sample for unit in siblings for item in unit]) for _, siblings in ordered]
-    sizes = [_laid_tokens(siblings, prefix) for (_, siblings), prefix in zip(ordered, prefixes, strict=True)]
+    sizes = [
+        prefix + sum(_needed(unit) - prefix * len(unit) for unit in siblings)
+        for (_, siblings), prefix in zip(ordered, prefixes, strict=True)
+    ]
     copies = [_copied_tokens(size, prefix, budget) for size, prefix in zip(sizes, prefixes, strict=True)]
     total = sum(sizes) + sum(copies)
     # A small last row costs almost as much as a full one: spread the tokens evenly.
@@ -204,10 +207,6 @@ def group_key(item: PreparedSample) -> tuple[str, int, int]:
 
 def _needed(unit: Unit) -> int:
     return sum(needed_tokens(item.sample) for item in unit)
-
-
-def _laid_tokens(siblings: Sequence[Unit], prefix: int) -> int:
-    return prefix + sum(_needed(unit) - prefix * len(unit) for unit in siblings)
 
 
 def _copied_tokens(size: int, prefix: int, budget: int) -> int:

@@ -196,7 +196,8 @@ def _load_errors(model_path: str) -> Iterator[None]:
     except StreamRLError:
         raise
     except Exception as error:  # transformers raises errors of any class while it makes a model
-        raise StreamRLError(f"cannot load the model of {model_path!r}: {error}") from error
+        reason, _, _ = str(error).partition("\n")
+        raise StreamRLError(f"cannot load the model of {model_path!r}: {reason}") from error
 
 
 @contextmanager

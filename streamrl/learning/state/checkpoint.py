@@ -123,7 +123,10 @@ def save(
         _write_tensors(partial / "trainer", tensors)
         _on_every_rank(lambda: weights.save_adapter(partial / ADAPTER))
         _on_first_rank(export)
-        digests = _on_every_rank(lambda: durable_files.flush_and_digest(partial, _files_of_rank(partial)))
+        shares = slice(dist.get_rank(), None, dist.get_world_size())
+        digests = _on_every_rank(
+            lambda: durable_files.flush_and_digest(partial, durable_files.files_below(partial)[shares])
+        )
         _on_first_rank(lambda: durable_files.write_digests(partial, digests))
         _on_first_rank(lambda: durable_files.move_into_place(partial, directory))
     except StreamRLError:
@@ -311,10 +314,6 @@ def _is_single_rank() -> bool:
     """Whether there is one rank, which plans without other ranks. The plans of several ranks travel as torch's pickles
     (SECURITY.md, ranks)."""
     return dist.get_world_size() == 1
-
-
-def _files_of_rank(directory: Path) -> list[str]:
-    return durable_files.files_below(directory)[dist.get_rank() :: dist.get_world_size()]
 
 
 def _on_every_rank(work: Callable[[], T]) -> list[T]:

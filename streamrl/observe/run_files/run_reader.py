@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import InputError
 from streamrl.base.line_file import bounded_lines, decoded_lines, open_regular, open_rotated
 from streamrl.observe.run_files.redaction import Redaction, run_redaction
 from streamrl.recipe.check_fields import leaves
@@ -224,10 +224,7 @@ def run_files(directory: Path) -> RunFiles:
     run."""
     run = RunFiles(directory)
     if not run.recipe() and not any(path.is_file() for path in (run.metrics, run.trace)):
-        raise StreamRLError(
-            f"{directory} is not the directory of a run (it has no recipe.toml that can be read, and no metrics): name "
-            "one, such as runs/latest"
-        )
+        raise InputError(f"{directory} is not the directory of a run: name one, such as runs/latest")
     return run
 
 

@@ -24,7 +24,7 @@ from streamrl.recipe.remote_names import HUB, is_bare_name, is_url
 from streamrl.recipe.rewards import Reward, reward_traits, with_current_keys
 from streamrl.recipe.rules.rules import apply_system, broken_rules, foreign_answer
 from streamrl.recipe.sections import EvaluationSet, Recipe
-from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, value_or_text
+from streamrl.recipe.toml_text import TOML_REMEDIES, key_lines, parse_toml, toml_document, value_or_text
 
 _MARKED_PATHS = ("./", "../")
 _LINE = re.compile(r"at line (\d+)")
@@ -65,7 +65,8 @@ def read_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     ) as error:  # tomllib raises both, for a number of 5,000 digits or endless nesting
         line = _LINE.search(str(error))
         place = f"{path}:{line[1] if line else len(text.splitlines())}"
-        raise RecipeError(f"{place}: not valid TOML: {error}") from error
+        remedy = next((remedy for words, remedy in TOML_REMEDIES.items() if words in str(error)), "correct it")
+        raise RecipeError(f"{place}: not valid TOML: {error}: {remedy}") from error
     transport = table.get("transport")
     if isinstance(transport, dict):
         for key in RETIRED:
@@ -109,7 +110,7 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such file; give the path of a recipe (TOML)") from None
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise RecipeError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -86,14 +86,10 @@ def broken_rules(recipe: Recipe, bad_paths: Set[str] = frozenset()) -> list[tupl
     above_bad = {above for path in bad for above in _upwards(path)}
     problems: list[Problem] = []
     for candidate in RULES:
-        if not _reads_any(candidate, bad, above_bad):
+        reads = candidate.reads
+        if not bad or (above_bad.isdisjoint(reads) and bad.isdisjoint(_above_reads(reads))):
             problems += candidate.check(recipe)
     return [(written_path(Recipe, path), as_written(Recipe, text)) for path, text in problems]
-
-
-def _reads_any(rule: Rule, bad: Set[str], above_bad: Set[str]) -> bool:
-    """Return whether the rule reads a bad path, a part of it, or a table that contains it."""
-    return bool(bad) and not (above_bad.isdisjoint(rule.reads) and bad.isdisjoint(_above_reads(rule.reads)))
 
 
 @cache

@@ -299,6 +299,8 @@ def no_addresses(recipe: Recipe) -> Broken:
     places = [("model.path", recipe.model.path), ("judge.model", recipe.judge.model)]
     places += [("prompts.train", recipe.prompts.train)]
     places += [("evaluation.prompts", held_out.prompts) for held_out in recipe.evaluation.sets.values()]
+    if not recipe.model.path:
+        yield Problem("model.path", "is empty: name a directory, or a model of the Hub (owner/name)")
     for field, text in places:
         address = text.partition("?")[0]
         if name := name_in_address(address):

@@ -44,14 +44,6 @@ def _number(table: Mapping[str, Any], section: str, key: str, default: int) -> i
     return number if isinstance(number, int) else default
 
 
-def _staleness_of_cohort(table: Mapping[str, Any]) -> int:
-    return _number(table, "length_sorted", "cohort_batches", 4) - 1
-
-
-def _freed_engines(table: Mapping[str, Any]) -> str | None:
-    return "drain" if _number(table, "engines", "count", 1) > 1 else None
-
-
 _SORTED = (
     _essential("rollout.rounds", "length_sorted", "online length-aware scheduling"),
     Setting("length_sorted.cohort_batches", 4, "cache-aware grouped rollout; n is not published: ours"),
@@ -68,7 +60,11 @@ SYSTEMS: Mapping[System, tuple[Setting, ...]] = {
         _essential("tail_batching.deferred_prompts", "regenerate", "3 Tail Batching", "replay", "verify"),
         Setting("tail_batching.long_round_batches", 1, "3 Tail Batching: P0 prompts"),
         Setting("training.advanced.streaming", True, "4.4 Stream Trainer"),
-        Setting("engines.release", _freed_engines, "4.4 Stream Trainer (with 2 engines or more)"),
+        Setting(
+            "engines.release",
+            lambda table: "drain" if _number(table, "engines", "count", 1) > 1 else None,
+            "4.4 Stream Trainer (with 2 engines or more)",
+        ),
         Setting("rewards.N.advanced.adaptive_timeout", {"factor": 1.5, "min_s": 2.0}, "4.3 Reward Scheduler (code)"),
         Setting("rewards.N.advanced.late_is_wrong", True, "4.3 Reward Scheduler (code)"),
     ),
@@ -80,7 +76,11 @@ SYSTEMS: Mapping[System, tuple[Setting, ...]] = {
     System.SORTEDRL_PARTIAL: (
         *_SORTED,
         _essential("length_sorted.partial", True, "partial mode"),
-        Setting("rollout.max_staleness", _staleness_of_cohort, "partial mode: cohort_batches - 1"),
+        Setting(
+            "rollout.max_staleness",
+            lambda table: _number(table, "length_sorted", "cohort_batches", 4) - 1,
+            "partial mode: cohort_batches - 1",
+        ),
         Setting("off_policy.proximal", "behavior", "partial mode: ratios against what sampled a token"),
     ),
     System.SAGC: (

@@ -3,6 +3,7 @@ security off. The command and the controller warn about a run without keys, and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from ipaddress import ip_network
 from urllib.parse import parse_qsl
@@ -92,7 +93,7 @@ def open_to_others(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for field, host in _bound(recipe):
         if not is_loopback(host) and not is_wildcard(host):
             yield field, host
-    if endpoint.startswith("tcp://") and not is_loopback(host_of(endpoint)):
+    if re.fullmatch(r"tcp://[^:]+:\d+", endpoint) and not is_loopback(host_of(endpoint)):
         yield "metrics.endpoint", endpoint
 
 

@@ -4,10 +4,12 @@ draws or checks prompts."""
 from __future__ import annotations
 
 import bisect
+import json
 import os
 import re
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +19,7 @@ import msgspec
 
 from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.pretrained.lfs_pointers import FETCH, IS_POINTER, POINTER
-from streamrl.run.prompts.prompt_rows import BadRow, RowStore
+from streamrl.run.prompts.prompt_rows import BadRow, OtherFormat, RowStore
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _COMPRESSED = "the file is compressed): unpack it"
@@ -26,6 +28,8 @@ _OTHER_FILES = {
     b"\x1f\x8b": _COMPRESSED,
     b"(\xb5/\xfd": _COMPRESSED,
     POINTER: f"it {IS_POINTER}): {FETCH}",
+    b"<": "it begins a web page): download the file itself",
+    b"\xff\xfe": "it is UTF-16): save it as UTF-8",
 }
 
 
@@ -160,8 +164,19 @@ def _index(file: BinaryIO) -> tuple[array[int], array[int], int]:
 def decode_row(line: bytes) -> dict[str, Any]:
     """Return the row of one JSONL line. Raises ``BadRow``."""
     try:
-        return msgspec.json.decode(line, type=dict[str, Any])
+        row: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+        if line.count(b'":') > len(row):  # objects in its values, such a text, or a key that is there twice
+            json.loads(line, object_pairs_hook=_refuse_double_keys)
+        return row
     except UNDECODABLE as error:
         remedies = (remedy for start, remedy in _OTHER_FILES.items() if line.startswith(start))
-        remedy = next(remedies, f"{error}): correct it")
-        raise BadRow(f"is not a JSON object ({remedy}") from error
+        remedy = next(remedies, f"{error}): correct it, or name the file by its format, such as .csv")
+        kind = BadRow if line.startswith(b"{") else OtherFormat
+        raise kind(f"is not a JSON object ({remedy}") from error
+
+
+def _refuse_double_keys(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Raise ``BadRow`` for an object that has a key twice: json takes the last, and ``datasets`` refuses it."""
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise BadRow(f'has the key "{key}" {count} times: leave one')

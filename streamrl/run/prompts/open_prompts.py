@@ -25,7 +25,7 @@ from streamrl.run.prompts.data_directory import find_files
 from streamrl.run.prompts.first_row import first_row
 from streamrl.run.prompts.json_rows import open_json
 from streamrl.run.prompts.prompt_iterator import IteratorPrompts
-from streamrl.run.prompts.prompt_rows import BadRow, RowStore, read_prompt, to_form
+from streamrl.run.prompts.prompt_rows import BadRow, OtherFormat, RowStore, read_prompt, to_form
 from streamrl.run.prompts.prompt_spec import JSON_ENDINGS, PromptSpec, SourceKind, read_spec
 from streamrl.run.prompts.row_notes import RowNotes
 
@@ -229,6 +229,8 @@ def _check_stored(
                 prompt = _prompt_at(spec, store, index, tokenizer, max_tokens)
             except BadRow as error:
                 rows_by_problem.setdefault(str(error), []).append(index)
+                if isinstance(error, OtherFormat) and not index:
+                    break
                 continue
             notes.add(index, store.place(index), prompt, needed_columns)
             row_problems = missing_columns(prompt, needed_columns)
@@ -255,6 +257,8 @@ def _missing_from_all(spec: PromptSpec, store: RowStore, needed_columns: Mapping
     if columns is None:
         return []
     names_text = f"it has {', '.join(sorted(columns))}"
+    if len(columns) == 1 and ";" in names_text:
+        return [f"prompts {spec.source} has no commas between columns ({names_text}): write it with commas"]
     # These columns are made for rows that do not have them.
     generated = {"prompt", "prompt_id", "messages"}
     if spec.form.chat or spec.form.system:

@@ -31,6 +31,10 @@ class BadRow(StreamRLError):
     """A row that is no prompt. The message has the reason and the remedy, without the place of the row."""
 
 
+class OtherFormat(BadRow):
+    """A row of a file that has another format than its name says."""
+
+
 class RowStore:
     """Rows that can be read by index, in any order and from any thread. ``columns``: names of the columns of all rows
     (None: they are not known before the rows are read)."""
@@ -225,7 +229,11 @@ def _token_ids(columns: dict[str, Any], tokenizer: Tokenizer) -> TokenArray:
         if not isinstance(token_ids, list) or not all(type(token) is int and 0 <= token < size for token in token_ids):
             raise BadRow(f'has a wrong "prompt_token_ids": a list of integers from 0 to {size - 1}')
         return token_array(token_ids)
+    if text == "" and messages is None:
+        raise BadRow("has an empty prompt: remove the row")
     if text is None and messages is None:
+        if "prompt" in columns or "messages" in columns:
+            raise BadRow("has null as its prompt: remove the row, or name another column with ?prompt=COLUMN")
         names = f"(it has {', '.join(columns) or 'none'})"
         raise BadRow(f'has no column "prompt", "messages" or "prompt_token_ids" {names}: add one, or ?prompt=COLUMN')
     if text is not None and messages is not None:

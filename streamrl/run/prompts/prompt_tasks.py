@@ -78,13 +78,9 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # NumPy
         return plain(value.tolist())
     if isinstance(value, Mapping):
-        return {_plain_key(key): plain(item) for key, item in value.items()}
+        return {key if type(key) in (str, int) else str(key): plain(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):
         return sorted((plain(item) for item in value), key=repr)
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return str(value)
-
-
-def _plain_key(key: Any) -> str | int:
-    return key if type(key) in (str, int) else str(key)

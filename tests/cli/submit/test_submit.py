@@ -224,7 +224,7 @@ def test_a_template_that_cannot_be_filled_is_refused(
 
 
 BAD = [
-    (["slurm", "RECIPE", "--nodes", "0"], "0 hosts: give 1 or more"),
+    (["slurm", "RECIPE", "--nodes", "0"], "--nodes 0: give 1 or more"),
     (["slurm", "missing.toml", "--nodes", "2"], "missing.toml: no such file"),
     (["slurm", "RECIPE", "--nodes", "2", "--set", "rollout.group_size=0"], "rollout.group_size"),
     (["slurm", "RECIPE", "--nodes", "2", "--set", "cluster.hosts=3"], "cluster.hosts = 3, and 2 are started"),

@@ -265,6 +265,26 @@ def test_check_finds_every_problem_of_a_file(tokenizer: Tokenizer, write_rows) -
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": "a", "prompt": "b"}', 'line 1 has the key "prompt" 2 times: leave one'),
+        ('{"prompt": "a", "x": [{"y": 1, "y" : 2}]}', 'line 1 has the key "y" 2 times: leave one'),
+        ('{"prompt": "", "answer": "1"}', "line 1 has an empty prompt: remove the row"),
+        ('{"prompt": null}', "line 1 has null as its prompt: remove the row"),
+        ("<html>", "line 1 is not a JSON object (it begins a web page): download the file itself"),
+    ],
+)
+def test_a_wrong_row_is_named(tokenizer: Tokenizer, write_rows, line: str, problem: str) -> None:
+    [text] = check_prompts(str(write_rows(line)), tokenizer, {})
+    assert problem in text
+
+
+def test_a_text_that_looks_like_keys_is_a_row(tokenizer: Tokenizer, write_rows) -> None:
+    row = {"prompt": 'a "x": 1, "x": 2', "more": {"prompt": "b", "y": [{"y": 1}, {"y": 2}]}}
+    assert check_prompts(str(write_rows(row)), tokenizer, {}) == []
+
+
 def test_a_row_that_no_stream_takes_is_refused_where_it_is_read(tokenizer: Tokenizer, write_rows) -> None:
     """One that a reward worker cannot receive would end the run, or be sent again for ever."""
     long, small = "x" * (33 << 20), [[[]] * 1000] * 2000
@@ -285,8 +305,10 @@ def test_check_of_a_good_file_and_of_none(tokenizer: Tokenizer, write_rows, tmp_
     assert "cannot be read" in check_prompts(str(tmp_path / "absent.jsonl"), tokenizer, {})[0]
     [none] = check_prompts("prompts.xml", tokenizer, {})
     assert "neither a .jsonl, .json, .csv, .parquet or .arrow file, nor" in none
-    [one] = check_prompts(str(write_rows(*["x"] * 100)), tokenizer, {})
+    [one] = check_prompts(str(write_rows(*["{x"] * 100)), tokenizer, {})
     assert one.endswith("(so with 99 of the other 99 rows)")
+    [other] = check_prompts(str(write_rows("prompt,answer", *(f"{n},{n}" for n in range(9)))), tokenizer, {})
+    assert other.endswith("correct it, or name the file by its format, such as .csv")
     [one] = check_prompts(str(write_rows(*[{"question": "a"}] * 64)), tokenizer, {})
     assert ", line 1 " in one and "(so with 63 of the other 63 rows)" in one
     many = check_prompts(str(write_rows(*[{"prompt": "a", "prompt_id": n // 2} for n in range(100)])), tokenizer, {})
