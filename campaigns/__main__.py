@@ -6,6 +6,7 @@
     python -m campaigns families [NAME ...]
     python -m campaigns walks [--events N] [--seed N] [--plant BUG]      # control, with trajectories of several turns
     python -m campaigns endpoint [--requests N] [--seed N]   # requests of agents with something wrong in them
+    python -m campaigns connections [--connections N] [--seed N]   # peers of the endpoint of agents that hold it up
     python -m campaigns harnesses [NAME ...] [--folder DIR]   # Codex, Claude Code and others, as they are installed
     python -m campaigns followers [shots | pairs]    # trackers that are killed, stopped, out of disk or asleep
     python -m campaigns hosts shots [--shots N] [--kinds ...] [--python PATH]   # three hosts in namespaces, with Ray
@@ -42,6 +43,7 @@ MODULES = {
     "front_door": "front_door.campaign",
     "followers": "followers",
     "endpoint": "endpoint_requests",
+    "connections": "endpoint_connections",
     "harnesses": "harnesses.campaign",
     "walks": "control_walks",
     "hosts": "hosts.campaign",

@@ -79,7 +79,7 @@ class _NotedRequests(EndpointServer):
         super().__init__()
         self.bodies: list[dict[str, Any]] = []
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Callable[[Any], Any]) -> None:
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Callable[[Any], Any]) -> bool:
         parts: list[bytes] = []
 
         async def noted() -> Any:

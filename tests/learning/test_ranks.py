@@ -263,7 +263,7 @@ def test_bytes_of_a_rank_are_those_predicted(launch: Trainers, wide_model: str) 
         assert max(starts) <= max(steps), name
         peaks[name] = max(steps) / whole
         weights_and_gradients = (max(steps) - predicted.optimizer) / whole
-        assert (weights_and_gradients < 2.2) == (training.gathered is Gathered.LAYER and training.replicas == 1), name
+        assert (weights_and_gradients < 2.3) == (training.gathered is Gathered.LAYER and training.replicas == 1), name
     assert peaks["bytes-one"] > peaks["bytes-two"] > peaks["bytes-four"]
     assert 2 * peaks["bytes-four"] < peaks["bytes-one"]
 

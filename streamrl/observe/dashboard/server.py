@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from streamrl.base.errors import StreamRLError
+from streamrl.comm.http_connections import Connections
 from streamrl.observe.dashboard.live_events import LiveEvents, place_of, read_place
 from streamrl.observe.dashboard.report_page import INDEX, TYPES, page_files
 from streamrl.observe.dashboard.run_view import ANSWERS, RunView, RunViews, recipe_differences
@@ -168,6 +169,12 @@ def serve(places: Sequence[Path], port: int, ready: Callable[[str], object]) -> 
                 "--port 0 for any that is free"
             ) from error
         listening.listen()
-        config = uvicorn.Config(dashboard.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            dashboard.app(),
+            http=Connections().open,  # type: ignore[arg-type]
+            log_level="warning",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
         ready(f"http://{ADDRESS}:{listening.getsockname()[1]}/")
         uvicorn.Server(config).run(sockets=[listening])

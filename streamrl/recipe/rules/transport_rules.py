@@ -111,6 +111,12 @@ def insecure_notice(recipe: Recipe) -> str:
             f"INSECURE: {addresses} without keys: every host that reaches it reads the run and changes its weights "
             '(transport.advanced.security = "none"); `streamrl keys DIRECTORY` makes keys'
         )
+    environment = recipe.environment
+    if environment is not None and environment.agent and not is_loopback(environment.agent_host):
+        notices.append(
+            f"INSECURE: environment.advanced.agent_host = {environment.agent_host}: agents send keys and chats to it "
+            "without encryption, and every host on the way may read them and ask the model"
+        )
     for tracker in recipe.metrics.report_to:
         name, _, options = tracker.partition("?")
         address = dict(parse_qsl(options)).get("address", "127.0.0.1")

@@ -37,6 +37,8 @@ _RUN_BY_SERVERS = (
     *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution"),
     *("image_generation", "mcp", "tool_search", "advisor"),
 )
+_MOST = {"messages": 1 << 15, "input": 1 << 15, "tools": 1 << 12}
+"""Largest number of items of a request by the name of the list. Each costs the worker some 20 us at every request."""
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ def read_request(path: str, data: bytes) -> ChatRequest:
     """Read the request that was sent to ``path``, one of ``READERS``. Raises ``ApiError``."""
     try:
         parameters = msgspec.json.decode(data, type=Body)
+        _refuse_many(parameters)
         return _request(parameters, msgspec.convert(parameters, _RequestBody), READERS[path])
     except UNDECODABLE as error:
         raise ApiError(400, f"the request cannot be read: {str(error).replace('`', '')}") from None
@@ -147,6 +150,14 @@ def _request(parameters: Body, body: _RequestBody, read: Callable[[_RequestBody]
         logprobs=bool(body.logprobs) or "message.output_text.logprobs" in (body.include or ()),
         ignored=ignored,
     )
+
+
+def _refuse_many(parameters: Body) -> None:
+    """Raise ``ApiError`` for more messages or tools than are worth the time of a check."""
+    for name, limit in _MOST.items():
+        value = parameters.get(name)
+        if isinstance(value, list) and len(value) > limit:
+            raise ApiError(400, f"{name} has {len(value)} items: send at most {limit}")
 
 
 def _refuse(parameters: Body, body: _RequestBody) -> None:

@@ -6,27 +6,39 @@ it in the worker's event loop. The key of a request names its trajectory: ``Auth
 
 from __future__ import annotations
 
-import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
 import anyio
+import anyio.to_thread
 
 from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import RecipeError
 from streamrl.base.host_addresses import at_port
 from streamrl.run.environments.chat_answers import MODELS, write_answer, write_refusal, write_refusal_in_stream
 from streamrl.run.environments.chat_requests import READERS, TOKEN_COUNT_PATH, read_request
-from streamrl.run.environments.endpoint_session import UNWANTED, ApiError, Client, EndpointSession
+from streamrl.run.environments.endpoint_session import UNWANTED, ApiError, ChatRequest, Client, EndpointSession
 
 Receive = Callable[[], Awaitable[Any]]
 LARGEST_BODY = 16 << 20
 """Largest number of bytes of a request."""
 OPEN_REQUESTS = 256
 """Largest number of open requests of one trajectory."""
-_LARGEST_CONNECTIONS = 4096
+BODY_S = 60.0
+"""Seconds in which the body of a request arrives."""
+UNREAD_BYTES = 64 << 20
+"""Largest number of bytes of the requests of one trajectory that are being received and read."""
+ALL_UNREAD_BYTES = 256 << 20
+"""Largest number of bytes of the requests of all trajectories that are being received and read."""
+_BYTES_IN_LOOP = 128 << 10
+"""Bytes of a request that the event loop reads itself; a larger one is read in a thread."""
+_WAITING = 1024
+"""Connections that the system keeps until they are accepted."""
+_ACCEPTED_AT_ONCE = 64
+"""Connections that are accepted before data of others is read. With many, one that has sent its request could be closed
+for a new one before its request is read."""
 _UNTIL_STREAM_S = 0.25
 """Seconds until the headers of a stream are sent. A request that fails earlier gets the status of its failure, and one
 that fails later an event in its stream."""
@@ -38,11 +50,16 @@ _BETWEEN_COMMENTS_S = 2.0  # clients wait 5 s (httpx) and longer
 class EndpointServer:
     """An ASGI application and its server. The socket listens as soon as the object is made, and requests are answered
     while ``serve`` runs. ``host``: address of this host at which it listens; ``address``: name or address by which
-    agents reach it (empty: ``host``). Raises ``RecipeError`` where the socket cannot listen at ``host``."""
+    agents reach it (empty: ``host``); ``body_s``: seconds in which a body arrives. Raises ``RecipeError`` where the
+    socket cannot listen at ``host``."""
 
-    def __init__(self, *, host: str = "127.0.0.1", address: str = "", largest_body: int = LARGEST_BODY) -> None:
+    def __init__(
+        self, *, host: str = "127.0.0.1", address: str = "", largest_body: int = LARGEST_BODY, body_s: float = BODY_S
+    ) -> None:
         self._sessions: dict[str, EndpointSession] = {}
         self._largest_body = largest_body
+        self._body_s = body_s
+        self._unread_bytes = 0
         self.socket = listening_socket(host)
         self.address = address or host
         self.base_url = f"http://{at_port(self.address, self.socket.getsockname()[1])}"  # clients of OpenAI add /v1
@@ -75,11 +92,11 @@ class EndpointServer:
                     connection.transport.abort()
             self.socket.close()
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Callable[[Any], Any]) -> None:
-        """Answer one request (ASGI). The turn of a client that disconnects is sampled for ``ABANDONED_S`` all the same,
-        and a repetition of its request gets the answer."""
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Callable[[Any], Any]) -> bool:
+        """Answer one request (ASGI), and return whether it had the key of an open trajectory. The turn of a client that
+        disconnects is sampled for ``ABANDONED_S`` all the same, and a repetition of its request gets the answer."""
         if scope["type"] != "http":
-            return
+            return False
         key, path = _split_path(scope["path"].rstrip("/"))
         headers = dict(scope["headers"])
         response = _Response(path, send)
@@ -87,7 +104,7 @@ class EndpointServer:
             session = self._session(key, headers)
         except ApiError as error:
             await response.refuse(error)
-            return
+            return False
         session.open_requests += 1
         session.figures["requests"] += 1
         try:
@@ -99,6 +116,7 @@ class EndpointServer:
             await response.refuse(error)
         finally:
             session.open_requests -= 1
+        return True
 
     async def _respond(
         self,
@@ -119,10 +137,9 @@ class EndpointServer:
             raise ApiError(405, f"{path} takes POST")
         if session.open_requests > OPEN_REQUESTS:
             raise ApiError(429, f"{OPEN_REQUESTS} requests of this trajectory are open: wait for answers")
-        body = await _receive_body(headers, receive, self._largest_body)
-        if body is None:  # the client disconnected before it had sent the request
+        request = await self._receive(session, path, headers, receive)
+        if request is None:  # the client disconnected before it had sent the request
             return
-        request = read_request(path, body)
         if path == TOKEN_COUNT_PATH:
             await response.send(200, b'{"input_tokens":%d}' % await session.count(request))
             return
@@ -132,6 +149,51 @@ class EndpointServer:
             answer = await session.answer(request, client, retry=retry)
             await response.write(200, write_answer(path, request, answer, session.model.tokenizer))
         await response.end()
+
+    async def _receive(
+        self, session: EndpointSession, path: str, headers: Mapping[bytes, bytes], receive: Receive
+    ) -> ChatRequest | None:
+        """Receive and read a request of a trajectory; None: the client disconnected. Raises ``ApiError``, as soon as
+        the body has, or is announced to have, too many bytes, or takes too long."""
+        length = headers.get(b"content-length", b"")
+        # A client may send anything: int() would also take signs and underscores, and refuses thousands of digits.
+        if length.isdigit() and len(length) < 20:
+            self._refuse_large(int(length))
+        body = bytearray()
+        try:
+            with anyio.fail_after(self._body_s):
+                while True:
+                    message: Mapping[str, Any] = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    self._refuse_large(len(body) + len(part))
+                    self._refuse_unread(session, len(part))
+                    body += part
+                    session.unread_bytes += len(part)
+                    self._unread_bytes += len(part)
+                    if not message.get("more_body", False):
+                        break
+            if len(body) <= _BYTES_IN_LOOP:
+                return read_request(path, bytes(body))
+            return await anyio.to_thread.run_sync(read_request, path, bytes(body), limiter=session.reading)
+        except TimeoutError:
+            seconds = f"{self._body_s:g} s"
+            raise ApiError(408, f"the request was not whole after {seconds}: send its body at once") from None
+        finally:
+            session.unread_bytes -= len(body)
+            self._unread_bytes -= len(body)
+
+    def _refuse_large(self, size: int) -> None:
+        if size > self._largest_body:
+            raise ApiError(413, f"the request has more than {self._largest_body} bytes: shorten the chat")
+
+    def _refuse_unread(self, session: EndpointSession, size: int) -> None:
+        """Raise ``ApiError`` where ``size`` more bytes of a request are too many beside those of other requests."""
+        if session.unread_bytes + size > UNREAD_BYTES:
+            raise ApiError(429, f"requests of this trajectory have {UNREAD_BYTES >> 20} MiB: wait for answers")
+        if self._unread_bytes + size > ALL_UNREAD_BYTES:
+            raise ApiError(503, f"requests of agents have {ALL_UNREAD_BYTES >> 20} MiB: send the request again")
 
     def _session(self, path_key: str | None, headers: Mapping[bytes, bytes]) -> EndpointSession:
         """Return the session that a request names by ``path_key``, or by a header where that is None. Raises
@@ -226,7 +288,7 @@ def listening_socket(host: str) -> socket.socket:
     """Return a socket that listens at a free port of ``host``, an address of this host. Raises ``RecipeError``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, 0), family=family, backlog=1024)
+        return socket.create_server((host, 0), family=family, backlog=_WAITING)
     except OSError as error:
         raise RecipeError(
             f'environment.agent_host: the endpoint for agents cannot listen at "{host}" ({error}): name an address of '
@@ -253,31 +315,12 @@ def _header_keys(headers: Mapping[bytes, bytes]) -> list[str]:
     return keys
 
 
-async def _receive_body(headers: Mapping[bytes, bytes], receive: Receive, largest: int) -> bytes | None:
-    """Receive the body of a request; None: the client disconnected. Raises ``ApiError`` as soon as the body has, or is
-    announced to have, more than ``largest`` bytes."""
-    refusal = ApiError(413, f"the request has more than {largest} bytes: shorten the chat")
-    length = headers.get(b"content-length", b"")
-    # A client may send anything: int() would also take signs and underscores, and refuses thousands of digits.
-    if length.isdigit() and len(length) < 20 and int(length) > largest:
-        raise refusal
-    body = bytearray()
-    has_more = True
-    while has_more:
-        message: Mapping[str, Any] = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if len(body) > largest:
-            raise refusal
-        has_more = message.get("more_body", False)
-    return bytes(body)
-
-
 def _uvicorn_server(application: EndpointServer) -> Any:
     """Return a server that handles no signals, which are the worker's, and does not configure logging."""
     try:
         import uvicorn
+
+        from streamrl.comm.http_connections import KEPT_S, Connections
     except ImportError as error:
         raise RecipeError("agents reach the model by uvicorn: pip install 'streamrl[dashboard]'") from error
 
@@ -285,22 +328,21 @@ def _uvicorn_server(application: EndpointServer) -> Any:
         def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
             return nullcontext()
 
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            for listening in sockets or ():
+                listening.listen(_WAITING)  # asyncio has set it to ``_ACCEPTED_AT_ONCE``
+
     config = uvicorn.Config(
         application,
+        http=Connections().open,  # type: ignore[arg-type]
+        backlog=_ACCEPTED_AT_ONCE,
         lifespan="off",
         ws="none",
         log_config=None,
         access_log=False,
-        timeout_keep_alive=75,
+        proxy_headers=False,
+        timeout_keep_alive=int(KEPT_S),
         timeout_graceful_shutdown=1,
-        limit_concurrency=_connection_limit(),
     )
     return Server(config)
-
-
-def _connection_limit() -> int:
-    """Return how many connections may be open: at most half of the files that the process may open."""
-    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if open_files < 0:  # unlimited
-        return _LARGEST_CONNECTIONS
-    return min(_LARGEST_CONNECTIONS, open_files // 2)

@@ -221,6 +221,8 @@ class EndpointSession:
         self.figures = Counter[str]()
         self.refusal = ""
         self.open_requests = 0
+        self.unread_bytes = 0  # of requests that are being received and read
+        self.reading = anyio.CapacityLimiter(1)  # threads that read large requests
         self.model = model
         self._sampler = sampler
         self._free_turns = anyio.Semaphore(turns_at_once)
