@@ -194,7 +194,7 @@ async def try_connections(count: int, seed: int, say: Callable[[str], None] | No
                         connections.start_soon(one, name, peer)
                     if say is not None:
                         say(
-                            f"{sum(done.values()):,} connections; an agent waited {max(waits, default=0):.2f} s at most; "
+                            f"{sum(done.values()):,} connections; an agent waited {max(waits, default=0):.2f} s; "
                             f"{(process.memory_info().rss - memory) >> 20} MiB more"
                         )
             ends.set()

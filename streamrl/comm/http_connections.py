@@ -101,7 +101,7 @@ class Connection(AutoHTTPProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._become_busy()
-        self._unset_keepalive_if_required()  # where a peer resets the connection, uvicorn's timer would keep it for 75 s
+        self._unset_keepalive_if_required()  # after a reset, uvicorn's timer would keep this object for 75 s
         super().connection_lost(exc)
 
     def abort(self) -> None:
