@@ -90,7 +90,7 @@ class _NotedRequests(EndpointServer):
                 parts.clear()
             return message
 
-        await super().__call__(scope, noted, send)
+        return await super().__call__(scope, noted, send)
 
 
 def install(folder: Path) -> None:
