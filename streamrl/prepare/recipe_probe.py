@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import anyio
 import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
@@ -123,13 +124,26 @@ def _look_at(load: Callable[[str], object], spec: str) -> _ProbeResult:
 
 def _look_at_environment(argument: str) -> _ProbeResult:
     from streamrl.run.environments.chat_tokens import ChatModel
-    from streamrl.run.environments.environment_forms import load_episode
+    from streamrl.run.environments.environment_forms import load_episode, try_objects
+    from streamrl.run.environments.tools import Tool
 
     environment, model = msgspec.json.decode(argument, type=tuple[Environment, str])
     keep_variables_of_user_code(environment.variables)
-    try:
+    server_tools = list[Tool]()
+
+    async def look() -> tuple[str, ...]:
         chat_model = ChatModel(load_tokenizer(model), environment) if model else None
-        return _ProbeResult(columns=load_episode(environment, chat_model)[1])
+        _, columns = load_episode(environment, chat_model, server_tools=server_tools)
+        await try_objects(environment)
+        return columns
+
+    try:
+        if environment.servers:
+            from streamrl.run.environments.mcp_tools import list_tools
+
+            server_tools += list_tools(environment.servers, environment.variables)
+        # In an event loop as the worker has one: user code may look at it.
+        return _ProbeResult(columns=anyio.run(look, backend_options={"use_uvloop": True}))
     except RecipeError as error:
         return _ProbeResult(
             problems=tuple(f"environment: {problem}".replace(": environment.", ".", 1) for problem in error.problems)

@@ -23,6 +23,7 @@ from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import UNDECODABLE, EngineError, EpochLost, ModelRefused, RecipeError, StreamBroken, leaves
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE, signal_name
 from streamrl.recipe.topology import Role
+from streamrl.recipe.user_code import LASTING_ERRORS
 
 DISK_FULL_EXIT_CODE = 74
 """Exit code for a full disk, on which no exit file can be written. EX_IOERR of sysexits.h."""
@@ -112,7 +113,9 @@ def reason_of(role: Role, error: BaseException) -> ExitReason:
     reported = causes[0] if causes else leaf_errors[0]
     kind = ExitKind.CAUSE if causes else ExitKind.CONSEQUENCE
     lasts = not isinstance(reported, _MAY_PASS) if role is Role.CONTROLLER else isinstance(reported, _LASTING)
-    if causes and lasts and role not in (Role.REWARD, Role.ENVIRONMENT):
+    if role in (Role.REWARD, Role.ENVIRONMENT):
+        lasts = lasts and isinstance(reported.__cause__, LASTING_ERRORS)
+    if causes and lasts:
         kind = ExitKind.VERDICT
     text = f"{type(reported).__name__}: {reported}" if str(reported) else type(reported).__name__
     return ExitReason(kind=kind, message=text[:_LONGEST_MESSAGE], monotonic_s=time.monotonic())

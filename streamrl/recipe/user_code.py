@@ -19,6 +19,9 @@ from typing import Any
 from streamrl.base.errors import RecipeError
 from streamrl.base.printable import printable
 
+LASTING_ERRORS = (TypeError, ValueError, NameError, AttributeError, ImportError, SyntaxError)
+"""Errors that user code raises again where it is run again: others may pass, as those of a server that does not answer.
+"""
 _LONGEST_MESSAGE = 300
 
 

@@ -80,6 +80,13 @@ def test_a_traceback_is_shown_below_what_is_a_bug_alone(message: str, shown: boo
     assert ("in step_finished" in notice) == shown
 
 
+def caused_by(error: Exception) -> RecipeError:
+    """Return a refusal of user code that raised ``error``."""
+    refusal = RecipeError(str(error))
+    refusal.__cause__ = error
+    return refusal
+
+
 @pytest.mark.parametrize(
     ("role", "error", "kind"),
     [
@@ -91,6 +98,10 @@ def test_a_traceback_is_shown_below_what_is_a_bug_alone(message: str, shown: boo
         (Role.TRAINER, RecipeError("no tokenizer.json"), ExitKind.VERDICT),
         (Role.TRAINER, EpochLost("a later process writes there"), ExitKind.VERDICT),
         (Role.REWARD, RecipeError("a server that does not answer yet"), ExitKind.CAUSE),
+        (Role.REWARD, caused_by(ConnectionError("no answer")), ExitKind.CAUSE),
+        (Role.REWARD, caused_by(ImportError("no module")), ExitKind.VERDICT),
+        (Role.ENVIRONMENT, caused_by(ValueError("cannot patch the loop")), ExitKind.VERDICT),
+        (Role.ENVIRONMENT, ValueError("an error of the worker"), ExitKind.CAUSE),
         (Role.CONTROLLER, EngineError("engine-0 is gone"), ExitKind.CONSEQUENCE),
         (Role.CONTROLLER, ValueError("bad"), ExitKind.VERDICT),
     ],

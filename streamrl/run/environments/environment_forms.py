@@ -15,7 +15,7 @@ from typing import Any
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.environment import VLLM, Environment, command_of, with_run_python
-from streamrl.recipe.user_code import load_user_object
+from streamrl.recipe.user_code import LASTING_ERRORS, describe_error, load_user_object
 from streamrl.run.environments.agent_process import AgentFailedError, Agents
 from streamrl.run.environments.agents.printed_reward import PrintedReward
 from streamrl.run.environments.chat import ChatInput, EpisodePolicy
@@ -33,14 +33,14 @@ def load_episode(
     environment: Environment,
     chat_model: ChatModel | None = None,
     agents: Agents | None = None,
-    server_tools: Sequence[Tool] | None = None,
+    server_tools: Sequence[Tool] = (),
 ) -> tuple[UserEpisode, tuple[str, ...]]:
     """Load the user's code, and return the episode and the columns that it requires. Raises ``RecipeError`` with every
     problem.
 
     ``chat_model``: model, which checks the format of calls; only episodes that are run need it;
     ``agents``: programs of the form ``agent``; only episodes that are run need them;
-    ``server_tools``: tools of the running MCP servers; None: servers are started, asked for their tools, and ended."""
+    ``server_tools``: tools of the MCP servers."""
     if chat_model is not None and (environment.tools or environment.tool_format.startswith(VLLM)):
         chat_model.call_reader(())  # a wrong format is refused here, and not in the first episode
     if environment.episode:
@@ -51,12 +51,25 @@ def load_episode(
         return _agent(environment, agents), ()
     limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
     user_tools = [load_user_object(spec) for spec in environment.tools if not command_of(spec)]
-    if environment.servers and server_tools is None:
-        from streamrl.run.environments.mcp_tools import list_tools
+    return _tools(ToolBox([*user_tools, *server_tools], limits)), ()
 
-        server_tools = list_tools(environment.servers, environment.variables)
-    box = ToolBox([*user_tools, *(server_tools or ())], limits)
-    return _tools(box), ()
+
+async def try_objects(environment: Environment) -> None:
+    """Make each object of the user's code that every episode makes, and close it. Raises ``RecipeError`` where no
+    episode can; other failures may pass, or concern this host alone."""
+    specs = [spec for spec in (environment.env, *environment.tools) if spec and not command_of(spec)]
+    for spec in specs:
+        make: Any = load_user_object(spec)
+        if spec != environment.env and not inspect.isclass(make):
+            continue
+        try:
+            instance = await call_user(make)
+            if hasattr(instance, "close"):
+                await call_user(instance.close)
+        except Exception as error:  # user code
+            if isinstance(error, LASTING_ERRORS):
+                problem = f'"{spec}" cannot be made, as every trajectory would make it: {describe_error(error)}'
+                raise RecipeError(f"{problem}: it is called without arguments") from error
 
 
 def _episode(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:

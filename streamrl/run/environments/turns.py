@@ -17,11 +17,7 @@ from streamrl.recipe.environment import Environment
 
 class EpisodeLimit(Exception):
     """Raised in place of a turn where the trajectory has as many turns or tokens as it may have; the trajectory can be
-    trained as it is. ``finish``: finish reason of the trajectory."""
-
-    def __init__(self, finish: FinishReason, message: str) -> None:
-        super().__init__(message)
-        self.finish = finish
+    trained as it is."""
 
 
 class OpenEpisode:
@@ -113,7 +109,7 @@ class OpenEpisode:
     def _refuse(self, finish: FinishReason, message: str) -> None:
         self.finish = finish
         self.limit = message
-        raise EpisodeLimit(finish, message)
+        raise EpisodeLimit(message)
 
     async def _receive(self, request: TurnRequest) -> Turn:
         """Request a turn from the controller, and wait for it. A turn whose wait is cancelled is dropped."""

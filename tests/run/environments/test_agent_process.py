@@ -242,7 +242,7 @@ async def in_parts(output: bytes) -> AsyncIterator[bytes]:
         (b'{"reward": false}\nINFO flushed 3 spans', 0.0),
         (b"1\nno", 1.0),
         (b"1\n0.5\n", 0.5),
-        (b'{\n "steps": [\n  1,\n  2\n ],\n "reward": 0.5\n}\n', 0.5),
+        (b'1\n{\n "steps": [\n  1,\n  2\n ],\n "reward": 0.5\n}\n', 'last line is "}": print .* in a line of JSON'),
         (b"{\n 7\n0.5", 0.5),
         (b"1\n" + b"x" * 3000 + b"\n", 1.0),
         (b"50%\r\r\n1", 1.0),

@@ -42,6 +42,7 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import exchange_hello
 from streamrl.contracts import Journal
 from streamrl.observe.terminal.step_line import sample_block
+from streamrl.prepare.recipe_probe import look_at_environment
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
 from streamrl.recipe.rewards import FailurePolicy, Reward
@@ -1031,6 +1032,42 @@ def test_code_that_is_no_environment_is_refused(
     }
     with pytest.raises(RecipeError, match=problem):
         load_episode(Environment(**given))
+
+
+MADE = """
+import asyncio
+loop = None
+try: loop = asyncio.get_running_loop()
+except RuntimeError: pass
+class Game:
+    def __init__(self, level=0): raise ERROR
+    def reset(self): pass
+    def step(self, text): pass
+def game(): return Game()
+class Box:
+    def __init__(self): Game()
+    def look(self): "Look."
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        ("TypeError('no level')", r"cannot be made, .*: TypeError: no level \(made.py:7\)"),
+        ("ConnectionError('the simulator does not answer')", ""),
+        ("SystemExit(f'{type(loop)}')", "cannot be imported: .*uvloop"),
+    ],
+)
+@pytest.mark.parametrize(("form", "name"), [("env", "Game"), ("env", "game"), ("tools", "Box")])
+def test_a_dry_run_makes_the_objects_of_the_user_in_a_loop(
+    form: str, name: str, error: str, problem: str, tmp_path: Path
+) -> None:
+    """Objects are made in the event loop of a worker. A failure that may pass, or concerns a host, refuses nothing."""
+    file = tmp_path / "made.py"
+    file.write_text(f"{MADE}\nraise {error}" if "loop" in error else MADE.replace("ERROR", error))
+    environment = Environment(**{form: (f"{file}:{name}",) if form == "tools" else f"{file}:{name}"})
+    problems, _ = look_at_environment(environment, "", 120.0)
+    assert len(problems) == bool(problem) and re.search(problem, "".join(problems))
 
 
 def test_the_columns_of_an_environment_are_known_before(code: Callable[[str], str]) -> None:

@@ -17,7 +17,6 @@ from streamrl.base.errors import RecipeError
 from streamrl.pretrained.turns.tool_calls import ToolCall
 from streamrl.recipe.environment import Environment
 from streamrl.run.environments import mcp_tools
-from streamrl.run.environments.environment_forms import load_episode
 from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, ToolEnd, ToolLimits, ToolResult
 
 CALLS = [
@@ -157,4 +156,4 @@ def test_a_server_that_does_not_start_is_refused_before_the_run(
     if "sleep" in command:
         monkeypatch.setattr(mcp_tools, "_START_S", 0.5)
     with pytest.raises(RecipeError, match=problem):
-        load_episode(Environment(tools=(f"mcp:{command}",)))
+        mcp_tools.list_tools(Environment(tools=(f"mcp:{command}",)).servers)
