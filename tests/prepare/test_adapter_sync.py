@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 pytest.importorskip("torch")
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.dry_run import dry_run
+from streamrl.launch.pipeline import Pipeline
 from streamrl.prepare import recipe_probe
 from streamrl.prepare.adapter_sync import arrived_share, with_adapter_sync
 from streamrl.recipe.rules.load_recipe import load_recipe
@@ -85,3 +87,12 @@ def test_vllm_itself_is_asked_what_it_serves(tmp_path: Path) -> None:
     assert recipe.lora.sync is LoraSync.MERGED and "computes no adapter on 'lm_head'" in text
     with pytest.raises(RecipeError, match="computes no adapter on 'lm_head'"):
         with_adapter_sync(of_demo(model, with_head, "lora.sync=adapter"))
+    demanding = of_demo(model, with_head, "lora.sync=adapter", f"run.directory={tmp_path}/runs")
+
+    async def start() -> None:
+        async with Pipeline(demanding):
+            pytest.fail("the run began")
+
+    with pytest.raises(RecipeError, match="computes no adapter on 'lm_head'"):
+        anyio.run(start)
+    assert not (tmp_path / "runs").exists()

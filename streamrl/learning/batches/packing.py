@@ -247,7 +247,7 @@ def pack(
         return torch.from_numpy(np.concatenate(present)).to(device) if present else None
 
     advantages = joined([item.token_advantages for item in row])
-    temperatures = [sample.temperature or 0.0 for sample in samples]
+    temperatures = [math.nan if sample.temperature is None else sample.temperature for sample in samples]
     batch = MicroBatch(
         tokens_T=torch.from_numpy(laid.tokens_T).to(device),
         positions_T=torch.from_numpy(laid.positions_T).to(device),
@@ -269,7 +269,7 @@ def pack(
         sample_ids=tuple(item.name for item in row),
         counts=tuple(counts),
         places_N=torch.from_numpy(_places_in_turns(trained)).to(device),
-        temperature_N=per_token(temperatures, np.float32) if any(temperatures) else None,
+        temperature_N=None if all(map(math.isnan, temperatures)) else per_token(temperatures, np.float32),
         routed=routed_row(laid.routed, device),
     )
     return batch.slice_of_rank(context) if context else batch

@@ -31,7 +31,7 @@ def processed_logprobs(
     temperature_N: Tensor | None = None
     if row.temperature_N is not None:
         temperature_N = row.temperature_N[part]
-        temperature_N = torch.where(temperature_N > 0, temperature_N, sampling.temperature)
+        temperature_N = torch.where(temperature_N.isnan(), sampling.temperature, temperature_N)
     return token_logprobs(
         policy.head(hidden_ND[part]),
         row.targets_N[part],

@@ -54,7 +54,7 @@ class MicroBatch(NamedTuple):
     ``sample_ids``: names of the row's sequences, in order.
     ``counts``: number of targets of each sequence, in the full row.
     ``places_N``: number of each target within its turn.
-    ``temperature_N``: float32 temperature of each target, 0: the one of the options; None: all targets have that one.
+    ``temperature_N``: float32 temperature of each target, NaN: the one of the options; None: all targets have that one.
     ``routed``: experts that engines chose for the tokens; None: for no token.
     ``full_row``: row that this is a slice of; None: the rank has the full row."""
 

@@ -25,8 +25,7 @@ class HostRoom(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs of each engine and of each trainer rank of a recipe; 0: they compute on the CPU. ``engine``: GPUs of the
-    largest engine of any set; smaller engines get as many."""
+    """GPUs of each worker of an engine, and of each trainer rank; 0: they compute on the CPU."""
 
     engine: int
     rank: int
@@ -35,9 +34,8 @@ class GpuNeed(msgspec.Struct, frozen=True, kw_only=True):
 def gpu_need(recipe: Recipe, device: str) -> GpuNeed:
     """GPUs that each process needs where the installed packages compute on ``device`` (``cuda``, ``cpu``)."""
     on_gpu = device != "cpu"
-    width = max(engine_set.workers for engine_set in prepared_sets(recipe))
     return GpuNeed(
-        engine=width if on_gpu and recipe.engines.kind is EngineKind.VLLM else 0,
+        engine=int(on_gpu and recipe.engines.kind is EngineKind.VLLM),
         rank=int(on_gpu and recipe.training.device != "cpu"),
     )
 
@@ -62,30 +60,25 @@ def assign(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> dict[str
     other_hosts = [host for host in hosts if host not in rank_hosts]
     for engine_set in prepared_sets(recipe):
         # Sets of engines run alternately: each may use all GPUs without a rank.
+        width = engine_set.workers * need.engine
         free_for_set = {name: list(gpus) for name, gpus in free.items()}
         engine_hosts = _hosts_of_engines(
-            [*other_hosts, *rank_hosts],
-            len(other_hosts),
-            engine_set.count,
-            need.engine,
-            cluster.engine_hosts,
-            free_for_set,
+            [*other_hosts, *rank_hosts], len(other_hosts), engine_set.count, width, cluster.engine_hosts, free_for_set
         )
-        places |= _shared_out(engine_set.engines, engine_hosts, need.engine, free_for_set)
-    missing = [name for name in (*ranks, *_engines(recipe)) if name not in places]
-    if missing:
-        names = ", ".join(missing[:3])
-        if len(missing) > 3:
-            names += " ..."
-        gpus = sum(len(host.gpus) for host in hosts)
-        engines = recipe.engines.count  # of the first set: sets run alternately
-        raise RecipeError(
-            f"cluster: {engines} engines of {need.engine} and {len(ranks)} ranks of {need.rank} need "
-            f"{engines * need.engine + len(ranks) * need.rank} GPUs, and {gpus} are free{_listed(hosts)}; no room for "
-            f"{names} (an engine is on one host): lower "
-            "engines.count, engines.tensor_parallel_size, engines.args.pipeline_parallel_size or training.ranks, or "
-            "give Ray more hosts"
-        )
+        places |= _shared_out(engine_set.engines, engine_hosts, width, free_for_set)
+        missing = [name for name in (*ranks, *engine_set.engines) if name not in places]
+        if missing:
+            names = ", ".join(missing[:3])
+            if len(missing) > 3:
+                names += " ..."
+            gpus = sum(len(host.gpus) for host in hosts)
+            raise RecipeError(
+                f"cluster: {engine_set.count} engines of {width} and {len(ranks)} ranks of {need.rank} need "
+                f"{engine_set.count * width + len(ranks) * need.rank} GPUs, and {gpus} are free{_listed(hosts)}; no "
+                f"room for {names} (an engine is on one host): lower "
+                "engines.count, engines.tensor_parallel_size, engines.args.pipeline_parallel_size or training.ranks, "
+                "or give Ray more hosts"
+            )
     return places
 
 
@@ -103,10 +96,6 @@ def on_fewer_ranks(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> 
             if not list(broken_rules(fewer)):
                 return fewer
     return None
-
-
-def _engines(recipe: Recipe) -> list[str]:
-    return [name for engine_set in prepared_sets(recipe) for name in engine_set.engines]
 
 
 def _listed(hosts: Sequence[HostRoom]) -> str:

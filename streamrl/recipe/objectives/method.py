@@ -27,7 +27,8 @@ Value = float | Vector
 class LossNormalization(StrEnum):
     """Divisor of a step's loss. ``token_mean``: trained tokens of the batch (DAPO, arXiv 2503.14476);
     ``sequence_mean``: tokens of each sample, then samples (GRPO, arXiv 2402.03300); ``sequence_sum``: samples (RLOO);
-    ``constant``: samples times ``sampling.max_tokens`` (Dr. GRPO, arXiv 2503.20783)."""
+    ``constant``: samples times ``sampling.max_tokens``, with an environment ``environment.max_tokens`` (Dr. GRPO, arXiv
+    2503.20783)."""
 
     TOKEN_MEAN = "token_mean"
     SEQUENCE_MEAN = "sequence_mean"

@@ -185,6 +185,15 @@ def test_packed_tensors_are_the_samples() -> None:
     assert batch.inputs.weights_N.tolist() == [0.5, 0.5, 1.0]
     assert batch.inputs.staleness_N.tolist() == [3, 3, 3]
     assert batch.inputs.sequence_N.tolist() == [0, 0, 1]
+    assert batch.temperature_N is None
+
+
+def test_a_temperature_that_is_not_given_is_no_number() -> None:
+    """Nothing that a sample could have been drawn at stands for the temperature of the recipe."""
+    samples = [msgspec.structs.replace(sample_of([3, n], [1], index=n), temperature=n or None) for n in (0, 2)]
+    batch = pack([PreparedSample(sample, advantage=1.0, weight=1.0) for sample in samples], 3, CPU)
+    assert batch.temperature_N is not None
+    assert batch.temperature_N.isnan().tolist() == [True, False] and batch.temperature_N[1] == 2
 
 
 @st.composite

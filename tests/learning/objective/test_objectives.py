@@ -21,9 +21,12 @@ from streamrl.learning.objective.objectives import (  # noqa: E402
     token_weight,
     value_loss,
 )
+from streamrl.learning.options import trainer_options  # noqa: E402
 from streamrl.recipe.objective import KlEstimator, ObjectiveSettings, OffPolicy, Proximal, RatioLevel  # noqa: E402
 from streamrl.recipe.objectives.catalog import SURROGATES  # noqa: E402
 from streamrl.recipe.objectives.method import LossNormalization  # noqa: E402
+from streamrl.recipe.rules.explain import explain  # noqa: E402
+from streamrl.recipe.rules.load_recipe import load_recipe  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -224,3 +227,21 @@ def test_normalisations_by_hand(normalization: LossNormalization, expected: floa
     total = 2 * token_weight(normalization, 1) + 3 * token_weight(normalization, 3)
     assert total / loss_denominator(normalization, samples=2, trained_tokens=4, max_tokens=10) == expected
     assert loss_denominator(normalization, samples=0, trained_tokens=0, max_tokens=10) >= 1
+
+
+def test_the_constant_of_an_environment_is_its_limit() -> None:
+    """The divisor is the one that ``streamrl explain`` names: the limit of a whole conversation, not of a turn."""
+    recipe = load_recipe(
+        {
+            "model": {"path": "m"},
+            "prompts": {"train": "p.jsonl"},
+            "environment": {"env": "m:Game", "max_tokens": 300},
+            "sampling": {"max_tokens": 20},
+            "objective": {"algorithm": "dr_grpo"},
+        }
+    )
+    options = trainer_options(recipe, 0, "r", "")
+    normalization = options.objective.loss_normalization
+    divisor = loss_denominator(normalization, samples=3, trained_tokens=50, max_tokens=options.max_tokens)
+    assert divisor == 3 * recipe.environment.max_tokens == 900
+    assert "environment.max_tokens" in "".join(explain("objective.loss_normalization"))

@@ -62,9 +62,16 @@ def test_a_recipe_says_how_many_hosts_share_ranks_and_engines() -> None:
 def test_ranks_take_the_fewest_hosts() -> None:
     """Ranks take the fewest hosts, and engines take whole groups of the GPUs that are left."""
     one = recipe(engines__count=3, engines__tensor_parallel_size=2, training__ranks=5)
-    found = hosts_of(one, rooms(2, 4, 8), GpuNeed(engine=2, rank=1))
+    found = hosts_of(one, rooms(2, 4, 8), GpuNeed(engine=1, rank=1))
     assert found["trainer-0"] == "h2:0" and found["trainer-4"] == "h2:4"
     assert [found[f"engine-{e}"] for e in range(3)] == ["h0:0,1", "h1:0,1", "h1:2,3"]
+
+
+def test_each_set_of_engines_has_its_own_width() -> None:
+    """Four small engines, or one large one, have the four GPUs beside the rank in turn."""
+    one = recipe(engines__count=4, engines__advanced__sets=[{"count": 1, "tensor_parallel_size": 4}])
+    found = hosts_of(one, rooms(5), GpuNeed(engine=1, rank=1))
+    assert [found[f"engine-{e}"] for e in range(5)] == ["h0:1", "h0:2", "h0:3", "h0:4", "h0:1,2,3,4"]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +86,8 @@ def test_too_small_a_cluster_is_refused_with_the_arithmetic(
     settings: dict[str, object], gpus: tuple[int, ...], says: str
 ) -> None:
     one = recipe(**settings)
-    width = one.engines.tensor_parallel_size
     with pytest.raises(RecipeError) as refused:
-        assign(one, rooms(*gpus), GpuNeed(engine=width, rank=1) if any(gpus) else ON_CPU)
+        assign(one, rooms(*gpus), GpuNeed(engine=1, rank=1) if any(gpus) else ON_CPU)
     assert says in str(refused.value)
 
 
@@ -101,27 +107,27 @@ def test_a_smaller_cluster_runs_the_ranks_that_fit() -> None:
     gpus=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     ranks=st.integers(1, 9),
     engines=st.integers(1, 9),
-    width=st.sampled_from([1, 2, 4]),
+    widths=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
     ranks_on_gpu=st.booleans(),
 )
 def test_no_gpu_has_two_tenants_and_no_engine_two_hosts(
-    gpus: list[int], ranks: int, engines: int, width: int, ranks_on_gpu: bool
+    gpus: list[int], ranks: int, engines: int, widths: tuple[int, int], ranks_on_gpu: bool
 ) -> None:
     one = recipe(
         engines__count=engines,
-        engines__tensor_parallel_size=width,
+        engines__tensor_parallel_size=widths[0],
         training__ranks=ranks,
-        engines__advanced__sets=[{"count": engines + 1, "tensor_parallel_size": width}],
+        engines__advanced__sets=[{"count": engines + 1, "tensor_parallel_size": widths[1]}],
     )
-    need = GpuNeed(engine=width, rank=int(ranks_on_gpu))
+    need = GpuNeed(engine=1, rank=int(ranks_on_gpu))
     try:
         places = assign(one, rooms(*gpus), need)
     except RecipeError:
         # It may refuse what could just be packed, but never what fits with room to spare on each host.
-        assert any(count < ranks * need.rank + (engines + 1) * width for count in gpus)
+        assert any(count < ranks * need.rank + (engines + 1) * max(widths) for count in gpus)
         return
     assert set(places) >= {f"trainer-{rank}" for rank in range(ranks)}
-    for engines_of_set in prepared_sets(one):
+    for engines_of_set, width in zip(prepared_sets(one), widths, strict=True):
         names = [*engines_of_set.engines, *(f"trainer-{rank}" for rank in range(ranks))]
         taken = Counter((places[name].host, gpu) for name in names for gpu in places[name].gpus)
         assert set(taken.values()) <= {1}
