@@ -55,5 +55,5 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         return
     if error is None:
         future.set_result(result)
-    else:
-        future.set_exception(error)
+    else:  # a future takes no StopIteration
+        future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)

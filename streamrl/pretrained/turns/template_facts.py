@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -15,12 +14,11 @@ import msgspec
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.seam_tokens import CalledTool, ChatMessage, calling_message
-from streamrl.pretrained.turns.tool_calls import ToolCall, format_of_call
+from streamrl.pretrained.turns.tool_calls import CALL_FORMATS, ToolCall, parse_turn
 
 _MARKS = ("qxv", "zjk")
 _THOUGHT = "wqz"
 _JOINER = "\N{ZERO WIDTH JOINER}"
-_TAG = re.compile(r"[<\[][^\s<>\[\]{}()=\"']+[>\]]")
 
 
 class Appending(StrEnum):
@@ -49,14 +47,6 @@ class TemplateFacts(msgspec.Struct, frozen=True):
     opens_reasoning: bool
     writes_date: bool
     written_call: str = ""
-
-    @property
-    def call_tags(self) -> tuple[str, str]:
-        """Return the tags before and after the calls of a turn, such as ``<tool_call>`` (empty: there is none)."""
-        tags = _TAG.findall(self.written_call)
-        opening = next((tag for tag in tags[:1] if self.written_call.startswith(tag)), "")
-        closing = next((tag for tag in tags[-1:] if self.written_call.endswith(tag)), "")
-        return opening, closing
 
     def sentences(self) -> list[str]:
         """Return the facts as sentences for the dry run's summary."""
@@ -95,24 +85,21 @@ def template_facts(
     answer = {"role": "assistant", "content": _MARKS[0]}
     turns: dict[str, tuple[ChatMessage, list[ChatMessage]]] = {"user": (answer, [{"role": "user", "content": "b"}])}
     written_call = ""
-    two_calls = None
+    two_calls = ""
     if functions:
         name = functions[0]["name"]
         # Some templates join the arguments of a call to a text: they take arguments as text only.
-        as_text = _try(write, [*first, _calling_turn(name, 1)[0]]) is None
+        as_text = not _try(write, [*first, _calling_turn(name, 1)[0]])
         turns["tool"] = _calling_turn(name, 1, as_text=as_text)
         turn, results = _calling_turn(name, 2, as_text=as_text)
         two_calls = _try(write, [*first, turn, *results])
-        with_call, without_call = (
-            _try(write, [*first, message], prompt=False) or "" for message in (turns["tool"][0], answer)
-        )
-        written_call = _written_call(tokenizer, with_call, without_call)
+        with_call = _try(write, [*first, turns["tool"][0]], prompt=False)
+        written_call = _written_call(tokenizer, with_call, _try(write, [*first, answer], prompt=False))
     thought = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
     effects = {}
     for name, (turn, appended) in turns.items():
         effects[name] = _effect(write, first, turn, appended)
-        reasoning_text = _try(write, [*first, {**turn, **thought}], prompt=False)
-        if reasoning_text is not None and _THOUGHT in reasoning_text:
+        if _THOUGHT in _try(write, [*first, {**turn, **thought}], prompt=False):
             effects[f"{name} after reasoning"] = _effect(write, first, {**turn, **thought}, appended)
     think_start = prompt_text.rfind("<think>")
     return TemplateFacts(
@@ -120,18 +107,19 @@ def template_facts(
         shows_tools=all(
             function["name"] in prompt_text and function.get("description", "") in prompt_text for function in functions
         ),
-        calls=sum(mark in two_calls for mark in _MARKS) if two_calls else 0,
+        calls=sum(mark in two_calls for mark in _MARKS),
         opens_reasoning=think_start >= 0 and "</think>" not in prompt_text[think_start:],
         writes_date=_MARKS[0] in dated_text,
         written_call=written_call,
     )
 
 
-def _try(write: Any, messages: Sequence[ChatMessage], *, prompt: bool = True) -> str | None:
+def _try(write: Any, messages: Sequence[ChatMessage], *, prompt: bool = True) -> str:
+    """Return the text of ``messages``; empty: the template refuses them."""
     try:
         return str(write(messages, prompt=prompt))
     except ChatError:
-        return None
+        return ""
 
 
 def _effect(write: Any, first: Sequence[ChatMessage], turn: ChatMessage, appended: Sequence[ChatMessage]) -> Appending:
@@ -140,7 +128,7 @@ def _effect(write: Any, first: Sequence[ChatMessage], turn: ChatMessage, appende
     turn_text = _try(write, [*first, turn], prompt=False)
     full_text = _try(write, [*first, turn, *appended])
     history = _try(write, first, prompt=False)
-    if prompt_text is None or turn_text is None or full_text is None or history is None:
+    if not (prompt_text and turn_text and full_text and history):
         return Appending.REFUSED
     if turn_text.startswith(prompt_text) and full_text.startswith(turn_text):
         return Appending.APPENDS
@@ -171,11 +159,11 @@ def _calling_turn(name: str, count: int, *, as_text: bool = False) -> tuple[Chat
 def format_of_template(tokenizer: Tokenizer, arguments: Mapping[str, Any] | None = None) -> tuple[str, str]:
     """Find the format of ``tool_calls.CALL_FORMATS`` that reads a call as the model's chat template writes it (empty:
     none does). Return it, and the text that the template writes. ``arguments``: further variables of the template."""
-    name = "look_up"
-    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "Words."}}}
-    function = {"name": name, "description": "Look a word up.", "parameters": parameters}
-    written = template_facts(tokenizer, [{"type": "function", "function": function}], arguments).written_call
-    return format_of_call(written, ToolCall(name, {"x": _MARKS[0]})), written
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    written = template_facts(tokenizer, tools, arguments).written_call
+    calls = (ToolCall("f", {"x": _MARKS[0]}),)
+    return next((name for name in CALL_FORMATS if parse_turn(written, name, tools).calls == calls), ""), written
 
 
 def without_special_tokens(tokenizer: Tokenizer, text: str) -> tuple[str, int]:

@@ -97,7 +97,7 @@ def _hermes(content: str, functions: Functions) -> TextAndCalls:
         after = body[length:].lstrip()
         if not after.startswith("</tool_call>"):
             raise BadCallError("<tool_call> must hold one JSON object, and end with </tool_call>")
-        calls.append(_call_of(value, "arguments"))
+        calls.append(_call_of(value))
         remaining = after.removeprefix("</tool_call>")
     if "</tool_call>" in remaining:
         raise BadCallError("there is a </tool_call> without its <tool_call>")
@@ -127,13 +127,12 @@ def _qwen_xml(content: str, functions: Functions) -> TextAndCalls:
         body = match[2]
         schema = functions.get(name, {}).get("parameters", {})
         arguments: dict[str, Any] = {}
-        position = 0
-        while position < len(body) and body[position:].strip():
-            parameter = _PARAMETER.match(body, position)
+        while body.strip():
+            parameter = _PARAMETER.match(body)
             if parameter is None:
                 raise BadCallError(f"the parameters of {name} must stand in <parameter=NAME> ... </parameter>")
             key = parameter[1].strip()
-            position = parameter.end()
+            body = body[parameter.end() :]
             if key in arguments:
                 raise BadCallError(f"the parameter {key} of {name} is given twice")
             arguments[key] = _typed(parameter[2], schema.get("properties", {}).get(key), schema.get("$defs", {}))
@@ -160,15 +159,12 @@ def _kinds(schema: Any, definitions: Mapping[str, Any]) -> list[str]:
     if not isinstance(schema, Mapping):
         return ["string"]
     if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        further = {key: definitions[key] for key in definitions if key != name}  # a schema may refer to itself
-        return _kinds(definitions.get(name), further)
+        return _kinds(definitions.get(schema["$ref"].rpartition("/")[2]), definitions)
     options = schema.get("anyOf") or schema.get("oneOf")
     if options:
         return [kind for option in options for kind in _kinds(option, definitions)]
-    values = schema.get("enum") or [schema.get("const")]
-    if values != [None]:
-        return [_KINDS_OF_VALUES.get(type(value), "") for value in values]
+    if "enum" in schema:
+        return [_KINDS_OF_VALUES.get(type(value), "") for value in schema["enum"]]
     kinds = schema.get("type", "string")
     return [kinds] if isinstance(kinds, str) else kinds
 
@@ -179,7 +175,7 @@ def _llama_json(content: str, functions: Functions) -> TextAndCalls:
     if not remaining.startswith("{"):
         return content, []
     calls: list[ToolCall] = []
-    while remaining:
+    while True:
         try:
             value, length = _first_value(remaining)
         except BadCallError:
@@ -191,16 +187,15 @@ def _llama_json(content: str, functions: Functions) -> TextAndCalls:
             if calls:
                 raise BadCallError("another call must follow the ;")
             return content, []  # the turn is an answer in JSON
-        calls.append(_call_of(value, "arguments" if "arguments" in value else "parameters"))
-        remaining = remaining[length:].lstrip()
-        if not remaining:
-            break
-        if not remaining.startswith(";"):
+        if "arguments" not in value:
+            value["arguments"] = value.pop("parameters", {})
+        calls.append(_call_of(value))
+        after = remaining[length:].lstrip()
+        if not after:
+            return "", calls
+        if not after.startswith(";"):
             raise BadCallError("only ; and another call may follow a call")
-        remaining = remaining.removeprefix(";").lstrip()
-        if not remaining:
-            raise BadCallError("another call must follow the ;")
-    return "", calls
+        remaining = after.removeprefix(";").lstrip()
 
 
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*(?:\[CALL_ID\][A-Za-z0-9]+\s*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -212,39 +207,38 @@ def _mistral(content: str, _: Functions) -> TextAndCalls:
     if not mark:
         return content, []
     if written_calls.lstrip().startswith("["):
-        value, length = _first_value(written_calls.lstrip())
-        if written_calls.lstrip()[length:].strip() or not value:
+        values = _loads(written_calls)
+        if not values:
             raise BadCallError("[TOOL_CALLS] must be followed by one JSON list of calls, and nothing else")
-        return text_outside, [_call_of(call, "arguments") for call in value]
+        return text_outside, list(map(_call_of, values))
     calls = []
     for part in written_calls.split("[TOOL_CALLS]"):
         match = _NAMED.match(part)
         if match is None:
             raise BadCallError("[TOOL_CALLS] must be followed by the name of a tool and its arguments as a JSON object")
-        value, length = _first_value(part[match.end() :])
-        if part[match.end() + length :].strip():
-            raise BadCallError(f"nothing may follow the arguments of {match[1]}")
-        calls.append(_call_of({"name": match[1], "arguments": value}, "arguments"))
+        calls.append(read_call(match[1], part[match.end() :]))
     return text_outside, calls
 
 
 def read_call(name: str, arguments: str) -> ToolCall:
     """Return the call of tool ``name`` with ``arguments`` as JSON text. Raises ``BadCallError``."""
-    return _call_of({"name": name, "arguments": _loads(arguments)}, "arguments")
+    return _call_of({"name": name, "arguments": _loads(arguments)})
 
 
-def _call_of(value: Any, key: str) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise BadCallError(f'a call must be a JSON object with "name" and "{key}"')
-    unknown = sorted(value.keys() - {"name", key, "id", "type"})
-    if unknown:
-        raise BadCallError(
-            f'the call of {value["name"]} has "{unknown[0]}": write "name" and "{key}", and nothing else'
-        )
-    arguments = value.get(key, {})
-    if not isinstance(arguments, dict):
-        raise BadCallError(f'"{key}" of {value["name"]} must be a JSON object')
-    return ToolCall(value["name"], arguments)
+class _WrittenCall(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: dict[str, Any] = {}
+    id: Any = None
+    type: Any = None
+
+
+def _call_of(value: Any) -> ToolCall:
+    try:
+        call = msgspec.convert(value, _WrittenCall)
+    except (msgspec.ValidationError, RecursionError) as error:
+        problem = str(error).replace("`", "")
+        raise BadCallError(f"a call must be a JSON object with name and arguments alone: {problem}") from None
+    return ToolCall(call.name, call.arguments)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -285,9 +279,3 @@ CALL_FORMATS: dict[str, CallReader] = {
     "mistral": _mistral,
 }
 """Readers of calls by the name of their format (``environment.tool_format``)."""
-
-
-def format_of_call(text: str, call: ToolCall) -> str:
-    """Return the name of the format in which ``text`` is ``call``; empty: of none."""
-    tool = {"function": {"name": call.name}}
-    return next((name for name in CALL_FORMATS if parse_turn(text, name, [tool]).calls == (call,)), "")

@@ -13,18 +13,23 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.messages import ReturnedCall
 from streamrl.base.types import FinishReason, TokenArray, Turn, token_array
 from streamrl.pretrained.turns.seam_tokens import ChatMessage, SeamKind
-from streamrl.pretrained.turns.tool_calls import ToolCall
+from streamrl.pretrained.turns.tool_calls import ParsedTurn, ToolCall
 from streamrl.run.environments.chat_tokens import AppendedTokens, ChatModel, ChatTokens, called_tools, sampled_message
-from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, call_user
+from streamrl.run.environments.tools import MachineError, OpenTools, ToolBox, ToolContext, UserThread, text_of
 from streamrl.run.environments.turns import CallRecord, OpenEpisode
 
 ChatInput = str | ChatMessage | Sequence[ChatMessage]
 """New messages for the model: a text of the user, one message, or several messages."""
+
+
+_CONTENT = (str, list, type(None))
+"""Types of the content of a message: a text, parts, or nothing beside calls."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -60,6 +65,8 @@ class EpisodePolicy:
     ``random``: random generator with ``seed``;
     ``counts``: numbers of calls of tools by their ``ToolEnd``, and of malformed ones;
     ``notes``: other counts by name;
+    ``failure``: failure of this host for which the trajectory is not trained, whatever the user's code does; empty:
+    none;
     ``turn_rewards``: rewards of turns that have one, by number of the turn;
     ``chat_model``: tokenizer and call format of the model;
     ``turns``: sampler of turns, within the limits of the recipe."""
@@ -86,6 +93,7 @@ class EpisodePolicy:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
+        self.failure = ""
         self.turn_rewards: dict[int, float] = {}
         self.chat_model = model
         self.turns = turns
@@ -111,7 +119,9 @@ class EpisodePolicy:
 
     def at_end(self, function: Callable[[], Any]) -> None:
         """Call ``function`` when the episode has ended, however it ended."""
-        self._stack.push_async_callback(call_user, function)
+        thread = UserThread()
+        self._stack.callback(thread.close)
+        self._stack.push_async_callback(thread.call, function)
 
     async def sample(self, appended: TokenArray | Sequence[int] = (), *, max_tokens: int = 0) -> Turn:
         """Sample a turn after ``appended`` token ids, for an environment that makes the tokens itself."""
@@ -161,7 +171,7 @@ class Chat:
         if self._open_tools is None:
             if self._box is None:
                 raise RecipeError("a chat without tools cannot run calls: give them to model.chat(tools=...)")
-            tools = self._box.open_for_episode(columns or {}, self._model.prompt_seed)
+            tools = self._box.open_for_episode(columns, self._model.prompt_seed)
             self._open_tools = await self._model._stack.enter_async_context(tools)
         return self._open_tools
 
@@ -174,10 +184,12 @@ class Chat:
         returned = model._record.find(turn, place, call_json)
         if returned is None or tools.keeps_state(call.name):
             context = ToolContext(model.trajectory, turn, model.seed)
-            result = await tools.run(call, context)
-            returned = ReturnedCall(
-                turn=turn, place=place, call=call_json, text=result.text, end=result.end, seconds=result.seconds
-            )
+            try:
+                result = await tools.run(call, context)
+            except MachineError as error:
+                model.failure = str(error)
+                raise
+            returned = ReturnedCall(turn=turn, place=place, call=call_json, **structs.asdict(result))
             model._record.add(returned)
         model.counts[returned.end] += 1
         return returned.text
@@ -230,22 +242,26 @@ class Chat:
         return appended.token_ids
 
     def _read(self, turn: Turn) -> Reply:
-        ids = turn.token_ids
-        finish = turn.finish_reason
-        number = turn.number
         if self._tokens is None:
-            return Reply(self._model.decode(ids), "", (), "", finish, ids, number)
-        parsed = self._tokens.parse(turn, calls=self._box is not None)
-        problem = parsed.problem
+            parsed = ParsedTurn(self._model.decode(turn.token_ids))
+        else:
+            parsed = self._tokens.parse(turn, calls=self._box is not None)
         if self._box is None:  # without tools, a text that looks like a call is a text
-            problem = ""
-        return Reply(parsed.text, parsed.reasoning, parsed.calls, problem, finish, ids, number)
+            parsed = structs.replace(parsed, problem="")
+        return Reply(
+            parsed.text, parsed.reasoning, parsed.calls, parsed.problem, turn.finish_reason, turn.token_ids, turn.number
+        )
 
 
-def _messages(content: ChatInput) -> Sequence[ChatMessage]:
-    if isinstance(content, str):
-        return [{"role": "user", "content": content}]
-    return [content] if isinstance(content, Mapping) else list(content)
+def _messages(content: Any) -> list[ChatMessage]:
+    """Return the messages that ``content`` is, or else a message of the user with its text."""
+    if content is None:
+        raise TypeError("None is said to the model: say, or return from reset and step, a text or messages")
+    messages = content if isinstance(content, list | tuple) else [content]
+    for message in messages:
+        if not (isinstance(message, Mapping) and "role" in message and isinstance(message.get("content", 0), _CONTENT)):
+            return [{"role": "user", "content": text_of(content)}]
+    return list(messages)
 
 
 def _texts(messages: Sequence[ChatMessage]) -> str:

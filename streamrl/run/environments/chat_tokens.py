@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +17,7 @@ from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import FinishReason, TokenArray, Turn
-from streamrl.pretrained.chat_template import ARGUMENTS_COLUMN
+from streamrl.pretrained.chat_template import ARGUMENTS_COLUMN, ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.seam_tokens import CalledTool, ChatMessage, ChatSeams, SeamKind, calling_message
 from streamrl.pretrained.turns.template_facts import format_of_template, template_facts, without_special_tokens
@@ -59,18 +59,17 @@ class ChatModel:
             return vllm_reader(tool_format, self.tokenizer, tools)
         if tool_format != "auto":
             return tool_format
-        written = ""
-        if self.tokenizer.chat_templates:
-            tool_format, written = format_of_template(self.tokenizer, self.template_arguments)
-        if tool_format:
-            return tool_format
-        problem = "the model's chat template does not show how it writes calls, or it has none"
-        if written:
-            problem = f"no format of streamrl reads a call as the model's chat template writes it, {written[:200]!r}"
-        raise RecipeError(
-            f"environment.tool_format: {problem}: write {', '.join(TOOL_FORMATS)} or vllm:PARSER, or take a model that "
-            "calls tools"
-        )
+        try:
+            call_format, written = format_of_template(self.tokenizer, self.template_arguments)
+        except ChatError as error:
+            raise RecipeError(f"environment.tool_format: {error}") from None
+        if not call_format:
+            raise RecipeError(
+                "environment.tool_format: no format of streamrl reads a call as the model's chat template writes it "
+                f"({written[:200] or 'it writes none'}): write {', '.join(TOOL_FORMATS)} or vllm:PARSER, or take a "
+                "model that calls tools"
+            )
+        return call_format
 
     def of_row(self, columns: Mapping[str, Any]) -> ChatModel:
         """Return the model with the variables of the chat template that the row of an episode has. Caches are
@@ -156,36 +155,36 @@ class ChatTokens:
         if ids and ids[-1] in self._tokenizer.eos_token_ids:
             ids = ids[:-1]
         text, stopped_by = _before_stop(self._tokenizer.decode(ids, skip_special=False), stop)
-        in_reasoning = self._opens_reasoning
-        calls_count = calls and turn.finish_reason is FinishReason.STOP
-        parsed = parse_turn(text, call_format, self._schemas, finished=calls_count, in_reasoning=in_reasoning)
+        read = partial(parse_turn, text, call_format, self._schemas, in_reasoning=self._opens_reasoning)
+        parsed = read(finished=calls and turn.finish_reason is FinishReason.STOP)
         try:
             json.dumps([call.arguments for call in parsed.calls], ensure_ascii=False, allow_nan=False).encode()
         except ValueError:
-            parsed = parse_turn(text, call_format, self._schemas, finished=False, in_reasoning=in_reasoning)
+            parsed = read(finished=False)
         return structs.replace(parsed, stop=stopped_by)
 
     def _break_special_tokens(self, value: Any) -> tuple[Any, int]:
         """Break the special tokens in all texts of ``value`` apart, so that no text of a user or a tool can pose as the
         structure of the chat. Return the value and the number of special tokens."""
-        if isinstance(value, str):
-            return without_special_tokens(self._tokenizer, value) if value else (value, 0)
-        if isinstance(value, Mapping):
-            keys, broken_in_keys = self._break_special_tokens(list(value))
-            values, broken_in_values = self._break_special_tokens(list(value.values()))
-            return dict(zip(keys, values, strict=True)), broken_in_keys + broken_in_values
-        if isinstance(value, list | tuple):
-            parts = [self._break_special_tokens(element) for element in value]
-            return [part for part, _ in parts], sum(broken for _, broken in parts)
-        return value, 0
+        counts = []
+
+        def safe(part: Any) -> Any:
+            if isinstance(part, Mapping):
+                return {safe(key): safe(element) for key, element in part.items()}
+            if isinstance(part, list | tuple):
+                return list(map(safe, part))
+            if isinstance(part, str) and part:
+                part, broken = without_special_tokens(self._tokenizer, part)
+                counts.append(broken)
+            return part
+
+        safe_value = safe(value)
+        return safe_value, sum(counts)
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
     """Return ``text`` up to the first of the texts ``stop``, and that text; all of ``text`` where it has none."""
-    places = [(text.index(end), end) for end in stop if end in text]
-    if not places:
-        return text, ""
-    place, end = min(places)
+    place, end = min([(text.index(end), end) for end in stop if end in text], default=(len(text), ""))
     return text[:place], end
 
 

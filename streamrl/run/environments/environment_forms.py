@@ -11,6 +11,7 @@ import numbers
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from streamrl.base.errors import RecipeError
@@ -22,7 +23,7 @@ from streamrl.run.environments.chat import ChatInput, EpisodePolicy
 from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_server import listening_socket
 from streamrl.run.environments.endpoint_session import EndpointSession
-from streamrl.run.environments.tools import ColumnParameters, Tool, ToolBox, ToolLimits, call_user
+from streamrl.run.environments.tools import ColumnParameters, Tool, ToolBox, ToolLimits, UserThread
 from streamrl.run.environments.turns import EpisodeLimit
 
 UserEpisode = Callable[[EpisodePolicy, Mapping[str, Any]], Awaitable[Any]]
@@ -51,7 +52,7 @@ def load_episode(
         return _agent(environment, agents), ()
     limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
     user_tools = [load_user_object(spec) for spec in environment.tools if not command_of(spec)]
-    return _tools(ToolBox([*user_tools, *server_tools], limits)), ()
+    return partial(_call_tools, ToolBox([*user_tools, *server_tools], limits)), ()
 
 
 async def try_objects(environment: Environment) -> None:
@@ -62,14 +63,17 @@ async def try_objects(environment: Environment) -> None:
         make: Any = load_user_object(spec)
         if spec != environment.env and not inspect.isclass(make):
             continue
+        thread = UserThread()
         try:
-            instance = await call_user(make)
+            instance = await thread.call(make)
             if hasattr(instance, "close"):
-                await call_user(instance.close)
+                await thread.call(instance.close)
         except Exception as error:  # user code
             if isinstance(error, LASTING_ERRORS):
                 problem = f'"{spec}" cannot be made, as every trajectory would make it: {describe_error(error)}'
                 raise RecipeError(f"{problem}: it is called without arguments") from error
+        finally:
+            thread.close()
 
 
 def _episode(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
@@ -104,30 +108,28 @@ def _env(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
     required: tuple[str, ...] = ()
     if inspect.isclass(make):  # the object that a function returns is not known before the first episode
         required = ColumnParameters(make.reset, skip=1).required  # skips self
-
-    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float:
-        env = await call_user(make)
-        if hasattr(env, "close"):
-            model.at_end(env.close)
-        arguments = ColumnParameters(env.reset).arguments(columns, model.prompt_seed)
-        return await _play(model, env, arguments)
-
-    return episode, required
+    return partial(_play, make), required
 
 
-async def _play(model: EpisodePolicy, env: Any, arguments: Mapping[str, Any]) -> float:
+async def _play(make: Callable[[], Any], model: EpisodePolicy, columns: Mapping[str, Any]) -> float:
     """Play until the environment ends or a limit is met. Return the sum of the rewards of all steps."""
-    observation = await call_user(env.reset, **arguments)
-    if isinstance(observation, tuple):  # (observation, info), as in Gymnasium
-        observation = observation[0]
+    thread = UserThread()
+    model.at_end(thread.close)
+    env = await thread.call(make)
+    if hasattr(env, "close"):
+        model.at_end(partial(thread.call, env.close))
+    arguments = ColumnParameters(env.reset).arguments(columns, model.prompt_seed)
+    observation = await thread.call(env.reset, **arguments)
+    if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):
+        observation = observation[0]  # (observation, info), as in Gymnasium
     chat = model.chat()
     total = 0.0
     while True:
         try:
-            reply = await chat.say(_chat_input(observation))
+            reply = await chat.say(observation)
         except EpisodeLimit:
             return total
-        step = await call_user(env.step, reply.text)
+        step = await thread.call(env.step, reply.text)
         if not isinstance(step, tuple) or len(step) != 5:
             raise TypeError("step returns (observation, reward, terminated, truncated, info): return all five")
         observation, reward, terminated, truncated, _ = step
@@ -137,37 +139,28 @@ async def _play(model: EpisodePolicy, env: Any, arguments: Mapping[str, Any]) ->
             return total
 
 
-def _chat_input(observation: Any) -> ChatInput:
-    return observation if isinstance(observation, str | Mapping | Sequence) else str(observation)
-
-
-def _tools(box: ToolBox) -> UserEpisode:
-    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float | None:
-        chat = model.chat(tools=box)
-        tools = await chat.open_tools(columns)
-        try:
-            reply = await chat.say(_first_messages(columns, tools.reset_text))
-            while reply.ended and (reply.calls or reply.problem):
-                calling_turn = reply
-                reward_before = tools.reward or 0.0
-                try:
-                    reply = await chat.run_tools(calling_turn)
-                finally:  # calls may have run before a limit refused the next turn
-                    model.reward(calling_turn, (tools.reward or 0.0) - reward_before)
-        except EpisodeLimit:
-            pass  # the trajectory is trained as it is
-        return tools.reward
-
-    return episode
+async def _call_tools(box: ToolBox, model: EpisodePolicy, columns: Mapping[str, Any]) -> float | None:
+    """Run tools until a turn has no call or a limit is met. Return the reward of their objects; None: none has one."""
+    chat = model.chat(tools=box)
+    tools = await chat.open_tools(columns)
+    try:
+        reply = await chat.say(_first_messages(columns, tools.reset_text))
+        while reply.ended and (reply.calls or reply.problem):
+            calling_turn = reply
+            reward_before = tools.reward or 0.0
+            try:
+                reply = await chat.run_tools(calling_turn)
+            finally:  # calls may have run before a limit refused the next turn
+                model.reward(calling_turn, (tools.reward or 0.0) - reward_before)
+    except EpisodeLimit:
+        pass  # the trajectory is trained as it is
+    return tools.reward
 
 
 def _first_messages(columns: Mapping[str, Any], reset_text: str) -> ChatInput:
     """Return the messages of a row, the last one followed by the text of the tools' ``reset`` methods."""
     row_messages = columns.get("messages")
-    if row_messages:
-        messages: list[Any] = list(row_messages)
-    else:
-        messages = [{"role": "user", "content": str(columns.get("prompt", ""))}]
+    messages: list[Any] = list(row_messages or [{"role": "user", "content": str(columns.get("prompt", ""))}])
     if reset_text:
         last = messages[-1]
         messages[-1] = {**last, "content": f"{last.get('content', '')}{reset_text}"}

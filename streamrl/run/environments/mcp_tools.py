@@ -27,7 +27,7 @@ from streamrl.base.errors import RecipeError, leaves
 from streamrl.base.run_process import last_line
 from streamrl.recipe.environment import with_run_python
 from streamrl.rewards.user_variables import variables_of_user_code
-from streamrl.run.environments.tools import Tool, ToolFailedError
+from streamrl.run.environments.tools import MachineError, Tool, ToolFailedError
 
 try:
     from mcp import ClientSession, MCPError, StdioServerParameters
@@ -90,8 +90,8 @@ async def opened_servers(
             for server in servers:
                 await server.session()
             yield [tool for server in servers for tool in server.tools]
-        except ToolFailedError as error:
-            problem = f'environment.tools: "mcp:{shlex.join(server.command)}" {error}'
+        except MachineError as error:
+            problem = f"environment.tools: {error}"
         finally:
             nursery.cancel_scope.cancel()
     if problem:
@@ -104,7 +104,8 @@ class _Server:
     def __init__(
         self, command: Sequence[str], nursery: anyio.abc.TaskGroup, errors: TextIO, environment: dict[str, str]
     ) -> None:
-        self.command = command
+        self._command = command
+        self._name = f'"mcp:{shlex.join(command)}"'
         self._environment = environment
         self._nursery = nursery
         self._errors = errors
@@ -116,12 +117,12 @@ class _Server:
         self._writes: Any = None  # stream to the server, which the session closes when the server closes its output
 
     async def session(self) -> ClientSession:
-        """Return the session of the running process; start a process where none runs. Raises ``ToolFailedError``."""
+        """Return the session of the running process; start a process where none runs. Raises ``MachineError``."""
         async with self._starting:
             if not self._is_running():
                 self._end.set()
                 if self._starts == MOST_STARTS:
-                    raise ToolFailedError("the server of this tool has ended too often, and is not started again")
+                    raise MachineError(f"{self._name} has ended too often, and is not started again")
                 self._starts += 1
                 # The process of a call that is cancelled here is started all the same, for the next call.
                 with anyio.CancelScope(shield=True):
@@ -129,16 +130,15 @@ class _Server:
                         await self._nursery.start(self._run)
                     except Exception as error:  # noqa: BLE001 (a program of the user may cause any error)
                         reason = str(next(leaves(error))) or f"no answer within {_START_S:g} s"
-                        raise ToolFailedError(f"did not list its tools: {reason}") from None
+                        raise MachineError(f"{self._name} did not list its tools: {reason}") from None
             return self._session
 
     def _is_running(self) -> bool:
-        if not self._writes or self._end.is_set():
-            return False
-        return bool(self._writes.statistics().open_send_streams)
+        return bool(self._writes and not self._end.is_set() and self._writes.statistics().open_send_streams)
 
     async def call(self, tool: str, /, **arguments: Any) -> str:
-        """Call a tool, and return its result. Raises ``ToolFailedError`` with the message of the server."""
+        """Call a tool, and return its result. Raises ``ToolFailedError`` with the message of the server, and
+        ``MachineError`` where there is no server."""
         session = await self.session()
         end = self._end
         try:
@@ -147,26 +147,31 @@ class _Server:
             self._nursery.start_soon(_check, session, end)
             raise
         except MCPError as error:
-            message = error.message
             if error.code == CONNECTION_CLOSED:
-                message = "the server of this tool has ended"
-            raise ToolFailedError(message) from None
+                raise MachineError(f"{self._name} has ended during a call of {tool}") from None
+            raise ToolFailedError(error.message) from None
         self._starts = 0
-        # The text is in a block itself or in its resource; images and sounds have none.
+        # The text is in a block itself or in its resource; pictures and sounds have none.
         blocks = [getattr(block, "resource", block) for block in result.content]
-        texts = [getattr(block, "text", "") for block in blocks]
+        texts = [
+            getattr(block, "text", f"[{getattr(block, 'uri', None) or getattr(block, 'mime_type', None)} is left out]")
+            for block in blocks
+        ]
+        if not blocks and result.structured_content is not None:
+            texts.append(msgspec.json.encode(result.structured_content).decode())
         text = "\n".join(filter(None, texts))
-        if not text and result.structured_content is not None:
-            text = msgspec.json.encode(result.structured_content).decode()
         if result.is_error:
-            raise ToolFailedError(text)
+            raise ToolFailedError(text or "the server of the tool gives no reason")
         return text
 
     async def _run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         """Run a process until ``_end`` is set."""
-        if shutil.which(self.command[0]) is None:
-            raise FileNotFoundError(f"there is no command {self.command[0]}: install it, or write its path")
-        guard = ["-I", "-S", "-c", _GUARD, _ROOT, str(os.getpid()), *self.command]
+        if shutil.which(self._command[0]) is None:
+            raise FileNotFoundError(
+                f"there is no command {self._command[0]}: install it, or write its path (of a server at an address: "
+                "the command of a bridge over stdio)"
+            )
+        guard = ["-I", "-S", "-c", _GUARD, _ROOT, str(os.getpid()), *self._command]
         server = StdioServerParameters(
             command=sys.executable, args=guard, env=self._environment, encoding_error_handler="replace"
         )

@@ -7,20 +7,25 @@ call. ``environment_forms.py`` makes one ``ToolBox`` when an environment worker 
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
+import json
 import numbers
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import copy_context
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 import anyio
-import anyio.to_thread
 import msgspec
+import numpy as np
 
-from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.dedicated_thread import DedicatedThread
+from streamrl.base.errors import UNENCODABLE, RecipeError, StreamRLError
 from streamrl.pretrained.turns.tool_calls import ToolCall
 
 CONTEXT = "context"
@@ -85,6 +90,11 @@ class ToolFailedError(StreamRLError):
     """A failure of a call; the message goes to the model."""
 
 
+class MachineError(StreamRLError):
+    """A failure of a call that is not the tool's: this host had no thread, memory, file descriptor or disk for it, or
+    the server of the tool has ended. The trajectory fails, and the model is not told."""
+
+
 class ToolBox:
     """The tools of a run. ``schemas``: JSON schemas for chat templates. Raises ``RecipeError`` with every problem: a
     parameter without a type or with a type that JSON does not have, a missing docstring, a name twice."""
@@ -106,7 +116,7 @@ class ToolBox:
                 self._tools[name] = tool
         if problems:
             raise RecipeError(*problems)
-        self.schemas: tuple[Mapping[str, Any], ...] = tuple(tool.schema for tool in self._tools.values())
+        self.schemas = tuple(tool.schema for tool in self._tools.values())
 
     @asynccontextmanager
     async def open_for_episode(
@@ -120,72 +130,74 @@ class ToolBox:
         async with AsyncExitStack() as stack:
             instances: dict[type, Any] = {}
             reset_texts = []
-            for owner in dict.fromkeys(tool.owner for tool in self._tools.values() if tool.owner is not None):
-                instance = owner()
+            thread = UserThread()
+            stack.callback(thread.close)
+            for owner in dict.fromkeys(filter(None, [tool.owner for tool in self._tools.values()])):
+                instance = await thread.call(owner)
                 instances[owner] = instance
                 if hasattr(instance, "__aenter__"):
                     await stack.enter_async_context(instance)
                 elif hasattr(instance, "__enter__"):
-                    stack.enter_context(instance)
+                    await thread.call(instance.__enter__)
+                    stack.push_async_exit(partial(thread.call, instance.__exit__))
                 elif hasattr(instance, "close"):
-                    stack.push_async_callback(call_user, instance.close)
+                    stack.push_async_callback(thread.call, instance.close)
                 if hasattr(instance, "reset"):
                     arguments = ColumnParameters(instance.reset).arguments(columns or {}, seed)
-                    text = await call_user(instance.reset, **arguments)
-                    if isinstance(text, str):
-                        reset_texts.append(text)
-            yield OpenTools(self._tools, instances, self._limits, "".join(reset_texts))
+                    value = await thread.call(instance.reset, **arguments)
+                    if value is not None:
+                        reset_texts.append(text_of(value))
+            yield OpenTools(self._tools, instances, self._limits, thread, "".join(reset_texts))
 
 
-class OpenTools:
-    """The tools of one trajectory. ``reset_text``: texts that the ``reset`` methods of the classes returned."""
+class OpenTools(msgspec.Struct):
+    """The tools of one trajectory. ``thread``: thread in which they run, where they are no coroutines; ``reset_text``:
+    texts that the ``reset`` methods of the classes returned."""
 
-    def __init__(
-        self, tools: Mapping[str, Tool], instances: Mapping[type, Any], limits: ToolLimits, reset_text: str = ""
-    ) -> None:
-        self._tools = tools
-        self._instances = instances
-        self._limits = limits
-        self.reset_text = reset_text
+    tools: Mapping[str, Tool]
+    instances: Mapping[type, Any]
+    limits: ToolLimits
+    thread: UserThread
+    reset_text: str
 
     def keeps_state(self, name: str) -> bool:
         """Return whether a tool keeps state: its calls are made again when an episode begins again."""
-        return name in self._tools and self._tools[name].keeps_state
+        return name in self.tools and self.tools[name].keeps_state
 
     @property
     def reward(self) -> float | None:
         """Sum of the attributes ``reward`` of all instances; None: no instance has a reward."""
-        attributes = [getattr(instance, "reward", None) for instance in self._instances.values()]
+        attributes = [getattr(instance, "reward", None) for instance in self.instances.values()]
         rewards = [float(reward) for reward in attributes if isinstance(reward, numbers.Real)]
         return sum(rewards) if rewards else None
 
     async def run(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        """Run one call. A failure of the tool is a result, too; nothing is raised but cancellation."""
-        tool = self._tools.get(call.name)
+        """Run one call. A failure of the tool is a result, too. Raises ``MachineError``."""
+        tool = self.tools.get(call.name)
         if tool is None:
-            names = ", ".join(self._tools)
-            return ToolResult(f"error: there is no tool {call.name!r}: call one of {names}", ToolEnd.UNKNOWN)
+            return ToolResult(
+                f"error: there is no tool {call.name!r}: call one of {', '.join(self.tools)}", ToolEnd.UNKNOWN
+            )
         arguments = call.arguments
         if tool.arguments is not None:
             try:
-                checked = msgspec.convert(call.arguments, tool.arguments)
+                arguments = msgspec.structs.asdict(msgspec.convert(call.arguments, tool.arguments))
             except msgspec.ValidationError as error:
                 return ToolResult(f"error: {call.name}: {str(error).replace('`', '')}", ToolEnd.INVALID)
-            arguments = {field: getattr(checked, field) for field in tool.arguments.__struct_fields__}
         if tool.takes_context:
             arguments[CONTEXT] = context
-        function = tool.call
-        if tool.owner is not None:
-            function = partial(tool.call, self._instances[tool.owner])
-        limit_s = self._limits.seconds
+        owner = [instance for kind, instance in self.instances.items() if kind is tool.owner]
+        limit_s = self.limits.seconds
         began = anyio.current_time()
         with anyio.move_on_after(limit_s) as scope:
-            text, end = await _result(partial(function, **arguments))
+            text, end = await _result(tool.name, self.thread.call(tool.call, *owner, **arguments))
+        if not self.instances:  # no object needs the thread
+            self.thread.close()
         seconds = anyio.current_time() - began
         if scope.cancelled_caught:
             return ToolResult(f"error: {call.name} took more than {limit_s:g} s", ToolEnd.TIMED_OUT, seconds)
         text = text.encode("utf-8", "replace").decode()  # surrogates, as names of files may have, cannot be sent
-        limit = self._limits.characters
+        limit = self.limits.characters
         if len(text) > limit:
             text = f"{text[:limit]} [{len(text) - limit} characters more are left out]"
             if end is ToolEnd.DONE:
@@ -193,12 +205,55 @@ class OpenTools:
         return ToolResult(text, end, seconds)
 
 
-async def call_user(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a user's function: a coroutine function in the event loop, any other function in a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **named)
-    value = await anyio.to_thread.run_sync(partial(function, *arguments, **named), abandon_on_cancel=True)
-    return await value if isinstance(value, Awaitable) else value
+class UserThread:
+    """A thread of user code, from its first call on. What belongs to the thread that made it, such as a database of
+    sqlite3, works as in a program of one thread."""
+
+    def __init__(self) -> None:
+        self._thread = DedicatedThread("user code")
+
+    async def call(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        """Call a user's function: a coroutine function and a class that has some in the event loop, any other function
+        in the thread. A call that is cancelled keeps the thread until it returns; later calls get another one."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments, **named)
+        if inspect.isclass(function) and inspect.getmembers(function, inspect.iscoroutinefunction):
+            return function(*arguments, **named)
+        try:
+            value = await self._thread.call(partial(copy_context().run, function, *arguments, **named))
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        return await value if isinstance(value, Awaitable) else value
+
+    def close(self) -> None:
+        """Let the thread end after its calls."""
+        self._thread.close()
+        self._thread = DedicatedThread("user code")
+
+
+def text_of(value: Any) -> str:
+    """Return a value of user code as text for the model: a text as it is, bytes as UTF-8, anything else as JSON, where
+    what JSON has not stands as its author would print it. Raises ``ToolFailedError``."""
+    try:
+        plain = msgspec.to_builtins(value, builtin_types=(bytes, bytearray), str_keys=True, enc_hook=_plain)
+        if isinstance(plain, str | float | bytes | bytearray):
+            return str(_plain(plain))  # JSON has no infinite numbers
+        return json.dumps(plain, ensure_ascii=False, separators=(",", ":"), default=_plain)
+    except UnicodeDecodeError:
+        raise ToolFailedError("bytes that are no UTF-8 text were returned: return a text") from None
+    except UNENCODABLE:  # such as an object that has itself, or a key that is no text
+        return str(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON does not have as one that it has."""
+    if isinstance(value, bytes | bytearray):
+        return value.decode()
+    if isinstance(value, np.ndarray | np.number | np.bool):
+        # 0.1 in 32 bits has further digits in 64.
+        return (value.astype(str).astype(float) if value.dtype.kind == "f" else value).tolist()
+    return str(value)
 
 
 class ColumnParameters:
@@ -220,23 +275,32 @@ class ColumnParameters:
             elif parameter.kind is not parameter.VAR_POSITIONAL:
                 named.append(parameter)
         self._names = {parameter.name for parameter in named}
-        without_default = [parameter.name for parameter in named if parameter.default is parameter.empty]
-        self.required = tuple(name for name in without_default if name != "seed")
+        self.required = tuple(
+            parameter.name for parameter in named if parameter.default is parameter.empty and parameter.name != "seed"
+        )
 
     def arguments(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Return the arguments of a call."""
-        arguments: dict[str, Any] = {}
-        if "seed" in self._names:
-            arguments["seed"] = seed
-        arguments |= {name: value for name, value in columns.items() if self._takes_all or name in self._names}
-        return arguments
+        values = {"seed": seed, **columns}
+        return {
+            name: value
+            for name, value in values.items()
+            if name in self._names or (self._takes_all and name in columns)
+        }
 
 
-async def _result(call: Callable[[], Any]) -> tuple[str, ToolEnd]:
-    """Call a tool, and return the text for the model and how the call ended."""
+_NOTHING_LEFT = (
+    *map(os.strerror, (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)),
+    "can't start new thread",
+    "database or disk is full",
+)
+"""Texts of errors that say that this host has no process, file descriptor, memory, disk or thread left."""
+
+
+async def _result(name: str, value: Awaitable[Any]) -> tuple[str, ToolEnd]:
+    """Wait for the value that a tool returns. Return the text for the model and how the call ended."""
     try:
-        value = await call_user(call)
-        return value if isinstance(value, str) else msgspec.json.encode(value).decode(), ToolEnd.DONE
+        return text_of(await value), ToolEnd.DONE
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():  # the time of the call is over, or the episode has ended
@@ -244,8 +308,21 @@ async def _result(call: Callable[[], Any]) -> tuple[str, ToolEnd]:
         return f"error: {type(error).__name__}: it cancelled itself", ToolEnd.RAISED
     except ToolFailedError as error:
         return f"error: {error}", ToolEnd.RAISED
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (user code)
-        return f"error: {type(error).__name__}: {error}", ToolEnd.RAISED
+    except MachineError:
+        raise
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        text = f"{type(error).__name__}: {error}"
+        if _has_nothing_left(error):
+            raise MachineError(f"this host could not run the tool {name}: {text}") from error
+        return f"error: {text}", ToolEnd.RAISED
+
+
+def _has_nothing_left(error: BaseException) -> bool:
+    """Return whether an error, or one that led to it, says that this host has nothing left."""
+    if isinstance(error, MemoryError) or (getattr(error, "strerror", None) or str(error)) in _NOTHING_LEFT:
+        return True
+    cause = error.__cause__ or error.__context__
+    return cause is not None and _has_nothing_left(cause)
 
 
 def _functions(source: Any) -> list[tuple[str, Callable[..., Any]]]:
@@ -263,6 +340,8 @@ def _tool(name: str, function: Callable[..., Any], owner: type | None) -> Tool:
     description, parameter_texts = _docstring(function)
     if not description:
         raise TypeError("it has no docstring, which tells the model what it does: write one")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError("it yields: return the whole result")
     if owner is not None and isinstance(inspect.getattr_static(owner, name), staticmethod):
         raise TypeError("it is a staticmethod: give it as a function, beside the class")
     hints = get_type_hints(function, include_extras=True)
@@ -270,11 +349,11 @@ def _tool(name: str, function: Callable[..., Any], owner: type | None) -> Tool:
     if owner is not None:  # self
         parameters = parameters[1:]
     arguments = _argument_struct(name, parameters, hints, parameter_texts)
-    context = any(parameter.name == CONTEXT for parameter in parameters)
+    takes_context = CONTEXT in inspect.signature(function).parameters
     # A method and a closure can reach objects that later calls use, too.
     keeps_state = owner is not None or inspect.ismethod(function) or bool(getattr(function, "__closure__", None))
     schema = {"name": name, "description": description, "parameters": _parameter_schema(arguments)}
-    return Tool(name, {"type": "function", "function": schema}, arguments, function, owner, context, keeps_state)
+    return Tool(name, {"type": "function", "function": schema}, arguments, function, owner, takes_context, keeps_state)
 
 
 def _argument_struct(
@@ -283,19 +362,16 @@ def _argument_struct(
     """Make a struct type with a field for each parameter. Raises ``TypeError`` with the remedy."""
     fields: list[Any] = []
     for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"parameter {parameter.name}: a model gives arguments by name: write them one by one")
         if parameter.name == CONTEXT:
             continue
         if parameter.name not in hints:
             raise TypeError(f"parameter {parameter.name} has no type: annotate it, such as {parameter.name}: int")
         hint = hints[parameter.name]
-        if text := texts.get(parameter.name):
-            hint = Annotated[hint, msgspec.Meta(description=text)]
-        if parameter.default is parameter.empty:
-            fields.append((parameter.name, hint))
-        else:
-            fields.append((parameter.name, hint, parameter.default))
+        hint = Annotated[hint, msgspec.Meta(description=texts.get(parameter.name))]
+        default = msgspec.NODEFAULT if parameter.default is parameter.empty else parameter.default
+        fields.append((parameter.name, hint, default))
     return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
 
 

@@ -10,6 +10,7 @@ chat template, and must have one call for each tag that begins one. Formats with
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.template_facts import template_facts
 from streamrl.pretrained.turns.tool_calls import BadCallError, CallReader, Functions, TextAndCalls, read_call
 from streamrl.recipe.environment import VLLM
+
+_TAG = r"([<\[][^\s<>\[\]{}()=\"']+[>\]])?"
+_TAGS = re.compile(rf"{_TAG}.*?{_TAG}\Z", re.DOTALL)
+"""Tags before and after a call, such as ``<tool_call>``; a text may have none."""
 
 
 def vllm_reader(tool_format: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> CallReader:
@@ -46,7 +51,7 @@ def vllm_reader(tool_format: str, tokenizer: Tokenizer, tools: Sequence[Mapping[
         raise RecipeError(
             f'environment.tool_format: "{tool_format}" does not fit the model ({error}): name the parser of its family'
         ) from error
-    opens, closes = template_facts(tokenizer, tools).call_tags
+    opens, closes = _TAGS.findall(template_facts(tokenizer, tools).written_call)[0]
 
     def read(content: str, _: Functions) -> TextAndCalls:
         content = content.strip()  # some parsers require the call at the start

@@ -31,7 +31,6 @@ from typing import Any
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 from msgspec import structs
 
 from streamrl.base.concurrent_calls import first_error
@@ -69,7 +68,6 @@ _STOP_LIMIT_S = 1.0
 _AGENT_STOP_LIMIT_S = 15.0  # a program has some seconds to end by itself
 _MOST_STUCK = 8  # each stuck episode keeps memory and takes time from the others
 _FLUSH_S = 0.5  # time for queued events to be sent before the process ends
-_THREADS = 1024  # so many that a function that sleeps in its thread does not keep others waiting for one
 _log = logging.getLogger(__name__)
 
 
@@ -93,8 +91,6 @@ async def run_environment_worker(
 
         servers = opened_servers(environment.servers, sys.stderr, environment.variables)
     user_code = asyncio.TaskGroup()
-    threads = anyio.to_thread.current_default_thread_limiter()
-    threads.total_tokens = max(threads.total_tokens, _THREADS)
     try:
         async with servers as server_tools:
             episode, _ = load_episode(environment, chat_model, agents, server_tools)
@@ -211,6 +207,8 @@ class _Worker:
         with episode.send_turn, episode.turns:
             end = await self._outcome_in_time(episode, model)
             episode.finished = True
+        if model.failure:
+            end = EpisodeEnd(kind=RewardFailureKind.RAISED, message=model.failure)
         await _close(stack, order.trajectory)
         del self._open[order.episode]
         if episode.stopped:

@@ -74,9 +74,15 @@ def test_a_format_reads_the_call_that_the_template_writes(
     if WRITTEN[written]:
         assert model.call_reader(()) == WRITTEN[written]
     else:
-        problem = "does not show how" if "#" in written else "no format of streamrl reads a call as .*look_up"
-        with pytest.raises(RecipeError, match=problem):
+        with pytest.raises(RecipeError, match=r"it writes none" if "#" in written else r"writes it \(<tool_call>.*qxv"):
             model.call_reader(())
+
+
+def test_a_model_without_a_template_has_no_format(of_family: Callable[[str], Tokenizer], tmp_path: Path) -> None:
+    shutil.copytree(of_family("qwen2.5").directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(RecipeError, match=r"environment\.tool_format: model directory .* has no chat template"):
+        ChatModel(load_tokenizer(tmp_path)).call_reader(())
 
 
 FORMATS = {"qwen3": "hermes", "qwen3.6": "qwen_xml", "llama3.1": "llama_json", "nemotron-3": "qwen_xml", "glm-4.5": ""}

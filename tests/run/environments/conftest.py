@@ -14,7 +14,7 @@ import os, subprocess, sys, time
 import anyio
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from mcp.types import CallToolResult, TextContent
+from mcp.types import BlobResourceContents, CallToolResult, EmbeddedResource, ImageContent, TextContent
 server = MCPServer("tools")
 below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], stdin=subprocess.DEVNULL)
 @server.tool()
@@ -29,6 +29,13 @@ def big() -> str: return "x" * 1_000_000
 def several() -> list[str]: return ["one", "two"]
 @server.tool()
 def data() -> CallToolResult: return CallToolResult(content=[], structured_content={"rows": [1, 2]})
+PICTURE = ImageContent(type="image", data="AAAA", mime_type="image/png")
+FILE = EmbeddedResource(type="resource", resource=BlobResourceContents(uri="file:///a.pdf", blob="AAAA"))
+@server.tool()
+def shows() -> CallToolResult:
+    return CallToolResult(content=[PICTURE, FILE, TextContent(type="text", text="of a cat")])
+@server.tool()
+def silent() -> CallToolResult: return CallToolResult(content=[], is_error=True)
 @server.tool()
 def pids() -> str: return f"{os.getpid()} {below.pid}"
 @server.tool()

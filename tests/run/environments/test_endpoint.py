@@ -377,7 +377,7 @@ async def test_a_wait_is_a_wait_and_the_end_of_a_trajectory_is_said(of_family: C
     assert [len(sampler.contexts) for sampler in samplers] == [0, 2]
 
 
-DEEP: Any = json.loads('{"x": ' * 440 + "1" + "}" * 440)
+DEEP: Any = json.loads('{"x": ' * 600 + "1" + "}" * 600)
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 

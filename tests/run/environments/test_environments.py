@@ -55,7 +55,7 @@ from streamrl.stages.environment import EnvironmentStage, EnvironmentStreams
 from streamrl.stages.episodes import Episodes
 
 CODE = """
-import asyncio, math, time
+import asyncio, math, sqlite3, time
 
 import numpy
 
@@ -154,6 +154,29 @@ async def outlives(model, **columns):
         except RuntimeError as error:
             LEFT.append(str(error))
     TASKS.append(asyncio.create_task(later()))
+    return 1.0
+
+class Says:
+    def reset(self, *, first): return eval(first)
+    def step(self, text): return "", 1.0, True, False, {}
+
+class Table:
+    def __init__(self): self.rows = sqlite3.connect(":memory:").execute("select 1 as a, 'x' as b")
+    def reset(self): return self.rows.fetchone()
+    def step(self, text): return str(self.rows.fetchone()).encode(), 0.5, text == "end", False, {}
+    def close(self): self.rows.close()
+
+def full() -> str:
+    "Write."
+    with open("/dev/full", "w") as file:
+        file.write("x" * 100_000)
+
+async def goes_on(model, **columns):
+    chat = model.chat(tools=[full])
+    try:
+        await chat.run_tools(await chat.say("Write."))
+    except Exception as error:
+        LEFT.append(str(error))
     return 1.0
 
 class Slow:
@@ -557,6 +580,60 @@ async def test_gymnasium_environments_with_texts_are_accepted(qwen: Tokenizer, t
     played = await run.one({"seed": 3})
     assert isinstance(played, Trajectory) and played.environment is not None
     assert played.environment.reward == -1.0 and shown(qwen, played).count("You have ") >= 2
+
+
+FORMS = {
+    "'begin'": "user\nbegin",
+    "b'begin'": "user\nbegin",
+    "7": "user\n7",
+    "['A room.', 'Exits: north.']": 'user\n["A room.","Exits: north."]',
+    "{'board': 'x..', 'turn': 1}": 'user\n{"board":"x..","turn":1}',
+    "{'text': 'A room.'}": 'user\n{"text":"A room."}',
+    "{'role': 'user', 'text': 'A room.'}": 'user\n{"role":"user","text":"A room."}',
+    "{'role': 'user', 'content': {'board': 'x..'}}": 'user\n{"role":"user","content":{"board":"x.."}}',
+    "{'role': 'user', 'content': 'A room.'}": "user\nA room.",
+    "({'role': 'user', 'content': 'A room.'}, {})": "user\nA room.",
+    "(14, 10, False)": "user\n[14,10,false]",
+    "numpy.array([1, 2])": "user\n[1,2]",
+    "(numpy.int64(3), {})": "user\n3",
+    "''": "user\n",
+}
+
+
+@pytest.mark.parametrize("first", FORMS)
+async def test_what_a_game_says_is_a_text_or_messages(first: str, qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    run = Run(Environment(env=code("Says")), qwen, lambda text: "north")
+    played = await run.one({"first": first})
+    assert isinstance(played, Trajectory)
+    assert f"{FORMS[first]}<|im_end|>\n<|im_start|>assistant" in shown(qwen, played)
+
+
+@pytest.mark.parametrize(
+    ("first", "problem"),
+    [("None", "None is said to the model: say, or return from reset and step"), ("b'\\xff'", "no UTF-8 text")],
+)
+async def test_a_game_that_says_no_text_fails(
+    first: str, problem: str, qwen: Tokenizer, code: Callable[[str], str]
+) -> None:
+    failure = await Run(Environment(env=code("Says")), qwen, lambda text: "north").one({"first": first})
+    assert isinstance(failure, RewardFailure) and problem in failure.message
+
+
+async def test_a_game_runs_in_one_thread(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    played = await Run(Environment(env=code("Table")), qwen, lambda text: "end").one({})
+    assert isinstance(played, Trajectory) and '[1,"x"]' in shown(qwen, played)
+
+
+@pytest.mark.parametrize("form", ["tools", "episode"])
+async def test_a_full_disk_fails_the_trajectory(form: str, qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    """The model is not told, and nothing is trained, also where the user's code goes on."""
+    given: Any = {"tools": (code("full"),)} if form == "tools" else {"episode": code("goes_on")}
+    write = CALL.replace("add", "full").replace('"a": 2, "b": 3', "")
+    run = Run(Environment(**given), qwen, lambda text: write)
+    failure = await run.one({"prompt": "Write."})
+    assert isinstance(failure, RewardFailure) and failure.kind == "raised"
+    assert "this host could not run the tool full: OSError: [Errno 28] No space left on device" in failure.message
+    assert len(run.engine.asked) == 1
 
 
 async def test_many_games_that_sleep_do_so_at_once(qwen: Tokenizer, code: Callable[[str], str]) -> None:

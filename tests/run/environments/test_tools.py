@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+import sqlite3
+import threading
 import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
 from typing import Any, Literal
+from uuid import UUID
 
 import anyio
+import numpy as np
 import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.pretrained.turns.tool_calls import ToolCall
-from streamrl.run.environments.tools import ToolBox, ToolContext, ToolEnd, ToolLimits
+from streamrl.run.environments.tools import MachineError, ToolBox, ToolContext, ToolEnd, ToolLimits
 
 CONTEXT = ToolContext(trajectory="p/0", turn=2, seed=7)
 
@@ -55,9 +66,206 @@ async def hangs_too() -> None:
     await anyio.sleep_forever()
 
 
-def odd() -> object:
-    """Return what JSON has not."""
-    return object()
+RETURNED: list[tuple[Any, str]] = [
+    ("text", "text"),
+    (b"hello world\n", "hello world\n"),
+    (bytearray(b"caf\xc3\xa9"), "café"),
+    (b"\xff\xd8", "error: bytes that are no UTF-8 text were returned: return a text"),
+    ({"out": b"\xff"}, "error: bytes that are no UTF-8 text were returned: return a text"),
+    ({"out": b"hello", "code": 0}, '{"out":"hello","code":0}'),
+    (7, "7"),
+    (True, "true"),
+    (None, "null"),
+    (2**70, "1180591620717411303424"),
+    (float("inf"), "inf"),
+    ([1.5, float("nan")], "[1.5,NaN]"),
+    (np.int64(7), "7"),
+    (np.float32(0.1), "0.1"),
+    (np.bool(True), "true"),
+    (np.arange(3), "[0,1,2]"),
+    (np.array([[0.1, 2]], dtype="float32"), "[[0.1,2.0]]"),
+    (np.array(["a"]), '["a"]'),
+    (np.str_("word"), "word"),
+    (np.datetime64("2026-01-02"), "2026-01-02"),
+    ({"count": np.int64(2), "mean": np.float64(0.5)}, '{"count":2,"mean":0.5}'),
+    ({1: "one"}, '{"1":"one"}'),
+    ({(0, 1): "x"}, "{(0, 1): 'x'}"),
+    (Decimal("1.50"), "1.50"),
+    (datetime(2026, 1, 2, 3, 4, 5), "2026-01-02T03:04:05"),
+    (UUID(int=1), "00000000-0000-0000-0000-000000000001"),
+    (Path("/a/b"), "/a/b"),
+    (range(3), "range(0, 3)"),
+    (complex(1, 2), "(1+2j)"),
+    (ToolLimits(1.0, 2), '{"seconds":1.0,"characters":2}'),
+    ({"at": Path("/a"), "of": [Decimal("0.5")]}, '{"at":"/a","of":["0.5"]}'),
+    (ValueError("of a value"), "of a value"),
+    ({"é": "\ud800"}, '{"é":"?"}'),
+]
+
+
+@pytest.mark.parametrize("made_in", ["thread", "loop"])
+@pytest.mark.parametrize(("value", "text"), RETURNED, ids=repr)
+async def test_what_a_tool_returns_is_said_as_it_prints(value: Any, text: str, made_in: str) -> None:
+    def give() -> Any:
+        """Give."""
+        return value
+
+    async def give_later() -> Any:
+        """Give."""
+        return value
+
+    tool = give if made_in == "thread" else give_later
+    async with ToolBox([tool]).open_for_episode() as tools:
+        assert (await tools.run(ToolCall(tool.__name__, {}), CONTEXT)).text == text
+
+
+def without_memory() -> None:
+    bytearray(1 << 62)
+
+
+def without_disk() -> None:
+    Path("/dev/full").write_text("x" * 100_000)
+
+
+def without_a_process() -> None:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def without_descriptors() -> None:
+    try:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "data.csv")
+    except OSError as error:
+        raise RuntimeError("the data cannot be read") from error
+
+
+def without_a_thread() -> None:
+    usual = threading.stack_size(1 << 47)  # all addresses that a process has
+    try:
+        threading.Thread(target=print).start()
+    finally:
+        threading.stack_size(usual)
+
+
+MACHINE = {
+    without_memory: "MemoryError",
+    without_disk: "No space left on device",
+    without_a_process: "temporarily unavailable",
+    without_descriptors: "the data cannot be read",
+    without_a_thread: "can't start new thread",
+}
+
+
+@pytest.mark.parametrize("tool", MACHINE)
+async def test_an_error_of_the_machine_is_no_answer(tool: Callable[[], None]) -> None:
+    tool.__doc__ = "Try."
+    async with ToolBox([tool]).open_for_episode() as tools:
+        with pytest.raises(MachineError, match=f"could not run the tool {tool.__name__}: .*{MACHINE[tool]}"):
+            await tools.run(ToolCall(tool.__name__, {}), CONTEXT)
+
+
+async def test_a_thread_that_cannot_start_is_no_answer() -> None:
+    async with ToolBox([add]).open_for_episode() as tools:
+        usual = threading.stack_size(1 << 47)
+        try:
+            with pytest.raises(MachineError, match="can't start new thread"):
+                await tools.run(ToolCall("add", {"a": 1, "b": 2}), CONTEXT)
+        finally:
+            threading.stack_size(usual)
+
+
+class Rows:
+    """A database that belongs to the thread that made it, as each of its methods checks."""
+
+    closed: list[str] = []
+
+    def __init__(self) -> None:
+        self.database = sqlite3.connect(":memory:")
+
+    def __enter__(self) -> None:
+        self.database.execute("create table people (name text)")
+
+    def __exit__(self, *_: object) -> None:
+        self.closed.append(str(self.database.execute("select name from people").fetchall()))
+        self.database.close()
+
+    def reset(self, name: str) -> bytes:
+        self.database.execute("insert into people values (?)", [name])
+        return b" There is one."
+
+    def ask(self, query: str) -> list[Any]:
+        """Ask."""
+        return self.database.execute(query).fetchall()
+
+    def stops(self) -> str:
+        """Stop an iteration."""
+        return next(iter(()))
+
+
+async def test_an_object_of_a_class_has_one_thread() -> None:
+    Rows.closed.clear()
+    async with ToolBox([Rows]).open_for_episode({"name": "Ann"}) as tools:
+        assert tools.reset_text == " There is one."
+        texts = [
+            (await tools.run(ToolCall(name, arguments), CONTEXT)).text
+            for name, arguments in (("ask", {"query": "select name from people"}), ("stops", {}))
+        ]
+    assert texts == ['[["Ann"]]', "error: RuntimeError: StopIteration()"]
+    assert Rows.closed == ["[('Ann',)]"]
+
+
+class Slow:
+    """It takes its time."""
+
+    def __init__(self) -> None:
+        time.sleep(0.2)
+
+    def __enter__(self) -> None:
+        time.sleep(0.2)
+
+    def __exit__(self, *_: object) -> None:
+        time.sleep(0.2)
+
+    def look(self, function: str = "", seconds: float = 0.0) -> str:
+        """Look."""
+        time.sleep(seconds)
+        return f"a {function or 'room'}"
+
+
+async def test_many_objects_are_made_beside_each_other() -> None:
+    async def play() -> None:
+        async with ToolBox([Slow]).open_for_episode() as tools:
+            assert (await tools.run(ToolCall("look", {"function": "cave"}), CONTEXT)).text == "a cave"
+
+    began = time.monotonic()
+    async with anyio.create_task_group() as group:
+        for _ in range(24):
+            group.start_soon(play)
+    assert time.monotonic() - began < 24 * 0.6 / 2
+
+
+async def test_a_call_that_takes_too_long_keeps_its_thread() -> None:
+    async with ToolBox([Slow], ToolLimits(seconds=0.3)).open_for_episode() as tools:
+        assert (await tools.run(ToolCall("look", {"seconds": 1.5}), CONTEXT)).end is ToolEnd.TIMED_OUT
+        began = time.monotonic()
+        assert (await tools.run(ToolCall("look", {}), CONTEXT)).text == "a room"
+        assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 1.0
+
+
+class NeedsLoop:
+    """A client of a service."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+    async def ask(self) -> str:
+        """Ask."""
+        return str(self.loop is asyncio.get_running_loop())
+
+
+async def test_an_object_with_coroutines_is_made_in_the_event_loop() -> None:
+    async with ToolBox([NeedsLoop]).open_for_episode() as tools:
+        assert (await tools.run(ToolCall("ask", {}), CONTEXT)).text == "True"
 
 
 class Counter:
@@ -118,7 +326,6 @@ CALLS = [
     ("who", {"tags": ["x"]}, '{"of":"p/0","turn":2,"tags":["x"]}', ToolEnd.DONE),
     ("big", {}, "x" * 50 + " [9999950 characters more are left out]", ToolEnd.TRUNCATED),
     ("raises", {}, "error: KeyError: 'no such row'", ToolEnd.RAISED),
-    ("odd", {}, "error: TypeError: Encoding objects of type object ", ToolEnd.RAISED),
     ("hangs", {}, "error: hangs took more than 0.2 s", ToolEnd.TIMED_OUT),
     ("hangs_too", {}, "error: hangs_too took more than 0.2 s", ToolEnd.TIMED_OUT),
 ]
@@ -128,7 +335,7 @@ CALLS = [
 async def test_a_call_has_a_result_whatever_the_tool_does(
     name: str, arguments: dict[str, Any], text: str, end: ToolEnd
 ) -> None:
-    box = ToolBox([add, who, big, raises, hangs, hangs_too, odd], ToolLimits(seconds=0.2, characters=50))
+    box = ToolBox([add, who, big, raises, hangs, hangs_too], ToolLimits(seconds=0.2, characters=50))
     async with box.open_for_episode() as tools:
         result = await tools.run(ToolCall(name, arguments), CONTEXT)
     assert result.end is end
@@ -158,12 +365,21 @@ def test_what_cannot_be_a_tool_is_refused_before_the_run() -> None:
     def strange(a: complex) -> None:
         """Take a number."""
 
+    def lines() -> Iterator[str]:
+        """Read."""
+        yield "one"
+
+    async def pages() -> AsyncIterator[str]:
+        """Read."""
+        yield "one"
+
     untyped.__doc__ = "Add."
     with pytest.raises(RecipeError) as refused:
-        ToolBox([untyped, many, unsaid, strange, add, add])
+        ToolBox([untyped, many, unsaid, strange, add, add, lines, pages])
     said = dict(problem.split(": ", 1) for problem in refused.value.problems)
     assert said["tool untyped"] == "parameter a has no type: annotate it, such as a: int"
     assert "by name" in said["tool many"]
     assert "no docstring" in said["tool unsaid"]
     assert "JSON has not" in said["tool strange"]
+    assert said["tool lines"] == said["tool pages"] == "it yields: return the whole result"
     assert said["tool add"] == "two tools have this name: rename one"
