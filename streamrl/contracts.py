@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.messages import (
@@ -54,11 +54,9 @@ class Sampler(Protocol):
 
     async def generate(self, request: Generate) -> Completion:
         """Sample one completion. Returns the tokens so far, with finish reason abort, where it is aborted."""
-        ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests. Returns before the engine has dropped them; ``pause(ABORT)`` waits for that."""
-        ...
 
 
 class TurnSampler(Protocol):
@@ -75,7 +73,6 @@ class TurnSampler(Protocol):
         the prompt);
         ``max_tokens``: limit of the turn's tokens (0: the limit of the recipe);
         ``stop``: texts that end the turn, besides those of the recipe; their tokens are the last ones of the turn."""
-        ...
 
 
 class Engine(Sampler, Protocol):
@@ -87,36 +84,28 @@ class Engine(Sampler, Protocol):
 
     async def start(self) -> EngineReady:
         """Load the model. Called once, before all other methods."""
-        ...
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop sampling: from the return of this method until ``resume`` no token is sampled."""
-        ...
 
     async def resume(self) -> None:
         """Continue sampling after ``pause``."""
-        ...
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         """Fetch and check a version while generating. Raises ``WeightError`` where it does not fit the engine's
         weights."""
-        ...
 
     async def commit(self, policy_version: int) -> OrderDone:
         """Apply the staged version and verify its state hash on the live weights. Only while paused."""
-        ...
 
     async def checksums(self) -> dict[str, str]:
         """Return the engine's own checksum of every live parameter, by runtime name (slow; for audits)."""
-        ...
 
     def load(self) -> EngineLoad:
         """Return the numbers of running and waiting requests, and the counters since the start."""
-        ...
 
     async def aclose(self) -> None:
         """Stop the engine and all processes that it started. Idempotent."""
-        ...
 
 
 class WatchedEngine(Engine, Protocol):
@@ -124,15 +113,12 @@ class WatchedEngine(Engine, Protocol):
 
     async def sleep(self) -> None:
         """Release the device's memory until ``wake``."""
-        ...
 
     async def wake(self) -> None:
         """Allocate the device's memory again."""
-        ...
 
     async def watch(self) -> None:
         """Never return; raise ``EngineError`` when the engine died."""
-        ...
 
 
 # ---- weights -------------------------------------------------------------------------------------
@@ -144,22 +130,18 @@ class Publisher(Protocol):
     def publish(self, policy_version: int, values: Mapping[str, Any], /) -> Published:
         """Publish a version, newer than all before. ``values``: weights of this rank's shards by name, flat torch
         tensors in float32 that are exact in bfloat16, valid during the call. Raises ``StreamRLError``."""
-        ...
 
     def publish_anchor(self, policy_version: int) -> Published:
         """Publish the newest version again, as an anchor. Raises ``StreamRLError`` for another version."""
-        ...
 
     def acknowledge(self, policy_version: int) -> None:
         """Note that every engine has this version: data that only older versions need may be deleted."""
-        ...
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
-        ...
 
 
-class CanaryReport(msgspec.Struct, frozen=True):
+class CanaryReport(Struct, frozen=True):
     """Comparison of the engines' logprobs of the canary tokens with the trainer's, since the last report.
 
     ``policy_version``: newest version among the comparisons;
@@ -171,7 +153,7 @@ class CanaryReport(msgspec.Struct, frozen=True):
     engines: int
 
 
-class PushReport(msgspec.Struct, frozen=True, kw_only=True):
+class PushReport(Struct, frozen=True, kw_only=True):
     """One weight push, made by ``WeightPush`` and given to observers in the controller. Seconds are wall time.
 
     ``staged_s``: time until the last engine had staged the version;
@@ -199,15 +181,12 @@ class WeightPush(Protocol):
 
     async def push(self, announced: WeightAnnouncement) -> PushReport:
         """Make ``announced`` live on every engine; the engines then sample again."""
-        ...
 
     async def pause(self) -> None:
         """Pause every engine ahead of a push."""
-        ...
 
     async def resume(self) -> None:
         """End the pause without a push."""
-        ...
 
 
 # ---- prompts, episodes, rewards, observers, sinks ------------------------------------------------
@@ -220,7 +199,6 @@ class PromptSource(Protocol):
         """Return the next ``count`` prompts, or fewer where the source is exhausted (stored rows never are: epochs
         repeat). Raises ``StreamRLError`` with the row and the remedy where a row is no prompt or user code fails. Where
         a draw is cancelled, the next draw returns its prompts."""
-        ...
 
 
 TakeOutcome = Callable[[TrajectoryOutcome], Awaitable[None]]
@@ -299,11 +277,9 @@ class Sink(Protocol):
 
     def record(self, event: Message) -> None:
         """Record one event."""
-        ...
 
     def close(self) -> None:
         """Write all recorded events, and close. Called once."""
-        ...
 
 
 class Journal:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 if TYPE_CHECKING:
     TokenArray = array[int]
@@ -60,7 +60,7 @@ class DropReason(StrEnum):
     DRAINED = "drained"
 
 
-class TokenDistribution(msgspec.Struct, frozen=True, kw_only=True):
+class TokenDistribution(Struct, frozen=True, kw_only=True):
     """Settings that change the probabilities of the next token, with the names and values of vLLM's ``SamplingParams``.
 
     The engine samples by them, and ``learning.objective.logprobs`` computes the same distribution in the trainer."""
@@ -94,7 +94,7 @@ class SamplingSettings(TokenDistribution, frozen=True, kw_only=True):
     ] = ()
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of records on a stream or in the journal: add a field with a default at the end, never reorder or reuse a
     name."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
+from msgspec import Struct
 
 _phase_log = logging.getLogger("streamrl.start")
 _PHASE = re.compile(r"(\S+ \S+) INFO streamrl\.start: (.*)")
@@ -20,7 +20,7 @@ _LOG_TIME = "%Y-%m-%d %H:%M:%S"
 _LAST_CHARACTERS = 1 << 14
 
 
-class NamedWait(msgspec.Struct, frozen=True, kw_only=True):
+class NamedWait(Struct, frozen=True, kw_only=True):
     """One wait. ``who``: component that waits; ``event``: awaited event, in words; ``since_s``: time of the registry's
     clock at its start."""
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.types import DropReason, FinishReason, TrajectoryId
 
 
-class Accounting(msgspec.Struct, frozen=True, kw_only=True):
+class Accounting(Struct, frozen=True, kw_only=True):
     """Numbers of trajectories since the run began."""
 
     issued: int
@@ -26,7 +26,7 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
 
 
-class PromptRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PromptRef(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A prompt that may be launched.
 
     ``attempt``: number of earlier launches;
@@ -41,7 +41,7 @@ class PromptRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     group_size: int = 0
 
 
-class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Member(Struct, kw_only=True, omit_defaults=True):
     """One trajectory that is neither trained nor dropped.
 
     ``oldest_version``: oldest policy version of its tokens; the launch version until the engine reports the tokens;
@@ -66,7 +66,7 @@ class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.finish_reason is not None
 
 
-class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Group(Struct, kw_only=True, omit_defaults=True):
     """The trajectories of one launch of a prompt.
 
     ``launch_version``: live policy version at the launch;
@@ -148,7 +148,7 @@ def oldest_first(group: Group) -> tuple[int, int]:
     return group.oldest_version, group.group_id
 
 
-class RolloutBuffer(msgspec.Struct, kw_only=True):
+class RolloutBuffer(Struct, kw_only=True):
     """Groups that have not ended, and counters of ended trajectories. Read the fields; change them through the methods.
 
     ``untrained``: groups that are in no batch, by group id, oldest launch first;

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
+from msgspec import Struct
 
 
-class Slots(msgspec.Struct, kw_only=True):
+class Slots(Struct, kw_only=True):
     """Counts of slots. ``in_use``: number of slots in use; ``consumed``: slots of trained trajectories, by the version
     that trained them, which are released when this version is live."""
 

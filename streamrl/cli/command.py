@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.printable import printable_json
 from streamrl.cli.dialects.command_line import normalized_arguments, unknown_words
@@ -18,7 +19,7 @@ from streamrl.cli.help_texts.examples import EXAMPLES
 CommandType = TypeVar("CommandType", bound="Command")
 
 
-class Argument(msgspec.Struct, frozen=True):
+class Argument(Struct, frozen=True):
     """``positional``: whether the argument has a place and no name. ``flag``: name on the command line (empty: ``--``
     and the name of the field)."""
 
@@ -28,7 +29,7 @@ class Argument(msgspec.Struct, frozen=True):
     positional: bool = False
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True):
+class Command(Struct, frozen=True, kw_only=True):
     """A command with its arguments. A bool field is a switch, a tuple an option that may be repeated (of integers: one
     list with commas), a ``Literal`` a choice. The docstring is the description that ``--help`` prints, with the example
     of ``cli/help_texts/examples.py``."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.errors import InputError
 from streamrl.base.line_file import read_lines
@@ -74,4 +74,4 @@ def _evaluation_samples(path: Path, step: int) -> dict[str, CompletionSampled]:
     if not ordered:
         return {}
     by_kind = {"best": ordered[-1], "worst": ordered[0], "random": random.Random(step).choice(ordered)}
-    return {kind: msgspec.structs.replace(sample, step=step, chosen=kind) for kind, sample in by_kind.items()}
+    return {kind: replace(sample, step=step, chosen=kind) for kind, sample in by_kind.items()}

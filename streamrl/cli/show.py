@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import InputError, StreamRLError
 from streamrl.cli.command import Argument, Command
@@ -30,7 +30,7 @@ SHOWN_STEPS = 10
 SHOWN_GROUPS = 10
 
 
-class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
+class ShownRun(Struct, frozen=True, kw_only=True):
     """``status``: ``running``, ``ended``, ``failed`` or ``killed``; ``process``: controller of a running run;
     ``failure``: text of the newest crash bundle of a failed run."""
 

@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 from rich.table import Table
 
@@ -161,7 +161,7 @@ class Calibrate(Command, frozen=True):
         return self.print(fit, *lines)
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class Outcome(Struct, frozen=True, kw_only=True):
     """One line of the output. ``took_s``: real seconds. ``report``: figures of the simulation; ``slower``: factor of
     its seconds in the tables, which scales them to a recorded run; ``unknown``: reason why they are no forecast."""
 

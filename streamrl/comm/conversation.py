@@ -11,8 +11,7 @@ from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
-import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from streamrl.base.errors import StreamBroken, StreamRLError
 from streamrl.comm.zmq_stream import zmq_sender
@@ -23,7 +22,7 @@ class _Numbered(Protocol):
     def request_id(self) -> int: ...
 
 
-Request = TypeVar("Request", bound=msgspec.Struct)
+Request = TypeVar("Request", bound=Struct)
 Reply = TypeVar("Reply", bound=_Numbered)
 
 

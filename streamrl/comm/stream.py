@@ -34,16 +34,13 @@ class SendStream(Protocol[T_contra]):
 
     async def send(self, item: T_contra) -> None:
         """Send one item. Raises ``StreamClosed`` or ``StreamBroken``."""
-        ...
 
     async def aclose(self) -> None:
         """End the stream: the receiver gets the items sent so far, then ``StreamEnded``. Idempotent."""
-        ...
 
     async def watch(self) -> None:
         """Wait until the stream breaks or is closed, and raise ``StreamBroken`` or ``StreamClosed``; never return. A
         caller that sends nothing meanwhile notices the loss of its peer by this."""
-        ...
 
 
 class ReceiveStream(Protocol[T_co]):
@@ -51,16 +48,13 @@ class ReceiveStream(Protocol[T_co]):
 
     async def receive(self) -> T_co:
         """Wait for the next item and return it. Raises ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``."""
-        ...
 
     async def watch(self) -> None:
         """Wait until the stream breaks or is closed, and raise ``StreamBroken`` or ``StreamClosed``; never return. A
         caller that receives nothing meanwhile notices the loss of its peer by this."""
-        ...
 
     async def aclose(self) -> None:
         """Stop receiving: the sender gets ``StreamBroken``. Idempotent."""
-        ...
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         return self

@@ -29,6 +29,8 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum, StrEnum
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, WireError
 from streamrl.comm.wire import WIRE_VERSION, Buffer, Header, WireLimits, check_sizes, pack_header, parse_header
@@ -66,7 +68,7 @@ class Phase(StrEnum):
     BROKEN = "broken"
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Hello(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Handshake of one end.
 
     ``item_type``: class names of the items;
@@ -87,7 +89,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     byte_order: str = sys.byteorder
 
 
-class MessageOrigin(msgspec.Struct, frozen=True):
+class MessageOrigin(Struct, frozen=True):
     """Origin of a message. ``routing_id``: id of the sender on a ROUTER, empty on a DEALER; ``connection``: number of
     the connection, None once it is closed."""
 
@@ -208,7 +210,7 @@ class StreamEnd(ABC):
             self._adopt(origin, hello)
 
     def _hello_for(self, session: str) -> bytes:
-        return _encode_hello(msgspec.structs.replace(self.hello, session=session))
+        return _encode_hello(replace(self.hello, session=session))
 
     def _mismatch(self, header: Header, frames: Sequence[Buffer]) -> str:
         """Reason why the sender of ``frames`` cannot have the other end of the stream; empty where it can."""

@@ -24,9 +24,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
-import msgspec
 import zmq
-from msgspec import structs
+from msgspec import Struct, structs
 
 from streamrl.base.errors import InputError, StreamRLError
 from streamrl.recipe.sections import Recipe, TransportSecurity
@@ -54,7 +53,7 @@ class KeyRole(StrEnum):
     OBSERVER = "observer"
 
 
-class RoleKeys(msgspec.Struct, frozen=True):
+class RoleKeys(Struct, frozen=True):
     """The key pair of this process, and the directory with the public keys of all roles."""
 
     role: KeyRole

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, WireError
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
@@ -53,7 +54,7 @@ HEADER_BYTES = _HEADER.size
 _RAW_INDEX = struct.Struct("<I")
 
 
-class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
+class WireLimits(Struct, frozen=True, kw_only=True):
     """Limits of one message, checked before it is decoded.
 
     ``body_growth``: number of times its size that a decoded body may take, plus ``decoded_size.SPARE_BYTES`` (0: no

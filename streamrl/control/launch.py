@@ -6,7 +6,7 @@ makes. This file calls such launches *ahead*."""
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.types import TrajectoryId
 from streamrl.buffers.rollout_buffer import Group, Member, PromptRef
@@ -81,7 +81,7 @@ def _load_cohort(state: RunState, plan: Launch, size: int, out: Actions) -> bool
     cohort = pool.waiting[: plan.groups]
     pool.waiting = pool.waiting[plan.groups :]
     for ref in cohort:
-        pool.queue += [msgspec.structs.replace(ref, group_size=size)] * plan.copies
+        pool.queue += [replace(ref, group_size=size)] * plan.copies
     pool.unsorted = True
     return bool(pool.queue)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.control.actions import ControlAction
 from streamrl.control.apply import apply
@@ -103,7 +104,7 @@ def fork(snapshot: Snapshot, settings: ControlSettings) -> Snapshot:
     state.prompts.waiting += origin.prompts.waiting
     sizes = settings.group_sizes
     state.prompts.queue = [
-        ref if ref.group_size in sizes else msgspec.structs.replace(ref, group_size=sizes[0])
+        ref if ref.group_size in sizes else replace(ref, group_size=sizes[0])
         for ref in (*state.prompts.queue, *origin.prompts.queue)
     ]
-    return msgspec.structs.replace(snapshot, state=state, order=None)
+    return replace(snapshot, state=state, order=None)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.types import DropReason
 from streamrl.buffers.rollout_buffer import PromptRef
@@ -50,7 +50,7 @@ class Remainder(StrEnum):
     PAUSE = "pause"
 
 
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
+class Launch(Struct, frozen=True, kw_only=True):
     """A launch of ``groups`` groups of ``size`` trajectories each.
 
     ``source``: source of the groups;
@@ -75,7 +75,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     because: Decision | None = None
 
 
-class RoundView(msgspec.Struct, frozen=True, kw_only=True):
+class RoundView(Struct, frozen=True, kw_only=True):
     """Facts that a policy may use. Counts are groups unless their description says otherwise.
 
     ``trainer_version``, ``live_version``: versions of the trainer and of the engines;
@@ -151,7 +151,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
         return groups, Source.FRESH
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class Candidate(Struct, frozen=True, kw_only=True):
     """A ready group that may join the open batch. ``trajectories``: trajectories of the batch that it fills;
     ``tokens``: sampled tokens; ``deadline``: last trainer version that may train it."""
 
@@ -161,7 +161,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     deadline: int
 
 
-class GroupObserved(msgspec.Struct, frozen=True, kw_only=True):
+class GroupObserved(Struct, frozen=True, kw_only=True):
     """A complete group, or one that its round deferred; reported before any filter drops the group.
 
     ``size``: members that a batch takes;
@@ -196,26 +196,21 @@ class RoundPolicy(Protocol):
 
     def launch(self, view: RoundView) -> Launch | None:
         """Return the next launch, or None for no launch now. Called after every change, and again after each launch."""
-        ...
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
         """Return whether ``candidate`` may join the open batch. Called for each ready group, oldest first, while the
         batch takes more."""
-        ...
 
     def remainder(self, view: RoundView) -> Remainder:
         """Return the handling of the groups that are not in the batch. Called when the batch is full."""
-        ...
 
     @property
     def drop_reason(self) -> DropReason:
         """Reason for which groups are dropped when ``remainder`` returns ``requeue``. Any reason but ``lost_race`` and
         ``cut`` counts towards the dropped groups in a row that end a run."""
-        ...
 
     def slots(self) -> int:
         """Largest number of trajectories that may be in flight at once."""
-        ...
 
     @property
     def replays(self) -> bool: ...
@@ -226,19 +221,15 @@ class RoundPolicy(Protocol):
     def sorted_queue(self, queue: Sequence[PromptRef]) -> Sequence[PromptRef]:
         """Return the queue in the order in which its prompts are launched. Called once prompts have joined the queue,
         before one is taken."""
-        ...
 
     def observe(self, observation: Observation) -> None:
         """Learn from ``observation``, in policies that adapt."""
-        ...
 
     def snapshot(self) -> dict[str, object]:
         """State of this policy that a resumed run needs, as values that msgspec encodes."""
-        ...
 
     def restore(self, state: dict[str, object]) -> None:
         """Take over the ``state`` of a snapshot, in a new policy."""
-        ...
 
 
 class StatelessRounds:
@@ -262,7 +253,7 @@ class StatelessRounds:
         """Do nothing."""
 
 
-class SizingDecision(msgspec.Struct, frozen=True, kw_only=True):
+class SizingDecision(Struct, frozen=True, kw_only=True):
     """Group size of the next round. ``figures``: values of metrics (``sizing/...``); ``notify``: whether the user reads
     the reason even where the size stays."""
 
@@ -279,20 +270,16 @@ class GroupSizer(Protocol):
     @property
     def size(self) -> int:
         """Group size of the next round."""
-        ...
 
     def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
         """Learn from all complete groups of one step, before any filter, and decide on the size. Called at most once a
         step. ``batches``: number of batches that the step trained."""
-        ...
 
     def snapshot(self) -> dict[str, object]:
         """State that a resumed run needs."""
-        ...
 
     def restore(self, state: dict[str, object]) -> None:
         """Take over the ``state`` of a snapshot, in a new sizer."""
-        ...
 
 
 class FixedSize:
@@ -315,7 +302,7 @@ class FixedSize:
         """Do nothing: the recipe has the size."""
 
 
-class Rules(msgspec.Struct, frozen=True):
+class Rules(Struct, frozen=True):
     """Rules for all decisions of control: the settings of the recipe, the two policies, and the number of slots."""
 
     settings: ControlSettings

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import Record
@@ -20,7 +22,7 @@ from streamrl.control.actions import End, Evaluate, StepOptimizer
 SNAPSHOT_SCHEMA = 4
 
 
-class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Batch(Struct, kw_only=True, omit_defaults=True):
     """A batch that takes groups.
 
     ``target``: weight that fills it (``ControlSettings.batch_weight``);
@@ -51,7 +53,7 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.tokens += group.tokens
 
 
-class Pending(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Pending(Struct, kw_only=True, omit_defaults=True):
     """Orders without an answer yet, except launches, which the buffer has.
 
     ``draw``: prompts ordered from the source;
@@ -95,7 +97,7 @@ class Pending(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.awaited.get(type(answer)) == msgspec.structs.astuple(answer)
 
 
-class PromptPool(msgspec.Struct, kw_only=True, omit_defaults=True):
+class PromptPool(Struct, kw_only=True, omit_defaults=True):
     """Prompts that may be launched.
 
     ``waiting``: prompts drawn from the source and not launched yet;
@@ -131,7 +133,7 @@ class PromptPool(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.exhausted and not self.waiting and not self.queue
 
 
-class GroupLengths(msgspec.Struct, frozen=True, kw_only=True):
+class GroupLengths(Struct, frozen=True, kw_only=True):
     """Lengths of the members of one complete group, by sample number.
 
     ``lengths``: sampled tokens, or milliseconds from launch to score; 0 for a member that the race of its group
@@ -141,7 +143,7 @@ class GroupLengths(msgspec.Struct, frozen=True, kw_only=True):
     truncated: tuple[bool, ...]
 
 
-class Steering(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Steering(Struct, kw_only=True, omit_defaults=True):
     """Orders of users to a running run.
 
     ``paused``: whether launches are paused;
@@ -159,7 +161,7 @@ class Steering(msgspec.Struct, kw_only=True, omit_defaults=True):
     recipe_steps: int = 0
 
 
-class RunState(msgspec.Struct, kw_only=True, omit_defaults=True):
+class RunState(Struct, kw_only=True, omit_defaults=True):
     """Everything that control knows, except what policies learn.
 
     ``steps``: optimizer steps of the run in all, predicted where it ends after a number of prompts;
@@ -272,9 +274,7 @@ def prompts_needed(state: RunState) -> set[str]:
 
 def next_attempt(group: Group, seed_base: int | None) -> PromptRef:
     """Prompt of ``group`` for another attempt from its start."""
-    return msgspec.structs.replace(
-        group.prompt, attempt=group.prompt.attempt + 1, seed_base=seed_base, group_size=group.keep
-    )
+    return replace(group.prompt, attempt=group.prompt.attempt + 1, seed_base=seed_base, group_size=group.keep)
 
 
 def requeue_interrupted(state: RunState, group: Group) -> None:

@@ -3,14 +3,14 @@ that replay a journal."""
 
 from __future__ import annotations
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.recipe.environment import Credit
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, StalePolicy, TailBatching, largest_batch
 from streamrl.recipe.sections import Recipe
 
 
-class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
+class ControlSettings(Struct, frozen=True, kw_only=True):
     """Settings of control. Fields have the meaning of the recipe's keys of the same name, except these:
 
     ``prompts``: prompts after which the run ends, in place of ``steps`` (0: ``steps``);

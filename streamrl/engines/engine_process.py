@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import anyio
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base import messages
 from streamrl.base.concurrent_calls import first_error
@@ -42,7 +42,7 @@ async def serve_engine(
     Raises ``EngineError`` when the engine died, after its cause was sent as the last event, and ``StreamBroken`` when
     the controller died. No error is in an exception group."""
     try:
-        ready = msgspec.structs.replace(await engine.start(), pid=os.getpid())
+        ready = replace(await engine.start(), pid=os.getpid())
         async with streams as (orders, events):
             try:
                 await _serve(engine, ready, orders, events, routed)
@@ -118,8 +118,8 @@ async def _call(engine: WatchedEngine, order: messages.EngineCall, events: Event
     seconds = time.monotonic() - began
     answer = messages.OrderDone(order_id=order.order_id, seconds=seconds)
     if order.method == "checksums":
-        answer = msgspec.structs.replace(answer, checksums=returned)
+        answer = replace(answer, checksums=returned)
     elif returned is not None:  # the ``OrderDone`` of a stage or a commit
-        answer = msgspec.structs.replace(returned, order_id=order.order_id, seconds=seconds)
+        answer = replace(returned, order_id=order.order_id, seconds=seconds)
     await events.send(answer)
     await events.send(engine.load())

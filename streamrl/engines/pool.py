@@ -17,7 +17,7 @@ from functools import partial
 from types import MappingProxyType
 
 import anyio
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.concurrent_calls import all_of
 from streamrl.base.errors import EngineError, RequestRefused
@@ -106,7 +106,7 @@ class EnginePool:
         self._first_ready = first
         for ready in readiness[1:]:
             _refuse_difference(first, ready)
-        return msgspec.structs.replace(
+        return replace(
             first,
             engine="+".join(self.names),
             max_num_seqs=sum(ready.max_num_seqs for ready in readiness),
@@ -277,7 +277,7 @@ class EnginePool:
     def _add_to_past(self, engine: Engine, sign: int) -> None:
         load = engine.load()
         counters = {name: getattr(self._past, name) + sign * getattr(load, name) for name in COUNTERS}
-        self._past = msgspec.structs.replace(self._past, **counters)
+        self._past = replace(self._past, **counters)
 
     # ---- requests and load of the engines ----------------------------------------------------------
 

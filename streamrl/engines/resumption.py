@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.messages import Generate
 from streamrl.base.types import (
@@ -53,7 +53,7 @@ def resumed_request(request: Generate, partial: Completion, *, seed: int, reques
     routed_tokens = request.routed_tokens
     if routed_tokens is not None:
         routed_tokens = max([routed_tokens, *(part.stop for part in partial.routed)])
-    return msgspec.structs.replace(
+    return replace(
         request,
         request_id=request.request_id if request_id is None else request_id,
         token_ids=request.token_ids + partial.token_ids,
@@ -114,16 +114,14 @@ def accepted_prefix(unverified: Sequence[int], choices: Sequence[int]) -> int:
 
 def with_unverified_tokens(request: Generate, tokens: TokenArray) -> Generate:
     """Return ``request`` with ``tokens`` of an earlier completion, which older weights sampled with the same seed."""
-    return msgspec.structs.replace(request, token_ids=request.token_ids + tokens, unverified_tokens=len(tokens))
+    return replace(request, token_ids=request.token_ids + tokens, unverified_tokens=len(tokens))
 
 
 def without_unverified_tokens(request: Generate) -> Generate:
     """Return ``request`` without its unverified tokens. The completion is the same, and takes longer."""
     if not request.unverified_tokens:
         return request
-    return msgspec.structs.replace(
-        request, token_ids=request.token_ids[: -request.unverified_tokens], unverified_tokens=0
-    )
+    return replace(request, token_ids=request.token_ids[: -request.unverified_tokens], unverified_tokens=0)
 
 
 def accepted_part(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.engines.resumption import completion_id_of
 
@@ -27,7 +27,7 @@ REMEMBERED_PROMPTS = 4096
 REMEMBERED_TRAJECTORIES = 16_384
 
 
-class ServedRequest(msgspec.Struct, Generic[E], frozen=True, kw_only=True):
+class ServedRequest(Struct, Generic[E], frozen=True, kw_only=True):
     """A request that ``engine`` has not answered yet.
 
     ``prompt``: tokens of the prompt

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 
-import msgspec
+from msgspec import Struct
 
 
-class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StepCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of one decode step: ``base_s + per_running_s b + per_root_running_s sqrt(b) +
     per_context_token_s K`` for ``b`` running requests with ``K`` tokens of context in total."""
 

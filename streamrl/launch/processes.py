@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 import anyio.abc
 import anyio.to_thread
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.concurrent_calls import BackgroundCall
 from streamrl.base.messages import (
@@ -51,7 +51,7 @@ SayReady = Callable[[Iterable[str]], Awaitable[None]]
 Emit = Callable[[RunEvent | RewardReply | SteeringReply], Awaitable[None]]
 
 
-class Processes(msgspec.Struct, frozen=True, kw_only=True):
+class Processes(Struct, frozen=True, kw_only=True):
     """Connections to the processes of a run that are ready. ``ready``: summary of the engines of the first set, which
     started within ``start_s`` seconds; ``rank``: hello of the first trainer rank; ``environment``: stage of the
     environment workers, or None."""

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.messages import (
     EngineEvent,
@@ -163,7 +163,7 @@ async def run_trainer(setup: ChildSetup) -> None:
         resume_from=str(newest or ""),
     )
     if setup.plan.gpus:
-        options = msgspec.structs.replace(options, device="cuda")  # the only GPU that this process sees
+        options = replace(options, device="cuda")  # the only GPU that this process sees
     trainer = TorchTrainer(options, start_publisher, tokenizer_digest)
     streams = controller_streams(setup.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
     note_phase("loads the model")

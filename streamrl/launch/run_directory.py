@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, InputError, RecipeError
@@ -50,7 +50,7 @@ def refuse_running(directory: Path) -> None:
         lock_run(directory).close()
 
 
-class RunInputs(msgspec.Struct, frozen=True, kw_only=True):
+class RunInputs(Struct, frozen=True, kw_only=True):
     """Inputs with which a run was started. ``recipe``: text of the recipe (TOML); ``packages``: versions by name;
     ``files``: bytes of each file that the recipe names, by path."""
 

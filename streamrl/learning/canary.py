@@ -5,7 +5,7 @@ A trainer rank scores the tokens during each batch. The controller sends the sam
 
 from __future__ import annotations
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.recipe.sections import ROUNDING, ComputeDtype, Engines, Training
 
@@ -16,7 +16,7 @@ _STEP = 7919
 _START = 20_250_701
 
 
-class CanaryBounds(msgspec.Struct, frozen=True):
+class CanaryBounds(Struct, frozen=True):
     """Bounds of the median difference of logprobs over the probe tokens, in nats.
 
     ``alarm``: difference above which the run reports it.

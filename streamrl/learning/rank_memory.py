@@ -7,7 +7,7 @@ backward, and its gradient is reduced in every row, the usual way of FSDP2."""
 
 from __future__ import annotations
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.pretrained.model_facts import ModelFacts
 from streamrl.recipe.objective import ObjectiveSettings
@@ -31,7 +31,7 @@ SCRATCH_BYTES = 8  # for each element of a step, kept between steps
 GIB = 1 << 30
 
 
-class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingSizes(Struct, frozen=True, kw_only=True):
     """Quantities that the memory of a rank depends on.
 
     ``parameters``: number of parameters of the model.
@@ -110,7 +110,7 @@ def training_sizes(
     )
 
 
-class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
+class RankBytes(Struct, frozen=True, kw_only=True):
     """Bytes of one rank at its peak, by purpose.
 
     ``parameters``: the rank's shard of the weights that the forward runs on, and of the masters.

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.line_file import LineFile
 from streamrl.base.messages import Message
@@ -38,9 +38,9 @@ class Reporter:
     def record(self, event: EventT) -> EventT:
         """Hand ``event`` to every sink. Returns the event as the sinks got it, with its metrics bounded."""
         if isinstance(event, StepFinished):
-            event = msgspec.structs.replace(event, metrics=self._bounded(event.metrics | self._constant_metrics))
+            event = replace(event, metrics=self._bounded(event.metrics | self._constant_metrics))
         elif isinstance(event, EvaluationFinished):
-            event = msgspec.structs.replace(event, metrics=self._bounded(event.metrics))
+            event = replace(event, metrics=self._bounded(event.metrics))
         for sink in self._sinks:
             sink.record(event)
         return event

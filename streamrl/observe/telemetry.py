@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from msgspec import Struct
 
 from streamrl.base import run_events
 from streamrl.base.errors import UNDECODABLE, UNENCODABLE, InputError, StreamRLError, WireError
@@ -38,7 +39,7 @@ LARGEST_SUBSCRIPTION = 1 << 10
 """Bytes of the frame with which a subscriber names a topic."""
 
 
-class Telemetry(msgspec.Struct, frozen=True, kw_only=True):
+class Telemetry(Struct, frozen=True, kw_only=True):
     """One message of the metrics socket. ``fields``: fields of the topic, as docs/metrics.md lists them."""
 
     topic: str

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.engines.vllm.options import max_model_len, model_config
@@ -24,7 +25,7 @@ CONTEXT_BYTES = 1 << 30
 """Memory of a process that is no engine, beside its tensors: CUDA's context, kernels, NCCL's buffers, fragmentation."""
 
 
-class Demand(msgspec.Struct, frozen=True, kw_only=True):
+class Demand(Struct, frozen=True, kw_only=True):
     """GPU memory in bytes.
 
     ``engine``: weights of one engine and the cache of one request.
@@ -38,7 +39,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     reward_gpus: int = 0
 
 
-class Tenant(msgspec.Struct, frozen=True, kw_only=True):
+class Tenant(Struct, frozen=True, kw_only=True):
     """A process and its GPUs, all of one host. An engine takes ``share`` of each GPU, any other process ``size`` bytes.
     ``least``: bytes of each GPU without which an engine cannot run."""
 
@@ -52,7 +53,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.share * gpu.memory) or self.size
 
 
-class GpuPlacement(msgspec.Struct, kw_only=True):
+class GpuPlacement(Struct, kw_only=True):
     """Processes of a run on the GPUs of this host.
 
     ``tenants``: processes that use GPUs, by name.
@@ -96,8 +97,8 @@ class GpuPlacement(msgspec.Struct, kw_only=True):
         for index, process in enumerate(processes):
             if tenant := self.tenants.get(process.name):
                 names = tuple(gpu.name for gpu in tenant.gpus)
-                processes[index] = msgspec.structs.replace(process, gpus=names, gpu_memory_utilization=tenant.share)
-        return msgspec.structs.replace(topology, processes=tuple(processes))
+                processes[index] = replace(process, gpus=names, gpu_memory_utilization=tenant.share)
+        return replace(topology, processes=tuple(processes))
 
 
 def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand) -> GpuPlacement:

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
 
-import msgspec
 import psutil
+from msgspec import Struct
 
 from streamrl.base.run_process import usable_cores
 
@@ -43,7 +43,7 @@ class State(StrEnum):
     FAIL = "fail"
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(Struct, frozen=True, kw_only=True):
     """One part of the machine that was checked. ``remedy`` is empty only where the state is ok."""
 
     name: str
@@ -52,7 +52,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str = ""
 
 
-class TestedPair(msgspec.Struct, frozen=True):
+class TestedPair(Struct, frozen=True):
     """Versions that were tested together. ``package``: distribution of vLLM."""
 
     package: str

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CloseBatch
@@ -27,7 +27,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
 
 
-class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredStep(Struct, frozen=True, kw_only=True):
     """One step of one rank.
 
     ``trajectories``, ``tokens``: number of trajectories, and of their tokens, those of prompts included.

@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.atomic_files import hold_lock, write_durable, write_link
 from streamrl.base.errors import RecipeError, StreamRLError
@@ -63,7 +64,7 @@ from streamrl.run.prompts.row_notes import RowNotes
 USER_CODE_TIMEOUT_S = 60.0
 
 
-class CheckedModel(msgspec.Struct, frozen=True):
+class CheckedModel(Struct, frozen=True):
     """A model directory that can be read. ``context``: number of tokens of the longest prompt with its completion."""
 
     facts: ModelFacts
@@ -83,7 +84,7 @@ def with_checkpoint_rewards(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | N
     if snapshot is None:
         return recipe, None
     resumed = resumed_rewards(recipe, snapshot, checkpoint)
-    return msgspec.structs.replace(recipe, rewards=resumed.rewards), resumed
+    return replace(recipe, rewards=resumed.rewards), resumed
 
 
 def recipe_of_resumed_run(recipe: Recipe, run_directory: Path) -> tuple[Recipe, RewardsSnapshot | None]:
@@ -92,9 +93,9 @@ def recipe_of_resumed_run(recipe: Recipe, run_directory: Path) -> tuple[Recipe, 
     be read."""
     snapshot = read_rewards_file(run_directory)
     if snapshot is not None:
-        recipe = msgspec.structs.replace(recipe, rewards=snapshot.rewards)
+        recipe = replace(recipe, rewards=snapshot.rewards)
     if any((run_directory / "checkpoints").glob("step-*")):
-        recipe = msgspec.structs.replace(recipe, checkpoint=msgspec.structs.replace(recipe.checkpoint, resume_from=""))
+        recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=""))
     return recipe, snapshot
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import anyio
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
@@ -31,7 +32,7 @@ _LONGEST_ARGUMENT = 100_000
 """Bytes: Linux takes 128 KiB. A longer prompt is not compared."""
 
 
-class _ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
+class _ProbeResult(Struct, frozen=True, kw_only=True):
     """Result of the child process."""
 
     problems: tuple[str, ...] = ()

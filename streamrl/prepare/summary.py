@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.engines.vllm.options import installed_device
 from streamrl.learning.rank_memory import bytes_per_rank, training_sizes
@@ -169,7 +169,7 @@ def objective_lines(recipe: Recipe) -> list[str]:
     return lines
 
 
-def _assignments(settings: msgspec.Struct, *names: str) -> str:
+def _assignments(settings: Struct, *names: str) -> str:
     return ", ".join(f"{name} = {short_toml(getattr(settings, name))}" for name in names)
 
 

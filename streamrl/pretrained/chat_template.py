@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import StreamRLError
 from streamrl.pretrained.model_folder import read_bounded
@@ -32,7 +32,7 @@ class ChatError(StreamRLError):
     remedy."""
 
 
-class ChatFormat(msgspec.Struct, frozen=True):
+class ChatFormat(Struct, frozen=True):
     """Chat templates of a model. ``directory``: folder of the model; ``templates``: jinja sources by name, ``default``
     and perhaps ``tool_use`` (empty: the model has none); ``named_tokens``: texts of special tokens that a template may
     use, by name, such as ``bos_token``."""

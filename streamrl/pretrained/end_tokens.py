@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.pretrained.special_tokens import read_json
 
 
-class EndTokens(msgspec.Struct, frozen=True):
+class EndTokens(Struct, frozen=True):
     """End tokens of a model. ``ids``: tokens that end a completion; ``notice``: sentence about a disagreement of the
     files (empty: they agree); ``embeddings``: number of tokens with an embedding (0: not in ``config.json``)."""
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.pretrained.model_folder import read_bounded, unsafe_content
 from streamrl.pretrained.weight_files import LARGEST_SIZE, ModelDirectoryError, stored_tensors
@@ -29,7 +29,7 @@ ADAPTER_FILE = "adapter_config.json"
 MERGED = "merge the adapter into its base model (peft: merge_and_unload) and save that with save_pretrained"
 
 
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+class ModelFacts(Struct, frozen=True, kw_only=True):
     """Sizes of a model.
 
     ``parameters``: number of parameters;

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import tokenizers
+from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.pretrained.model_folder import read_bounded
@@ -19,7 +20,7 @@ from streamrl.pretrained.model_folder import read_bounded
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-class SpecialTokens(msgspec.Struct, frozen=True):
+class SpecialTokens(Struct, frozen=True):
     """Special tokens of a model folder.
 
     ``named``: texts by the names that chat templates use, such as ``bos_token``;

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.pretrained.lfs_pointers import pointer_problem
@@ -38,7 +39,7 @@ class ModelDirectoryError(StreamRLError):
     directory."""
 
 
-class _TensorEntry(msgspec.Struct, frozen=True):
+class _TensorEntry(Struct, frozen=True):
     """The entry of one tensor in a safetensors header."""
 
     dtype: str
@@ -46,11 +47,11 @@ class _TensorEntry(msgspec.Struct, frozen=True):
     data_offsets: tuple[Side, Side]
 
 
-class _Index(msgspec.Struct, frozen=True):
+class _Index(Struct, frozen=True):
     weight_map: dict[str, str]
 
 
-class StoredTensor(msgspec.Struct, frozen=True):
+class StoredTensor(Struct, frozen=True):
     """One tensor of a model. ``dtype``: code of its type; ``start``: offset of its first byte in ``file``."""
 
     file: Path

@@ -22,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.atomic_files import PRIVATE, create_file, remove_oldest
 from streamrl.base.errors import UNDECODABLE, StreamRLError
@@ -52,7 +53,7 @@ _SHOWN = ("OMP_", "MKL_", "CUDA_", "NCCL_", "GLOO_", "VLLM_", "TORCH_", "TORCHIN
 _SHOWN_EXACTLY = frozenset({"LANG", "LC_ALL", "TZ", "LD_PRELOAD", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM"})
 
 
-class CrashManifest(msgspec.Struct, frozen=True, kw_only=True):
+class CrashManifest(Struct, frozen=True, kw_only=True):
     """Content of ``bundle.json``. ``failure``: error that ended the run; ``variable_names``: names of all variables;
     ``harmless_variables``: values of harmless variables, by name; ``left_out``: files that are missing or shortened,
     each with the reason."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+from msgspec import Struct
 
 from streamrl.base import errors
 from streamrl.base.atomic_files import write_atomic
@@ -45,7 +46,7 @@ class ExitKind(StrEnum):
     VERDICT = "verdict"
 
 
-class ExitReason(msgspec.Struct, frozen=True, kw_only=True):
+class ExitReason(Struct, frozen=True, kw_only=True):
     """Reason of the end of a process. ``monotonic_s``: time of the end by ``CLOCK_MONOTONIC`` of the host."""
 
     kind: ExitKind
@@ -53,7 +54,7 @@ class ExitReason(msgspec.Struct, frozen=True, kw_only=True):
     monotonic_s: float
 
 
-class Death(msgspec.Struct, frozen=True, kw_only=True):
+class Death(Struct, frozen=True, kw_only=True):
     """The end of a process. ``exit_code``: exit code, negative for a signal; None where it is unknown;
     ``detected_s``: monotonic time at which the end was noticed."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import anyio
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.printable import log_to
 from streamrl.base.run_process import CUDA_DEVICES, CUDA_ORDER, RUN_EPOCH, name_shared_memory
@@ -34,7 +34,7 @@ from streamrl.recipe.topology import ProcessPlan, Role, Topology, read_topology
 log = logging.getLogger(__name__)
 
 
-class ChildSetup(msgspec.Struct, frozen=True, kw_only=True):
+class ChildSetup(Struct, frozen=True, kw_only=True):
     """Setup of a role. ``socket_directory``: short path, private to the run; ``resumes``: whether this process
     continues the work of a process that died."""
 

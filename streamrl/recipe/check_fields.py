@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
-from msgspec import inspect
+from msgspec import Struct, inspect
 
 from streamrl.recipe.field_types import ADVANCED, Key, bare, keys_of, paths_to
 from streamrl.recipe.problems import Origin, did_you_mean, nearest, problem, short_toml
@@ -113,7 +113,7 @@ class CheckedTable:
         else:
             self.values[name] = [self._check_keys(f"{name}.{index}", item, struct) for index, item in enumerate(value)]
 
-    def _check_keys(self, path: str, table: Mapping[str, Any], struct: type[msgspec.Struct]) -> dict[str, Any]:
+    def _check_keys(self, path: str, table: Mapping[str, Any], struct: type[Struct]) -> dict[str, Any]:
         """Check the keys of a section or of a table in it; return the valid values."""
         keys = keys_of(struct)
         valid: dict[str, Any] = {}

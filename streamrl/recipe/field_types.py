@@ -14,7 +14,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
-from msgspec import Meta, inspect
+from msgspec import Meta, Struct, inspect
 
 Share = Annotated[float, Meta(gt=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -30,7 +30,7 @@ EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 ADVANCED = "advanced"
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every recipe section."""
 
 
@@ -44,7 +44,7 @@ def advanced(text: str) -> Meta:
     return Meta(description=text, extra={ADVANCED: True})
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True):
+class Key(Struct, frozen=True, kw_only=True):
     """A field of a section.
 
     ``kind``: type of the value, without its text;
@@ -63,13 +63,13 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     default: Any
 
     @property
-    def nested(self) -> type[msgspec.Struct] | None:
+    def nested(self) -> type[Struct] | None:
         """Struct of the value where it is a table, optional or not."""
         kinds = self.kind.types if isinstance(self.kind, inspect.UnionType) else (self.kind,)
         return next((bare(kind).cls for kind in kinds if isinstance(bare(kind), inspect.StructType)), None)
 
     @property
-    def item(self) -> type[msgspec.Struct] | None:
+    def item(self) -> type[Struct] | None:
         """Struct of the items where the value is a list of tables."""
         if not isinstance(self.kind, inspect.VarTupleType):
             return None
@@ -77,12 +77,12 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
         return item.cls if isinstance(item, inspect.StructType) else None
 
     @property
-    def struct(self) -> type[msgspec.Struct] | None:
+    def struct(self) -> type[Struct] | None:
         """Struct of the table, or of the items of a list of tables."""
         return self.nested or self.item
 
     @property
-    def section(self) -> type[msgspec.Struct]:
+    def section(self) -> type[Struct]:
         """Struct of a key of the recipe itself, which is a section or a list of sections."""
         assert self.struct is not None, f"{self.name} is no section"
         return self.struct
@@ -94,7 +94,7 @@ def bare(kind: inspect.Type) -> Any:
 
 
 @cache
-def keys_of(struct: type[msgspec.Struct]) -> Mapping[str, Key]:
+def keys_of(struct: type[Struct]) -> Mapping[str, Key]:
     """Return the fields of a section, or of the recipe (whose fields are sections), in their order."""
     kind = inspect.type_info(struct)
     assert isinstance(kind, inspect.StructType)
@@ -143,10 +143,10 @@ def _default(field: inspect.Field) -> Any:
     return None if field.default is msgspec.NODEFAULT else field.default
 
 
-def written_path(recipe: type[msgspec.Struct], path: str) -> str:
+def written_path(recipe: type[Struct], path: str) -> str:
     """Return the path in a recipe file of the field ``path``: ``engines.advanced.sets.0.count`` for
     ``engines.sets.0.count``."""
-    struct: type[msgspec.Struct] | None = recipe
+    struct: type[Struct] | None = recipe
     written = []
     for part in path.split("."):
         key = keys_of(struct).get(part) if struct is not None else None
@@ -158,10 +158,10 @@ def written_path(recipe: type[msgspec.Struct], path: str) -> str:
     return ".".join(written)
 
 
-def paths_in_view(recipe: type[msgspec.Struct], *, with_advanced: bool = False) -> Iterator[str]:
+def paths_in_view(recipe: type[Struct], *, with_advanced: bool = False) -> Iterator[str]:
     """Yield the paths of all keys that ``streamrl explain`` shows, with those of tables inside of sections."""
 
-    def below(struct: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+    def below(struct: type[Struct], prefix: str) -> Iterator[str]:
         for name, key in keys_of(struct).items():
             if key.advanced and not with_advanced:
                 continue
@@ -173,7 +173,7 @@ def paths_in_view(recipe: type[msgspec.Struct], *, with_advanced: bool = False) 
         yield from below(section.section, name)
 
 
-def paths_to(recipe: type[msgspec.Struct], name: str) -> list[str]:
+def paths_to(recipe: type[Struct], name: str) -> list[str]:
     """Return the paths in a recipe file of all keys with this name."""
     all_paths = paths_in_view(recipe, with_advanced=True)
     return [written_path(recipe, path) for path in all_paths if path.rpartition(".")[2] == name]
@@ -182,7 +182,7 @@ def paths_to(recipe: type[msgspec.Struct], name: str) -> list[str]:
 _DOTTED = re.compile(r"\b[a-z_]+(?:\.(?:\d+|N))?\.[a-z_0-9]+")
 
 
-def as_written(recipe: type[msgspec.Struct], text: str) -> str:
+def as_written(recipe: type[Struct], text: str) -> str:
     """Return ``text`` with the names of fields (``engines.restarts``) as paths in a recipe file
     (``engines.advanced.restarts``)."""
     return _DOTTED.sub(lambda match: written_path(recipe, match[0]), text)

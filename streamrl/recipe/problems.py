@@ -7,14 +7,14 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.recipe.toml_text import toml_value
 
 LONGEST_VALUE = 60
 
 
-class Origin(msgspec.Struct, frozen=True):
+class Origin(Struct, frozen=True):
     """Source of a recipe's values, for the places in problems.
 
     ``file``: path of the recipe file;

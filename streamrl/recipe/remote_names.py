@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 
@@ -26,7 +26,7 @@ _PAGE = re.compile(
 _FILE_SYSTEM = re.compile(r"hf://(?P<kind>datasets/)?(?P<name>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/?(?P<file>.*)")
 
 
-class HubName(msgspec.Struct, frozen=True):
+class HubName(Struct, frozen=True):
     """A repository of the Hub. ``revision``: branch, tag or full commit (empty: the main branch)."""
 
     repository: str

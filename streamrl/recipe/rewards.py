@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.recipe.field_types import (
     Count,
@@ -28,7 +28,7 @@ COMBINE_WEIGHTS = "weights"
 COMBINE_SEPARATE = "separate"
 
 
-class RewardTraits(msgspec.Struct, frozen=True):
+class RewardTraits(Struct, frozen=True):
     """Declaration of a built-in reward, for the parts of a run that do not import it. ``file``: option that is a path;
     ``model``: option that is a directory or a name of the Hub, whose model it runs on a GPU unless its option
     ``device`` is ``cpu``. Paths are relative to the recipe."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.recipe.field_types import ADVANCED, keys_of
 
@@ -117,7 +118,7 @@ def toml_value(value: Any) -> str:
         return str(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, msgspec.Struct):
+    if isinstance(value, Struct):
         value = {name: item for name, item in msgspec.structs.asdict(value).items() if item is not None}
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + "}"
@@ -131,19 +132,19 @@ def toml_key(key: str) -> str:
     return key if _BARE_KEY.match(key) else toml_value(key)
 
 
-def toml_document(struct: msgspec.Struct) -> str:
+def toml_document(struct: Struct) -> str:
     """Return a struct of sections as TOML. Left out are fields that are None (TOML has no null), advanced keys with
     their default, and sections that are then empty."""
     blocks: list[str] = []
     for name in struct.__struct_fields__:
         value = getattr(struct, name)
-        items = [value] if isinstance(value, msgspec.Struct) else value
+        items = [value] if isinstance(value, Struct) else value
         for item in items:
             blocks += _section_blocks(f"[{name}]" if item is value else f"[[{name}]]", name, item)
     return "\n\n".join(blocks) + "\n"
 
 
-def _section_blocks(head: str, name: str, section: msgspec.Struct) -> list[str]:
+def _section_blocks(head: str, name: str, section: Struct) -> list[str]:
     """The blocks of a section: its own, and that of its advanced keys."""
     lines: list[str] = []
     advanced_lines: list[str] = []

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, InputError, StreamRLError
 from streamrl.base.host_addresses import at_port
@@ -32,7 +34,7 @@ class Role(StrEnum):
     JUDGE = "judge"
 
 
-class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessPlan(Struct, frozen=True, kw_only=True):
     """One process, such as ``engine-0`` or ``trainer-1``.
 
     ``index``: number among the processes of its role;
@@ -60,7 +62,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.role.value}-{self.index}"
 
 
-class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
+class PreparedSet(Struct, frozen=True, kw_only=True):
     """A set of engines (``engines``, or one of ``engines.sets``).
 
     ``first``: number of its first engine;
@@ -106,7 +108,7 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
         return float(self.count * self.kv_tokens) if self.kv_tokens else math.inf
 
 
-class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessPlace(Struct, frozen=True, kw_only=True):
     """Place of a process on a cluster, with the fields of ``ProcessPlan``."""
 
     host: str
@@ -114,7 +116,7 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[str, ...] = ()
 
 
-class Places(msgspec.Struct, frozen=True, kw_only=True):
+class Places(Struct, frozen=True, kw_only=True):
     """Places of the engines and trainer ranks of a run on a cluster. Made by ``processes.cluster``.
 
     ``address``: address of the controller's host;
@@ -128,7 +130,7 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
 
 
-class Topology(msgspec.Struct, frozen=True, kw_only=True):
+class Topology(Struct, frozen=True, kw_only=True):
     """Processes and endpoints of one run. The controller binds every stream; ranks bind their weight endpoint, and
     engines on a cluster bind an endpoint at which other engines get weights.
 
@@ -267,7 +269,7 @@ def _on_cluster(plan: ProcessPlan, places: Places) -> ProcessPlan:
     place = places.by_name.get(plan.name)
     if place is None:
         return plan
-    return msgspec.structs.replace(plan, **msgspec.structs.asdict(place))
+    return replace(plan, **msgspec.structs.asdict(place))
 
 
 def _endpoints(recipe: Recipe, processes: list[ProcessPlan], socket_directory: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.check_fields import expected
@@ -24,7 +25,7 @@ RewardCallable = Callable[..., Any]
 """``function(completion, **columns)``, or a coroutine function of that form."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the options of a built-in reward; the docstring of each subclass describes them."""
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.types import (
     FinishReason,
@@ -43,10 +43,9 @@ class Detokenizer(Protocol):
 
     def decode(self, token_ids: TokenArray, skip_special: bool = True) -> str:
         """Text of ``token_ids``."""
-        ...
 
 
-class SampleValue(msgspec.Struct, frozen=True):
+class SampleValue(Struct, frozen=True):
     """Result of one reward for one sample. ``checked``: value of the sample; ``call``: result of the call, which is
     about siblings too where the function scores groups."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 PROVIDED = ("prompt", "prompt_id", "token_ids", "finish_reason", "environment_reward", "tool_calls")
 """Parameters of a function of one completion that are not columns."""
@@ -34,7 +34,7 @@ _NOT_GIVEN = {
 """Name of an argument -> the other system that passes it. streamrl passes it only where a column has the name."""
 
 
-class RewardSignature(msgspec.Struct, frozen=True, kw_only=True):
+class RewardSignature(Struct, frozen=True, kw_only=True):
     """Signature of one reward function.
 
     ``spec``: ``function`` of the recipe; ``first``: parameter that takes the completions; ``per_group``: a call is
@@ -65,7 +65,7 @@ class RewardSignature(msgspec.Struct, frozen=True, kw_only=True):
         return self.special_tokens or not {"token_ids", "completion_ids"}.isdisjoint((self.first, *self.provided))
 
 
-class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
+class RewardFunction(Struct, frozen=True, kw_only=True):
     """A user's function, ready to be called with ``call(completion, **arguments)``."""
 
     signature: RewardSignature

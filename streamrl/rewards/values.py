@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.printable import printable
 from streamrl.base.types import RewardFailureKind
@@ -18,14 +18,14 @@ from streamrl.base.types import RewardFailureKind
 _LONGEST_NAME = 100  # characters of a part's name, which becomes the name of a metric
 
 
-class CallFailure(msgspec.Struct, frozen=True, array_like=True):
+class CallFailure(Struct, frozen=True, array_like=True):
     """Reason why a call gave no value."""
 
     kind: RewardFailureKind
     message: str
 
 
-class CheckedValue(msgspec.Struct, frozen=True, array_like=True):
+class CheckedValue(Struct, frozen=True, array_like=True):
     """Result of one function for one sample: a finite ``value``, finite named ``parts``, of which the reward is
     the weighted sum, or a ``failure``. With none of the three the function does not apply to the sample."""
 
@@ -37,7 +37,7 @@ class CheckedValue(msgspec.Struct, frozen=True, array_like=True):
 NOT_APPLICABLE = CheckedValue()
 
 
-class CallResult(msgspec.Struct, frozen=True):
+class CallResult(Struct, frozen=True):
     """Result of one call: one value for each completion. ``seconds``: wall time inside of the function; ``waited_s``:
     seconds between the request and the start of the call; ``limit_s``: time limit of the call."""
 

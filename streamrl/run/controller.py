@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup
+from msgspec import Struct
 
 from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import CannotContinue, StreamRLError
@@ -40,7 +40,7 @@ from streamrl.run.checkpoints import fork_point
 from streamrl.run.trainer_ranks import TrainerRanks, announcement, close_of
 
 
-class RunRecord(msgspec.Struct, frozen=True):
+class RunRecord(Struct, frozen=True):
     """The state from which a controller begins.
 
     ``control``: state of control: new, from the checkpoint that the run was forked from, or from the journal;

@@ -11,6 +11,7 @@ from itertools import groupby
 from statistics import fmean, pstdev
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.types import FinishReason, ScoredTrajectory
 from streamrl.buffers.slots import staleness
@@ -21,7 +22,7 @@ UNSEEN = 0.05
 not reported above it."""
 
 
-class SampledLength(msgspec.Struct, frozen=True):
+class SampledLength(Struct, frozen=True):
     """Number of sampled tokens of one trajectory.
 
     ``complete``: whether it ended by itself or at the token limit, and was not stopped before;
@@ -34,7 +35,7 @@ class SampledLength(msgspec.Struct, frozen=True):
     round_kind: str
 
 
-class StepWindow(msgspec.Struct):
+class StepWindow(Struct):
     """Trajectories that ended since the last step.
 
     ``sampled``: lengths of all, complete or stopped;
@@ -48,7 +49,7 @@ class StepWindow(msgspec.Struct):
     discarded_rewards: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
 
 
-class FirstLengths(msgspec.Struct):
+class FirstLengths(Struct):
     """Lengths of first attempts since the run began.
 
     ``limit``: token limit of a trajectory; 0: nothing is counted, because the members of a group race each other, so

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import anyio
 import msgspec
+from msgspec import Struct
 
 from streamrl.base import messages
 from streamrl.base.errors import StreamBroken, StreamEnded, StreamRLError, VersionLeft
@@ -39,7 +40,7 @@ class TrainerRanks:
         self._answer_count = 0
         self._closed = False
         self._gone = False
-        self._answers: dict[tuple[type[msgspec.Struct], int], Future[messages.TrainingEvent]] = {}
+        self._answers: dict[tuple[type[Struct], int], Future[messages.TrainingEvent]] = {}
         """Expected answers by kind and rank."""
         # An asyncio.Lock and none of anyio's: it is acquired without a switch to another task where it is free.
         self._order_lock = Lock()

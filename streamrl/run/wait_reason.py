@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from streamrl.control.run_state import RunState
@@ -48,7 +48,7 @@ class WaitReason(StrEnum):
     CONTROL = "control"
 
 
-class ShellView(msgspec.Struct, frozen=True, kw_only=True):
+class ShellView(Struct, frozen=True, kw_only=True):
     """Facts that are not in the state of control.
 
     ``sampling``: number of trajectories on engines, evaluations included;

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
 from streamrl.control.events import RoundsAdvised
@@ -86,7 +87,7 @@ def recent(run: RecordedRun) -> RecordedRun:
     start_s = 0.0
     if len(run.trajectories) > RECENT_TRAJECTORIES and len(run.steps) > RECENT_STEPS:
         start_s = min(run.trajectories[-RECENT_TRAJECTORIES].ended_s, run.steps[-RECENT_STEPS].time_s)
-    return msgspec.structs.replace(
+    return replace(
         run,
         trajectories=tuple(line for line in run.trajectories if line.launched_s >= start_s),
         steps=tuple(line for line in run.steps if line.time_s >= start_s),

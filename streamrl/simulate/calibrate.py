@@ -15,6 +15,8 @@ from statistics import NormalDist
 
 import msgspec
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
@@ -34,7 +36,7 @@ ROW_PARTS = 4
 """An idle trainer starts once this part of a row of ``micro_batch_tokens`` waits (``TorchTrainer.idle_work``)."""
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
+class Fit(Struct, frozen=True, kw_only=True):
     """A fitted ``model``, and medians of its absolute relative errors on the record.
 
     ``step_error``: error of decode steps;
@@ -81,11 +83,11 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
     prompt_tokens = round(float(np.mean([line.prompt_tokens for line in run.trajectories])))
     model = FleetModel(
         engine=_engine(run, step, arrival, presubmitted, recipe.engines.max_num_seqs if recipe else 0),
-        trainer=msgspec.structs.replace(trainer, rollout_slowdown=step.slowdown),
+        trainer=replace(trainer, rollout_slowdown=step.slowdown),
         lengths=fit_lengths(run),
         environment=_environment(run),
         # Without the capacity of this run: other recipes are measured against the capacity of their own batches.
-        engines=msgspec.structs.replace(
+        engines=replace(
             DEMO.engines,
             count=run.header.engines,
             prompt_tokens=prompt_tokens,
@@ -172,11 +174,11 @@ def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> tuple[TrainerMod
     model = TrainerModel(token_s=token_s, sequence_s=sequence_s)
     if float(np.median(after_full_s)) >= STREAMS_BELOW * float(np.median(work_s)):
         closing_s = max(float(np.mean(after_full_s - work_s)), 0.0) + constant_s
-        return msgspec.structs.replace(model, optimizer_s=closing_s), []
-    model = msgspec.structs.replace(model, streaming_speed=1.0, streaming_tokens=streaming_tokens)
+        return replace(model, optimizer_s=closing_s), []
+    model = replace(model, streaming_speed=1.0, streaming_tokens=streaming_tokens)
     spans, remaining_s = _replay_training(run, model)
     closing_s = max(float(np.mean(after_full_s - np.array(remaining_s[1:]))), float(after_full_s.min()))
-    return msgspec.structs.replace(model, optimizer_s=closing_s), spans
+    return replace(model, optimizer_s=closing_s), spans
 
 
 def _replay_training(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, float]], list[float]]:

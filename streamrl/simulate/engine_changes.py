@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.messages import EngineLoad
@@ -31,7 +31,7 @@ UNLIMITED = 1 << 40
 """Size in tokens of a KV cache without a limit."""
 
 
-class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
+class EnginePlan(Struct, frozen=True, kw_only=True):
     """Changes of the engines that a recipe allows. ``release``: time at which engines are freed; ``sets``: all sets of
     engines, the set of the fleet first (empty: no change of the set)."""
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
-import msgspec
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
@@ -32,7 +32,7 @@ _SURE = 2.0  # standard errors: a smaller slowdown may be chance
 _MOST_SLOWDOWN = 1.0
 
 
-class StepFit(msgspec.Struct, frozen=True, kw_only=True):
+class StepFit(Struct, frozen=True, kw_only=True):
     """Fit of a decode step. ``cost``: cost without training; ``slowdown``: factor of its time while the trainer
     works; ``error``: median of the absolute relative error."""
 
@@ -41,7 +41,7 @@ class StepFit(msgspec.Struct, frozen=True, kw_only=True):
     error: float
 
 
-class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
+class StepSamples(Struct, frozen=True, kw_only=True):
     """Samples of decode steps, one row for each interval of the record.
 
     ``seconds``: mean seconds of a step;

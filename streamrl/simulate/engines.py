@@ -11,7 +11,8 @@ import heapq
 import math
 from collections import deque
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.types import TrajectoryId
 from streamrl.engines.step_cost import StepCost
@@ -47,7 +48,7 @@ class EngineModel(StepCost, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefix_cache: bool = True
 
 
-class Request(msgspec.Struct, eq=False):
+class Request(Struct, eq=False):
     """One trajectory that has not ended.
 
     ``prompt``: number of its prompt;
@@ -102,7 +103,7 @@ class Request(msgspec.Struct, eq=False):
 
     def again(self) -> Request:
         """Copy for another submission with the same tokens. The original may still be in the queue of an engine."""
-        return msgspec.structs.replace(self, stopped=False, verified=False, engine=-1)
+        return replace(self, stopped=False, verified=False, engine=-1)
 
 
 class RunningTogether:

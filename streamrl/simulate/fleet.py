@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, InputError
 from streamrl.recipe.sections import Recipe
@@ -21,7 +22,7 @@ from streamrl.simulate.lengths import DomainLengths, LengthModel, LengthSource, 
 from streamrl.simulate.stages import EnvironmentModel, PushModel, RewardModel, TrainerModel
 
 
-class FleetEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FleetEngines(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Equal engines.
 
     ``count``: number of engines;
@@ -44,7 +45,7 @@ class FleetEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     switch_s: float = 0.0
 
 
-class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Domain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prompts of one kind, with lengths and rewards of their own. ``share``: share of all prompts, in any unit."""
 
     share: float
@@ -52,7 +53,7 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reward: RewardModel = RewardModel()
 
 
-class FleetModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FleetModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All costs and lengths, which a recipe does not have. A TOML file has a table for each field; ``domains`` is an
     array of tables, which replace ``lengths`` and ``reward``."""
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.engines.push.relay_tree import ancestors, children, pieces_of
 
@@ -21,7 +22,7 @@ MOST_PIECES = 4096
 run."""
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Link of a host. ``gbit_s``: bandwidth in each direction at the same time; ``latency_s``: latency to any other
     host."""
 
@@ -33,7 +34,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return size * 8e-9 / self.gbit_s
 
 
-class HostChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HostChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A host joins or is lost. ``at_s``: time of the change; ``host``: number of the host, from 0; numbers from
     ``hosts.count`` on are hosts that join for the first time."""
 
@@ -42,7 +43,7 @@ class HostChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kind: Literal["join", "loss"]
 
 
-class HostsModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HostsModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Hosts that share the engines evenly.
 
     ``count``: number of hosts at the start (0: hosts are not modelled);

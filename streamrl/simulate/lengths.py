@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import msgspec
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
@@ -34,7 +34,7 @@ NEIGHBOURS = 3
 """Number of recorded prompts on either side, in order of length, that may replace a prompt."""
 
 
-class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LengthModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Model of completion lengths in tokens: a mixture of log-normals, with a tail and a mass at the cap.
 
     ``cap``: longest completion;
@@ -120,11 +120,9 @@ class LengthSource(Protocol):
     @property
     def cap(self) -> int:
         """The longest completion, in tokens."""
-        ...
 
     def draw(self, prompt: int, seed_base: int, samples: int, version: int) -> list[int]:
         """Lengths in tokens of samples ``0 .. samples - 1`` of the ``prompt``-th prompt under ``version``."""
-        ...
 
 
 class ModelledLengths:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-import msgspec
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.base.errors import InputError
@@ -36,7 +37,7 @@ def load_recording(path: Path) -> RecordedRun:
     return read_trace(file)
 
 
-class LifeTimes(msgspec.Struct, frozen=True, kw_only=True):
+class LifeTimes(Struct, frozen=True, kw_only=True):
     """Completions, or turns, that ran from launch to end under one version, one row each. Times are seconds since the
     run began.
 
@@ -112,7 +113,7 @@ def _completions(line: TrajectoryLine) -> list[TrajectoryLine]:
     now = line.launched_s
     for _, environment_s, tokens, sampling_s in line.turns:
         now += environment_s
-        turns.append(msgspec.structs.replace(line, launched_s=now, rollout_s=sampling_s, tokens=tokens))
+        turns.append(replace(line, launched_s=now, rollout_s=sampling_s, tokens=tokens))
         now += sampling_s
     return turns[:-1] or [line]  # the last entry has no tokens (``TurnTimes``)
 
@@ -121,7 +122,7 @@ def _is_complete(line: TrajectoryLine) -> bool:
     return bool(line.finish_reason) and line.tokens > 0 and line.oldest_version == line.newest_version
 
 
-class TrainedGroup(msgspec.Struct, frozen=True, kw_only=True):
+class TrainedGroup(Struct, frozen=True, kw_only=True):
     """A group that was trained. ``scored_s``: time at which its last reward was known; ``trained_s``: time at which the
     optimizer had stepped on it; ``tokens``, ``samples``: number of its tokens and trajectories."""
 
@@ -155,7 +156,7 @@ recorded run did not have."""
 MOST_WARM_UP = 5
 
 
-class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+class Agreement(Struct, frozen=True, kw_only=True):
     """Comparison of a recorded run with a simulation of its own recipe on the recorded lengths.
 
     ``recipe``: recipe of the run;

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 from streamrl.buffers.rollout_buffer import Accounting
 from streamrl.control.actions import StepOptimizer
@@ -21,7 +22,7 @@ STEPS_REPORTED = 512
 MOST_WAITING_PROMPTS = 1 << 16
 
 
-class LengthSummary(msgspec.Struct, frozen=True, kw_only=True):
+class LengthSummary(Struct, frozen=True, kw_only=True):
     """Summary of ``count`` completions, in tokens. ``cap_share``: share that reached the cap."""
 
     count: int = 0
@@ -31,7 +32,7 @@ class LengthSummary(msgspec.Struct, frozen=True, kw_only=True):
     cap_share: float = 0.0
 
 
-class StepRow(msgspec.Struct, frozen=True, kw_only=True):
+class StepRow(Struct, frozen=True, kw_only=True):
     """One optimizer step, from the time at which the version before it went live until its own version is live.
 
     ``began_s``: begin of the step since the simulation began;
@@ -55,7 +56,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     free_slots: float
 
 
-class KindSummary(msgspec.Struct, frozen=True, kw_only=True):
+class KindSummary(Struct, frozen=True, kw_only=True):
     """Means over all steps of one kind of round. ``longest_mean``: mean of the longest trained completion of a round;
     ``trained``: lengths of the trained completions."""
 
@@ -67,7 +68,7 @@ class KindSummary(msgspec.Struct, frozen=True, kw_only=True):
     trained: LengthSummary
 
 
-class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationReport(Struct, frozen=True, kw_only=True):
     """Figures over the steps that count, without the warm-up. Times are simulated seconds.
 
     ``rounds``: kind of rounds;
@@ -169,7 +170,7 @@ def summary_of(counts: Counter[int], cap: int) -> LengthSummary:
     )
 
 
-class JoinedBatch(msgspec.Struct):
+class JoinedBatch(Struct):
     """Groups of one batch. ``kind``: kind of their round; ``longest``: longest completion; ``tables``: lengths of each
     group."""
 
@@ -178,7 +179,7 @@ class JoinedBatch(msgspec.Struct):
     tables: list[LengthTable] = []
 
 
-class Sums(msgspec.Struct):
+class Sums(Struct):
     """Sums since ``began_s``, of which the report is made.
 
     ``preemptions_before``: preemptions until ``began_s``;

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import FinishReason
@@ -66,7 +66,7 @@ def simulate(
     ``trace``: trace for all requests and steps.
 
     Raises ``StreamRLError`` when control stops the run with an error, or when no event is left."""
-    settings = msgspec.structs.replace(settings, steps=warm_up + steps)
+    settings = replace(settings, steps=warm_up + steps)
     source = lengths or model.drawn_lengths(seed)
     advice = None
     if settings.rounds is RoundKind.AUTO:
@@ -128,7 +128,7 @@ def _refuse_sets_on_hosts(engines: EnginePlan, model: FleetModel) -> None:
 
 
 def _with_hosts(report: SimulationReport, hosts: SimulatedHosts) -> SimulationReport:
-    return msgspec.structs.replace(
+    return replace(
         report,
         hosts=len(hosts.present),
         transfer_s=hosts.transfer_s / max(hosts.pushes, 1),

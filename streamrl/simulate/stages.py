@@ -7,14 +7,14 @@ import heapq
 import math
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
+from msgspec import Struct
 
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward
 from streamrl.rewards.time_limits import TimeLimits
 
 
-class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RewardModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rewards: their times are log-normal, their values 0 or 1. Completions at the cap get 0.
 
     ``median_s``, ``sigma``: parameters of the seconds of one reward (median 0: no time);
@@ -36,7 +36,7 @@ class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     spread: float = 1.0
 
 
-class EnvironmentModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EnvironmentModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Environment, for recipes that have one.
 
     ``turn_tokens``: sampled tokens of a turn, so that longer completions have more turns (0: one turn);
@@ -50,7 +50,7 @@ class EnvironmentModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     factor: float = 1.0
 
 
-class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainerModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs of training.
 
     ``token_s``, ``sequence_s``: forward and backward of one trained token and of one sequence, at full speed;
@@ -70,7 +70,7 @@ class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rollout_slowdown: float = 1.0
 
 
-class PushModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PushModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs of a push and of a round.
 
     ``seconds``: time from the optimizer step until the new version is live;

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from statistics import fmean
 
-import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError, StreamRLError
@@ -51,7 +51,7 @@ _MOST_REFINEMENTS = 8
 _FINEST_STEP = 1 / 32  # share of the prompts of a batch
 
 
-class Budget(msgspec.Struct, frozen=True, kw_only=True):
+class Budget(Struct, frozen=True, kw_only=True):
     """Limits of a recommendation. ``max_staleness``: staleness of the oldest trained token; ``min_length_share``: mean
     trained length over the unbiased mean."""
 
@@ -59,7 +59,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     min_length_share: float = 0.9
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class Figures(Struct, frozen=True, kw_only=True):
     """Predictions for a candidate: means over its simulations. Times are scaled by the record, where there is one.
 
     ``goodput``: trained tokens a second;
@@ -89,7 +89,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     push_share: float
 
 
-class TriedRecipe(msgspec.Struct, frozen=True, kw_only=True):
+class TriedRecipe(Struct, frozen=True, kw_only=True):
     """A candidate and its result. ``figures``: predictions, None where the simulation failed; ``problem``: error of the
     simulation, or the limit of the budget that the candidate exceeds; ``unknown``: message that the record says too
     little about its times."""
@@ -114,7 +114,7 @@ class TriedRecipe(msgspec.Struct, frozen=True, kw_only=True):
         return self.figures.goodput
 
 
-class Advice(msgspec.Struct, frozen=True, kw_only=True):
+class Advice(Struct, frozen=True, kw_only=True):
     """Result of a search. ``recommended``: recommended candidate, which may be ``current``; ``current``: the recipe as
     it is; ``tried``: all candidates, confirmed ones first, each part with the best first."""
 
@@ -129,7 +129,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         return self.recommended.goodput / current_goodput - 1 if current_goodput else 0.0
 
 
-class World(msgspec.Struct, frozen=True, kw_only=True):
+class World(Struct, frozen=True, kw_only=True):
     """Conditions for the simulation of candidates.
 
     ``model``: fleet;
@@ -394,7 +394,7 @@ def recipe_fragment(recommended: Recipe, current: Recipe) -> str:
     for section in _SEARCHED_SECTIONS:
         before = getattr(current, section)
         after = getattr(recommended, section)
-        section_type: type[msgspec.Struct] = type(after)
+        section_type: type[Struct] = type(after)
         keys_in_section = keys_of(section_type).values()
         changed = [key for key in keys_in_section if getattr(after, key.name) != getattr(before, key.name)]
         for table, advanced in ((section, False), (f"{section}.{ADVANCED}", True)):

@@ -18,7 +18,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from functools import partial
 
 import anyio
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError, StreamBroken, StreamEnded
 from streamrl.base.notifier import Notifier
@@ -57,7 +58,7 @@ another cause."""
 OpenWorker = Callable[[], AbstractAsyncContextManager[WorkerStreams]]
 
 
-class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
+class RewardSettings(Struct, frozen=True, kw_only=True):
     """Settings of the reward stage.
 
     ``functions``: labels of the functions, for messages.
@@ -169,7 +170,7 @@ class RewardStage:
                     await self._attach(order, per_group=any(reply.per_group for reply in replies))
 
     async def _attach(self, order: LoadRewardSet, *, per_group: bool) -> None:
-        self._settings = msgspec.structs.replace(
+        self._settings = replace(
             self._settings,
             functions="+".join(reward.label for reward in order.rewards),
             timeout_s=max(reward.timeout_s for reward in order.rewards),
@@ -367,7 +368,7 @@ class _Worker:
         return self.reply
 
 
-class _Attachment(msgspec.Struct, frozen=True, eq=False):
+class _Attachment(Struct, frozen=True, eq=False):
     """A version of the reward functions. ``order``: order that loads them in a worker; None: the recipe's functions."""
 
     version: int

@@ -10,12 +10,12 @@ import heapq
 from collections import deque
 from typing import NamedTuple
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.types import Trajectory
 
 
-class WaitingOrder(msgspec.Struct, frozen=True):
+class WaitingOrder(Struct, frozen=True):
     """Trajectories of one group to be scored together.
 
     ``reward_version``: number of the set of reward functions that scores them;

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.errors import EngineError, WeightError
 from streamrl.base.messages import HASH_MODULUS, OrderDone, WeightAnnouncement
@@ -43,7 +44,7 @@ async def push(llm: Any, announcement: WeightAnnouncement, *, clear_cache: bool 
             await llm.resume_generation()
             raise
         await llm.resume_generation()
-    return msgspec.structs.replace(committed, payload_bytes=staged.payload_bytes)
+    return replace(committed, payload_bytes=staged.payload_bytes)
 
 
 async def stage(llm: Any, announcement: WeightAnnouncement) -> OrderDone:

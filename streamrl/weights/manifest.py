@@ -15,6 +15,8 @@ from typing import cast
 import msgspec
 import numpy as np
 import zstandard
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
@@ -39,7 +41,7 @@ UNIT_ELEMENTS = 1 << 23
 """Largest number of elements of a work unit. Threads encode and decode different units of a large model."""
 
 
-class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
+class ShardSpec(Struct, frozen=True, array_like=True):
     """One rank's part of one checkpoint tensor. ``dtype``: bfloat16, float16 or float32. ``shape``: sizes of the full
     tensor. ``offset``, ``count``: flat start and number of elements in the full tensor; a shard may be empty.
 
@@ -80,8 +82,8 @@ class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
     def part(self, start: int, count: int) -> ShardSpec:
         """Return the spec of ``count`` elements of the shard, from its element ``start`` on."""
         if self.run:
-            return msgspec.structs.replace(self, skipped=self.skipped + start, count=count)
-        return msgspec.structs.replace(self, offset=self.offset + start, count=count)
+            return replace(self, skipped=self.skipped + start, count=count)
+        return replace(self, offset=self.offset + start, count=count)
 
     def places(self, positions: PositionArray | None = None) -> PositionArray:
         """Return where elements of the shard are in the full tensor: flat indices, int64. ``positions``: indices in the
@@ -110,7 +112,7 @@ class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
         return hash_elements(self.name, self.places(positions), bits) if bits.size else 0
 
 
-class WorkUnit(msgspec.Struct, frozen=True, array_like=True):
+class WorkUnit(Struct, frozen=True, array_like=True):
     """Consecutive shards of one dtype, or slices of shards, with at most ``UNIT_ELEMENTS`` elements together, that are
     encoded as one patch. Each patch has tables, so the changes of a few thousand elements would take half as many bytes
     again in a patch of their own. The state hash and the routes of an engine are per tensor, not per unit."""
@@ -170,21 +172,21 @@ class WorkUnit(msgspec.Struct, frozen=True, array_like=True):
             )
 
 
-class UnitEntry(msgspec.Struct, frozen=True, array_like=True):
+class UnitEntry(Struct, frozen=True, array_like=True):
     """One encoded patch: the unit that it decodes to, and its size in the payload."""
 
     unit: WorkUnit
     payload_bytes: int
 
 
-class ChunkEntry(msgspec.Struct, frozen=True, array_like=True):
+class ChunkEntry(Struct, frozen=True, array_like=True):
     """One chunk of the payload: BLAKE2b-128 digest (hexadecimal) and size."""
 
     digest: str
     payload_bytes: int
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     """Manifest of one rank's part of one version. The payload is the concatenation of the patches of ``units``, split
     into ``chunks``. A delta lists only units that changed; an anchor (``base_version`` None) lists all units.
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 import zmq
+from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.base.messages import WeightAnnouncement
@@ -24,21 +25,21 @@ MANIFEST = -1
 """Number of the piece that is the manifest of a part. The chunks of the part are the pieces from 0 on."""
 
 
-class GetPiece(msgspec.Struct, frozen=True):
+class GetPiece(Struct, frozen=True):
     """Request for one piece of the part with this manifest digest."""
 
     manifest_digest: str
     piece: int
 
 
-class Piece(msgspec.Struct, frozen=True, tag=True):
+class Piece(Struct, frozen=True, tag=True):
     """Header of a reply whose payload is the piece."""
 
     manifest_digest: str
     piece: int
 
 
-class NotServed(msgspec.Struct, frozen=True, tag=True):
+class NotServed(Struct, frozen=True, tag=True):
     """Header of a reply of a publisher that does not hold the piece (any more)."""
 
     manifest_digest: str

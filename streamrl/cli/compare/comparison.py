@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.cli.compare.measured_run import ComparedRun
 from streamrl.cli.compare.run_figures import WARM_UP_STEPS, RunFigures, samples_of
@@ -46,7 +46,7 @@ FIGURES = (
 )
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class Comparison(Struct, frozen=True, kw_only=True):
     """``systems``: names in the order of the command line; ``runs``: finished runs; ``failures``: a line for each run
     that broke; ``notes``: remarks for readers of the figures."""
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-import msgspec
+from msgspec import Struct
 
 WARM_UP_STEPS = 2
 """Unmeasured first steps of every run, in which engines and trainer compile and fill their caches."""
 
 
-class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
+class RunFigures(Struct, frozen=True, kw_only=True):
     """``steps``: metrics of each optimizer step (docs/metrics.md). ``accuracy``: held-out score after the last measured
     step (NaN: not measured). ``cool_down``: steps at the end that are not measured."""
 

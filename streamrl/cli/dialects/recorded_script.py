@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import PARENT_PID, die_with_parent
@@ -26,7 +27,7 @@ from streamrl.recipe.user_code import describe_error
 TIME_LIMIT_S = 600.0
 
 
-class _Answer(msgspec.Struct):
+class _Answer(Struct):
     """Result of the child process: a translation, or problems."""
 
     translation: Translation | None = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.check_fields import leaves
@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _REFERENCES_DEEP = 8
 
 
-class Foreign(msgspec.Struct, frozen=True):
+class Foreign(Struct, frozen=True):
     """Settings of another system.
 
     ``dialect``: name of the system;

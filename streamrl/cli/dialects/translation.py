@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.dialects.conversions import CONVERSIONS, ForeignSettings
@@ -37,7 +38,7 @@ MISSING = {
 """Keys that every recipe needs: the value where the settings do not have it, and what to do."""
 
 
-class ForeignSetting(msgspec.Struct, frozen=True):
+class ForeignSetting(Struct, frozen=True):
     """Outcome of one setting.
 
     ``key``, ``value``: setting of the other system (no key: a remark about the recipe);
@@ -52,7 +53,7 @@ class ForeignSetting(msgspec.Struct, frozen=True):
     sets: Mapping[str, Any] = {}
 
 
-class Translation(msgspec.Struct, frozen=True):
+class Translation(Struct, frozen=True):
     """A recipe out of the settings of another system. ``recipe``: text of the recipe."""
 
     dialect: str
@@ -87,7 +88,7 @@ def translated(foreign: Foreign) -> Translation:
         if key not in settings.defaults:
             every.append(setting)
         elif setting.outcome == TRANSLATED:
-            every.append(msgspec.structs.replace(setting, outcome=DEFAULT))
+            every.append(replace(setting, outcome=DEFAULT))
         elif setting.outcome == BY_HAND:
             every.append(setting)
     _refuse_other_methods(foreign, every)

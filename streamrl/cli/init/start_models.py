@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.pretrained.tokenizer import chat_format
@@ -30,7 +30,7 @@ _PACKAGES = {
 }
 
 
-class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
+class ModelSettings(Struct, frozen=True, kw_only=True):
     """Keys of a recipe that follow from a model. ``path``: ``model.path``. ``chat``: prompts go through the chat
     template. ``least_tokens``: lower bound of ``max_tokens``, for a model that writes more than the answer."""
 

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path, PurePath
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.init.folders import write_rows
@@ -32,7 +32,7 @@ _IMITATED = ("completion", "solution", "answer")
 """Columns for a small model to imitate; the first one that is text is used."""
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class Task(Struct, frozen=True, kw_only=True):
     """``title``: a line for the user. ``columns``: columns that the reward needs. ``until``: share of right completions
     at which the warm-up of a small model ends, so that there is still something to learn (0: no such share, as
     right completions differ). ``templates``: further directories of templates."""

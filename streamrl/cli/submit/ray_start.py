@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.processes.cluster.this_host import MEMORY_MONITOR
 
@@ -60,7 +60,7 @@ def ray_arguments(*, head: bool, at: str, address: str, temporary: Path, gpus: i
     return command
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class Work(Struct, frozen=True, kw_only=True):
     """Work of the first host, which has Ray's head.
 
     ``recipe``: path of the recipe on that host.

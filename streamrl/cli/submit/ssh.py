@@ -20,8 +20,8 @@ from types import MappingProxyType
 
 import anyio
 import anyio.abc
-import msgspec
 from anyio.streams.text import TextReceiveStream
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.submit.ray_start import Work, host_command
@@ -36,7 +36,7 @@ _SSH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=8", "-o", "ServerAliveInter
 HERE = ("localhost", "127.0.0.1")
 
 
-class SshJob(msgspec.Struct, frozen=True, kw_only=True):
+class SshJob(Struct, frozen=True, kw_only=True):
     """A run on ``hosts``, named as for ssh; the first host has Ray's head and runs ``work``.
 
     ``hosts``: names of hosts; ``localhost`` is this one.

@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
 import anyio
-import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.stage_messages import EndedOutcome, Scored
@@ -40,7 +39,7 @@ OnCompletion = Callable[[EvaluationRun], None]
 """Called after each completion with the evaluation of that completion."""
 
 
-class ScoreOfPrompts(msgspec.Struct, frozen=True):
+class ScoreOfPrompts(Struct, frozen=True):
     """A mean over prompts and its 95 % interval over prompts (None: one prompt has none)."""
 
     value: float
@@ -48,7 +47,7 @@ class ScoreOfPrompts(msgspec.Struct, frozen=True):
     high: float | None
 
 
-class EvaluationPass(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationPass(Struct, frozen=True, kw_only=True):
     """``samples`` completions of each prompt at ``temperature``. ``scores``: ``avg@k`` and ``pass@j`` of each held-out
     set; ``figures``: metrics of an evaluation of a run (docs/metrics.md)."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
+from msgspec import Struct
 from rich.table import Table
 
 from streamrl.base.errors import InputError
@@ -22,7 +22,7 @@ RUNS = Path("runs")
 _COMPARED = ("reward/mean", "reward/zero_std_ratio", "completion/length_mean", "time/step_s", "perf/train_tok_s")
 
 
-class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
+class ListedRun(Struct, frozen=True, kw_only=True):
     """``state``: ``streamrl show`` says of a stopped run whether it was drained or killed; ``started``: local time;
     ``metrics``: values of the last step; ``scores``: values of the last evaluation; ``sizes``: numbers
     of their prompts; ``recipe``: values as TOML by key; ``problem``: reason for which the recipe is not known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import InputError
 from streamrl.learning.state.durable_files import surviving_directory
@@ -16,7 +16,7 @@ BEST = "best"
 """The version of a run with the highest held-out score."""
 
 
-class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
+class SavedModel(Struct, frozen=True, kw_only=True):
     """The model of ``version`` of the run in the directory ``run``, in ``checkpoint``."""
 
     run: Path

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 
-import msgspec
+from msgspec import Struct
 from rich.console import Group
 from rich.text import Text
 
@@ -36,7 +36,7 @@ _PAGE = """<!doctype html>
 """
 
 
-class RecipeTrial(msgspec.Struct, frozen=True, kw_only=True):
+class RecipeTrial(Struct, frozen=True, kw_only=True):
     """Findings of ``streamrl try``. ``prompt``: the first prompt as the model sees it, in lines. ``lengths``: token
     counts of the completions, ``truncated`` of which reached ``max_tokens``.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.base.messages import Generate
@@ -26,7 +26,7 @@ _READ_AHEAD = 256
 _MOST_PROMPTS_LOOKED_AT = 1_000_000
 
 
-class CompletedGroup(msgspec.Struct, frozen=True):
+class CompletedGroup(Struct, frozen=True):
     """The completions of one prompt."""
 
     prompt: Prompt
@@ -59,7 +59,7 @@ class PlainText(Tokenizer):
         return bytes(token_ids.tolist()).decode(errors="surrogatepass")
 
 
-class CompletionLine(msgspec.Struct, frozen=True):
+class CompletionLine(Struct, frozen=True):
     """A line of a completions file. ``text`` is another name for ``completion``, used in ``evaluations/*.jsonl`` of a
     run; ``completions``: all completions of one prompt. The prompt is named by ``prompt_id``, or by ``prompt``, its
     text."""

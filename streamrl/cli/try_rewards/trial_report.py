@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
+from msgspec import Struct
 from rich.bar import Bar as RichBar
 from rich.console import Group
 from rich.table import Table
@@ -34,7 +35,7 @@ _MANY_FAILED = 0.05
 _SAME = 1e-9
 
 
-class Bin(msgspec.Struct, frozen=True):
+class Bin(Struct, frozen=True):
     """Number of values from ``low`` to ``high`` (equal for a bin of a single value)."""
 
     low: float
@@ -42,7 +43,7 @@ class Bin(msgspec.Struct, frozen=True):
     count: int
 
 
-class ValueSpread(msgspec.Struct, frozen=True):
+class ValueSpread(Struct, frozen=True):
     """Distribution of values, or of seconds."""
 
     mean: float
@@ -53,7 +54,7 @@ class ValueSpread(msgspec.Struct, frozen=True):
     most: float
 
 
-class FailureCount(msgspec.Struct, frozen=True):
+class FailureCount(Struct, frozen=True):
     """Number of failures of one kind with one message."""
 
     kind: str
@@ -61,7 +62,7 @@ class FailureCount(msgspec.Struct, frozen=True):
     count: int
 
 
-class GroupSignal(msgspec.Struct, frozen=True):
+class GroupSignal(Struct, frozen=True):
     """Groups of at least two values. ``flat``: all values of the group are equal, so that its advantages are 0 and
     nothing is learned from the group; ``flat_low`` and ``flat_high``: flat groups at the least and at the greatest
     value."""
@@ -73,7 +74,7 @@ class GroupSignal(msgspec.Struct, frozen=True):
     mean_std: float
 
 
-class RewardReport(msgspec.Struct, frozen=True, kw_only=True):
+class RewardReport(Struct, frozen=True, kw_only=True):
     """``scored``: completions with a value; ``waited_s``: time from the request of a call to its start;
     ``per_second``: completions, all processes together; ``bytes_for_tokens``: the reward reads token ids, which without
     a tokenizer are bytes."""

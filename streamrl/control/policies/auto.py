@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.types import DropReason
@@ -65,7 +66,7 @@ def candidate_settings(settings: ControlSettings) -> dict[str, ControlSettings]:
     return candidates
 
 
-class Pace(msgspec.Struct):
+class Pace(Struct):
     """Sums over past steps of their measured and predicted seconds. Sums fade, so that about the last ten steps
     decide."""
 
@@ -86,7 +87,7 @@ class Pace(msgspec.Struct):
         return (self.taken_s + prior) / (self.predicted_s + prior)
 
 
-class _State(msgspec.Struct):
+class _State(Struct):
     """State for ``snapshot``.
 
     ``current``: name of the candidate in force;

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Iterable
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import Record, TrajectoryId
@@ -115,7 +116,7 @@ class DeterministicControl(Control):
             ended=tuple(self._outcomes.values()),
             answers=tuple(self._answers.values()),
         )
-        return msgspec.structs.replace(super().snapshot(), order=msgspec.to_builtins(arrivals))
+        return replace(super().snapshot(), order=msgspec.to_builtins(arrivals))
 
     def _restore(self, arrivals: Arrivals) -> None:
         self._now = arrivals.now

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.seeds import derive_seed
 from streamrl.control.policies import sagc
@@ -32,7 +34,7 @@ def make_group_sizer(settings: GroupSizing, fixed_size: int, seed: int, steps: i
     return FixedSize(fixed_size)
 
 
-class _Draws(msgspec.Struct, frozen=True, kw_only=True):
+class _Draws(Struct, frozen=True, kw_only=True):
     """State of ``RandomSize``. ``drawn``: number of draws of each size; ``size``: last draw; ``held``: steps that used
     it."""
 
@@ -61,7 +63,7 @@ class RandomSize:
         rate = sagc.straggler_rate(_tables(groups), self._settings.straggler_ratio)
         steps = self._draws.held + batches
         if steps < self._settings.dwell:
-            self._draws = msgspec.structs.replace(self._draws, held=steps)
+            self._draws = replace(self._draws, held=steps)
             reason = f"stays {self.size}: drawn for {self._settings.dwell} steps, {steps} of them done"
         else:
             self._draws = self._draw(self._draws.drawn)
@@ -78,7 +80,7 @@ class RandomSize:
         draws = msgspec.convert(state, _Draws, str_keys=True)
         drawn = {size: draws.drawn.get(size, 0) for size in self._settings.sizes}
         if draws.size in self._settings.sizes:
-            self._draws = msgspec.structs.replace(draws, drawn=drawn)
+            self._draws = replace(draws, drawn=drawn)
         else:
             self._draws = self._draw(drawn)
 
@@ -152,7 +154,7 @@ class StragglerAwareSize:
         memory = sagc.spend(
             memory, rate, batches, smallest=self._sizes[0], tightening=settings.tightening, tradeoff=memory.tradeoff
         )
-        self._memory = msgspec.structs.replace(memory, held=memory.held + batches)
+        self._memory = replace(memory, held=memory.held + batches)
         message = ""  # for the user
         if calibrating:
             message = self._calibrate()
@@ -181,10 +183,10 @@ class StragglerAwareSize:
         other_steps = self._settings.calibration_steps not in (None, memory.calibration_steps)
         other_budget = memory.asked != new.asked or other_steps
         if other_budget:
-            memory = msgspec.structs.replace(memory, budget=new.budget, queue=0.0, steps=0, rate_sum=0.0, warned=False)
+            memory = replace(memory, budget=new.budget, queue=0.0, steps=0, rate_sum=0.0, warned=False)
         starts_over = memory.size not in self._sizes or (other_budget and not new.asked)
         size = new.size if starts_over else memory.size
-        self._memory = msgspec.structs.replace(
+        self._memory = replace(
             memory,
             size=size,
             asked=new.asked,
@@ -208,7 +210,7 @@ class StragglerAwareSize:
         if not self._reuse:
             if memory.size != sizes[0]:
                 if 2 * steps >= needed_steps:
-                    self._memory = msgspec.structs.replace(memory, size=sizes[0], held=0)
+                    self._memory = replace(memory, size=sizes[0], held=0)
                 return ""
             steps = memory.held
             # Early rounds at the smallest size may still end with groups of the largest: then this half is longer.
@@ -219,14 +221,14 @@ class StragglerAwareSize:
         rarest = min(group_counts, key=group_counts.__getitem__)
         if group_counts[rarest] < sagc.FEWEST_GROUPS:
             middle = sizes[len(sizes) // 2]
-            self._memory = msgspec.structs.replace(memory, size=middle, held=0, warned=True)
+            self._memory = replace(memory, size=middle, held=0, warned=True)
             return (
                 f"group size stays {middle}: {group_counts[rarest]:.0f} groups of size {rarest} are too few to measure "
                 "a budget by; set group_sizing.budget, or more group_sizing.advanced.calibration_steps"
             )
         budget, text = sagc.measured_budget(sagc.risks_of(memory, sizes, 0.0), self._settings.tightening)
-        memory = msgspec.structs.replace(memory, budget=budget, held=max(memory.held, self._settings.dwell))
-        self._memory = msgspec.structs.replace(memory, queue=max(memory.overspent, 0.0))
+        memory = replace(memory, budget=budget, held=max(memory.held, self._settings.dwell))
+        self._memory = replace(memory, queue=max(memory.overspent, 0.0))
         return text
 
     def _choose(self) -> str:
@@ -245,7 +247,7 @@ class StragglerAwareSize:
             return f"stays {best}: {standing}"
         if memory.held < settings.dwell:
             return f"stays {memory.size} for {settings.dwell} steps, {memory.held} of them done: {standing}"
-        self._memory = msgspec.structs.replace(memory, size=best, held=0)
+        self._memory = replace(memory, size=best, held=0)
         return f"{memory.size} to {best}: {standing}"
 
     def _warning(self) -> str:
@@ -254,7 +256,7 @@ class StragglerAwareSize:
         smallest = self._sizes[0]
         if memory.warned or memory.steps < self._settings.dwell or not sagc.is_out_of_reach(memory, smallest, SURE):
             return ""
-        self._memory = msgspec.structs.replace(memory, warned=True)
+        self._memory = replace(memory, warned=True)
         risk = sagc.risks_of(memory, [smallest], 0.0)[smallest].mean
         possible_budget = math.ceil(risk * 20) / 20
         remedy = "raise group_sizing.advanced.straggler_ratio"

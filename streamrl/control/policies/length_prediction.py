@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+from msgspec import Struct
 
 PROMPTS_REMEMBERED = 65_536
 """Number of prompts with an offset of their own (about 10 MB). The prompt observed longest ago is forgotten first."""
@@ -31,7 +32,7 @@ _PRIOR_PERSISTENCE = 0.5  # share of the variance that belongs to the prompt, be
 _PRIOR_COUNT = 8  # weight of the two priors, in observations
 
 
-class FadingMean(msgspec.Struct, array_like=True):
+class FadingMean(Struct, array_like=True):
     """Running mean that forgets old values: the first values have equal weights, each later one the weight ``step``."""
 
     mean: float = 0.0
@@ -42,7 +43,7 @@ class FadingMean(msgspec.Struct, array_like=True):
         self.mean += (value - self.mean) * max(step, 1 / self.count)
 
 
-class PromptLengthPredictor(msgspec.Struct, kw_only=True):
+class PromptLengthPredictor(Struct, kw_only=True):
     """Predictor that learns from groups that ended, in the order of the events. A call takes a few microseconds.
 
     Its fields have everything that it learnt, so that a decoded copy predicts the same. All lengths are logarithms.

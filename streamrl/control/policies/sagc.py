@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.recipe.scheduling import SMALLEST_SIZE
@@ -28,7 +29,7 @@ QUEUE_CAP = 5.0
 """Largest queue, in multiples of V, while no size meets the budget."""
 
 
-class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
+class SizingMemory(Struct, frozen=True, kw_only=True):
     """State of straggler-aware sizing between steps, which a checkpoint has. Steps that trained several batches count
     as several steps.
 
@@ -63,7 +64,7 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
         return self.rate_sum - self.steps * self.budget
 
 
-class SizeRisk(msgspec.Struct, frozen=True, kw_only=True):
+class SizeRisk(Struct, frozen=True, kw_only=True):
     """Posterior risk of one size. ``mean``: posterior mean; ``low``: optimistic bound, by which a size is chosen."""
 
     mean: float
@@ -113,7 +114,7 @@ def learn(
         straggled, number = count_stragglers(informing, size, ratio)
         straggling[size] = straggling.get(size, 0.0) * discount + straggled
         calm[size] = calm.get(size, 0.0) * discount + number - straggled
-    return msgspec.structs.replace(memory, straggling=straggling, calm=calm)
+    return replace(memory, straggling=straggling, calm=calm)
 
 
 def risks_of(memory: SizingMemory, sizes: Sequence[int], optimism: float) -> dict[int, SizeRisk]:
@@ -162,14 +163,14 @@ def spend(
     Q is an anti-windup: without it a period in which no size meets the budget would force the smallest size long after.
     Q has no cap while size ``smallest`` meets the budget: then it can fall again, and where risks are close, a smaller
     size is chosen only at a Q above any fixed cap."""
-    after = msgspec.structs.replace(memory, steps=memory.steps + batches, rate_sum=memory.rate_sum + batches * rate)
+    after = replace(memory, steps=memory.steps + batches, rate_sum=memory.rate_sum + batches * rate)
     if not memory.budget:
         return after
     target = memory.budget - (tightening if after.overspent > 0 else 0.0)
     queue = max(memory.queue + batches * (rate - target), 0.0)
     if is_out_of_reach(memory, smallest):
         queue = min(queue, max(memory.queue, QUEUE_CAP * tradeoff))
-    return msgspec.structs.replace(after, queue=queue)
+    return replace(after, queue=queue)
 
 
 def best_size(utilities: Mapping[int, float], risks: Mapping[int, SizeRisk], *, queue: float, tradeoff: float) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.types import DropReason
 from streamrl.control import events as on
@@ -75,7 +76,7 @@ def _without_older_steps(change: on.SettingsChanged, recipe_steps: int) -> on.Se
     if change.recipe_steps in (0, recipe_steps):
         return change
     values = {key: value for key, value in change.values.items() if key != STEPS}
-    return msgspec.structs.replace(change, values=values)
+    return replace(change, values=values)
 
 
 def _apply_change(make: MakePolicies, state: RunState, rules: Rules, change: on.SettingsChanged, out: Actions) -> Rules:
@@ -113,9 +114,7 @@ def _sample_again(state: RunState, settings: ControlSettings, out: Actions) -> N
     state.batch = Batch(batch_id=state.batch.batch_id, target=settings.batch_weight)
     pool = state.prompts
     sizes = settings.group_sizes
-    pool.queue = [
-        ref if ref.group_size in sizes else msgspec.structs.replace(ref, group_size=sizes[0]) for ref in pool.queue
-    ]
+    pool.queue = [ref if ref.group_size in sizes else replace(ref, group_size=sizes[0]) for ref in pool.queue]
     pool.unsorted = True
 
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 CPU_CACHE_BYTES = 1 << 30
 """Memory for the KV cache on a CPU. ``VLLM_CPU_KVCACHE_SPACE`` counts full GiB, and vLLM touches all of it unless the
@@ -17,7 +17,7 @@ number of blocks is set."""
 CPU_BATCH_TOKENS = 8192
 
 
-class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
+class VllmOptions(Struct, frozen=True, kw_only=True):
     """Options of one vLLM engine.
 
     ``variables``: variables that must be set before vllm is imported; vllm hands them on to its own processes

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import anyio
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.errors import EngineError, StreamRLError
 from streamrl.base.messages import EngineLoad
@@ -54,10 +54,7 @@ def set_chooser(recipe: Recipe, kv_tokens: Mapping[str, int], switch_s: float) -
     ``switch_s``: expected seconds of the first switch
 
     Raises ``StreamRLError`` when engines are to be freed and the capacity of the first set is unknown."""
-    sets = [
-        msgspec.structs.replace(engine_set, kv_tokens=kv_tokens[engine_set.name])
-        for engine_set in prepared_sets(recipe)
-    ]
+    sets = [replace(engine_set, kv_tokens=kv_tokens[engine_set.name]) for engine_set in prepared_sets(recipe)]
     release = recipe.engines.release
     if release is not ReleaseKind.NEVER and not sets[0].kv_tokens:
         raise StreamRLError(

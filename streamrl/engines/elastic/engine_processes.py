@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup, TaskStatus
+from msgspec.structs import replace
 
 from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError, StreamBroken
@@ -495,7 +495,7 @@ class EngineProcesses:
         for name in alive:
             self._lifecycles[name].has_live_version = True
         # Engines that died count as if they were ready: they will have the same size.
-        return pool, msgspec.structs.replace(
+        return pool, replace(
             ready,
             max_num_seqs=ready.max_num_seqs * len(names) // len(alive),
             kv_tokens=ready.kv_tokens * len(names) // len(alive),

@@ -19,7 +19,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.types import TrajectoryId
@@ -39,7 +40,7 @@ SCATTER = 0.05  # assumed relative standard deviation of a round's seconds, besi
 CERTAINTY = 2.0  # required gain, in standard errors
 
 
-class RoundMeasured(msgspec.Struct, frozen=True, kw_only=True):
+class RoundMeasured(Struct, frozen=True, kw_only=True):
     """Measurements of one finished round on one set.
 
     ``seconds``: time from its first request to the last completion of its batch
@@ -66,7 +67,7 @@ PRIOR_ROUNDS = 2
 """Weight of the assumed scatter, as a number of measured rounds."""
 
 
-class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
+class KindHistory(Struct, frozen=True, kw_only=True):
     """History of one kind of round.
 
     ``last``: newest round of this kind
@@ -93,7 +94,7 @@ class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
         return math.sqrt(variance / max(len(self.ratios.get(name, ())), 1))
 
 
-class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
+class SetPlan(Struct, frozen=True, kw_only=True):
     """The set for the next round. ``gain_s``: expected gain over the horizon, without the cost of switches;
     ``because``: the decision with its reason (None: the set does not change)."""
 
@@ -360,7 +361,7 @@ class SetChooser(SetPlanner):
         self.switch_s = seconds
         self._began = now
         if kv_tokens:
-            self.sets[name] = msgspec.structs.replace(self.sets[name], kv_tokens=kv_tokens)
+            self.sets[name] = replace(self.sets[name], kv_tokens=kv_tokens)
         self.note_load(load)
         self._preemptions_began = load.preemptions
 

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Decision
@@ -22,7 +22,7 @@ RECENT_LENGTHS = 2048
 """Number of stored lengths for each kind of round: about four rounds of 64 prompts and 8 samples."""
 
 
-class FreeingSettings(msgspec.Struct, frozen=True, kw_only=True):
+class FreeingSettings(Struct, frozen=True, kw_only=True):
     """Constants: the paper's, and our own ones where the paper has none.
 
     ``window``: progress (finished share of the round) between which engines are freed
@@ -40,7 +40,7 @@ class FreeingSettings(msgspec.Struct, frozen=True, kw_only=True):
     least_lengths: int = 20
 
 
-class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
+class OpenRequest(Struct, frozen=True, kw_only=True):
     """A request that an engine serves. ``prompt``, ``sampled``: tokens of the prompt, and of all parts of its
     completion so far."""
 
@@ -49,7 +49,7 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampled: int
 
 
-class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
+class ServingEngine(Struct, frozen=True, kw_only=True):
     """An engine with its open requests. ``kv_tokens``: capacity of its KV cache, in blocks of ``block_tokens``."""
 
     name: str
@@ -59,7 +59,7 @@ class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 16
 
 
-class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+class Lengths(Struct, frozen=True, kw_only=True):
     """Completion lengths of recent rounds of the same kind, in tokens, in ascending order. ``cap``: longest possible
     length."""
 
@@ -86,14 +86,14 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.ascending[position], self.cap)
 
 
-class Move(msgspec.Struct, frozen=True, kw_only=True):
+class Move(Struct, frozen=True, kw_only=True):
     """A request of a freed engine that the engine ``to`` continues from its tokens."""
 
     request_id: str
     to: str
 
 
-class ReleasePlan(msgspec.Struct, frozen=True, kw_only=True):
+class ReleasePlan(Struct, frozen=True, kw_only=True):
     """``free``: engines to drain (empty: no engine now); ``because``: the decision with its reason."""
 
     free: tuple[str, ...]

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.recipe.topology import Role, Topology
@@ -25,7 +26,7 @@ PEERS = 2
 """Largest number of relays on other hosts that an engine asks before the trainer: its parent and grandparent."""
 
 
-class RelayPlace(msgspec.Struct, frozen=True):
+class RelayPlace(Struct, frozen=True):
     """The host of an engine, and the endpoint of its relay. ``beside_trainer``: whether a trainer rank is on this
     host."""
 
@@ -79,7 +80,7 @@ class RelayTree:
             return announced
         pieces = sum(pieces_of(source.payload_bytes) for source in announced.sources)
         sources = self.sources(name, engines, pieces)
-        return msgspec.structs.replace(announced, peers=tuple(self._places[source].endpoint for source in sources))
+        return replace(announced, peers=tuple(self._places[source].endpoint for source in sources))
 
     def sources(self, name: str, engines: Collection[str], pieces: int) -> tuple[str, ...]:
         """Return the engines that ``name`` asks for a version before it asks the trainer, in order. ``pieces``: number

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import anyio
 import anyio.lowlevel
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import EngineError, RequestRefused, WeightError
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
@@ -27,7 +27,7 @@ from streamrl.engines.step_cost import StepCost
 __all__ = ["LengthMixture", "SimulatedEngine", "SimulationOptions"]
 
 
-class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationOptions(Struct, frozen=True, kw_only=True):
     """Options of a simulated engine. Without a ``SampledText`` its tokens are uniform over ``[0, vocabulary)``.
 
     ``step``: duration of one decode step

@@ -11,7 +11,7 @@ import zlib
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.messages import Generate
@@ -32,7 +32,7 @@ WORDS = 64
 _SCANNED = 4096  # tokens of the vocabulary that are searched for such words
 
 
-class LengthMixture(msgspec.Struct, frozen=True, kw_only=True):
+class LengthMixture(Struct, frozen=True, kw_only=True):
     """Completion lengths in tokens: log-normal, and with probability ``long_share`` a second, longer log-normal."""
 
     median: float = 45.0
@@ -51,7 +51,7 @@ class LengthMixture(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, round(random_source.lognormvariate(math.log(median), sigma)))
 
 
-class Draft(msgspec.Struct, frozen=True, eq=False):
+class Draft(Struct, frozen=True, eq=False):
     """All tokens that a request will sample. ``ends``: whether the completion ends before its limit."""
 
     token_ids: TokenArray
@@ -64,7 +64,6 @@ class SampledText(Protocol):
 
     def draft(self, request: Generate, room: int) -> Draft:
         """Sample ``request``, which has no unverified tokens. ``room``: tokens that are left in the context."""
-        ...
 
 
 def _random_source(request: Generate) -> random.Random:

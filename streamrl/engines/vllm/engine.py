@@ -14,8 +14,8 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import msgspec
 import psutil
+from msgspec.structs import replace
 
 from streamrl.base.errors import ModelRefused
 from streamrl.base.messages import EngineLoad, EngineReady, Generate
@@ -74,7 +74,7 @@ class RunEngine(VllmEngine):
             await self._llm.collective_rpc("streamrl_open_adapter")
             self._adapter = adapter_request()
         digest = await anyio.to_thread.run_sync(tokenizer_digest, self._options.model_path)
-        return msgspec.structs.replace(ready, tokenizer_digest=digest, kv_tokens=kv_tokens(self._llm))
+        return replace(ready, tokenizer_digest=digest, kv_tokens=kv_tokens(self._llm))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._aborted.update(self._verifying.intersection(request_ids))
@@ -155,7 +155,7 @@ class RunEngine(VllmEngine):
             self._aborted.discard(request.request_id)
         resumed = resumed_request(prompt, accepted, seed=request.seed)
         if remaining_tokens(resumed) == 0:
-            return msgspec.structs.replace(accepted, finish_reason=FinishReason.LENGTH)
+            return replace(accepted, finish_reason=FinishReason.LENGTH)
         arguments: dict[str, int] = {}
         if accepted.token_ids:
             arguments[sampler_patches.SKIP] = len(accepted.token_ids)
@@ -165,7 +165,7 @@ class RunEngine(VllmEngine):
         """Return the first of ``tokens`` that these weights choose, too, as the completion so far of ``prompt``."""
         from streamrl.engines.vllm import sampler_patches
 
-        prefill = msgspec.structs.replace(prompt, token_ids=prompt.token_ids + tokens, min_tokens=0, stop=())
+        prefill = replace(prompt, token_ids=prompt.token_ids + tokens, min_tokens=0, stop=())
         arguments = {
             sampler_patches.COMPARE: len(tokens),
             sampler_patches.FEWEST: prompt.min_tokens - prompt.prefix_length,

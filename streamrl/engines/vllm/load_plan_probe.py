@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from streamrl.base.errors import ModelRefused
 from streamrl.engines.vllm.arguments import checked_arguments
@@ -49,7 +49,7 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adap
         for name, value in options.args.items()
         if name not in (PIPELINE_PARALLEL, "decode_context_parallel_size")
     }
-    config = engine_config(msgspec.structs.replace(options, workers=1, args=args))
+    config = engine_config(replace(options, workers=1, args=args))
     config.device_config.device = torch.device("meta")  # the transformers backend makes its parameters on this device
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
         with tempfile.NamedTemporaryFile() as file:

@@ -8,13 +8,13 @@ import contextlib
 import importlib
 import os
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.run_process import CUDA_DEVICES
 from streamrl.engines.vllm.options import installed_device
 
 
-class Gpu(msgspec.Struct, frozen=True):
+class Gpu(Struct, frozen=True):
     """A GPU: its name in ``CUDA_VISIBLE_DEVICES``, and its memory in bytes (0: unknown)."""
 
     name: str

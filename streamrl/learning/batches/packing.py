@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,7 +37,7 @@ CHEAP_COPY = 16
 """A group may continue in the next row when a copy of its prefix is at most 1/16 of the budget."""
 
 
-class PreparedSample(msgspec.Struct, frozen=True):
+class PreparedSample(Struct, frozen=True):
     """A sample with advantages, proximal and reference logprobs and critic values of its trained tokens.
 
     Arrays are float32, one entry for each trained token, in order.
@@ -78,7 +79,7 @@ def sequences_of(item: PreparedSample) -> list[PreparedSample]:
         last = sample.loss_mask.count(1, 0, end)
         vectors = {name: getattr(item, name) for name in VECTORS}
         spans = [span for span in sample.version_spans if start <= span.start < end]
-        sequence = msgspec.structs.replace(
+        sequence = replace(
             sample,
             token_ids=sample.token_ids[start:end],
             loss_mask=sample.loss_mask[start:end],
@@ -90,7 +91,7 @@ def sequences_of(item: PreparedSample) -> list[PreparedSample]:
             sequence_starts=(),
         )
         parts = {name: None if vector is None else vector[first:last] for name, vector in vectors.items()}
-        sequences.append(msgspec.structs.replace(item, sample=sequence, sequence=number, **parts))
+        sequences.append(replace(item, sample=sequence, sequence=number, **parts))
     return sequences
 
 
@@ -196,7 +197,7 @@ def _with_beginnings(trajectories: Sequence[Unit]) -> list[PreparedSample]:
             common = untrained
             shortest = untrained
         previous = item
-        sequences[index] = msgspec.structs.replace(item, beginning=number)
+        sequences[index] = replace(item, beginning=number)
     return sequences
 
 

@@ -10,6 +10,8 @@ from statistics import fmean
 import msgspec
 import numpy as np
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import TrainingGroup, TrainingSample, TrajectoryId
@@ -31,7 +33,7 @@ from streamrl.recipe.environment import Credit
 from streamrl.recipe.objectives.method import KlPlace, Value
 
 
-class SampleScores(msgspec.Struct, frozen=True, kw_only=True):
+class SampleScores(Struct, frozen=True, kw_only=True):
     """Scores of the trained tokens of a sample before it is trained: one float32 entry a token.
 
     ``proximal``: logprobs under the policy at the start of the update.
@@ -192,7 +194,7 @@ def token_moments(samples: Sequence[PreparedSample]) -> Moments:
 def whitened(samples: Sequence[PreparedSample], moments: Moments) -> list[PreparedSample]:
     """Return the samples with advantages relative to the whole batch (or cohort)."""
     return [
-        msgspec.structs.replace(item, token_advantages=whiten(item.token_advantages, moments))
+        replace(item, token_advantages=whiten(item.token_advantages, moments))
         for item in samples
         if item.token_advantages is not None
     ]

@@ -16,9 +16,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
-import msgspec
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -58,7 +58,7 @@ class Bucket(NamedTuple):
     keys: int
 
 
-class Spread(msgspec.Struct, frozen=True, eq=False):
+class Spread(Struct, frozen=True, eq=False):
     """Indices that copy the ``T`` tokens of a row to the ``P`` places of its buckets. All are int64.
 
     ``tokens_P``: token of each place.
@@ -72,7 +72,7 @@ class Spread(msgspec.Struct, frozen=True, eq=False):
     repeated_R: Tensor
 
 
-class FlashBoundaries(msgspec.Struct, frozen=True, eq=False):
+class FlashBoundaries(Struct, frozen=True, eq=False):
     """Arguments of the variable-length kernel.
 
     ``queries``, ``keys``: cumulative lengths, int32 [sequences + 1].
@@ -84,7 +84,7 @@ class FlashBoundaries(msgspec.Struct, frozen=True, eq=False):
     keys_K: Tensor | None
 
 
-class PackedLayout(msgspec.Struct, frozen=True, eq=False):
+class PackedLayout(Struct, frozen=True, eq=False):
     """Layout of the sequences of one row. It is an object and not a tuple, as a compiled layer must not specialise on
     its numbers.
 

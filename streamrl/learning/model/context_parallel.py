@@ -11,9 +11,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
-import msgspec
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import Tensor
 
 from streamrl.learning.options import TrainerOptions
@@ -39,7 +39,7 @@ class ContextGroup(NamedTuple):
         return all_values
 
 
-class SharedKeys(msgspec.Struct, frozen=True, eq=False):
+class SharedKeys(Struct, frozen=True, eq=False):
     """Keys and values that a rank gathers. ``tokens_U``: int64, places in the row of the tokens that this rank's slice
     attends to."""
 

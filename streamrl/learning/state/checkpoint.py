@@ -20,6 +20,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
+from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -47,7 +48,7 @@ GIB = 1 << 30
 T = TypeVar("T")
 
 
-class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerState(Struct, frozen=True, kw_only=True):
     """State without tensors that a trainer resumes from. ``cohort``: moments (count, total, square) of past batches."""
 
     policy_version: int
@@ -55,13 +56,13 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     skipped_steps: int = 0
 
 
-class _Format(msgspec.Struct, frozen=True):
+class _Format(Struct, frozen=True):
     """The only field of ``trainer.msgpack`` that every format has."""
 
     format: int
 
 
-class _Scalars(msgspec.Struct, frozen=True, kw_only=True):
+class _Scalars(Struct, frozen=True, kw_only=True):
     """Content of ``trainer.msgpack``. It has no state of a random generator: training draws no random numbers.
 
     ``moments``: names of the optimizer's moments.

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import msgspec
+from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -27,7 +28,7 @@ MOST_ROWS = 20_000
 """Trajectories in one event."""
 
 
-class StreamPlace(msgspec.Struct, array_like=True):
+class StreamPlace(Struct, array_like=True):
     """The rows that a client has: number of trajectories, prompts, events and loads of engines, and the last step and
     evaluation. ``server``: id of the process whose numbers they are."""
 

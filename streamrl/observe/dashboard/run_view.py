@@ -10,8 +10,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec import Struct
 
 from streamrl.base.line_file import open_regular, read_lines
 from streamrl.base.run_events import WORDS, NamedPrompt
@@ -30,7 +30,7 @@ _ENDS = ("drain", "resumed")
 """Kinds of events that say whether the run is drained: the last of them counts."""
 
 
-class PromptOfSample(msgspec.Struct, frozen=True):
+class PromptOfSample(Struct, frozen=True):
     """The fields of a line of ``samples.jsonl`` that name its prompt."""
 
     prompt_id: str = ""

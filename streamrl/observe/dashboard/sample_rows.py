@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE
 from streamrl.base.line_file import bounded_lines, decoded_lines, open_regular, open_rotated
@@ -17,7 +18,7 @@ MOST_ROWS = 200
 """Rows of one answer."""
 
 
-class _Key(msgspec.Struct, gc=False):
+class _Key(Struct, gc=False):
     """The fields of a line that a filter needs."""
 
     prompt_id: str = ""
@@ -26,7 +27,7 @@ class _Key(msgspec.Struct, gc=False):
     prompt: str = ""
 
 
-class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
+class SampleFilter(Struct, frozen=True, kw_only=True):
     """A filter of completions, from the parameters of a request. ``step``: None for any step. ``least`` and ``most``:
     range of rewards. ``prompt``: id of a prompt, or a part of its text."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.base.errors import UNDECODABLE
@@ -207,7 +208,7 @@ class TimelineColumns:
             for name, values in self.load.items():
                 values.append(getattr(decoded, name))
         elif isinstance(decoded, EventLine):
-            self.events.append(msgspec.structs.replace(decoded, text=self._redaction.text(decoded.text)))
+            self.events.append(replace(decoded, text=self._redaction.text(decoded.text)))
         else:
             self.header = decoded
             self.unread += decoded.schema != TRACE_SCHEMA

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import msgspec
+from msgspec import Struct
 
 REPEAT_STEPS = 20
 """An alarm is reported at most once in this number of steps, whether it lasts or comes and goes."""
@@ -15,7 +15,7 @@ NO_SIGNAL_SHARE = 0.95
 NO_SIGNAL_STEPS = 10
 
 
-class AlarmRule(msgspec.Struct, frozen=True, kw_only=True):
+class AlarmRule(Struct, frozen=True, kw_only=True):
     """An alarm that is reported when ``metric`` was above ``bound`` (or not a number) in ``steps`` steps in a row.
     ``advice``: end of the message, after the value and the bound."""
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.messages import EngineLoad, WeightAnnouncement
 from streamrl.base.run_events import (
@@ -55,7 +55,7 @@ MEASURING_INTERVAL_S = 0.25
 _MEASURED_WITH_TIME = ("time/", "perf/", "util/")
 
 
-class FigureSources(msgspec.Struct, frozen=True, kw_only=True):
+class FigureSources(Struct, frozen=True, kw_only=True):
     """Functions that ``RunReport`` calls for figures which other parts of the controller hold.
 
     ``rollout``: counters of the episodes. ``load``: combined load of all engines. ``serving``: number of engines that
@@ -71,7 +71,7 @@ class FigureSources(msgspec.Struct, frozen=True, kw_only=True):
     more_metrics: Callable[[], dict[str, float]] = dict
 
 
-class _TrainedBatch(msgspec.Struct):
+class _TrainedBatch(Struct):
     """A batch that was trained and whose version is not live yet. ``samples_to_show``: a few of its completions."""
 
     metrics: dict[str, float]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import RolloutStatistics
@@ -14,7 +14,7 @@ from streamrl.control.events import EnginesMeasured
 from streamrl.observe.report.trajectory_trace import EnginesLine
 
 
-class BatchTimes(msgspec.Struct, frozen=True):
+class BatchTimes(Struct, frozen=True):
     """Times of the batch of a step.
 
     ``rollout_s``: seconds until the batch was full. ``training_s``: seconds from then until it was trained.
@@ -27,7 +27,7 @@ class BatchTimes(msgspec.Struct, frozen=True):
     environment_bubble: float
 
 
-class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+class StepTimes(Struct, frozen=True, kw_only=True):
     """Times and counts of a step, from one live version to the next.
 
     ``ended_at``: time of its end, on the clock of the report. ``push_s``: seconds of the weight push. ``wait_eval_s``:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost, TrajectoryOutcome, TrajectoryPaused
 from streamrl.base.types import (
@@ -33,7 +33,7 @@ from streamrl.run.step_metrics import (
 )
 
 
-class _OpenTrajectory(msgspec.Struct):
+class _OpenTrajectory(Struct):
     """A launched trajectory that has not ended: it ends when it is trained, or when it was dropped and has returned.
 
     Times are seconds since the run began. ``returned_s``: time at which its outcome arrived (0: not yet). ``routed_s``:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.line_file import LineFile
@@ -36,7 +37,7 @@ MOST_BYTES = 1 << 30
 """Bytes of one file, some million trajectories. A larger file is rotated."""
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class Line(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Base of the lines. A new field needs a default, and no name is reused or removed: other versions of streamrl read
     the lines."""
 
@@ -160,7 +161,7 @@ class EventLine(Line, frozen=True, tag="event"):
 TraceLine = TrajectoryLine | StepLine | EnginesLine | EventLine
 
 
-class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedRun(Struct, frozen=True, kw_only=True):
     """The lines of a trace by kind, in the order of the file."""
 
     header: TraceHeader

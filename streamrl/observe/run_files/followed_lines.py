@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 from zlib import crc32
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.line_file import LONGEST_LINE, open_rotated
 
@@ -17,7 +17,7 @@ _CHECKED_BYTES = 1024
 _BLOCK_BYTES = 1 << 20
 
 
-class Cursor(msgspec.Struct, frozen=True):
+class Cursor(Struct, frozen=True):
     """A position in a file; ``Cursor()`` is the start of the file.
 
     ``offset``: bytes of the complete lines that were read. ``check``: CRC-32 of the first 1,024 bytes of them, because

@@ -8,7 +8,7 @@ import re
 from functools import cache
 from importlib.resources import files
 
-import msgspec
+from msgspec import Struct
 
 AGGREGATIONS = {
     "mean": "mean",
@@ -27,7 +27,7 @@ AGGREGATIONS = {
 """Ways to make the value of a step from the values measured in it, by the words of the table."""
 
 
-class Metric(msgspec.Struct, frozen=True):
+class Metric(Struct, frozen=True):
     """One metric. ``name``: may have placeholders such as ``<function>``."""
 
     name: str

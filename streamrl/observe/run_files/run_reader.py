@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import InputError
 from streamrl.base.line_file import bounded_lines, decoded_lines, open_regular, open_rotated
@@ -46,7 +46,7 @@ class RunStatus(StrEnum):
     STOPPED = "stopped"
 
 
-class MetricLine(msgspec.Struct, frozen=True):
+class MetricLine(Struct, frozen=True):
     """A line of ``metrics.jsonl``. ``kind``: ``step``, or ``evaluation`` of the version of a step. ``time``: seconds
     since 1970. ``values``: finite metrics by name."""
 
@@ -79,7 +79,7 @@ def set_size(name: str, values: Mapping[str, Any]) -> float | None:
     return size
 
 
-class RunFiles(msgspec.Struct, frozen=True):
+class RunFiles(Struct, frozen=True):
     """Files of the run in ``directory``. Each of them may be missing. A file of lines may have an older part, which
     ``read_lines`` and ``FollowedLines`` read as well."""
 

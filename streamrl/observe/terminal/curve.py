@@ -7,12 +7,12 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import msgspec
+from msgspec import Struct
 
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row of four][column of two]
 
 
-class Curve(msgspec.Struct, frozen=True):
+class Curve(Struct, frozen=True):
     """One curve. ``points``: pairs (step, value), ascending by step. ``marked``: whether the points are few, as those
     of evaluations are; two such points are not joined by a line, because nothing was measured between them."""
 
@@ -37,7 +37,7 @@ def has_shape(curves: Sequence[Curve]) -> bool:
     return any(len({value for _, value in finite(curve).points}) > 1 for curve in curves)
 
 
-class _Frame(msgspec.Struct, frozen=True):
+class _Frame(Struct, frozen=True):
     """The values at the edges of a plot."""
 
     first_step: float

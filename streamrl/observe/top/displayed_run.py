@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base import run_events
 from streamrl.base.printable import one_line
@@ -27,7 +28,7 @@ MOST_EVENTS = 500
 _WORDS = {"StartProgress": "start", "EngineLost": "engine lost", "EngineBack": "engine back", "RunResumed": "resumed"}
 
 
-class ShownEvent(msgspec.Struct, frozen=True):
+class ShownEvent(Struct, frozen=True):
     """A row of the list of events. ``time``: seconds since 1970. ``style``: style of rich. ``text``: a single line."""
 
     time: float

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.messages import EngineLoad
 from streamrl.buffers.rollout_buffer import Group
@@ -30,7 +31,7 @@ MOST_MEMBERS = 64
 """Members of a group in one message."""
 
 
-class EngineRow(msgspec.Struct, frozen=True):
+class EngineRow(Struct, frozen=True):
     """Figures of an engine. ``serves``: whether requests are sent to it. ``slots``: requests that it runs at once (0:
     not known). ``kv``: used share of the KV cache."""
 
@@ -43,7 +44,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     tokens_s: float
 
 
-class GroupRow(msgspec.Struct):
+class GroupRow(Struct):
     """Figures of a group.
 
     ``state``: racing, paused, ready, batch, deferred (sampled again later), dropped. ``size``: number of launched
@@ -59,7 +60,7 @@ class GroupRow(msgspec.Struct):
     marks: str
 
 
-class Live(msgspec.Struct, frozen=True, kw_only=True):
+class Live(Struct, frozen=True, kw_only=True):
     """The fields of the topic.
 
     ``pending``: orders without an answer so far (step, push, evaluation, checkpoint). ``stopping``: reason of a drain.

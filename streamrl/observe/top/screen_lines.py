@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections.abc import Callable, Collection, Sequence
 
-import msgspec
+from msgspec import Struct
 from rich.text import Text
 
 from streamrl.observe.terminal.curve import Curve, terminal_plot
@@ -232,7 +232,7 @@ def events(picture: Picture, width: int, height: int, name_part: str) -> list[Te
     return lines or [Text("nothing yet", "dim")]
 
 
-class Box(msgspec.Struct, frozen=True):
+class Box(Struct, frozen=True):
     """A box of the screen. ``least_lines``: lines that it has in any case. ``grows``: whether it takes spare lines."""
 
     title: str

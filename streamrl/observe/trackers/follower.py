@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, StreamRLError
@@ -37,7 +38,7 @@ _FILE_S = 600.0
 two."""
 
 
-class _Cursors(msgspec.Struct, frozen=True):
+class _Cursors(Struct, frozen=True):
     """Content of ``NAME.cursor``: a cursor for each file. ``moved_s``: time of the last move, in seconds since 1970."""
 
     metrics: Cursor = Cursor()

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.run_events import CompletionSampled
 
 
-class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+class RunInfo(Struct, frozen=True, kw_only=True):
     """The run that is followed.
 
     ``recipe``: values of the recipe by path, such as ``run.steps``. ``moved_s``: time in seconds since 1970 at which

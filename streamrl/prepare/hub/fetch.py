@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_downl
 from huggingface_hub.errors import CachedRepoTreeNotFoundError, HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from huggingface_hub.repocard import metadata_load
-from msgspec import structs
+from msgspec import Struct, structs
 from tqdm import tqdm
 
 from streamrl.base.atomic_files import SHARED, make_directory, write_durable
@@ -40,7 +40,7 @@ Send = Callable[[HubAnswer], None]
 T = TypeVar("T")
 
 
-class _Files(msgspec.Struct, frozen=True, kw_only=True):
+class _Files(Struct, frozen=True, kw_only=True):
     """Files of a repository of the Hub.
 
     ``name``: name with the commit.

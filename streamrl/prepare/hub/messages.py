@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.recipe.remote_names import HubName
 
 
-class WantedFiles(msgspec.Struct, frozen=True, kw_only=True):
+class WantedFiles(Struct, frozen=True, kw_only=True):
     """Request for the files of a repository, for one key of the recipe. Files of a data set are chosen by ``config``
     and ``split``, or by the patterns ``files``, as an earlier start of the run chose them."""
 
@@ -20,13 +20,13 @@ class WantedFiles(msgspec.Struct, frozen=True, kw_only=True):
     files: str = ""
 
 
-class Asking(msgspec.Struct, frozen=True, tag=True):
+class Asking(Struct, frozen=True, tag=True):
     """The process asks the Hub from now on, or the Hub has ``answered``."""
 
     answered: bool = False
 
 
-class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
+class DownloadProgress(Struct, frozen=True, tag=True):
     """Bytes of the files of ``name`` that are downloaded so far, and in total."""
 
     name: str
@@ -34,7 +34,7 @@ class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
-class Resolved(msgspec.Struct, frozen=True, tag=True):
+class Resolved(Struct, frozen=True, tag=True):
     """Files of one key of the recipe, in the cache.
 
     ``name``: name with the commit.
@@ -54,7 +54,7 @@ class Resolved(msgspec.Struct, frozen=True, tag=True):
     notice: str
 
 
-class Unresolved(msgspec.Struct, frozen=True, tag=True):
+class Unresolved(Struct, frozen=True, tag=True):
     """A problem with its remedy."""
 
     key: str

@@ -18,6 +18,7 @@ from typing import IO, Any
 from urllib.parse import quote
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import end_session, last_line, start_session
@@ -36,7 +37,7 @@ _SLOW_MACHINE_S = 5.0
 Place = tuple[str | int, ...]
 
 
-class HubRecipe(msgspec.Struct, frozen=True, kw_only=True):
+class HubRecipe(Struct, frozen=True, kw_only=True):
     """A recipe whose names of the Hub are resolved.
 
     ``recipe``: recipe with folders in place of names.

@@ -19,7 +19,7 @@ from typing import Protocol
 import anyio
 import anyio.abc
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from streamrl.base.atomic_files import write_atomic, write_durable
 from streamrl.base.errors import RecipeError
@@ -64,7 +64,7 @@ PASSED_ON = (
 hosts of an engine, but secrets, and those by which the same code computes or communicates otherwise."""
 
 
-class HostOffer(msgspec.Struct, frozen=True, kw_only=True):
+class HostOffer(Struct, frozen=True, kw_only=True):
     """A host of the cluster. ``gpus``: number of free GPUs; ``is_run_host``: whether the supervisor runs on it."""
 
     name: str

@@ -5,13 +5,13 @@ acknowledged: after a lost answer no order is lost or carried out twice."""
 
 from __future__ import annotations
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.recipe.topology import ProcessPlan
 
 
-class StartProcess(msgspec.Struct, frozen=True, tag=True):
+class StartProcess(Struct, frozen=True, tag=True):
     """Start a process. ``number``: number of this start in the run, by which other orders name the process."""
 
     number: int
@@ -19,27 +19,27 @@ class StartProcess(msgspec.Struct, frozen=True, tag=True):
     resumes: bool
 
 
-class SignalProcess(msgspec.Struct, frozen=True, tag=True):
+class SignalProcess(Struct, frozen=True, tag=True):
     """Send a signal to a process, unless it has ended."""
 
     number: int
     signal: int
 
 
-class EndLeftBehind(msgspec.Struct, frozen=True, tag=True):
+class EndLeftBehind(Struct, frozen=True, tag=True):
     """Kill the processes that a process left behind, and every orphan of the run on this host."""
 
     number: int
 
 
-class EndAll(msgspec.Struct, frozen=True, tag=True):
+class EndAll(Struct, frozen=True, tag=True):
     """Kill every process of the run on this host."""
 
 
 DaemonOrder = StartProcess | SignalProcess | EndLeftBehind | EndAll
 
 
-class DaemonSetup(msgspec.Struct, frozen=True, kw_only=True):
+class DaemonSetup(Struct, frozen=True, kw_only=True):
     """Setup of a daemon. ``digest``: hash of the run's ``recipe.toml``, which the daemon must see; ``variables``:
     variables that its processes get from the run; ``ports``: allowed ports (``cluster.ports``); the daemon holds
     ``port_count`` of them; ``interface``: network interface whose address is used in place of ``address``, unless
@@ -56,7 +56,7 @@ class DaemonSetup(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, str]
 
 
-class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+class HostFacts(Struct, frozen=True, kw_only=True):
     """Facts of a host, from its daemon. ``sees_run``: whether the host has the run's directory; ``packages``: versions
     of the packages that train and sample; ``ports``: free ports, locked for the run; ``nice``: niceness of the daemon,
     which its processes inherit; ``memory_monitor``: whether Ray ends processes of this host where its memory is nearly
@@ -73,7 +73,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class DaemonRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DaemonRequest(Struct, frozen=True, kw_only=True):
     """One request of the run. ``orders``: orders that were not acknowledged, the first of them number ``first``. Each
     request renews the lease."""
 
@@ -82,7 +82,7 @@ class DaemonRequest(msgspec.Struct, frozen=True, kw_only=True):
     orders: tuple[DaemonOrder, ...]
 
 
-class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessState(Struct, frozen=True, kw_only=True):
     """State of a process. ``exit_code``: None while the process runs; ``reason``: content of its exit file, written
     ``reason_age_s`` seconds ago; ``failure``: error of a process that could not be started."""
 
@@ -93,7 +93,7 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class DaemonAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class DaemonAnswer(Struct, frozen=True, kw_only=True):
     """Answer to a request. ``orders_done``: number of orders that were carried out since the daemon began;
     ``processes``: states by number of the start; ``survivors``: pids that survived SIGKILL of the last order that
     killed; ``refusal``: reason for which no order was carried out, or empty."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import StreamRLError
 
@@ -19,7 +19,7 @@ LONGEST_PAUSE_S = 300.0
 """Pauses before a host that could not join is tried again: each failure doubles the pause."""
 
 
-class FailedJoin(msgspec.Struct, frozen=True):
+class FailedJoin(Struct, frozen=True):
     """The last failure of a host. ``pause_s``: pause that began with it; ``retry_s``: time of the next try."""
 
     text: str

@@ -23,6 +23,7 @@ from typing import IO, Any
 import anyio
 import anyio.to_thread
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.host_addresses import bare_host, wrong_port
@@ -283,7 +284,7 @@ def _with_unique_names(offers: list[HostOffer]) -> list[HostOffer]:
     """Append the address to each name that several hosts have."""
     names = [offer.name for offer in offers]
     return [
-        msgspec.structs.replace(offer, name=f"{offer.name}-{offer.address}") if names.count(offer.name) > 1 else offer
+        replace(offer, name=f"{offer.name}-{offer.address}") if names.count(offer.name) > 1 else offer
         for offer in offers
     ]
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import anyio
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.processes.cluster.daemon_messages import (
@@ -195,7 +196,7 @@ class RemoteHost:
         if state.failure:
             self._write(name, ExitReason(kind=ExitKind.CAUSE, message=state.failure, monotonic_s=at_s))
         elif state.reason and (reason := read_exit_reason(state.reason)):
-            self._write(name, msgspec.structs.replace(reason, monotonic_s=at_s - state.reason_age_s))
+            self._write(name, replace(reason, monotonic_s=at_s - state.reason_age_s))
 
     def _write(self, name: str, reason: ExitReason) -> None:
         with suppress(OSError):  # the disk may be full: the end itself is known
@@ -206,7 +207,7 @@ class RemoteHost:
             if state.exit_code is None:
                 reason = ExitReason(kind=ExitKind.CAUSE, message=self.lost, monotonic_s=time.monotonic())
                 self._write(self._names[number], reason)
-                self._states[number] = msgspec.structs.replace(state, exit_code=-signal.SIGKILL)
+                self._states[number] = replace(state, exit_code=-signal.SIGKILL)
 
     def _notify(self) -> None:
         self._changed.set()

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.recipe.field_types import as_written, paths_in_view
 from streamrl.recipe.sections import Recipe
@@ -25,7 +25,7 @@ SHARED = "vLLM"
 """Dialect whose keys all other systems accept, too."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(Struct, frozen=True):
     """Effects of a key of another system; foreign_keys.toml explains their notation.
 
     ``key``: name of the key;

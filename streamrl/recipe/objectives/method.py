@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.recipe.field_types import Section
 
@@ -119,7 +119,7 @@ def token_returns(reward: Value, penalties_N: Vector) -> Vector:
     return returns_N
 
 
-class Method(msgspec.Struct, frozen=True):
+class Method(Struct, frozen=True):
     """A published method: values for the keys of ``[objective]`` that a recipe does not set, and for
     ``rollout.dynamic_sampling``."""
 

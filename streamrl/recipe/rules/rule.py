@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Set
 from functools import cache
 from typing import NamedTuple
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.recipe.field_types import as_written, keys_of, written_path
 from streamrl.recipe.problems import short_toml
@@ -26,7 +26,7 @@ class Problem(NamedTuple):
 Broken = Iterator[Problem]
 
 
-class Rule(msgspec.Struct, frozen=True):
+class Rule(Struct, frozen=True):
     """A rule. ``reads``: paths of the values that ``check`` reads."""
 
     reads: tuple[str, ...]

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import torch
+from msgspec import Struct
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from streamrl.recipe.sections import ComputeDtype
 from streamrl.rewards.builtin.reward_model_options import RewardModelOptions
 
 
-class _WaitingText(msgspec.Struct, eq=False):
+class _WaitingText(Struct, eq=False):
     """A text that waits for its score."""
 
     token_ids: list[int]

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE
 from streamrl.base.types import RewardFailureKind
@@ -38,7 +39,7 @@ class Clock:
     sleep = staticmethod(time.sleep)
 
 
-class CallOrder(msgspec.Struct, frozen=True, array_like=True):
+class CallOrder(Struct, frozen=True, array_like=True):
     """Order to make one call. ``sequence``: number of the call in its process, from 1; ``function``: index of the
     function; ``completion``: first argument: a text, a list of texts (per group), or the values that a combining
     function gets."""
@@ -50,7 +51,7 @@ class CallOrder(msgspec.Struct, frozen=True, array_like=True):
     arguments: dict[str, Any]
 
 
-class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
+class CallAnswer(Struct, frozen=True, array_like=True):
     """Answer to a call: one value for each completion. ``sequence``: number of the call; 0: the process is ready, or
     asks to be replaced without an answer; ``retire``: the process is to be replaced, because it has grown too large or
     too old, or has a coroutine that does not end; ``exhausted``: the call raised because the process had no memory,
@@ -66,7 +67,7 @@ class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
 READY = CallAnswer(0, 0.0, [])
 
 
-class LoadRewards(msgspec.Struct, frozen=True, tag=True):
+class LoadRewards(Struct, frozen=True, tag=True):
     """First order to the fork server. ``preload``: the fork server imports the functions of ``rewards``; otherwise each
     call process imports them after it was forked."""
 
@@ -74,7 +75,7 @@ class LoadRewards(msgspec.Struct, frozen=True, tag=True):
     preload: bool = True
 
 
-class RewardsLoaded(msgspec.Struct, frozen=True, tag=True):
+class RewardsLoaded(Struct, frozen=True, tag=True):
     """Answer to ``LoadRewards``: signatures, or problems. ``threads``: number of threads of the fork server; a process
     with several threads cannot be forked safely."""
 
@@ -83,7 +84,7 @@ class RewardsLoaded(msgspec.Struct, frozen=True, tag=True):
     threads: int
 
 
-class ForkChild(msgspec.Struct, frozen=True, tag=True):
+class ForkChild(Struct, frozen=True, tag=True):
     """Order to fork a call process. The descriptors of its socket, its page and its output pipe are attached.
     ``loop``: the process runs coroutines."""
 
@@ -92,7 +93,7 @@ class ForkChild(msgspec.Struct, frozen=True, tag=True):
     memory_bytes: int
 
 
-class KillChild(msgspec.Struct, frozen=True, tag=True):
+class KillChild(Struct, frozen=True, tag=True):
     """Order to kill a call process, and all processes that it started. ``explain``: the process prints its stacks
     first, if it can."""
 
@@ -100,7 +101,7 @@ class KillChild(msgspec.Struct, frozen=True, tag=True):
     explain: bool = False
 
 
-class ChildEnded(msgspec.Struct, frozen=True, tag=True):
+class ChildEnded(Struct, frozen=True, tag=True):
     """Report of the fork server that a call process ended. ``status``: exit code, or minus the signal."""
 
     child: int

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.recipe.rewards import Reward
@@ -21,7 +22,7 @@ from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.user_variables import variables_of_user_code
 
 
-class RewardInspection(msgspec.Struct, frozen=True, kw_only=True):
+class RewardInspection(Struct, frozen=True, kw_only=True):
     """Result for one reward: its signature, or the problems for which it cannot be used (a line each, with the
     remedy)."""
 

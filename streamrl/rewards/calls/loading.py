@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.rewards import Reward
@@ -52,11 +52,11 @@ def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunct
         if reward.options:
             function = _bind(reward, function)
     reward_function = _read_function(reward.function, reward.label, function)
-    signature = msgspec.structs.replace(reward_function.signature, special_tokens=reward.special_tokens)
+    signature = replace(reward_function.signature, special_tokens=reward.special_tokens)
     adaptive = reward.adaptive_timeout
     if adaptive is not None and adaptive.key != "prompt_id":
-        signature = msgspec.structs.replace(signature, limit_key=adaptive.key)
-    return msgspec.structs.replace(reward_function, signature=signature)
+        signature = replace(signature, limit_key=adaptive.key)
+    return replace(reward_function, signature=signature)
 
 
 def _build(reward: Reward) -> Callable[..., Any]:

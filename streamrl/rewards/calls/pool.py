@@ -36,6 +36,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.notifier import Notifier
@@ -82,7 +83,7 @@ _LOGGED_BYTES = 64 << 10  # output of one process that is logged; further output
 _log = logging.getLogger(__name__)
 
 
-class Call(msgspec.Struct, eq=False):
+class Call(Struct, eq=False):
     """A call that waits for a process or runs in one.
 
     ``function``: index of the function among the rewards of the pool; ``count``: number of completions; ``finished``:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import anyio
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.types import Prompt, Trajectory
 from streamrl.recipe.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, Reward, RewardLimits
@@ -195,7 +195,7 @@ class RewardSet:
         return await self._queues[index].call(attempt, key=key, rank=rank)
 
 
-class _PendingCall(msgspec.Struct, frozen=True):
+class _PendingCall(Struct, frozen=True):
     """A call of one function that is to be made. ``index``: index of the function in the set; ``members``: indices of
     the completions in the order; ``key``: key of the adaptive time limit."""
 

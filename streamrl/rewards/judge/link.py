@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 import anyio
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamBroken
 from streamrl.base.messages import EngineLoad
@@ -94,7 +94,7 @@ class JudgeLink:
             "judge/waited_mean_s": report.waited_s / max(report.questions, 1),
             "judge/awake_s_total": report.awake_s,
         }
-        return msgspec.structs.replace(event, metrics=event.metrics | figures)
+        return replace(event, metrics=event.metrics | figures)
 
     async def _serve(self) -> None:
         orders_at, reports_at = (self._topology.endpoint(JUDGE, stream) for stream in ("orders", "reports"))

@@ -20,7 +20,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.rewards.sandbox.values import limited
 
@@ -28,7 +28,7 @@ _LARGEST = 10_000_000  # bits of a power, or items of a product
 _MOST_DIGITS = 1000
 
 
-class SimpleTest(msgspec.Struct, frozen=True):
+class SimpleTest(Struct, frozen=True):
     """A simple test in two parts. ``setup``: Python that runs in the sandbox first; ``questions``: expressions that the
     sandbox evaluates, in order; ``checks``: assignments and asserts that run outside, in which a name (``ANSWER`` and a
     number) stands for each answer."""

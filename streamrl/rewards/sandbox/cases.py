@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.rewards.sandbox.values import near
 
@@ -27,14 +27,14 @@ _INPUT_NAMES = ("input", "stdin")
 _OUTPUT_NAMES = ("output", "stdout", "expected_output")
 
 
-class ProgramCase(msgspec.Struct, frozen=True):
+class ProgramCase(Struct, frozen=True):
     """The code as a program. ``stdin``: input; ``stdout``: expected output."""
 
     stdin: str
     stdout: str
 
 
-class SnippetCase(msgspec.Struct, frozen=True):
+class SnippetCase(Struct, frozen=True):
     """A snippet of Python that calls functions of the code, and raises where a result is wrong."""
 
     test: str
@@ -42,7 +42,7 @@ class SnippetCase(msgspec.Struct, frozen=True):
     entry_point: str = ""
 
 
-class CallCase(msgspec.Struct, frozen=True):
+class CallCase(Struct, frozen=True):
     """A call of a function, or of a method of ``Solution``, and its expected result."""
 
     function: str

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import usable_cores
@@ -91,7 +91,7 @@ class CaseEnd(enum.StrEnum):
     TOO_MUCH_OUTPUT = "too_much_output"
 
 
-class CaseOutcome(msgspec.Struct, frozen=True):
+class CaseOutcome(Struct, frozen=True):
     """Outcome of one case. ``seconds``, ``cpu_seconds``: wall and CPU time of the code; ``message``: a line about the
     error; ``inside``: the test ran in the code's process, which can forge that it passed."""
 
@@ -102,7 +102,7 @@ class CaseOutcome(msgspec.Struct, frozen=True):
     inside: bool = False
 
 
-class CodeOutcome(msgspec.Struct, frozen=True):
+class CodeOutcome(Struct, frozen=True):
     """Outcome of one completion. ``value``: None: there were no tests; ``cases``: outcomes of the cases that were run,
     in order."""
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import anyio.to_thread
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.run_process import end_session, last_line, start_session
@@ -51,7 +53,7 @@ class SandboxError(StreamRLError):
     """The sandbox could not run the code, so there is no verdict and no reward."""
 
 
-class ProgramEnd(msgspec.Struct, frozen=True, kw_only=True):
+class ProgramEnd(Struct, frozen=True, kw_only=True):
     """End of the code's process. ``status``: exit code, or minus the number of the signal that ended the process;
     ``seconds``, ``cpu_seconds``: wall and CPU time; ``timed_out``: the process ran beyond its time limit;
     ``last_error``: last line of its stderr."""
@@ -63,7 +65,7 @@ class ProgramEnd(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(Struct, frozen=True):
     """Answer of the code's process to questions about its module. Nothing in it is trusted. ``values``: values of the
     answers, None: the process wrote no values; ``raised``: exception that the process reports."""
 
@@ -82,7 +84,7 @@ def read_answer(content: bytes) -> Answer:
         return Answer(raised=f"an answer that cannot be read: {type(error).__name__}: {error}")
 
 
-class LayersFound(msgspec.Struct, frozen=True, tag=True):
+class LayersFound(Struct, frozen=True, tag=True):
     """First message of a zygote. ``active``: layers that were built and tested; ``missing``: layers that could not be
     built, each with the reason."""
 
@@ -96,7 +98,7 @@ class LayersFound(msgspec.Struct, frozen=True, tag=True):
         return "namespaces" in self.active or "seccomp" in self.active
 
 
-class RunEnded(msgspec.Struct, frozen=True, tag=True):
+class RunEnded(Struct, frozen=True, tag=True):
     """Message of a zygote about the end of a run. ``run``: id of the run; ``error``: reason why it could not begin."""
 
     run: int
@@ -160,7 +162,7 @@ class Sandbox:
         run_id = next(self._run_ids)
         order = {"run": run_id, "kind": kind, "limits": list(limits)}
         report = await zygote.run(run_id, order, files, limits.seconds + _ANSWER_GRACE_S)
-        return msgspec.structs.replace(report, last_error=last_line(files[3]))
+        return replace(report, last_error=last_line(files[3]))
 
     async def _ready(self) -> _Zygote:
         async with self._starting:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.atomic_files import flush_directory, write_durable
 from streamrl.base.errors import UNDECODABLE, EpochLost, StoreError
@@ -22,7 +23,7 @@ RUN_FILE = "store-id"
 FOLDER = "epoch"
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
+class Claim(Struct, frozen=True, kw_only=True):
     """Content of an epoch's object."""
 
     run: str

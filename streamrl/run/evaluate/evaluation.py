@@ -12,7 +12,7 @@ from math import comb, sqrt
 from statistics import fmean, stdev
 
 import anyio
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.run_events import EvaluationFinished, RunEvent, RunWarning
 from streamrl.base.seeds import derive_seed
@@ -37,7 +37,7 @@ ROUNDING = 1e-9
 """Distance below ``success_reward`` at which a prompt counts as solved: 0.7 + 0.2 + 0.1 is 0.9999999999999999."""
 
 
-class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+class HeldOut(Struct, frozen=True, kw_only=True):
     """The held-out prompts, and the settings of their evaluation.
 
     ``prompts``: prompts of all sets, one set after the other;

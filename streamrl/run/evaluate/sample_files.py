@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio.to_thread
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.atomic_files import MOST_BYTES, remove_oldest, write_durable
 from streamrl.base.errors import StreamRLError
@@ -109,7 +110,7 @@ def _stored(sample: CompletionSampled, scored: ScoredTrajectory, tokenizer: Toke
     if sample.tokens > MOST_TOKENS:
         return stored
     turns = [segment for segment in scored.trajectory.segments if segment.trained]
-    return msgspec.structs.replace(
+    return replace(
         stored,
         token_texts=[
             tokenizer.decode(turn.token_ids[at : at + 1]) for turn in turns for at in range(len(turn.token_ids))

@@ -40,8 +40,8 @@ from typing import IO, BinaryIO
 from zlib import crc32
 
 import anyio
-import msgspec
 from anyio import to_thread
+from msgspec import Struct
 
 from streamrl.base.atomic_files import flush_directory, hold_lock
 from streamrl.run.journal.log_errors import JournalDamaged, JournalFailed, JournalRefused, failing
@@ -73,7 +73,7 @@ _SEARCH_BYTES = 1 << 20
 # ---- reading -------------------------------------------------------------------------------------
 
 
-class JournalContent(msgspec.Struct, frozen=True):
+class JournalContent(Struct, frozen=True):
     """Content of a journal.
 
     ``segments``: paths, oldest first, without a gap;

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import StepReport, WeightAnnouncement
@@ -43,7 +43,7 @@ from streamrl.run.trainer_ranks import TrainerRanks, close_of
 Restore = Callable[[Snapshot], Control]
 
 
-class TrainedBatch(msgspec.Struct, frozen=True):
+class TrainedBatch(Struct, frozen=True):
     """A batch with which the trainer made a step. To train it again, the orders ``groups`` are sent in their order,
     then
     ``step``."""

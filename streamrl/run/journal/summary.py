@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import TrajectoryId
@@ -24,7 +24,7 @@ from streamrl.run.wait_reason import ShellView, WaitReason, wait_reason
 NEWEST_DECISIONS = 5
 
 
-class StepSummary(msgspec.Struct, kw_only=True):
+class StepSummary(Struct, kw_only=True):
     """An optimizer step.
 
     ``groups``, ``samples``, ``trained_tokens``: size of the batch;
@@ -44,7 +44,7 @@ class StepSummary(msgspec.Struct, kw_only=True):
     dropped: dict[str, int] = {}
 
 
-class GroupSummary(msgspec.Struct, kw_only=True):
+class GroupSummary(Struct, kw_only=True):
     """A group that has not ended. ``launched_s``: seconds from the start of the run to its launch; a group that was
     launched before the journal's base has the time of the base."""
 
@@ -57,7 +57,7 @@ class GroupSummary(msgspec.Struct, kw_only=True):
     oldest_version: int
 
 
-class RunSummary(msgspec.Struct, kw_only=True):
+class RunSummary(Struct, kw_only=True):
     """Summary of a run.
 
     ``events``: number of events since the start of the run;

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.run.prompts.data_files import DEFAULT, choose_files, files_of_split
@@ -16,19 +17,19 @@ _SAVED = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
 
 
-class _SavedFile(msgspec.Struct):
+class _SavedFile(Struct):
     """A file of a ``_SavedState``."""
 
     filename: str
 
 
-class _SavedState(msgspec.Struct):
+class _SavedState(Struct):
     """``state.json`` of ``Dataset.save_to_disk``."""
 
     files: list[_SavedFile] = msgspec.field(name="_data_files")
 
 
-class _SavedSplits(msgspec.Struct):
+class _SavedSplits(Struct):
     """``dataset_dict.json`` of ``DatasetDict.save_to_disk``."""
 
     splits: list[str]

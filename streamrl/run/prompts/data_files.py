@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-import msgspec
 from fsspec.utils import glob_translate
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 
@@ -53,7 +53,7 @@ class _Place(NamedTuple):
     rank: int
 
 
-class DataFiles(msgspec.Struct, frozen=True):
+class DataFiles(Struct, frozen=True):
     """Files of one split, which all have one format. ``unread``: the format is not read here."""
 
     names: Sequence[str]

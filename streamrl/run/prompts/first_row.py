@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import UNENCODABLE, StreamRLError
 from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
@@ -17,7 +18,7 @@ from streamrl.run.prompts.prompt_iterator import UserRows
 from streamrl.run.prompts.prompt_rows import encode_row
 
 
-class _FirstRow(msgspec.Struct, frozen=True, kw_only=True):
+class _FirstRow(Struct, frozen=True, kw_only=True):
     """The row, or the problem with its remedy."""
 
     row: Any = None

@@ -41,7 +41,6 @@ class OpenPrompts(PromptSource, Protocol):
 
     async def aclose(self) -> None:
         """Close the files, or the user's iterator. Idempotent."""
-        ...
 
 
 def open_prompts(spec: str, tokenizer: Tokenizer | None, *, seed: int, shuffle: bool, start: int = 0) -> OpenPrompts:

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.problems import did_you_mean
@@ -39,7 +40,7 @@ class SourceKind(Enum):
     ITERATOR = "iterator"
 
 
-class RowForm(msgspec.Struct, frozen=True, kw_only=True):
+class RowForm(Struct, frozen=True, kw_only=True):
     """Options that say how a row becomes a prompt.
 
     ``prompt``: column with the text, if its name is neither ``prompt`` nor ``messages``;
@@ -61,7 +62,7 @@ PLAIN = RowForm()
 """The form of rows without options."""
 
 
-class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
+class PromptSpec(Struct, frozen=True, kw_only=True):
     """A parsed source.
 
     ``text``: source and options as written in the recipe;

@@ -34,6 +34,7 @@ from typing import cast
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.weights.codec import kernels
@@ -61,7 +62,7 @@ CountArray = npt.NDArray[np.int64]
 GapArray = npt.NDArray[np.uint32]
 
 
-class WeightPatch(msgspec.Struct, frozen=True, eq=False):
+class WeightPatch(Struct, frozen=True, eq=False):
     """Changes of one shard or work unit, decoded. ``positions``: int64 [n] from its first element on, strictly
     increasing, or None for all elements. ``values``: new bit patterns, uint16 or uint32 [n]."""
 
@@ -69,7 +70,7 @@ class WeightPatch(msgspec.Struct, frozen=True, eq=False):
     values: BitArray
 
 
-class EncodedPatch(msgspec.Struct, frozen=True, eq=False):
+class EncodedPatch(Struct, frozen=True, eq=False):
     """A patch and its bytes. The publisher updates its baseline and state hash by ``patch``, which has copies of the
     changed elements only, also where ``encoded`` has all elements because the complete form was smaller."""
 
@@ -77,7 +78,7 @@ class EncodedPatch(msgspec.Struct, frozen=True, eq=False):
     encoded: bytes
 
 
-class ExponentClasses(msgspec.Struct, frozen=True, eq=False):
+class ExponentClasses(Struct, frozen=True, eq=False):
     """The classes of a base. ``class_at``: class of each exponent, uint16 [exponents]. ``sizes``: number of elements of
     each class, int64 [classes]."""
 
@@ -92,7 +93,7 @@ class ExponentClasses(msgspec.Struct, frozen=True, eq=False):
         return cls(class_at, np.concatenate(([counts[~common].sum()], counts[common])))
 
 
-class ClassChanges(msgspec.Struct, frozen=True, eq=False):
+class ClassChanges(Struct, frozen=True, eq=False):
     """The changes of one class, by rising position. ``index``: number of the class. ``gaps``: uint32 [n], unchanged
     elements of the class between a change and the change before it. ``moves``: uint16 or uint32 [n], see
     ``bits.move_symbols``."""
@@ -102,7 +103,7 @@ class ClassChanges(msgspec.Struct, frozen=True, eq=False):
     moves: BitArray
 
 
-class Changes(msgspec.Struct, frozen=True, eq=False):
+class Changes(Struct, frozen=True, eq=False):
     """Differences from a base. ``positions``: int64 [n], increasing. ``values``: new patterns at the positions.
     ``by_class``: all changes once more, by class."""
 
@@ -111,7 +112,7 @@ class Changes(msgspec.Struct, frozen=True, eq=False):
     by_class: list[ClassChanges]
 
 
-class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Header of a patch. ``classes``: index, number of changes, bytes of gaps and bytes of moves of each class with
     changes; empty in the complete form."""
 

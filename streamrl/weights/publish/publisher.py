@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightSource
@@ -47,7 +48,7 @@ _ELEMENTS_WORTH_THREADS = 1 << 22
 _CHAIN_SHARE = 4  # a quarter of the baseline's bytes: some 70 versions that change 1 % each
 
 
-class _Base(msgspec.Struct, frozen=True):
+class _Base(Struct, frozen=True):
     """The base of a version. ``policy_version``: number of the version (None: no base). ``part_hash``: the rank's part
     of its state hash. ``digest``: digest of its manifest. ``shards``: value of ``Manifest.shards`` for a delta on
     it."""
@@ -146,7 +147,7 @@ class WeightPublisher:
             deltas = list(results)
         base = _Base(self._version, self._part_hash, self._chain.newest_digest)
         if self._version == CHECKPOINT_VERSION:
-            base = msgspec.structs.replace(base, shards=tuple(self._shards.values()))
+            base = replace(base, shards=tuple(self._shards.values()))
         patches = {unit: delta.patch for unit, (delta, _) in enumerate(deltas) if delta is not None}
         self._version = policy_version
         self._part_hash = (base.part_hash + sum(hash_change for _, hash_change in deltas)) % HASH_MODULUS

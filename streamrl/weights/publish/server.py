@@ -11,8 +11,8 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 
-import msgspec
 import zmq
+from msgspec import Struct
 
 from streamrl.base.errors import WeightError
 from streamrl.comm.guarded_sockets import GuardedContext, bind
@@ -31,7 +31,7 @@ from streamrl.weights.requests import (
 )
 
 
-class ServedPart(msgspec.Struct, frozen=True, eq=False):
+class ServedPart(Struct, frozen=True, eq=False):
     """One rank's part of one version, encoded. Immutable: frames are sent without a copy."""
 
     policy_version: int

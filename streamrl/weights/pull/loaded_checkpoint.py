@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
+from msgspec import Struct
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
@@ -23,7 +23,7 @@ from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, Staged
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-class CheckpointTensor(msgspec.Struct, frozen=True, eq=False):
+class CheckpointTensor(Struct, frozen=True, eq=False):
     """One tensor of a checkpoint. ``bits``: uint16 or uint32 [elements], flat, read-only; pages are read at first
     use."""
 

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import msgspec
 import numpy as np
+from msgspec import Struct
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
@@ -22,7 +22,7 @@ from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
+class TensorSpec(Struct, frozen=True):
     """A checkpoint tensor: name, published dtype, full shape."""
 
     name: str
@@ -35,7 +35,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return math.prod(self.shape)
 
 
-class StagedPatch(msgspec.Struct, frozen=True, eq=False):
+class StagedPatch(Struct, frozen=True, eq=False):
     """New bits of one tensor. ``positions``: int64 [n], flat in the full tensor, strictly increasing, or None for all
     elements. ``new_bits``: uint16 or uint32 [n]."""
 
@@ -43,7 +43,7 @@ class StagedPatch(msgspec.Struct, frozen=True, eq=False):
     new_bits: BitArray
 
 
-class StagedVersion(msgspec.Struct, frozen=True, eq=False):
+class StagedVersion(Struct, frozen=True, eq=False):
     """A version that was checked to fit on the version of the replica. ``base_version``: version that it changes; None
     for an anchor. ``state_hash``: hash of all weights, computed from the bits. ``tensors``: all published tensors.
     ``patches``: changes by tensor. ``payload_bytes``: fetched bytes. ``run_id``: run that published it."""
@@ -62,14 +62,14 @@ class StagedVersion(msgspec.Struct, frozen=True, eq=False):
         return self.base_version is None
 
 
-class ShardPatch(msgspec.Struct, frozen=True, eq=False):
+class ShardPatch(Struct, frozen=True, eq=False):
     """The decoded patch of one shard, with positions relative to the shard."""
 
     shard: ShardSpec
     patch: WeightPatch
 
 
-class FetchedVersion(msgspec.Struct, frozen=True, eq=False):
+class FetchedVersion(Struct, frozen=True, eq=False):
     """An announced version, decoded, with all digests checked. ``base_version``, ``base_hash``: version and state hash
     of its base, which the receiver held; None and 0 for an anchor. ``run_id``: run that published it. ``checkpoint``:
     the checkpoint as a complete version, where it is the base (``base_version`` is ``CHECKPOINT_VERSION``)."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
@@ -175,7 +175,7 @@ class SharedReplica(CheckpointReplica):
         self._versions.keep(SharedState(bits, staged, writing=True))
         for name, patch in self._versions.view(staged).patches.items():
             self._shared.bits(name)[patch.positions if patch.positions is not None else slice(None)] = patch.new_bits
-        advanced = msgspec.structs.replace(
+        advanced = replace(
             bits, policy_version=staged.policy_version, state_hash=staged.state_hash, run_id=staged.run_id
         )
         self._versions.keep(SharedState(advanced))

@@ -20,6 +20,8 @@ from typing import cast
 
 import msgspec
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.weights.codec.bits import BitArray, BitType, PositionArray, bit_type
@@ -29,14 +31,14 @@ _LOCK_POLL_S = 0.02
 _ALIGNMENT = 64
 
 
-class Holder(msgspec.Struct, frozen=True, array_like=True):
+class Holder(Struct, frozen=True, array_like=True):
     """A process that has the memory open, and its file descriptor."""
 
     pid: int
     descriptor: int
 
 
-class MemorySegment(msgspec.Struct, frozen=True):
+class MemorySegment(Struct, frozen=True):
     """Shared memory and the processes that have it open. ``inode``: identity of the memory, since a process may use the
     number of a closed descriptor for another file."""
 
@@ -107,7 +109,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-class _SharedPatch(msgspec.Struct, frozen=True):
+class _SharedPatch(Struct, frozen=True):
     """The patch of one tensor in a segment. ``positions_at``, ``bits_at``: offsets of its arrays in bytes; without
     positions (None) the patch has all elements."""
 
@@ -117,7 +119,7 @@ class _SharedPatch(msgspec.Struct, frozen=True):
     bits_at: int
 
 
-class SharedVersion(msgspec.Struct, frozen=True):
+class SharedVersion(Struct, frozen=True):
     """A version in a segment of memory: complete, or a delta on the version ``base_version``. ``base_hash``: state hash
     of the base. ``patches``: patches of the tensors. ``payload_bytes``: bytes that were fetched for it."""
 
@@ -137,7 +139,7 @@ class SharedVersion(msgspec.Struct, frozen=True):
         return self.policy_version, self.state_hash
 
 
-class SharedState(msgspec.Struct, frozen=True):
+class SharedState(Struct, frozen=True):
     """Content of the state file. ``bits``: complete version, the shared replica. ``staged``: version that was fetched
     last. ``writing``: whether a worker writes ``staged`` to ``bits``, or died while it did."""
 
@@ -297,7 +299,7 @@ class SharedVersions:
             self._memories[memory.inode] = memory
         if any(holder.pid == os.getpid() for holder in version.memory.holders):
             return version
-        return msgspec.structs.replace(version, memory=memory.held_with(version.memory.holders))
+        return replace(version, memory=memory.held_with(version.memory.holders))
 
     def keep(self, state: SharedState) -> None:
         """Write the state file, atomically."""

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.messages import WeightAnnouncement
@@ -80,11 +81,11 @@ class Relay:
         engines from which the relay itself fetches. The sources stay where the relay has failed, and where they are in
         an object store, which every worker reaches."""
         if self._failed or any(in_store(source.endpoint) for source in announced.sources):
-            return msgspec.structs.replace(announced, peers=())
+            return replace(announced, peers=())
         self._announced.append(announced)
         os.eventfd_write(self._wake_fd, 1)
-        sources = tuple(msgspec.structs.replace(source, endpoint=self._local) for source in announced.sources)
-        return msgspec.structs.replace(announced, sources=sources, peers=())
+        sources = tuple(replace(source, endpoint=self._local) for source in announced.sources)
+        return replace(announced, sources=sources, peers=())
 
     # ---- in the thread -----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
@@ -39,7 +39,7 @@ WRONG_PIECES = 3
 """Number of pieces with a wrong digest from the trainer after which a request is refused."""
 
 
-class AskPiece(msgspec.Struct, frozen=True):
+class AskPiece(Struct, frozen=True):
     """``GetPiece`` to a relay. ``awaited``: whether the version is being pushed, so that a piece that the relay lacks
     will come."""
 
@@ -48,7 +48,7 @@ class AskPiece(msgspec.Struct, frozen=True):
     awaited: bool = False
 
 
-class Waiting(msgspec.Struct, frozen=True, tag=True):
+class Waiting(Struct, frozen=True, tag=True):
     """Reply of a relay that waits for the piece itself, repeated from time to time."""
 
     manifest_digest: str

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
@@ -37,7 +37,7 @@ from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, Route
 _SMALL_STORAGE = 2**32  # elements; indices into smaller storages take 4 bytes: most of what the scatter reads
 
 
-class RouteWrite(msgspec.Struct, frozen=True, eq=False):
+class RouteWrite(Struct, frozen=True, eq=False):
     """A write through one route: all elements of its rectangle, or listed ones.
 
     ``positions``: int64 [n], flat in the checkpoint tensor. ``elements``: uint32 or int64 [n], flat in the runtime

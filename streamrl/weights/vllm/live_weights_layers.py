@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
@@ -30,7 +30,7 @@ UPPER_HALF = 16
 """Position of a bfloat16 in the bits of a float32 that holds it; the bits below are zeros."""
 
 
-class LayerWrite(msgspec.Struct, frozen=True, eq=False):
+class LayerWrite(Struct, frozen=True, eq=False):
     """A layer that a version changes. ``loaded``: loading-time parameters of the layer at this version, by attribute,
     in CPU memory. ``hash_change``: change of this worker's part of the state hash by the tensors of the layer."""
 

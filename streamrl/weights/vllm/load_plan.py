@@ -17,10 +17,11 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,7 +49,7 @@ _MOVES = {  # operations of loaders on a published tensor before the copy: eleme
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 
 
-class Rectangle(msgspec.Struct, frozen=True):
+class Rectangle(Struct, frozen=True):
     """A strided view: element ``(i0, i1, ..)`` is at ``offset + i0*strides[0] + i1*strides[1] + ..``. ``sizes``: number
     of elements along each dimension."""
 
@@ -69,7 +70,7 @@ class Rectangle(msgspec.Struct, frozen=True):
         return positions.reshape(-1)
 
 
-class Route(msgspec.Struct, frozen=True):
+class Route(Struct, frozen=True):
     """One recorded copy. ``parameter``: name of the runtime parameter. ``checkpoint``: rectangle of a checkpoint
     tensor. ``runtime``: rectangle of the same size in the storage of the parameter."""
 
@@ -95,7 +96,7 @@ class Route(msgspec.Struct, frozen=True):
         return indices, target[indices]
 
 
-class LoadPlan(msgspec.Struct, frozen=True, eq=False):
+class LoadPlan(Struct, frozen=True, eq=False):
     """All routes of a model on this worker. ``tensors``: published tensors by name. ``routes``: routes by checkpoint
     tensor."""
 
@@ -269,7 +270,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._empty.pop(storage, None)
         self._sources.pop(storage, None)
         if storage in self._moved:
-            self._moved[storage] = msgspec.structs.replace(self._moved[storage], tensor=None)
+            self._moved[storage] = replace(self._moved[storage], tensor=None)
 
     def _origin(self, value: torch.Tensor) -> str | None:
         """Return the name of the published tensor that all elements of ``value`` are from; None without one."""
@@ -315,7 +316,7 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-class _MovedTensor(msgspec.Struct, frozen=True, eq=False):
+class _MovedTensor(Struct, frozen=True, eq=False):
     """A copy that the loader made of one published tensor, or of parts of it. ``tensor``: name of the published tensor;
     None after the values of the copy were changed. ``positions``: positions in the published tensor of the elements of
     the copy's storage. ``copy``: the copy, referenced so that no other tensor gets its memory."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
 
-import msgspec
 import torch
+from msgspec import Struct
 
 from streamrl.base.errors import WeightError
 
@@ -20,7 +20,7 @@ _ATTRIBUTE = "streamrl_post_load_changes"
 _BLOCK = 1 << 20  # 64-bit words digested at once
 
 
-class PostLoadChanges(msgspec.Struct, frozen=True):
+class PostLoadChanges(Struct, frozen=True):
     """Changes of a model after its weights were loaded. ``rearranged``: names of runtime parameters whose bits changed.
     ``derived``: tensors that are no parameters and were made or changed, as ``module.attribute``; after an update they
     would still be those of the old weights."""

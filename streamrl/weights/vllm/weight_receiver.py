@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from streamrl.base.errors import WeightError
@@ -219,7 +220,7 @@ def streamrl_apply(worker: Any, policy_version: str) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - reported to the owner, who rolls all workers back
         failure = f"{type(error).__name__}: {error}"
     report = worker.weight_transfer_engine.transaction.live_report()
-    return msgspec.structs.asdict(report if report.error else msgspec.structs.replace(report, error=failure))
+    return msgspec.structs.asdict(report if report.error else replace(report, error=failure))
 
 
 def streamrl_roll_back(worker: Any) -> None:

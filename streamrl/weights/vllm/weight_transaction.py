@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import WeightAnnouncement
@@ -45,7 +46,7 @@ class LiveModel(Protocol):
     def audit(self, replica: CheckpointReplica) -> int: ...
 
 
-class StageReport(msgspec.Struct, frozen=True):
+class StageReport(Struct, frozen=True):
     """Progress of staging on one worker. ``fetched``: whether the thread has ended, with success or with ``error``
     (empty: no error). ``payload_bytes``: fetched bytes."""
 
@@ -54,7 +55,7 @@ class StageReport(msgspec.Struct, frozen=True):
     payload_bytes: int = 0
 
 
-class LiveReport(msgspec.Struct, frozen=True):
+class LiveReport(Struct, frozen=True):
     """State of one worker's live weights: those of the applied version between ``apply`` and ``finish``.
     ``policy_version``: version (None before the first commit). ``state_hash``: part of the state hash that this worker
     counts. ``expected_hash``: state hash to which the parts of all workers must add up. ``error``: reason why the last
@@ -175,7 +176,7 @@ class WeightTransaction:
             if self.live is None:
                 self.live = record_live(tensors)
                 if staged is not None:
-                    staged = msgspec.structs.replace(staged, writes=self.live.prepare(staged.version, self.replica))
+                    staged = replace(staged, writes=self.live.prepare(staged.version, self.replica))
             if staged is not None and staged.version.base_version == CHECKPOINT_VERSION:
                 self._verify_checkpoint(self.live)
         except WeightError as error:
@@ -320,7 +321,7 @@ class WeightTransaction:
             )
         if self.tainted and not version.is_anchor:
             raise WeightError(f"version {policy_version} is a delta, and this engine needs an anchor: {self.tainted}")
-        self._staged = msgspec.structs.replace(staged, was_tainted=bool(self.tainted))
+        self._staged = replace(staged, was_tainted=bool(self.tainted))
         self.tainted = self.tainted or f"version {policy_version} is half applied"
         part_hash = live.apply(staged.writes, anchor=version.is_anchor)
         self._repack(live, staged.writes)
@@ -339,7 +340,7 @@ def _settle(staging: Future[_Staged], work: Callable[[], _Staged]) -> None:
         staging.set_exception(raised)
 
 
-class _Staged(msgspec.Struct, frozen=True, eq=False):
+class _Staged(Struct, frozen=True, eq=False):
     """A staged version. ``writes``: result of ``LiveModel.prepare``. ``was_tainted``: whether the worker was tainted
     before the version was applied."""
 
