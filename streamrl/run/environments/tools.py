@@ -19,6 +19,7 @@ from contextvars import copy_context
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any, get_type_hints
+from weakref import WeakSet
 
 import anyio
 import msgspec
@@ -214,14 +215,18 @@ class UserThread:
 
     async def call(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         """Call a user's function: a coroutine function and a class that has some in the event loop, any other function
-        in the thread. A call that is cancelled keeps the thread until it returns; later calls get another one."""
+        in the thread. A call that is cancelled keeps the thread until it returns; later calls get another one, until
+        too many are kept."""
         if inspect.iscoroutinefunction(function):
             return await function(*arguments, **named)
         if inspect.isclass(function) and inspect.getmembers(function, inspect.iscoroutinefunction):
             return function(*arguments, **named)
+        if len(_hung) >= _MOST_HUNG:
+            raise RuntimeError(_HANGS)
         try:
             value = await self._thread.call(partial(copy_context().run, function, *arguments, **named))
         except asyncio.CancelledError:
+            _hung.add(self._thread)
             self.close()
             raise
         return await value if isinstance(value, Awaitable) else value
@@ -289,12 +294,18 @@ class ColumnParameters:
         }
 
 
+_MOST_HUNG = 32  # threads; each keeps memory
+_HANGS = f"{_MOST_HUNG} calls of user code do not return: give what they wait for a time limit"
+_hung = WeakSet[DedicatedThread]()
+"""Threads whose call was cancelled and has not returned."""
+NOTHING_LEFT_IN_PROCESS = (*map(os.strerror, (errno.EMFILE, errno.ENOMEM)), "can't start new thread", _HANGS)
+"""Texts of errors that say that this process has no file descriptor, memory or thread left."""
 _NOTHING_LEFT = (
-    *map(os.strerror, (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)),
-    "can't start new thread",
+    *NOTHING_LEFT_IN_PROCESS,
+    *map(os.strerror, (errno.EAGAIN, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)),
     "database or disk is full",
 )
-"""Texts of errors that say that this host has no process, file descriptor, memory, disk or thread left."""
+"""Texts of errors that say that this host has nothing left."""
 
 
 async def _result(name: str, value: Awaitable[Any]) -> tuple[str, ToolEnd]:
@@ -312,17 +323,17 @@ async def _result(name: str, value: Awaitable[Any]) -> tuple[str, ToolEnd]:
         raise
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         text = f"{type(error).__name__}: {error}"
-        if _has_nothing_left(error):
+        if has_nothing_left(error):
             raise MachineError(f"this host could not run the tool {name}: {text}") from error
         return f"error: {text}", ToolEnd.RAISED
 
 
-def _has_nothing_left(error: BaseException) -> bool:
-    """Return whether an error, or one that led to it, says that this host has nothing left."""
-    if isinstance(error, MemoryError) or (getattr(error, "strerror", None) or str(error)) in _NOTHING_LEFT:
+def has_nothing_left(error: BaseException, texts: Sequence[str] = _NOTHING_LEFT) -> bool:
+    """Return whether an error, or one that led to it, has one of ``texts`` or says that there is no memory left."""
+    if isinstance(error, MemoryError) or (getattr(error, "strerror", None) or str(error)) in texts:
         return True
     cause = error.__cause__ or error.__context__
-    return cause is not None and _has_nothing_left(cause)
+    return cause is not None and has_nothing_left(cause, texts)
 
 
 def _functions(source: Any) -> list[tuple[str, Callable[..., Any]]]:

@@ -9,7 +9,9 @@ user code that                        gets
 ====================================  ===========================================================================
 raises, returns nonsense              a recorded failure of its trajectory
 takes longer than its time            the same, ``timed_out``; a thread of the episode runs on until it returns
-does not end when it is cancelled     an episode that is stuck; ``_MOST_STUCK`` of them end the process with code 75
+does not end when it is cancelled     an episode that is stuck; ``_MOST_STUCK`` of them end the process with code 75,
+                                      as threads that do not return do (``tools.UserThread``)
+uses up descriptors, memory, threads  the end of the process with code 75
 blocks the event loop                 the end of the process with code 75 after ``_BLOCKED_S``
 ====================================  ===========================================================================
 
@@ -58,7 +60,7 @@ from streamrl.run.environments.agent_process import Agents
 from streamrl.run.environments.chat import EpisodePolicy
 from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.environment_forms import UserEpisode, load_episode
-from streamrl.run.environments.tools import Tool
+from streamrl.run.environments.tools import NOTHING_LEFT_IN_PROCESS, Tool, has_nothing_left
 from streamrl.run.environments.turns import CallRecord, EpisodeLimit, OpenEpisode
 
 _BLOCKED_S = 30.0
@@ -149,6 +151,8 @@ class _Worker:
         self._owns_process = owns_process
         self.stuck = 0
         """Number of episodes that still run after they were cancelled."""
+        self._used_up = ""
+        """Error that says that this process has nothing left; empty: none has."""
         self._open: dict[int, OpenEpisode] = {}
         self._send_event, self._events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
 
@@ -207,6 +211,8 @@ class _Worker:
         with episode.send_turn, episode.turns:
             end = await self._outcome_in_time(episode, model)
             episode.finished = True
+        if self._used_up and self._owns_process:
+            await _end_process(self._used_up)  # the episode begins again elsewhere
         if model.failure:
             end = EpisodeEnd(kind=RewardFailureKind.RAISED, message=model.failure)
         await _close(stack, order.trajectory)
@@ -235,9 +241,7 @@ class _Worker:
             )
         )
         if self.stuck >= _MOST_STUCK and self._owns_process:
-            _log.warning("%d episodes do not end: this worker ends, to be started again", self.stuck)
-            await anyio.sleep(_FLUSH_S)
-            os._exit(REWARD_RESTART_EXIT_CODE)
+            await _end_process(f"{self.stuck} episodes do not end")
 
     async def _outcome_in_time(self, episode: OpenEpisode, model: EpisodePolicy) -> EpisodeEnd:
         """Return the outcome of the user's code. The code is cancelled when its time is spent (``environment.seconds``,
@@ -273,6 +277,8 @@ class _Worker:
         except EpisodeLimit as error:
             return EpisodeEnd(kind=RewardFailureKind.RAISED, message=f"the episode did not handle its limit: {error}")
         except BaseException as error:  # noqa: BLE001 (user code; the outcome of a cancelled task is not read)
+            if has_nothing_left(error, NOTHING_LEFT_IN_PROCESS):
+                self._used_up = describe_error(error)
             return EpisodeEnd(kind=RewardFailureKind.RAISED, message=describe_error(error))
         if value is None:
             return EpisodeEnd()
@@ -286,6 +292,13 @@ class _Worker:
 
     def _note(self, episode: int, call: ReturnedCall) -> None:
         self._send_event.send_nowait(CallReturned(episode=episode, call=call))
+
+
+async def _end_process(reason: str) -> None:
+    """End this process, to be started again."""
+    _log.warning("%s: this worker ends, to be started again", reason)
+    await anyio.sleep(_FLUSH_S)
+    os._exit(REWARD_RESTART_EXIT_CODE)
 
 
 def _rewards_of_turns(episode: OpenEpisode, model: EpisodePolicy) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 import shlex
 import sys
@@ -23,6 +24,7 @@ from msgspec import structs
 
 from streamrl.base.errors import RecipeError, StreamBroken
 from streamrl.base.messages import Generate, ReturnedCall
+from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.base.stage_messages import EpisodeSoFar, LaunchTrajectory, Scored, TrajectoryLost, TurnSoFar
 from streamrl.base.types import (
     Completion,
@@ -305,6 +307,7 @@ class Run:
         self.outcomes: list[Any] = []
         self.journal = Kept()
         self.begun = 0
+        self.owns_process = False
         self.break_worker: Callable[[], Any] = lambda: None
 
     @asynccontextmanager
@@ -316,7 +319,7 @@ class Run:
         async def work() -> None:
             async with take_orders, events:
                 await run_environment_worker(
-                    self.environment, self.tokenizer, 0, take_orders, events, owns_process=False
+                    self.environment, self.tokenizer, 0, take_orders, events, owns_process=self.owns_process
                 )
 
         async def live() -> None:
@@ -948,6 +951,49 @@ async def test_limits_end_a_game_which_is_trained(
     assert trajectory.environment.reward == 0.5 * turns
     assert sum(segment.trained for segment in trajectory.segments) == turns
     assert sum(len(segment.token_ids) for segment in trajectory.segments) <= limits.get("max_tokens", 200)
+
+
+ROOT = Path(__file__).resolve().parents[3]
+USES_UP = """
+import anyio, resource, sys, time
+from pathlib import Path
+from streamrl.recipe.environment import Environment
+from streamrl.run.environments import tools
+from tests.pretrained.turns.families import tokenizer_of
+from tests.run.environments.test_environments import Run
+
+kind = KIND
+class Uses:
+    def reset(self):
+        if kind == "descriptors": self.files = [open("/dev/null") for _ in range(9999)]
+        if kind == "memory": raise MemoryError
+        if kind == "threads": time.sleep(999)
+    def step(self, text): pass
+
+async def work():
+    for _ in range(3):
+        environment = Environment(env=f"{__file__}:Uses", seconds=0.2)
+        run = Run(environment, tokenizer_of("qwen2.5", Path()), lambda text: "hi")
+        run.owns_process = kind != "threads" or len(tools._hung) > 1
+        print(await run.one({}))
+
+if __name__ == "__main__":
+    tools._MOST_HUNG = 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    anyio.run(work)
+"""
+
+
+@pytest.mark.parametrize("kind", ["descriptors", "memory", "threads"])
+async def test_a_worker_without_resources_ends_to_be_started_again(kind: str, tmp_path: Path) -> None:
+    """A process that has no descriptors, memory or threads left ends with its restart code."""
+    (tmp_path / "uses.py").write_text(USES_UP.replace("KIND", repr(kind)))
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, str(tmp_path / "uses.py")]
+    ended = await anyio.run_process(command, cwd=tmp_path, env=variables, check=False)
+    assert ended.returncode == REWARD_RESTART_EXIT_CODE, ended.stderr.decode()
+    reason = {"descriptors": "Too many open files", "memory": "MemoryError", "threads": "calls of user code"}[kind]
+    assert re.search(f"{reason}.*this worker ends, to be started again", ended.stderr.decode())
 
 
 async def test_an_episode_survives_the_end_of_its_worker(qwen: Tokenizer, code: Callable[[str], str]) -> None:

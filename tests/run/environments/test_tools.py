@@ -21,6 +21,7 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.pretrained.turns.tool_calls import ToolCall
+from streamrl.run.environments import tools as tools_module
 from streamrl.run.environments.tools import MachineError, ToolBox, ToolContext, ToolEnd, ToolLimits
 
 CONTEXT = ToolContext(trajectory="p/0", turn=2, seed=7)
@@ -171,6 +172,27 @@ async def test_a_thread_that_cannot_start_is_no_answer() -> None:
                 await tools.run(ToolCall("add", {"a": 1, "b": 2}), CONTEXT)
         finally:
             threading.stack_size(usual)
+
+
+async def test_calls_that_do_not_return_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further calls are refused while too many do not return, and made again when some have."""
+    monkeypatch.setattr(tools_module, "_MOST_HUNG", 2)
+    returns = threading.Event()
+
+    def hang() -> None:
+        """Hang."""
+        returns.wait()
+
+    async with ToolBox([hang, add], ToolLimits(seconds=0.1)).open_for_episode() as tools:
+        for _ in range(2):
+            assert (await tools.run(ToolCall("hang", {}), CONTEXT)).end is ToolEnd.TIMED_OUT
+        with pytest.raises(MachineError, match="calls of user code do not return"):
+            await tools.run(ToolCall("add", {"a": 1, "b": 2}), CONTEXT)
+        returns.set()
+        with anyio.fail_after(10):
+            while tools_module._hung:
+                await anyio.sleep(0.01)
+        assert (await tools.run(ToolCall("add", {"a": 1, "b": 2}), CONTEXT)).text == "3"
 
 
 class Rows:
