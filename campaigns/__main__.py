@@ -16,6 +16,7 @@
     python -m campaigns twins --out FOLDER [--kills N]   # killed and resumed runs, beside one that is left alone
     python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
     python -m campaigns learning [WORD ...]          # rewards of turns, passes, meanings of checkpoints, experts
+    python -m campaigns tool_calls [WORD ...]        # results, errors, threads, observations and calls of tools
     python -m campaigns trl_scripts                  # constructors of public TRL scripts, as objects
     python -m campaigns foreign_inputs [KIND ...]    # data, caches, rewards and chats of strangers
     python -m campaigns mistakes [WORD ...]          # of a newcomer: each is refused in one sentence
@@ -53,6 +54,7 @@ MODULES = {
     "twins": "resume_twins",
     "trl_scripts": "trl_scripts",
     "learning": "learning_inputs",
+    "tool_calls": "tool_calls",
     "foreign_inputs": "foreign_inputs.campaign",
     "mistakes": "newcomer_mistakes.campaign",
     **{name: f"hostile.hostile_{name}" for name in HOSTILE},

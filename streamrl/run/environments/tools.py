@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from streamrl.base.dedicated_thread import DedicatedThread
-from streamrl.base.errors import UNENCODABLE, RecipeError, StreamRLError
+from streamrl.base.errors import UNENCODABLE, RecipeError, StreamRLError, leaves
 from streamrl.pretrained.turns.tool_calls import ToolCall
 
 CONTEXT = "context"
@@ -240,6 +240,8 @@ class UserThread:
 def text_of(value: Any) -> str:
     """Return a value of user code as text for the model: a text as it is, bytes as UTF-8, anything else as JSON, where
     what JSON has not stands as its author would print it. Raises ``ToolFailedError``."""
+    if isinstance(value, memoryview):
+        value = bytes(value)
     try:
         plain = msgspec.to_builtins(value, builtin_types=(bytes, bytearray), str_keys=True, enc_hook=_plain)
         if isinstance(plain, str | float | bytes | bytearray):
@@ -329,9 +331,11 @@ async def _result(name: str, value: Awaitable[Any]) -> tuple[str, ToolEnd]:
 
 
 def has_nothing_left(error: BaseException, texts: Sequence[str] = _NOTHING_LEFT) -> bool:
-    """Return whether an error, or one that led to it, has one of ``texts`` or says that there is no memory left."""
-    if isinstance(error, MemoryError) or (getattr(error, "strerror", None) or str(error)) in texts:
-        return True
+    """Return whether an error, one of its group, or one that led to it, has one of ``texts`` or says that there is no
+    memory left."""
+    for leaf in leaves(error):
+        if isinstance(leaf, MemoryError) or (getattr(leaf, "strerror", None) or str(leaf)) in texts:
+            return True
     cause = error.__cause__ or error.__context__
     return cause is not None and has_nothing_left(cause, texts)
 

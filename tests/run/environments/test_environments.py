@@ -702,7 +702,7 @@ async def test_code_that_misbehaves_is_a_failure_of_its_trajectory(
 
 async def test_a_late_or_large_game_fails_and_is_closed(qwen: Tokenizer, code: Callable[[str], str]) -> None:
     """A game that is late or too large fails and is closed."""
-    run = Run(Environment(env=code("Hangs"), seconds=0.3), qwen, lambda text: "hi")
+    run = Run(Environment(env=code("Hangs"), seconds=0.9), qwen, lambda text: "hi")
     late = await run.one({"level": 1})
     assert isinstance(late, RewardFailure) and late.kind == "timed_out" and len(module_of(code).LEFT) == 1
     run = Run(Environment(env=code("Game"), max_tokens=10), qwen, lambda text: "hi")

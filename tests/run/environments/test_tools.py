@@ -71,6 +71,7 @@ RETURNED: list[tuple[Any, str]] = [
     ("text", "text"),
     (b"hello world\n", "hello world\n"),
     (bytearray(b"caf\xc3\xa9"), "café"),
+    (memoryview(b"ab"), "ab"),
     (b"\xff\xd8", "error: bytes that are no UTF-8 text were returned: return a text"),
     ({"out": b"\xff"}, "error: bytes that are no UTF-8 text were returned: return a text"),
     ({"out": b"hello", "code": 0}, '{"out":"hello","code":0}'),
@@ -105,7 +106,7 @@ RETURNED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("made_in", ["thread", "loop"])
-@pytest.mark.parametrize(("value", "text"), RETURNED, ids=repr)
+@pytest.mark.parametrize(("value", "text"), RETURNED, ids=[text for _, text in RETURNED])
 async def test_what_a_tool_returns_is_said_as_it_prints(value: Any, text: str, made_in: str) -> None:
     def give() -> Any:
         """Give."""
@@ -139,6 +140,10 @@ def without_descriptors() -> None:
         raise RuntimeError("the data cannot be read") from error
 
 
+def without_files_in_a_group() -> None:
+    raise ExceptionGroup("two", [ValueError("a"), OSError(errno.ENFILE, os.strerror(errno.ENFILE))])
+
+
 def without_a_thread() -> None:
     usual = threading.stack_size(1 << 47)  # all addresses that a process has
     try:
@@ -152,6 +157,7 @@ MACHINE = {
     without_disk: "No space left on device",
     without_a_process: "temporarily unavailable",
     without_descriptors: "the data cannot be read",
+    without_files_in_a_group: "2 sub-exceptions",
     without_a_thread: "can't start new thread",
 }
 
