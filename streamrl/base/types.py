@@ -65,18 +65,15 @@ class TokenDistribution(Struct, frozen=True, kw_only=True):
 
     The engine samples by them, and ``learning.objective.logprobs`` computes the same distribution in the trainer."""
 
-    temperature: Annotated[float, Meta(gt=0, description="sampling temperature, which training uses, too")] = 1.0
+    temperature: Annotated[float, Meta(gt=0), "sampling temperature, which training uses, too"] = 1.0
     top_p: Annotated[
-        float, Meta(gt=0, le=1, description="sample from the most likely tokens that together have this probability")
+        float, Meta(gt=0, le=1), "sample from the most likely tokens that together have this probability"
     ] = 1.0
-    top_k: Annotated[int, Meta(ge=0, description="sample from this number of the most likely tokens (0: all)")] = 0
+    top_k: Annotated[int, Meta(ge=0), "sample from this number of the most likely tokens (0: all)"] = 0
     min_p: Annotated[
         float,
-        Meta(
-            ge=0,
-            lt=1,
-            description="sample from tokens with at least this share of the probability of the most likely token",
-        ),
+        Meta(ge=0, lt=1),
+        "sample from tokens with at least this share of the probability of the most likely token",
     ] = 0.0
 
 
@@ -86,11 +83,10 @@ class SamplingSettings(TokenDistribution, frozen=True, kw_only=True):
     The recipe's ``[sampling]`` and a request to an engine (``messages.Generate``) inherit the fields, vLLM's
     ``SamplingParams`` get each of them by name, and the trainer ranks have them in ``TrainerOptions.sampling``."""
 
-    max_tokens: Annotated[int, Meta(gt=0, description="limit of the tokens of a completion")] = 512
-    min_tokens: Annotated[int, Meta(ge=0, description="number of tokens before which a completion does not end")] = 0
+    max_tokens: Annotated[int, Meta(gt=0), "limit of the tokens of a completion"] = 512
+    min_tokens: Annotated[int, Meta(ge=0), "number of tokens before which a completion does not end"] = 0
     stop: Annotated[
-        tuple[str, ...],
-        Meta(description="texts that end a completion; their tokens are its last ones, and are trained"),
+        tuple[str, ...], "texts that end a completion; their tokens are its last ones, and are trained"
     ] = ()
 
 

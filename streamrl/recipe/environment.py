@@ -10,7 +10,7 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from streamrl.recipe.field_types import Count, Natural, Positive, PositiveFloat, Section, advanced, doc
+from streamrl.recipe.field_types import Count, Natural, Positive, PositiveFloat, Section, advanced
 
 ENVIRONMENT_REWARD = "environment"
 """Name of the built-in reward with the value that the environment returned; a recipe with an environment needs no
@@ -43,78 +43,73 @@ class Environment(Section, frozen=True):
     template."""
 
     episode: Annotated[
-        str, doc("a coroutine function, episode(model, **columns), that talks to the model and may return the reward")
+        str, "a coroutine function, episode(model, **columns), that talks to the model and may return the reward"
     ] = ""
     env: Annotated[
-        str, doc("a class with reset(**columns) and step(text), which returns Gymnasium's five values; sync or async")
+        str, "a class with reset(**columns) and step(text), which returns Gymnasium's five values; sync or async"
     ] = ""
     tools: Annotated[
         tuple[str, ...],
-        doc(
-            "typed functions, or classes whose public methods are typed, with docstrings, or mcp:COMMAND of an MCP "
-            "server (stdio): the model calls them until a turn has no call"
-        ),
+        "typed functions, or classes whose public methods are typed, with docstrings, or mcp:COMMAND of an MCP "
+        "server (stdio): the model calls them until a turn has no call",
     ] = ()
     agent: Annotated[
         tuple[str, ...],
-        doc(
-            "a program that talks to the model through an API: it gets OPENAI_BASE_URL and OPENAI_API_KEY (also "
-            'Anthropic\'s), and the row on stdin; its last line with {"reward": 1.0} is the reward'
-        ),
+        "a program that talks to the model through an API: it gets OPENAI_BASE_URL and OPENAI_API_KEY (also "
+        'Anthropic\'s), and the row on stdin; its last line with {"reward": 1.0} is the reward',
     ] = ()
-    max_turns: Annotated[Positive, doc("limit of the turns that the model samples in a trajectory")] = 16
+    max_turns: Annotated[Positive, "limit of the turns that the model samples in a trajectory"] = 16
     max_tokens: Annotated[
-        Positive, doc("limit of the tokens of a conversation: prompt, turns, and the messages between them")
+        Positive, "limit of the tokens of a conversation: prompt, turns, and the messages between them"
     ] = 4096
     seconds: Annotated[
-        PositiveFloat, doc("time limit of a trajectory in its environment, without the time of the model")
+        PositiveFloat, "time limit of a trajectory in its environment, without the time of the model"
     ] = 600.0
-    system: Annotated[str, doc("a system message of every conversation")] = ""
+    system: Annotated[str, "a system message of every conversation"] = ""
     tool_format: Annotated[
-        str,
-        doc('format of tool calls: hermes, qwen_xml, llama_json, mistral or vllm:PARSER; "auto": by the chat template'),
+        str, 'format of tool calls: hermes, qwen_xml, llama_json, mistral or vllm:PARSER; "auto": by the chat template'
     ] = "auto"
     history: Annotated[
-        Literal["keep", "template"], advanced("earlier turns as they were sampled, or as the chat template writes them")
+        Literal["keep", "template"], advanced, "earlier turns as they were sampled, or as the chat template writes them"
     ] = "keep"
-    tool_seconds: Annotated[PositiveFloat, advanced("time limit of a tool call")] = 30.0
+    tool_seconds: Annotated[PositiveFloat, advanced, "time limit of a tool call"] = 30.0
     tool_characters: Annotated[
-        Positive, advanced("limit of the length of a tool's result, which is shortened to it")
+        Positive, advanced, "limit of the length of a tool's result, which is shortened to it"
     ] = 8000
     agent_tasks: Annotated[
         Natural,
-        advanced("trajectories that one process of the agent runs at once, as lines of stdin; 0: one process for each"),
+        advanced,
+        "trajectories that one process of the agent runs at once, as lines of stdin; 0: one process for each",
     ] = 0
     variables: Annotated[
         tuple[str, ...],
-        advanced("names of environment variables that environments, tools, MCP servers and the agent see"),
+        advanced,
+        "names of environment variables that environments, tools, MCP servers and the agent see",
     ] = ()
     agent_host: Annotated[
         str,
-        advanced(
-            "address of this host at which the endpoint for agents listens: one that agents in containers and on other "
-            "hosts reach, or 0.0.0.0 for all"
-        ),
+        advanced,
+        "address of this host at which the endpoint for agents listens: one that agents in containers and on other "
+        "hosts reach, or 0.0.0.0 for all",
     ] = "127.0.0.1"
     agent_address: Annotated[
         str,
-        advanced(
-            "name or address by which agents reach the endpoint, such as host.docker.internal; empty: `agent_host`"
-        ),
+        advanced,
+        "name or address by which agents reach the endpoint, such as host.docker.internal; empty: `agent_host`",
     ] = ""
     limit_reward: Annotated[
         float,
-        advanced("reward of an agent that has printed none and was refused a turn by `max_turns` or `max_tokens`"),
+        advanced,
+        "reward of an agent that has printed none and was refused a turn by `max_turns` or `max_tokens`",
     ] = 0.0
     late_reward: Annotated[
         float | None,
-        advanced(
-            "reward of an agent that has printed none after `seconds` (not set: its trajectory has failed, and is not "
-            "trained)"
-        ),
+        advanced,
+        "reward of an agent that has printed none after `seconds` (not set: its trajectory has failed, and is not "
+        "trained)",
     ] = None
-    credit: Annotated[Credit, advanced("")] = Credit.TRAJECTORY
-    workers: Annotated[Count, doc("processes that run environments")] = 1
+    credit: Annotated[Credit, advanced] = Credit.TRAJECTORY
+    workers: Annotated[Count, "processes that run environments"] = 1
 
     @property
     def configured(self) -> bool:

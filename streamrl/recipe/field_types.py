@@ -1,10 +1,10 @@
 """Types of a recipe's fields: numbers with bounds, the text of a key, the mark of advanced keys; and functions that
 list the fields of a section. The sections, their checks and ``streamrl explain`` use them.
 
-The text of a key stands at its field; ``streamrl explain``, docs/recipe.md and error messages show it. A key that few
-runs need (timers, constants of papers, aids of tests) is ``advanced``: a recipe file has it below
-``[SECTION.advanced]``, and the dry run shows it only where it is set. In Python it is a field of the section like the
-others."""
+The text of a key is the string in the ``Annotated`` of its field; ``streamrl explain``, docs/recipe.md and error
+messages show it. A key that few runs need (timers, constants of papers, aids of tests) is ``advanced``: a recipe file
+has it below ``[SECTION.advanced]``, and the dry run shows it only where it is set. In Python it is a field of the
+section like the others."""
 
 from __future__ import annotations
 
@@ -28,20 +28,12 @@ Count = Annotated[int, Meta(gt=0, le=4096)]
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 ADVANCED = "advanced"
+advanced = Meta(extra={ADVANCED: True})
+"""Mark of an advanced key, which a recipe file has below ``[SECTION.advanced]``."""
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every recipe section."""
-
-
-def doc(text: str) -> Meta:
-    """Give a key its text."""
-    return Meta(description=text)
-
-
-def advanced(text: str) -> Meta:
-    """Give a key its text, and mark it as advanced: it is written below ``[SECTION.advanced]``."""
-    return Meta(description=text, extra={ADVANCED: True})
 
 
 class Key(Struct, frozen=True, kw_only=True):
@@ -119,19 +111,13 @@ def as_table(value: Any) -> Any:
 
 
 def _key(field: inspect.Field, annotation: Any) -> Key:
-    extra: dict[str, Any] = {}
-    text = ""
-    kind = field.type
-    while isinstance(kind, inspect.Metadata):
-        extra |= kind.extra or {}
-        text = text or (kind.extra_json_schema or {}).get("description", "")
-        kind = kind.type
+    notes = getattr(annotation, "__metadata__", ())
     return Key(
         name=field.name,
-        kind=kind,
+        kind=bare(field.type),
         annotation=annotation,
-        text=text,
-        advanced=extra.get(ADVANCED, False),
+        text="".join(note for note in notes if isinstance(note, str)),
+        advanced=advanced in notes,
         required=field.required,
         default=_default(field),
     )

@@ -17,7 +17,6 @@ from streamrl.recipe.field_types import (
     Section,
     Share,
     advanced,
-    doc,
 )
 from streamrl.recipe.rewards import Reward
 
@@ -45,30 +44,32 @@ class YieldKind(StrEnum):
 class Judge(Section, frozen=True):
     """A vLLM engine for the ``judge`` rewards that name no endpoint."""
 
-    model: Annotated[str, doc("a Hugging Face directory, or a model of the Hub (empty: no judge)")] = ""
-    when_idle: Annotated[YieldKind, doc("")] = YieldKind.PAUSE
-    batch: Annotated[Positive, advanced('number of questions at which it begins, unless when_idle = "never"')] = 32
+    model: Annotated[str, "a Hugging Face directory, or a model of the Hub (empty: no judge)"] = ""
+    when_idle: YieldKind = YieldKind.PAUSE
+    batch: Annotated[Positive, advanced, 'number of questions at which it begins, unless when_idle = "never"'] = 32
     batch_wait_s: Annotated[
-        NaturalFloat, advanced("it begins with fewer questions when the first has waited for this time")
+        NaturalFloat, advanced, "it begins with fewer questions when the first has waited for this time"
     ] = 0.5
     actor_share: Annotated[
         float,
         Meta(ge=0, le=1),
-        advanced("it begins while the actor's engines run at most this share of their capacity (1: always)"),
+        advanced,
+        "it begins while the actor's engines run at most this share of their capacity (1: always)",
     ] = 1.0
     max_wait_s: Annotated[
         PositiveFloat,
-        advanced("it begins, even while the actor's engines are busy, when a question has waited for this time"),
+        advanced,
+        "it begins, even while the actor's engines are busy, when a question has waited for this time",
     ] = 10.0
-    max_num_seqs: Annotated[Positive, doc("questions that it answers at once")] = 32
+    max_num_seqs: Annotated[Positive, "questions that it answers at once"] = 32
     max_model_len: Annotated[
-        Natural, advanced("tokens of the longest question and answer (0: the limit of the model, 4096 at most)")
+        Natural, advanced, "tokens of the longest question and answer (0: the limit of the model, 4096 at most)"
     ] = 0
-    dtype: Annotated[EngineDtype, advanced("dtype of the judge, as engines.dtype")] = "auto"
-    threads: Annotated[Natural, advanced("number of threads on a CPU (0: a quarter of the host's)")] = 0
-    cores: Annotated[str, advanced('cores on a CPU, such as "6-7", in place of threads')] = ""
-    gpu_memory_utilization: Annotated[Share, doc("share of the memory of its GPU")] = 0.3
-    restarts: Annotated[Natural, advanced("number of restarts after it died")] = 3
+    dtype: Annotated[EngineDtype, advanced, "dtype of the judge, as engines.dtype"] = "auto"
+    threads: Annotated[Natural, advanced, "number of threads on a CPU (0: a quarter of the host's)"] = 0
+    cores: Annotated[str, advanced, 'cores on a CPU, such as "6-7", in place of threads'] = ""
+    gpu_memory_utilization: Annotated[Share, "share of the memory of its GPU"] = 0.3
+    restarts: Annotated[Natural, advanced, "number of restarts after it died"] = 3
 
 
 def asks_own_judge(reward: Reward) -> bool:

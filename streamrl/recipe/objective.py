@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from streamrl.recipe.field_types import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced, doc
+from streamrl.recipe.field_types import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced
 from streamrl.recipe.objectives.catalog import (
     ADVANTAGES,
     METHODS,
@@ -36,27 +36,27 @@ class KlEstimator(StrEnum):
 class Objective(CriticKeys, frozen=True):
     """The loss. A key that is not set has the value of the paper of ``algorithm``."""
 
-    algorithm: Annotated[AlgorithmName, doc("")] = "grpo"
-    surrogate: Annotated[SurrogateName | None, doc("")] = None
-    advantages: Annotated[AdvantagesName | None, doc("")] = None
-    loss_normalization: Annotated[LossNormalization | None, doc("")] = None
-    clip_low: Annotated[PositiveFloat | None, doc("lower bound of r: 1 - clip_low")] = None
-    clip_high: Annotated[PositiveFloat | None, doc("upper bound of r: 1 + clip_high")] = None
-    dual_clip: Annotated[NaturalFloat, advanced("bound c > 1 of r where A < 0 (arXiv 1912.09729), 0: none")] = 0.0
+    algorithm: AlgorithmName = "grpo"
+    surrogate: SurrogateName | None = None
+    advantages: AdvantagesName | None = None
+    loss_normalization: LossNormalization | None = None
+    clip_low: Annotated[PositiveFloat | None, "lower bound of r: 1 - clip_low"] = None
+    clip_high: Annotated[PositiveFloat | None, "upper bound of r: 1 + clip_high"] = None
+    dual_clip: Annotated[NaturalFloat, advanced, "bound c > 1 of r where A < 0 (arXiv 1912.09729), 0: none"] = 0.0
     kl_coefficient: Annotated[
-        NaturalFloat, doc("coefficient of the KL to a frozen copy of the initial model, the reference (0: none)")
+        NaturalFloat, "coefficient of the KL to a frozen copy of the initial model, the reference (0: none)"
     ] = 0.0
-    kl_estimator: Annotated[KlEstimator | None, advanced("")] = None
-    kl_in: Annotated[KlPlace | None, advanced("")] = None
-    entropy_coefficient: Annotated[float, doc("coefficient of a bonus for entropy")] = 0.0
+    kl_estimator: Annotated[KlEstimator | None, advanced] = None
+    kl_in: Annotated[KlPlace | None, advanced] = None
+    entropy_coefficient: Annotated[float, "coefficient of a bonus for entropy"] = 0.0
     overlong_buffer: Annotated[
-        Natural, doc("DAPO's soft punishment over this many tokens before sampling.max_tokens (0: none)")
+        Natural, "DAPO's soft punishment over this many tokens before sampling.max_tokens (0: none)"
     ] = 0
-    overlong_penalty: Annotated[NaturalFloat, advanced("largest punishment of overlong_buffer")] = 1.0
+    overlong_penalty: Annotated[NaturalFloat, advanced, "largest punishment of overlong_buffer"] = 1.0
     train_truncated: Annotated[
-        bool, doc("false: tokens of truncated samples are left out of the loss (DAPO's filtering)")
+        bool, "false: tokens of truncated samples are left out of the loss (DAPO's filtering)"
     ] = True
-    cohort_batches: Annotated[Positive, advanced('batches of a cohort, for advantages = "cohort"')] = 4
+    cohort_batches: Annotated[Positive, advanced, 'batches of a cohort, for advantages = "cohort"'] = 4
 
 
 class ObjectiveSettings(Objective, frozen=True):
@@ -162,24 +162,21 @@ class OffPolicy(Section, frozen=True):
     """Corrections for tokens that another policy sampled: w = pi_proximal / pi_behavior multiplies their surrogate, not
     KL and entropy terms."""
 
-    proximal: Annotated[Proximal, doc("")] = Proximal.INTERPOLATED
-    truncate: Annotated[RatioLevel, doc('w = min(w, cap) (truncated importance sampling); "none": w = 1')] = (
-        RatioLevel.TOKEN
-    )
-    cap: Annotated[PositiveFloat, doc("upper bound of w")] = 2.0
+    proximal: Proximal = Proximal.INTERPOLATED
+    truncate: Annotated[RatioLevel, 'w = min(w, cap) (truncated importance sampling); "none": w = 1'] = RatioLevel.TOKEN
+    cap: Annotated[PositiveFloat, "upper bound of w"] = 2.0
     mask: Annotated[
-        RatioLevel, doc("tokens (or sequences) whose w is outside of the bounds are left out of the surrogate")
+        RatioLevel, "tokens (or sequences) whose w is outside of the bounds are left out of the surrogate"
     ] = RatioLevel.NONE
-    mask_low: Annotated[NaturalFloat, advanced("lower bound of mask")] = 0.5
-    mask_high: Annotated[PositiveFloat, advanced("upper bound of mask")] = 2.0
-    staleness_discount: Annotated[Share, advanced("d: a token has weight d ** staleness")] = 1.0
+    mask_low: Annotated[NaturalFloat, advanced, "lower bound of mask"] = 0.5
+    mask_high: Annotated[PositiveFloat, advanced, "upper bound of mask"] = 2.0
+    staleness_discount: Annotated[Share, advanced, "d: a token has weight d ** staleness"] = 1.0
     correct_mismatch: Annotated[
-        bool, doc("correct also tokens of the version that is trained, for the difference of engine and trainer")
+        bool, "correct also tokens of the version that is trained, for the difference of engine and trainer"
     ] = False
     alarm: Annotated[
         NaturalFloat,
-        advanced(
-            "mean absolute logprob difference of engine and trainer on tokens of the trained version that raises an "
-            "alarm (0: never)"
-        ),
+        advanced,
+        "mean absolute logprob difference of engine and trainer on tokens of the trained version that raises an "
+        "alarm (0: never)",
     ] = 0.05

@@ -21,7 +21,6 @@ from streamrl.recipe.field_types import (
     Section,
     Share,
     advanced,
-    doc,
 )
 
 COMBINE_WEIGHTS = "weights"
@@ -60,11 +59,11 @@ class AdaptiveTimeout(Section, frozen=True):
     the reward's ``timeout_s``, which is also the limit until the prompt was solved once. The reward ``code`` also has a
     limit for each test case, from runs that passed it."""
 
-    factor: Annotated[Factor, doc("multiple of the slowest correct call")] = 1.5
-    min_s: Annotated[PositiveFloat, doc("smallest limit")] = 2.0
-    correct_from: Annotated[float, doc("smallest value of a correct call")] = 1.0
+    factor: Annotated[Factor, "multiple of the slowest correct call"] = 1.5
+    min_s: Annotated[PositiveFloat, "smallest limit"] = 2.0
+    correct_from: Annotated[float, "smallest value of a correct call"] = 1.0
     key: Annotated[
-        str, doc("column that identifies the program, where several prompts run the same one; every prompt needs it")
+        str, "column that identifies the program, where several prompts run the same one; every prompt needs it"
     ] = "prompt_id"
 
 
@@ -72,41 +71,40 @@ class Reward(Section, frozen=True):
     """A reward. A function that is not ``trusted`` runs in a process that is killed at ``timeout_s``. Such rewards
     share their processes: the largest ``memory_mib`` among them counts, and each sees the variables of all."""
 
-    function: Annotated[str, doc("module:function, path/to/file.py:function, or the name of a built-in reward")]
-    name: Annotated[str, doc("name in metrics (empty: the function's name)")] = ""
-    options: Annotated[dict[str, Any], doc("keyword arguments of every call; of a built-in reward: its options")] = {}
-    weight: Annotated[float, doc("weight in the sum of the rewards")] = 1.0
+    function: Annotated[str, "module:function, path/to/file.py:function, or the name of a built-in reward"]
+    name: Annotated[str, "name in metrics (empty: the function's name)"] = ""
+    options: Annotated[dict[str, Any], "keyword arguments of every call; of a built-in reward: its options"] = {}
+    weight: Annotated[float, "weight in the sum of the rewards"] = 1.0
     part_weights: Annotated[
-        dict[str, float], advanced("weights of the named parts that it returns (1 for other parts)")
+        dict[str, float], advanced, "weights of the named parts that it returns (1 for other parts)"
     ] = {}
-    shadow: Annotated[bool, doc("it scores, and is not trained")] = False
-    trusted: Annotated[bool, doc("it runs in the worker's event loop, so it must be quick or a coroutine function")] = (
-        False
-    )
-    timeout_s: Annotated[PositiveFloat, doc("time limit of a call")] = 30.0
-    adaptive_timeout: Annotated[AdaptiveTimeout | None, advanced("learnt time limit for each prompt")] = None
+    shadow: Annotated[bool, "it scores, and is not trained"] = False
+    trusted: Annotated[bool, "it runs in the worker's event loop, so it must be quick or a coroutine function"] = False
+    timeout_s: Annotated[PositiveFloat, "time limit of a call"] = 30.0
+    adaptive_timeout: Annotated[AdaptiveTimeout | None, advanced, "learnt time limit for each prompt"] = None
     late_is_wrong: Annotated[
-        bool, advanced("a call past its time limit has the value wrong_value; otherwise it failed")
+        bool, advanced, "a call past its time limit has the value wrong_value; otherwise it failed"
     ] = False
-    wrong_value: Annotated[float, advanced("value of a late call, with late_is_wrong")] = 0.0
-    concurrency: Annotated[Natural, doc("calls at once (0: reward_limits.concurrency)")] = 0
-    rate_per_s: Annotated[NaturalFloat, doc("calls started a second (0: no bound)")] = 0.0
-    retries: Annotated[Natural, doc("retries of a call that raised")] = 0
+    wrong_value: Annotated[float, advanced, "value of a late call, with late_is_wrong"] = 0.0
+    concurrency: Annotated[Natural, "calls at once (0: reward_limits.concurrency)"] = 0
+    rate_per_s: Annotated[NaturalFloat, "calls started a second (0: no bound)"] = 0.0
+    retries: Annotated[Natural, "retries of a call that raised"] = 0
     backoff_s: Annotated[
-        PositiveFloat, advanced("pause before the first retry; it doubles with each further retry")
+        PositiveFloat, advanced, "pause before the first retry; it doubles with each further retry"
     ] = 0.5
-    on_failure: Annotated[FailurePolicy, doc("")] = FailurePolicy.DROP_SAMPLE
+    on_failure: FailurePolicy = FailurePolicy.DROP_SAMPLE
     on_timeout: Annotated[
-        FailurePolicy | None, advanced("policy for a call past its time limit (not set: on_failure)")
+        FailurePolicy | None, advanced, "policy for a call past its time limit (not set: on_failure)"
     ] = None
     special_tokens: Annotated[
-        bool, advanced("completions have special tokens, such as <think> of some models, but not the end token")
+        bool, advanced, "completions have special tokens, such as <think> of some models, but not the end token"
     ] = False
-    memory_mib: Annotated[Positive, doc("limit of the memory of its process")] = 1024
-    variables: Annotated[tuple[str, ...], doc("environment variables that it sees, such as an API key")] = ()
+    memory_mib: Annotated[Positive, "limit of the memory of its process"] = 1024
+    variables: Annotated[tuple[str, ...], "environment variables that it sees, such as an API key"] = ()
     gpus: Annotated[
         Natural | None,
-        advanced("GPUs that each reward worker sees for it (not set: 1 for reward_model unless on the CPU, else none)"),
+        advanced,
+        "GPUs that each reward worker sees for it (not set: 1 for reward_model unless on the CPU, else none)",
     ] = None
 
     def failure_policy(self, *, late: bool) -> FailurePolicy:
@@ -145,16 +143,12 @@ class RewardLimits(Section, frozen=True):
 
     combine: Annotated[
         str,
-        doc(
-            '"weights": weighted sum; "separate": each reward is compared with its siblings\' alone, and the '
-            "advantages are added by weight (GDPO, arXiv 2601.05242); module:function: gets the values by name and "
-            "returns the reward"
-        ),
+        '"weights": weighted sum; "separate": each reward is compared with its siblings\' alone, and the '
+        "advantages are added by weight (GDPO, arXiv 2601.05242); module:function: gets the values by name and "
+        "returns the reward",
     ] = COMBINE_WEIGHTS
-    max_failed_share: Annotated[
-        Share, doc("share of failures among the last trajectories above which the run stops")
-    ] = 0.2
-    window: Annotated[Positive, advanced("trajectories over which failures are counted")] = 256
-    workers: Annotated[Count, doc("reward workers (processes)")] = 1
-    processes: Annotated[Count, advanced("processes of one worker for functions that are not trusted")] = 16
-    concurrency: Annotated[Positive, doc("calls at once of one worker")] = 64
+    max_failed_share: Annotated[Share, "share of failures among the last trajectories above which the run stops"] = 0.2
+    window: Annotated[Positive, advanced, "trajectories over which failures are counted"] = 256
+    workers: Annotated[Count, "reward workers (processes)"] = 1
+    processes: Annotated[Count, advanced, "processes of one worker for functions that are not trusted"] = 16
+    concurrency: Annotated[Positive, "calls at once of one worker"] = 64

@@ -9,17 +9,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.field_types import (
-    Factor,
-    Natural,
-    NaturalFloat,
-    Positive,
-    PositiveFloat,
-    Section,
-    Share,
-    advanced,
-    doc,
-)
+from streamrl.recipe.field_types import Factor, Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced
 
 SMALLEST_SIZE = 4
 """Smallest size of a group that may straggle: of two completions the longer is less than twice the median."""
@@ -77,29 +67,26 @@ class StalePolicy(StrEnum):
 class Rollout(Section, frozen=True):
     """Rounds and batches. One optimizer step trains ``prompts_per_batch`` groups of ``group_size`` trajectories."""
 
-    system: Annotated[System | None, doc("a published system, whose keys it sets; in a file or in dicts")] = None
-    prompts_per_batch: Annotated[Positive, doc("groups of a batch")] = 32
-    group_size: Annotated[Positive, doc("completions of a prompt")] = 8
-    rounds: Annotated[RoundKind, doc("")] = RoundKind.SYNCHRONOUS
-    policy: Annotated[str, doc('module:Class or file.py:Class, for rounds = "custom"')] = ""
+    system: Annotated[System | None, "a published system, whose keys it sets; in a file or in dicts"] = None
+    prompts_per_batch: Annotated[Positive, "groups of a batch"] = 32
+    group_size: Annotated[Positive, "completions of a prompt"] = 8
+    rounds: RoundKind = RoundKind.SYNCHRONOUS
+    policy: Annotated[str, 'module:Class or file.py:Class, for rounds = "custom"'] = ""
     max_staleness: Annotated[
         Natural,
-        doc(
-            "limit of the optimizer steps between the version that sampled a token and the version that trains it; 0 "
-            "is on-policy. It also bounds how far sampling may run ahead of training"
-        ),
+        "limit of the optimizer steps between the version that sampled a token and the version that trains it; 0 "
+        "is on-policy. It also bounds how far sampling may run ahead of training",
     ] = 0
-    in_flight: Annotated[InFlight, doc("")] = InFlight.KEEP
-    when_stale: Annotated[StalePolicy, doc("")] = StalePolicy.WAIT
+    in_flight: InFlight = InFlight.KEEP
+    when_stale: StalePolicy = StalePolicy.WAIT
     dynamic_sampling: Annotated[
-        bool | None, doc("groups of equal rewards are dropped and replaced (not set: as in the algorithm's paper)")
+        bool | None, "groups of equal rewards are dropped and replaced (not set: as in the algorithm's paper)"
     ] = None
     presubmit: Annotated[
         bool,
-        advanced(
-            "the next round's requests are sent to the paused engines while the step ends, and run once the new "
-            "weights are live"
-        ),
+        advanced,
+        "the next round's requests are sent to the paused engines while the step ends, and run once the new "
+        "weights are live",
     ] = False
 
     def __post_init__(self) -> None:
@@ -127,21 +114,19 @@ class TailBatching(Section, frozen=True):
     """RollPacker's rounds (arXiv 2509.21009, section 3): short rounds launch more prompts, and more responses of a
     prompt, than they train."""
 
-    prompt_oversampling: Annotated[Factor, doc("prompts that a short round launches for each one that it trains")] = (
-        1.25
-    )
+    prompt_oversampling: Annotated[Factor, "prompts that a short round launches for each one that it trains"] = 1.25
     response_oversampling: Annotated[
-        Factor, doc("responses that it launches for each one that it trains; above 1 censors length within a group")
+        Factor, "responses that it launches for each one that it trains; above 1 censors length within a group"
     ] = 1.0
-    deferred_prompts: Annotated[DeferredPrompts, doc("")] = DeferredPrompts.REPLAY
+    deferred_prompts: DeferredPrompts = DeferredPrompts.REPLAY
     long_round_batches: Annotated[
         Positive,
-        doc("batches of deferred prompts in one long round, which makes as many optimizer steps along one gradient"),
+        "batches of deferred prompts in one long round, which makes as many optimizer steps along one gradient",
     ] = 1
     domain_column: Annotated[
-        str, advanced("prompt column; prompts are drawn so that its values have the shares of domains")
+        str, advanced, "prompt column; prompts are drawn so that its values have the shares of domains"
     ] = ""
-    domains: Annotated[dict[str, PositiveFloat], advanced("share of each value of domain_column")] = {}
+    domains: Annotated[dict[str, PositiveFloat], advanced, "share of each value of domain_column"] = {}
 
     def verifies(self, *, deterministic: bool) -> bool:
         """Return whether deferred completions are verified. A deterministic run replays them: the length of a
@@ -153,22 +138,20 @@ class LengthSorted(Section, frozen=True):
     """SortedRL's rounds (arXiv 2603.23414)."""
 
     cohort_batches: Annotated[
-        Positive, doc("batches (n) of a cohort: no new prompt is drawn until all of them are trained")
+        Positive, "batches (n) of a cohort: no new prompt is drawn until all of them are trained"
     ] = 4
     partial: Annotated[
         bool,
-        doc(
-            "unfinished trajectories keep their tokens and continue under the next weights (needs "
-            "rollout.max_staleness of n - 1 or more); otherwise they are sampled again"
-        ),
+        "unfinished trajectories keep their tokens and continue under the next weights (needs "
+        "rollout.max_staleness of n - 1 or more); otherwise they are sampled again",
     ] = False
     cut_tokens: Annotated[
-        Natural, advanced("tokens of the ready groups at which a batch is closed, too (0: never)")
+        Natural, advanced, "tokens of the ready groups at which a batch is closed, too (0: never)"
     ] = 0
     oversubscription: Annotated[
-        NaturalFloat, advanced("trajectories in flight as a multiple of a batch (0: the whole cohort)")
+        NaturalFloat, advanced, "trajectories in flight as a multiple of a batch (0: the whole cohort)"
     ] = 0.0
-    single: Annotated[bool, advanced("admit single trajectories, for baselines over the batch")] = False
+    single: Annotated[bool, advanced, "admit single trajectories, for baselines over the batch"] = False
 
 
 def trains_on_policy(rollout: Rollout, tail_batching: TailBatching, length_sorted: LengthSorted) -> bool:
@@ -216,36 +199,36 @@ class GroupSizing(Section, frozen=True):
     size meets the budget, the smallest is taken, with a warning. Where sizes vary, objective.advantages is
     "leave_one_out" unless it is set: the algorithm's own advantages would scale with the size of the group."""
 
-    kind: Annotated[SizingKind, doc("")] = SizingKind.FIXED
+    kind: SizingKind = SizingKind.FIXED
     sizes: Annotated[
-        tuple[Positive, ...], doc('candidates; each divides the trajectories of a batch, unless keeps = "prompts"')
+        tuple[Positive, ...], 'candidates; each divides the trajectories of a batch, unless keeps = "prompts"'
     ] = (4, 8, 16)
-    keeps: Annotated[Keeps, advanced("")] = Keeps.TRAJECTORIES
+    keeps: Annotated[Keeps, advanced] = Keeps.TRAJECTORIES
     straggler_ratio: Annotated[
         PositiveFloat,
-        advanced("a group straggles when its longest completion is this many times its median one, or was truncated"),
+        advanced,
+        "a group straggles when its longest completion is this many times its median one, or was truncated",
     ] = 2.0
     budget: Annotated[
         float | None,
-        doc(
-            "long-term share of straggling groups (not set: half-way between the shares of the smallest and the "
-            'largest size, measured at the largest in the first steps; where straggler = "seconds" and keeps = '
-            '"prompts", half of these steps are at the smallest)'
-        ),
+        "long-term share of straggling groups (not set: half-way between the shares of the smallest and the "
+        'largest size, measured at the largest in the first steps; where straggler = "seconds" and keeps = '
+        '"prompts", half of these steps are at the smallest)',
     ] = None
-    straggler: Annotated[Straggler, advanced("")] = Straggler.TOKENS
+    straggler: Annotated[Straggler, advanced] = Straggler.TOKENS
     tradeoff: Annotated[
         PositiveFloat | None,
-        advanced("V, the weight of utility against the budget (not set: 1, or 0.5 in a run of fewer than 100 steps)"),
+        advanced,
+        "V, the weight of utility against the budget (not set: 1, or 0.5 in a run of fewer than 100 steps)",
     ] = None
-    tightening: Annotated[NaturalFloat, advanced("margin below the budget")] = 0.02
-    discount: Annotated[Share, advanced("discount of earlier observations in each step")] = 0.95
-    optimism: Annotated[NaturalFloat, advanced("optimism of the estimate of a size's risk")] = 1.0
-    dwell: Annotated[Positive, advanced("least number of steps at one size")] = 5
+    tightening: Annotated[NaturalFloat, advanced, "margin below the budget"] = 0.02
+    discount: Annotated[Share, advanced, "discount of earlier observations in each step"] = 0.95
+    optimism: Annotated[NaturalFloat, advanced, "optimism of the estimate of a size's risk"] = 1.0
+    dwell: Annotated[Positive, advanced, "least number of steps at one size"] = 5
     calibration_steps: Annotated[
-        Positive | None, advanced("first steps, which measure the budget (not set: 8, or a quarter of a short run)")
+        Positive | None, advanced, "first steps, which measure the budget (not set: 8, or a quarter of a short run)"
     ] = None
-    shares: Annotated[tuple[NaturalFloat, ...], advanced('share of each of sizes, for kind = "random"')] = ()
+    shares: Annotated[tuple[NaturalFloat, ...], advanced, 'share of each of sizes, for kind = "random"'] = ()
 
     @property
     def varies(self) -> bool:

@@ -25,7 +25,6 @@ from streamrl.recipe.field_types import (
     Section,
     Share,
     advanced,
-    doc,
 )
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.objective import Objective, ObjectiveSettings, OffPolicy, objective_settings
@@ -64,39 +63,36 @@ class JournalKind(StrEnum):
 class Run(Section, frozen=True):
     """Identity and length of the run."""
 
-    name: Annotated[str, doc("name of the run's directory, to which the time is added")] = "run"
-    project: Annotated[str, doc("name that several runs share, for trackers and `streamrl runs`")] = ""
-    tags: Annotated[tuple[str, ...], doc("tags of the run, for trackers and `streamrl runs`")] = ()
-    directory: Annotated[str, doc("directory of the runs' directories, relative to the current directory")] = "runs"
-    seed: Annotated[Natural, doc("seed of the order of prompts and of sampling")] = 0
-    steps: Annotated[Positive, doc("optimizer steps; the last version of the weights has this number")] = 100
+    name: Annotated[str, "name of the run's directory, to which the time is added"] = "run"
+    project: Annotated[str, "name that several runs share, for trackers and `streamrl runs`"] = ""
+    tags: Annotated[tuple[str, ...], "tags of the run, for trackers and `streamrl runs`"] = ()
+    directory: Annotated[str, "directory of the runs' directories, relative to the current directory"] = "runs"
+    seed: Annotated[Natural, "seed of the order of prompts and of sampling"] = 0
+    steps: Annotated[Positive, "optimizer steps; the last version of the weights has this number"] = 100
     prompts: Annotated[
-        Natural, advanced("prompts that the run draws, in place of steps, which are predicted then (0: steps)")
+        Natural, advanced, "prompts that the run draws, in place of steps, which are predicted then (0: steps)"
     ] = 0
     restarts: Annotated[
         Natural,
-        advanced(
-            "number of restarts of the controller (with the trainer), and of each reward worker, after a death (0: the "
-            "first death ends the run)"
-        ),
+        advanced,
+        "number of restarts of the controller (with the trainer), and of each reward worker, after a death (0: the "
+        "first death ends the run)",
     ] = 3
-    journal: Annotated[JournalKind, doc("")] = JournalKind.FSYNC
+    journal: JournalKind = JournalKind.FSYNC
     deterministic: Annotated[
-        bool, doc("batches and weights do not depend on kills and resumes of the run; slower, for verification")
+        bool, "batches and weights do not depend on kills and resumes of the run; slower, for verification"
     ] = False
     observers: Annotated[
         tuple[str, ...],
-        advanced(
-            "classes (module:Class or file.py:Class) that inherit streamrl.contracts.Observer, which get the events of "
-            "the run"
-        ),
+        advanced,
+        "classes (module:Class or file.py:Class) that inherit streamrl.contracts.Observer, which get the events of "
+        "the run",
     ] = ()
     stall_timeout_s: Annotated[
         NaturalFloat,
-        advanced(
-            "time without any progress after which the run reports all waits and ends, unless another time limit is "
-            "longer (0: never)"
-        ),
+        advanced,
+        "time without any progress after which the run reports all waits and ends, unless another time limit is "
+        "longer (0: never)",
     ] = 600.0
 
 
@@ -104,7 +100,7 @@ class Model(Section, frozen=True):
     """The policy model."""
 
     path: Annotated[
-        str, doc("a directory in Hugging Face format, with a tokenizer, or a model of the Hub (owner/name@revision)")
+        str, "a directory in Hugging Face format, with a tokenizer, or a model of the Hub (owner/name@revision)"
     ]
 
 
@@ -114,26 +110,20 @@ class Prompts(Section, frozen=True):
 
     train: Annotated[
         str,
-        doc(
-            "a .jsonl, .json, .csv, .parquet or .arrow file, the directory of a Hugging Face dataset "
-            "(data/gsm8k?split=train), a data set of the Hub (hf:openai/gsm8k@revision?config=main&split=train), a "
-            "task of reasoning-gym (reasoning_gym:chain_sum?size=1000&seed=0), or module:name / file.py:name of an "
-            "(async) iterator or a function that returns one; ?prompt=COLUMN takes the prompt from another column, "
-            "?limit=N takes the first N rows, and ?chat=true makes a chat of a text"
-        ),
+        "a .jsonl, .json, .csv, .parquet or .arrow file, the directory of a Hugging Face dataset "
+        "(data/gsm8k?split=train), a data set of the Hub (hf:openai/gsm8k@revision?config=main&split=train), a "
+        "task of reasoning-gym (reasoning_gym:chain_sum?size=1000&seed=0), or module:name / file.py:name of an "
+        "(async) iterator or a function that returns one; ?prompt=COLUMN takes the prompt from another column, "
+        "?limit=N takes the first N rows, and ?chat=true makes a chat of a text",
     ]
-    template: Annotated[str, doc('jinja template of the prompt: "{{question}}\\nAnswer after ####."')] = ""
-    answer: Annotated[str, doc('content of the column "answer": another column, or a jinja expression or template')] = (
-        ""
-    )
+    template: Annotated[str, 'jinja template of the prompt: "{{question}}\\nAnswer after ####."'] = ""
+    answer: Annotated[str, 'content of the column "answer": another column, or a jinja expression or template'] = ""
     template_arguments: Annotated[
         dict[str, Any],
-        doc(
-            "variables of the chat template for every row, held-out rows too, such as {enable_thinking = false}; those "
-            "of a row's column chat_template_kwargs go before them"
-        ),
+        "variables of the chat template for every row, held-out rows too, such as {enable_thinking = false}; those "
+        "of a row's column chat_template_kwargs go before them",
     ] = {}
-    shuffle: Annotated[bool, doc("stored rows are in another order in each epoch")] = True
+    shuffle: Annotated[bool, "stored rows are in another order in each epoch"] = True
 
 
 class Sampling(Section, SamplingSettings, frozen=True):
@@ -171,60 +161,62 @@ class Training(Section, frozen=True):
     """The trainer: AdamW over FSDP2 ranks. A round that trains several batches at once makes as many steps along their
     mean gradient."""
 
-    ranks: Annotated[Count, doc("processes of the trainer (FSDP2)")] = 1
-    device: Annotated[str, doc('"auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N"')] = "auto"
-    threads: Annotated[Natural, advanced("threads of each rank on a CPU (0: the cores without engines)")] = 0
-    optimizer: Annotated[OptimizerKind, doc("")] = OptimizerKind.ADAMW
-    learning_rate: Annotated[NaturalFloat, doc("learning rate of AdamW")] = 1e-6
-    warmup_steps: Annotated[Natural, doc("steps over which the learning rate rises linearly")] = 0
-    schedule: Annotated[str, doc("schedule after the warm-up, by transformers' names, such as cosine or linear")] = (
+    ranks: Annotated[Count, "processes of the trainer (FSDP2)"] = 1
+    device: Annotated[str, '"auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N"'] = "auto"
+    threads: Annotated[Natural, advanced, "threads of each rank on a CPU (0: the cores without engines)"] = 0
+    optimizer: OptimizerKind = OptimizerKind.ADAMW
+    learning_rate: Annotated[NaturalFloat, "learning rate of AdamW"] = 1e-6
+    warmup_steps: Annotated[Natural, "steps over which the learning rate rises linearly"] = 0
+    schedule: Annotated[str, "schedule after the warm-up, by transformers' names, such as cosine or linear"] = (
         "constant"
     )
     schedule_options: Annotated[
-        dict[str, float | str], advanced("options of the schedule, as lr_scheduler_kwargs: {min_lr_rate = 0.1}")
+        dict[str, float | str], advanced, "options of the schedule, as lr_scheduler_kwargs: {min_lr_rate = 0.1}"
     ] = {}
-    schedule_steps: Annotated[Natural, advanced("step at which the schedule ends (0: run.steps)")] = 0
+    schedule_steps: Annotated[Natural, advanced, "step at which the schedule ends (0: run.steps)"] = 0
     epochs: Annotated[
-        NaturalFloat, doc("passes over prompts.train, counted in prompts, in place of run.steps (0: run.steps)")
+        NaturalFloat, "passes over prompts.train, counted in prompts, in place of run.steps (0: run.steps)"
     ] = 0.0
-    beta1: Annotated[float, Meta(ge=0, lt=1), advanced("beta1 of AdamW")] = 0.9
-    beta2: Annotated[float, Meta(ge=0, lt=1), advanced("beta2 of AdamW")] = 0.95
-    weight_decay: Annotated[NaturalFloat, doc("weight decay of AdamW")] = 0.0
-    max_grad_norm: Annotated[PositiveFloat, doc("gradients are clipped to this norm")] = 1.0
+    beta1: Annotated[float, Meta(ge=0, lt=1), advanced, "beta1 of AdamW"] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1), advanced, "beta2 of AdamW"] = 0.95
+    weight_decay: Annotated[NaturalFloat, "weight decay of AdamW"] = 0.0
+    max_grad_norm: Annotated[PositiveFloat, "gradients are clipped to this norm"] = 1.0
     updates_per_batch: Annotated[
-        Positive, doc("optimizer steps on each batch; all but the first are off-policy, and above 1 streaming is off")
+        Positive, "optimizer steps on each batch; all but the first are off-policy, and above 1 streaming is off"
     ] = 1
     epochs_per_batch: Annotated[
         Positive,
-        advanced("passes over each batch, of updates_per_batch steps each, all against the logprobs before the first"),
+        advanced,
+        "passes over each batch, of updates_per_batch steps each, all against the logprobs before the first",
     ] = 1
     micro_batch_tokens: Annotated[
         Natural,
-        doc("tokens of a row, which go through the model at once (0: 2,048; on a CPU from 512, by model and prompts)"),
+        "tokens of a row, which go through the model at once (0: 2,048; on a CPU from 512, by model and prompts)",
     ] = 0
     streaming: Annotated[
-        bool, advanced("groups are trained while others are still sampled; the gradient is that of the complete batch")
+        bool, advanced, "groups are trained while others are still sampled; the gradient is that of the complete batch"
     ] = True
-    compute_dtype: Annotated[ComputeDtype, doc("")] = ComputeDtype.AUTO
-    gathered: Annotated[Gathered, advanced("")] = Gathered.AUTO
+    compute_dtype: ComputeDtype = ComputeDtype.AUTO
+    gathered: Annotated[Gathered, advanced] = Gathered.AUTO
     tensor_parallel_size: Annotated[
-        Count, advanced("ranks that share each layer and train the same rows (other ranks divide the rows: FSDP2)")
+        Count, advanced, "ranks that share each layer and train the same rows (other ranks divide the rows: FSDP2)"
     ] = 1
     expert_parallel_size: Annotated[
-        Count, advanced("ranks over which whole experts are divided: 1, or tensor_parallel_size")
+        Count, advanced, "ranks over which whole experts are divided: 1, or tensor_parallel_size"
     ] = 1
     context_parallel_size: Annotated[
-        Count, advanced("ranks over which each row is divided, so that a long sequence takes less memory on each")
+        Count, advanced, "ranks over which each row is divided, so that a long sequence takes less memory on each"
     ] = 1
-    replicas: Annotated[Count, advanced("groups of ranks that each hold a complete copy of the model (HSDP)")] = 1
+    replicas: Annotated[Count, advanced, "groups of ranks that each hold a complete copy of the model (HSDP)"] = 1
     routing_replay: Annotated[
         bool | Literal["auto"],
-        advanced("mixtures of experts: the trainer's routers use the experts that the engines chose"),
+        advanced,
+        "mixtures of experts: the trainer's routers use the experts that the engines chose",
     ] = "auto"
     activation_checkpointing: Annotated[
-        bool, doc("activations are computed again in the backward pass, which saves memory")
+        bool, "activations are computed again in the backward pass, which saves memory"
     ] = False
-    compile: Annotated[bool, doc("compile layers with torch.compile; the start takes longer")] = False
+    compile: Annotated[bool, "compile layers with torch.compile; the start takes longer"] = False
 
     @property
     def ranks_per_group(self) -> int:
@@ -263,14 +255,14 @@ class LoraSync(StrEnum):
 class Lora(Section, frozen=True):
     """Low-rank adapters (peft) instead of all weights."""
 
-    rank: Annotated[Natural, doc("rank of the adapters (0: no adapters, all weights are trained)")] = 0
-    alpha: Annotated[PositiveFloat, doc("adapters are scaled by alpha / rank")] = 16.0
+    rank: Annotated[Natural, "rank of the adapters (0: no adapters, all weights are trained)"] = 0
+    alpha: Annotated[PositiveFloat, "adapters are scaled by alpha / rank"] = 16.0
     targets: Annotated[
-        tuple[str, ...], doc("modules with an adapter, or one regular expression (empty: peft's choice)")
+        tuple[str, ...], "modules with an adapter, or one regular expression (empty: peft's choice)"
     ] = ()
-    sync: Annotated[LoraSync, doc("")] = LoraSync.AUTO
-    rslora: Annotated[bool, advanced("adapters are scaled by alpha / sqrt(rank)")] = False
-    dora: Annotated[bool, advanced("train lengths and directions of rows separately (DoRA); merged only")] = False
+    sync: LoraSync = LoraSync.AUTO
+    rslora: Annotated[bool, advanced, "adapters are scaled by alpha / sqrt(rank)"] = False
+    dora: Annotated[bool, advanced, "train lengths and directions of rows separately (DoRA); merged only"] = False
 
     @property
     def named_targets(self) -> tuple[str, ...]:
@@ -312,71 +304,69 @@ class EngineKind(StrEnum):
 class EngineShape(Section, frozen=True):
     """A further set of engines on the same devices."""
 
-    count: Annotated[Count, doc("number of engines")]
-    tensor_parallel_size: Annotated[Count, doc("workers of each engine")] = 1
+    count: Annotated[Count, "number of engines"]
+    tensor_parallel_size: Annotated[Count, "workers of each engine"] = 1
     max_num_seqs: Annotated[
-        Natural, doc("requests that one engine runs at once (0: the set runs as many as the first set)")
+        Natural, "requests that one engine runs at once (0: the set runs as many as the first set)"
     ] = 0
-    kv_tokens: Annotated[Natural, doc("tokens in the KV cache of one engine (0: as many as fit)")] = 0
-    cores: Annotated[tuple[str, ...], doc("cores of each engine on a CPU")] = ()
+    kv_tokens: Annotated[Natural, "tokens in the KV cache of one engine (0: as many as fit)"] = 0
+    cores: Annotated[tuple[str, ...], "cores of each engine on a CPU"] = ()
     rounds: Annotated[
-        tuple[str, ...], doc('kinds of rounds that it always serves, such as ["long"]; empty: chosen by measurements')
+        tuple[str, ...], 'kinds of rounds that it always serves, such as ["long"]; empty: chosen by measurements'
     ] = ()
-    args: Annotated[dict[str, Any], doc("arguments of vLLM in addition to engines.args")] = {}
+    args: Annotated[dict[str, Any], "arguments of vLLM in addition to engines.args"] = {}
 
 
 class Engines(Section, frozen=True):
     """The engines that sample. An engine that dies is restarted while the others serve."""
 
-    kind: Annotated[EngineKind, doc("")] = EngineKind.VLLM
-    count: Annotated[Count, doc("number of engines")] = 1
-    tensor_parallel_size: Annotated[Count, doc("workers of each engine")] = 1
-    max_num_seqs: Annotated[Positive, doc("requests that one engine runs at once")] = 256
+    kind: EngineKind = EngineKind.VLLM
+    count: Annotated[Count, "number of engines"] = 1
+    tensor_parallel_size: Annotated[Count, "workers of each engine"] = 1
+    max_num_seqs: Annotated[Positive, "requests that one engine runs at once"] = 256
     max_model_len: Annotated[
-        Natural, doc("limit of the tokens of prompt and completion (0: by the limits of this recipe)")
+        Natural, "limit of the tokens of prompt and completion (0: by the limits of this recipe)"
     ] = 0
     max_num_batched_tokens: Annotated[
-        Natural, doc("tokens of one step of an engine (0: vLLM's choice; 16,384 on a GPU of 70 GiB or more)")
+        Natural, "tokens of one step of an engine (0: vLLM's choice; 16,384 on a GPU of 70 GiB or more)"
     ] = 0
-    kv_tokens: Annotated[Natural, advanced("tokens in the KV cache of one engine (0: as many as fit)")] = 0
-    rounds: Annotated[tuple[str, ...], advanced("kinds of rounds that the first set always serves (with sets)")] = ()
-    dtype: Annotated[
-        EngineDtype, doc('dtype of weights and computation; "auto": float32 on a CPU, bfloat16 on CUDA')
-    ] = "auto"
-    cores: Annotated[tuple[str, ...], doc('cores of each engine on a CPU, such as ["0-3", "4-7"]')] = ()
-    gpu_memory_utilization: Annotated[Share, doc("share of a GPU's memory for all engines on it")] = 0.85
+    kv_tokens: Annotated[Natural, advanced, "tokens in the KV cache of one engine (0: as many as fit)"] = 0
+    rounds: Annotated[tuple[str, ...], advanced, "kinds of rounds that the first set always serves (with sets)"] = ()
+    dtype: Annotated[EngineDtype, 'dtype of weights and computation; "auto": float32 on a CPU, bfloat16 on CUDA'] = (
+        "auto"
+    )
+    cores: Annotated[tuple[str, ...], 'cores of each engine on a CPU, such as ["0-3", "4-7"]'] = ()
+    gpu_memory_utilization: Annotated[Share, "share of a GPU's memory for all engines on it"] = 0.85
     args: Annotated[
         dict[str, Any],
-        doc("arguments of vLLM's engine (AsyncEngineArgs) that no other key sets, such as speculative_config"),
+        "arguments of vLLM's engine (AsyncEngineArgs) that no other key sets, such as speculative_config",
     ] = {}
-    start_timeout_s: Annotated[PositiveFloat, advanced("time limit for the start of an engine that was stopped")] = (
+    start_timeout_s: Annotated[PositiveFloat, advanced, "time limit for the start of an engine that was stopped"] = (
         300.0
     )
-    release: Annotated[ReleaseKind, doc("for rounds that end, not for continuous ones")] = ReleaseKind.NEVER
-    sets: Annotated[tuple[EngineShape, ...], advanced("further sets of engines, of which one is in use")] = ()
+    release: Annotated[ReleaseKind, "for rounds that end, not for continuous ones"] = ReleaseKind.NEVER
+    sets: Annotated[tuple[EngineShape, ...], advanced, "further sets of engines, of which one is in use"] = ()
     sleep_level: Annotated[
         int,
         Meta(ge=0, le=1),
-        advanced(
-            "state of sets that are not in use, on CUDA: 1 keeps their weights in CPU memory, 0 ends their processes, "
-            "as on a CPU"
-        ),
+        advanced,
+        "state of sets that are not in use, on CUDA: 1 keeps their weights in CPU memory, 0 ends their processes, "
+        "as on a CPU",
     ] = 1
     restarts: Annotated[
         Natural,
-        advanced(
-            "restarts of one engine, counted from 0 again after it has served ten minutes (0: a death ends the run)"
-        ),
+        advanced,
+        "restarts of one engine, counted from 0 again after it has served ten minutes (0: a death ends the run)",
     ] = ENGINE_RESTARTS
-    min_serving: Annotated[Positive, advanced("least number of engines; with fewer the run ends")] = 1
-    silence_timeout_s: Annotated[PositiveFloat, advanced("time without a message after which an engine is killed")] = (
+    min_serving: Annotated[Positive, advanced, "least number of engines; with fewer the run ends"] = 1
+    silence_timeout_s: Annotated[PositiveFloat, advanced, "time without a message after which an engine is killed"] = (
         30.0
     )
     progress_timeout_s: Annotated[
-        PositiveFloat, advanced("time without progress of any of its requests after which an engine is killed")
+        PositiveFloat, advanced, "time without progress of any of its requests after which an engine is killed"
     ] = 120.0
     fatal_deaths: Annotated[
-        Natural, advanced("deaths of engines that sampled a trajectory after which it is dropped (0: never)")
+        Natural, advanced, "deaths of engines that sampled a trajectory after which it is dropped (0: never)"
     ] = 3
 
 
@@ -385,25 +375,22 @@ class Weights(Section, frozen=True):
 
     audit_interval: Annotated[
         Natural,
-        advanced(
-            "versions between audits, which write the engines' checksums of all live parameters to audits.jsonl "
-            "(0: never; slow)"
-        ),
+        advanced,
+        "versions between audits, which write the engines' checksums of all live parameters to audits.jsonl "
+        "(0: never; slow)",
     ] = 0
-    push_timeout_s: Annotated[PositiveFloat, advanced("time limit for a version to be live on every engine")] = 120.0
+    push_timeout_s: Annotated[PositiveFloat, advanced, "time limit for a version to be live on every engine"] = 120.0
     transport: Annotated[
         str,
-        advanced(
-            "a place in an object store, as s3://BUCKET/PREFIX (also gs://, az://, file:///), through which engines of "
-            "another site get the weights (empty: from the trainer)"
-        ),
+        advanced,
+        "a place in an object store, as s3://BUCKET/PREFIX (also gs://, az://, file:///), through which engines of "
+        "another site get the weights (empty: from the trainer)",
     ] = ""
     canary: Annotated[
         bool,
-        advanced(
-            "after each push every engine scores a few fixed tokens, and its logprobs must agree with the trainer's. "
-            "The run does not wait for them; simulated engines do not score"
-        ),
+        advanced,
+        "after each push every engine scores a few fixed tokens, and its logprobs must agree with the trainer's. "
+        "The run does not wait for them; simulated engines do not score",
     ] = True
 
 
@@ -420,21 +407,17 @@ class Evaluation(Section, frozen=True):
 
     prompts: Annotated[
         str | dict[str, str | EvaluationSet],
-        doc(
-            'source as prompts.train (empty: none), or several: {a = "a.jsonl", b = {prompts = "b.jsonl", every = 50}}'
-        ),
+        'source as prompts.train (empty: none), or several: {a = "a.jsonl", b = {prompts = "b.jsonl", every = 50}}',
     ] = ""
-    samples: Annotated[Count, doc("completions of each prompt, for avg@k and pass@k")] = 1
-    store_samples: Annotated[bool, advanced("write every completion to evaluations/ of the run")] = True
-    every: Annotated[Natural, doc("steps between evaluations on the first prompts (0: none)")] = 0
-    limit: Annotated[Natural, doc("number of the first prompts (0: all)")] = 0
-    at_start: Annotated[bool, doc("evaluation on all prompts before the first step")] = True
-    at_end: Annotated[bool, doc("evaluation on all prompts after the last step")] = True
-    temperature: Annotated[NaturalFloat | None, doc("sampling temperature (0: greedy; not set: that of sampling)")] = (
-        None
-    )
-    success_reward: Annotated[float, advanced("smallest score of a successful completion")] = 1.0
-    reward: Annotated[str, advanced("name of the reward that is the score (empty: the first that is no shadow)")] = ""
+    samples: Annotated[Count, "completions of each prompt, for avg@k and pass@k"] = 1
+    store_samples: Annotated[bool, advanced, "write every completion to evaluations/ of the run"] = True
+    every: Annotated[Natural, "steps between evaluations on the first prompts (0: none)"] = 0
+    limit: Annotated[Natural, "number of the first prompts (0: all)"] = 0
+    at_start: Annotated[bool, "evaluation on all prompts before the first step"] = True
+    at_end: Annotated[bool, "evaluation on all prompts after the last step"] = True
+    temperature: Annotated[NaturalFloat | None, "sampling temperature (0: greedy; not set: that of sampling)"] = None
+    success_reward: Annotated[float, advanced, "smallest score of a successful completion"] = 1.0
+    reward: Annotated[str, advanced, "name of the reward that is the score (empty: the first that is no shadow)"] = ""
 
     @property
     def sets(self) -> dict[str, EvaluationSet]:
@@ -476,29 +459,26 @@ class Checkpoint(Section, frozen=True):
     """Checkpoints of the trainer's state and a Hugging Face directory. The last ones, the best ones and every N-th are
     kept."""
 
-    every: Annotated[Natural, doc("steps between checkpoints (0: 100 with a journal, else none)")] = 0
-    keep: Annotated[Positive, doc("number of the last checkpoints to keep")] = 2
-    keep_best: Annotated[Natural, doc("number of the checkpoints with the highest held-out score to keep")] = 0
-    keep_every: Annotated[Natural, advanced("steps between checkpoints that are kept, too (0: none)")] = 0
-    at_end: Annotated[bool, doc("write a checkpoint when the run ends")] = True
+    every: Annotated[Natural, "steps between checkpoints (0: 100 with a journal, else none)"] = 0
+    keep: Annotated[Positive, "number of the last checkpoints to keep"] = 2
+    keep_best: Annotated[Natural, "number of the checkpoints with the highest held-out score to keep"] = 0
+    keep_every: Annotated[Natural, advanced, "steps between checkpoints that are kept, too (0: none)"] = 0
+    at_end: Annotated[bool, "write a checkpoint when the run ends"] = True
     min_free_gib: Annotated[
-        NaturalFloat, advanced("free space on the disk below which no checkpoint is written, and the run stops")
+        NaturalFloat, advanced, "free space on the disk below which no checkpoint is written, and the run stops"
     ] = 1.0
     resume_from: Annotated[
         str,
-        doc(
-            "checkpoint directory, or copy in an object store, to start from: weights, optimizer and version, on any "
-            "number of ranks"
-        ),
+        "checkpoint directory, or copy in an object store, to start from: weights, optimizer and version, on any "
+        "number of ranks",
     ] = ""
     copy_to: Annotated[
         str,
-        advanced(
-            "place in an object store, as s3://BUCKET/PREFIX, to which every kept checkpoint is copied, below the name "
-            "of the run's directory, while the run goes on"
-        ),
+        advanced,
+        "place in an object store, as s3://BUCKET/PREFIX, to which every kept checkpoint is copied, below the name "
+        "of the run's directory, while the run goes on",
     ] = ""
-    rewards: Annotated[ResumedRewards, advanced("")] = ResumedRewards.KEPT
+    rewards: Annotated[ResumedRewards, advanced] = ResumedRewards.KEPT
 
 
 class TransportKind(StrEnum):
@@ -519,16 +499,14 @@ class TransportSecurity(StrEnum):
 class Transport(Section, frozen=True):
     """Streams between processes."""
 
-    kind: Annotated[TransportKind, doc("")] = TransportKind.IPC
-    host: Annotated[str, doc("with tcp: address of one interface of this host")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=1024, le=65000), doc("with tcp: first of the ports, which the dry run lists")] = 5700
-    security: Annotated[TransportSecurity, advanced("")] = TransportSecurity.CURVE
+    kind: TransportKind = TransportKind.IPC
+    host: Annotated[str, "with tcp: address of one interface of this host"] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1024, le=65000), "with tcp: first of the ports, which the dry run lists"] = 5700
+    security: Annotated[TransportSecurity, advanced] = TransportSecurity.CURVE
     keys: Annotated[
         str,
-        doc(
-            "directory of `streamrl keys`, whose keys every tcp socket then requires; without it no socket listens on "
-            "another than a loopback address"
-        ),
+        "directory of `streamrl keys`, whose keys every tcp socket then requires; without it no socket listens on "
+        "another than a loopback address",
     ] = ""
 
 
@@ -544,21 +522,19 @@ class Cluster(Section, frozen=True):
     """Hosts of the engines and trainer ranks that the run starts. The controller, rewards and environments run on the
     host of `streamrl train`, which is a host of the cluster; all hosts see the run's directory."""
 
-    kind: Annotated[ClusterKind, doc("")] = ClusterKind.LOCAL
-    address: Annotated[str, doc("HOST:PORT of Ray's head; `streamrl train --cluster` sets it and `kind`")] = "auto"
-    hosts: Annotated[
-        Natural, doc("least number of hosts; with fewer the run does not start (0: as many as it needs)")
-    ] = 0
-    trainer_hosts: Annotated[Natural, advanced("number of hosts with trainer ranks (0: as few as possible)")] = 0
+    kind: ClusterKind = ClusterKind.LOCAL
+    address: Annotated[str, "HOST:PORT of Ray's head; `streamrl train --cluster` sets it and `kind`"] = "auto"
+    hosts: Annotated[Natural, "least number of hosts; with fewer the run does not start (0: as many as it needs)"] = 0
+    trainer_hosts: Annotated[Natural, advanced, "number of hosts with trainer ranks (0: as few as possible)"] = 0
     engine_hosts: Annotated[
-        Natural, advanced("number of hosts with engines (0: all without a rank; where each has a rank, all)")
+        Natural, advanced, "number of hosts with engines (0: all without a rank; where each has a rank, all)"
     ] = 0
-    ports: Annotated[str, advanced("FIRST-LAST, the ports of this run's streams on each host")] = "5700-5899"
+    ports: Annotated[str, advanced, "FIRST-LAST, the ports of this run's streams on each host"] = "5700-5899"
     interface: Annotated[
-        str, advanced("network of the streams, as 10.1.0.0/16 or eth1 (empty: the network of Ray's addresses)")
+        str, advanced, "network of the streams, as 10.1.0.0/16 or eth1 (empty: the network of Ray's addresses)"
     ] = ""
     lease_s: Annotated[
-        float, Meta(ge=1, le=300), advanced("seconds without contact to the run after which a host ends its processes")
+        float, Meta(ge=1, le=300), advanced, "seconds without contact to the run after which a host ends its processes"
     ] = 10.0
 
 
@@ -567,20 +543,17 @@ class Metrics(Section, frozen=True):
 
     report_to: Annotated[
         tuple[str, ...],
-        doc(
-            "trackers, each a process that follows the run's files: tensorboard, wandb, trackio, prometheus (at port "
-            '9464, or `"prometheus?port=N"`), or a plug-in'
-        ),
+        "trackers, each a process that follows the run's files: tensorboard, wandb, trackio, prometheus (at port "
+        '9464, or `"prometheus?port=N"`), or a plug-in',
     ] = ()
     most_mib: Annotated[
         float,
         Meta(ge=8),
-        advanced(
-            "limit in MiB of the files that grow with the run (trace, metrics, samples, evaluations, logs); the oldest "
-            "are removed"
-        ),
+        advanced,
+        "limit in MiB of the files that grow with the run (trace, metrics, samples, evaluations, logs); the oldest "
+        "are removed",
     ] = 4096.0
-    endpoint: Annotated[str, doc("endpoint of the published metrics (empty: an ipc endpoint that the run prints)")] = ""
+    endpoint: Annotated[str, "endpoint of the published metrics (empty: an ipc endpoint that the run prints)"] = ""
 
 
 class Recipe(Section, frozen=True):

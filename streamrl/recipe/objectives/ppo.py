@@ -21,18 +21,17 @@ class ValueModel(StrEnum):
 class CriticKeys(Section, frozen=True):
     """Keys of ``[objective]`` for a critic."""
 
-    discount: Annotated[Share, advanced("discount of PPO's critic")] = 1.0
-    gae_lambda: Annotated[Share, advanced("lambda of PPO's critic (GAE)")] = 1.0
-    value_coefficient: Annotated[NaturalFloat, advanced("coefficient of the critic's loss")] = 0.5
-    value_clip: Annotated[NaturalFloat, advanced("clip of the critic's values (0: not clipped)")] = 0.2
+    discount: Annotated[Share, advanced, "discount of PPO's critic"] = 1.0
+    gae_lambda: Annotated[Share, advanced, "lambda of PPO's critic (GAE)"] = 1.0
+    value_coefficient: Annotated[NaturalFloat, advanced, "coefficient of the critic's loss"] = 0.5
+    value_clip: Annotated[NaturalFloat, advanced, "clip of the critic's values (0: not clipped)"] = 0.2
     value_learning_rate: Annotated[
         NaturalFloat,
-        advanced(
-            "learning rate of the critic (0: for its head 0.04 / the width of the model, which is verl's 1e-5 at "
-            "4,096; 1e-5 for the layers below)"
-        ),
+        advanced,
+        "learning rate of the critic (0: for its head 0.04 / the width of the model, which is verl's 1e-5 at "
+        "4,096; 1e-5 for the layers below)",
     ] = 0.0
-    value_model: Annotated[ValueModel, advanced("")] = ValueModel.HEAD
+    value_model: Annotated[ValueModel, advanced] = ValueModel.HEAD
 
 
 class Gae(Advantages, frozen=True):

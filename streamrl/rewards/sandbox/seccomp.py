@@ -8,56 +8,49 @@ another architecture (x32, i386) end the process."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-# Name of a call -> its numbers on x86-64 and aarch64 (asm-generic); None: aarch64 has no such call.
-_Table = Mapping[str, tuple[int | None, int | None]]
 
-_ALWAYS: _Table = {
-    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "poll": (7, None), "ppoll": (271, 73),
-    "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
-    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "pread64": (17, 67),
-    "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "pipe": (22, None), "pipe2": (293, 59),
-    "select": (23, None), "pselect6": (270, 72), "sched_yield": (24, 124), "mremap": (25, 216), "madvise": (28, 233),
-    "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "pause": (34, None), "nanosleep": (35, 101),
-    "clock_nanosleep": (230, 115), "getitimer": (36, 102), "setitimer": (38, 103), "alarm": (37, None),
-    "getpid": (39, 172), "exit": (60, 93), "exit_group": (231, 94), "wait4": (61, 260), "waitid": (247, 95),
-    "uname": (63, 160), "fcntl": (72, 25), "flock": (73, 32), "fsync": (74, 82), "fdatasync": (75, 83),
-    "ftruncate": (77, 46), "getcwd": (79, 17), "fchdir": (81, 50), "getdents64": (217, 61), "umask": (95, 166),
-    "gettimeofday": (96, 169), "getrlimit": (97, 163), "getrusage": (98, 165), "sysinfo": (99, 179),
-    "times": (100, 153), "getuid": (102, 174), "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177),
-    "getppid": (110, 173), "getpgrp": (111, None), "getpgid": (121, 155), "getsid": (124, 156), "setsid": (112, 157),
-    "getgroups": (115, 158), "getresuid": (118, 148), "getresgid": (120, 150), "sigaltstack": (131, 132),
-    "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "gettid": (186, 178),
-    "time": (201, None), "futex": (202, 98), "sched_getaffinity": (204, 123), "sched_getparam": (143, 121),
-    "sched_getscheduler": (145, 120), "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126),
-    "set_tid_address": (218, 96), "clock_gettime": (228, 113), "clock_getres": (229, 114),
-    "set_robust_list": (273, 99), "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None),
-    "epoll_pwait": (281, 22), "eventfd2": (290, 19), "timerfd_create": (283, 85), "timerfd_settime": (286, 86),
-    "timerfd_gettime": (287, 87), "fallocate": (285, 47), "fadvise64": (221, 223), "getrandom": (318, 278),
-    "rseq": (334, 293), "membarrier": (324, 283), "close_range": (436, 436), "sendfile": (40, 71),
-    "fstatfs": (138, 44), "getcpu": (309, 168), "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211),
-    "recvmsg": (47, 212), "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205),
-    "getsockopt": (55, 209),
-}  # fmt: skip
+def _table(text: str) -> dict[str, list[int | None]]:
+    """Read a table of calls: name, number on x86-64, number on aarch64 (asm-generic); -: aarch64 has no such call."""
+    calls = [call.split() for call in text.split(",")]
+    return {name: [None if number == "-" else int(number) for number in numbers] for name, *numbers in calls}
+
+
+_ALWAYS = _table("""
+read 0 63, write 1 64, close 3 57, fstat 5 80, poll 7 -, ppoll 271 73, lseek 8 62, mmap 9 222, mprotect 10 226,
+munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, pread64 17 67,
+pwrite64 18 68, readv 19 65, writev 20 66, pipe 22 -, pipe2 293 59, select 23 -, pselect6 270 72,
+sched_yield 24 124, mremap 25 216, madvise 28 233, dup 32 23, dup2 33 -, dup3 292 24, pause 34 -,
+nanosleep 35 101, clock_nanosleep 230 115, getitimer 36 102, setitimer 38 103, alarm 37 -, getpid 39 172,
+exit 60 93, exit_group 231 94, wait4 61 260, waitid 247 95, uname 63 160, fcntl 72 25, flock 73 32, fsync 74 82,
+fdatasync 75 83, ftruncate 77 46, getcwd 79 17, fchdir 81 50, getdents64 217 61, umask 95 166,
+gettimeofday 96 169, getrlimit 97 163, getrusage 98 165, sysinfo 99 179, times 100 153, getuid 102 174,
+getgid 104 176, geteuid 107 175, getegid 108 177, getppid 110 173, getpgrp 111 -, getpgid 121 155,
+getsid 124 156, setsid 112 157, getgroups 115 158, getresuid 118 148, getresgid 120 150, sigaltstack 131 132,
+rt_sigpending 127 136, rt_sigtimedwait 128 137, rt_sigsuspend 130 133, gettid 186 178, time 201 -, futex 202 98,
+sched_getaffinity 204 123, sched_getparam 143 121, sched_getscheduler 145 120, sched_get_priority_max 146 125,
+sched_get_priority_min 147 126, set_tid_address 218 96, clock_gettime 228 113, clock_getres 229 114,
+set_robust_list 273 99, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22,
+eventfd2 290 19, timerfd_create 283 85, timerfd_settime 286 86, timerfd_gettime 287 87, fallocate 285 47,
+fadvise64 221 223, getrandom 318 278, rseq 334 293, membarrier 324 283, close_range 436 436, sendfile 40 71,
+fstatfs 138 44, getcpu 309 168, sendto 44 206, recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, shutdown 48 210,
+getsockname 51 204, getpeername 52 205, getsockopt 55 209
+""")
 
 # Calls with a path: allowed only where a mount namespace or Landlock limits the paths.
-_PATHS: _Table = {
-    "open": (2, None), "openat": (257, 56), "creat": (85, None), "stat": (4, None), "lstat": (6, None),
-    "newfstatat": (262, 79), "statx": (332, 291), "statfs": (137, 43), "access": (21, None), "faccessat": (269, 48),
-    "faccessat2": (439, 439), "truncate": (76, 45), "getdents": (78, None), "chdir": (80, 49), "rename": (82, None),
-    "renameat": (264, 38), "renameat2": (316, 276), "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None),
-    "unlink": (87, None), "unlinkat": (263, 35), "symlink": (88, None), "symlinkat": (266, 36), "link": (86, None),
-    "linkat": (265, 37), "readlink": (89, None), "readlinkat": (267, 78),
-}  # fmt: skip
+_PATHS = _table("""
+open 2 -, openat 257 56, creat 85 -, stat 4 -, lstat 6 -, newfstatat 262 79, statx 332 291, statfs 137 43,
+access 21 -, faccessat 269 48, faccessat2 439 439, truncate 76 45, getdents 78 -, chdir 80 49, rename 82 -,
+renameat 264 38, renameat2 316 276, mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -, unlinkat 263 35,
+symlink 88 -, symlinkat 266 36, link 86 -, linkat 265 37, readlink 89 -, readlinkat 267 78
+""")
 
 # Calls with a path that Landlock does not check: allowed only where a mount namespace hides all files of the host that
 # they could change.
-_MODES: _Table = {
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "utimensat": (280, 88), "utimes": (235, None),
-}  # fmt: skip
+_MODES = _table("chmod 90 -, fchmod 91 52, fchmodat 268 53, utimensat 280 88, utimes 235 -")
 
-_PROCESSES: _Table = {"fork": (57, None), "vfork": (58, None)}
+_PROCESSES = _table("fork 57 -, vfork 58 -")
 
 # Numbers on x86-64 and aarch64 of the calls whose arguments the filter checks.
 _CLONE = (56, 220)
@@ -101,7 +94,7 @@ def assemble(machine: int, *, paths: bool, modes: bool, processes: bool, only_pi
     ``machine``: 0 for x86-64, 1 for aarch64. ``paths``: files may be opened by path; ``modes``: modes of files may be
     changed; ``processes``: processes may be started (threads always). ``only_pid``: the one process that may be
     signalled, None: a process namespace limits the processes."""
-    tables: list[_Table] = [_ALWAYS]
+    tables = [_ALWAYS]
     if paths:
         tables.append(_PATHS)
     if modes:
