@@ -10,14 +10,16 @@ import math
 import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.engines.vllm.options import engine_options
-from streamrl.prepare.machine_check import engine_package
+from streamrl.prepare.machine_check import CPU_PACKAGE, engine_package
 from streamrl.prepare.preflight import check_model
 from streamrl.prepare.recipe_probe import PROBE_TIMEOUT_S, problem_of_model
+from streamrl.pretrained.model_facts import experts_of, read_model_config
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import EngineKind, LoraSync, Recipe
 
@@ -69,6 +71,9 @@ def _obstacles(recipe: Recipe, candidate: Recipe) -> Iterator[str]:
     yield from (f"{path}: {text}" for path, text in broken_rules(candidate) if (path, text) not in rules)
     try:
         check_model(candidate)
+        name, _ = engine_package() or ("", "")
+        if name == CPU_PACKAGE and experts_of(read_model_config(Path(recipe.model.path))):
+            yield 'lora.sync: vLLM for CPUs serves no adapters of a model with experts: set lora.sync = "merged"'
     except RecipeError as error:
         yield from (problem for problem in error.problems if problem.startswith("lora.sync"))
     if not recipe.on_one_host or engine_package() is None:

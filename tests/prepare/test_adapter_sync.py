@@ -44,6 +44,20 @@ def test_what_cannot_be_served_is_merged_with_a_reason(overrides: list[str], rea
     assert reason in text and "engines have about 44% of a change after 30 steps" in text
 
 
+def test_adapters_beside_experts_are_merged_on_a_cpu(tmp_path: Path) -> None:
+    """vLLM's build for CPUs has no kernel for them: an engine would die at its first request."""
+    shutil.copytree(DEMO / "model", tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    config.write_text(json.dumps(json.loads(config.read_text()) | experts))
+    model = f"model.path={tmp_path}/model"
+    recipe, text = with_adapter_sync(of_demo(model))
+    assert recipe.lora.sync is LoraSync.MERGED
+    assert "vLLM for CPUs serves no adapters of a model with experts" in text
+    with pytest.raises(RecipeError, match=r'lora.sync: .*experts: set lora.sync = "merged"'):
+        with_adapter_sync(of_demo(model, "lora.sync=adapter"))
+
+
 def test_the_share_is_between_what_was_measured() -> None:
     shares = [arrived_share(rate) for rate in (0.0, 1e-7, 1e-6, 3e-6, 1e-5, 5e-5, 1e-3)]
     assert shares == sorted(shares) and (shares[0], shares[-1]) == (0.05, 0.97)

@@ -65,17 +65,37 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return max((list(layers) for layers in outermost), key=len)
 
 
+_NAMES_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names that peft takes for parameters of fused experts, also where another module has them."""
+
+
+def linear_modules(model: PreTrainedModel) -> list[str]:
+    """Return the full names of the linear modules that can have adapters: all but the output head, and of a model with
+    experts those whose names peft does not take for the experts' own. Raises ``StreamRLError`` where there is none, as
+    in GPT-2."""
+    head = model.get_output_embeddings()
+    has_experts = any(parameter.dim() == 3 for parameter in model.parameters())
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    if has_experts:
+        linear = [name for name in linear if name.rpartition(".")[2] not in _NAMES_IN_EXPERTS]
+    if not linear:
+        raise StreamRLError(
+            f"lora: model type {model.config.model_type!r} has no linear modules (torch.nn.Linear) that could have "
+            "adapters: remove lora.rank, and train all weights"
+        )
+    return linear
+
+
 def refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """Raise ``StreamRLError`` unless each name of ``targets``, as peft reads names, matches linear modules only, which
     share their weights with no other module."""
     with_own_weight = {name.removesuffix(".weight") for name, _ in model.named_parameters()}
     modules = dict(model.named_modules())
-    linear = {name for name, module in modules.items() if name in with_own_weight and isinstance(module, nn.Linear)}
     for target in targets:
         matches = {name: module for name, module in modules.items() if is_target(name, target)}
         problem = _why_not_adapted(matches, with_own_weight)
         if problem:
-            names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            names = ", ".join(sorted({name.rpartition(".")[2] for name in linear_modules(model)}))
             raise StreamRLError(f'lora.targets: {target!r} {problem}: name modules among {names}, or ["all-linear"]')
 
 

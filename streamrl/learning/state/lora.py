@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.seeds import derive_seed
-from streamrl.learning.model.architecture import refuse_targets
+from streamrl.learning.model.architecture import linear_modules, refuse_targets
 from streamrl.learning.model.hugging_face import PreTrainedModel
 from streamrl.learning.model.local_shards import local_part, local_shards
 from streamrl.learning.model.policy import PackedPolicy
@@ -215,8 +215,13 @@ def peft_adapters(
     """Let peft make adapters. Returns A, B and scale by the name of their module, and peft's configuration.
 
     The model does not change. The values of A follow from the run's seed. Raises ``StreamRLError``."""
-    targets = lora.pattern or list(lora.named_targets) or "".join(lora.targets) or None
-    refuse_targets(model, lora.named_targets)
+    names = list(lora.named_targets)
+    if (
+        lora.targets and not names
+    ):  # peft's own "all-linear" takes experts and routers, too, which are no linear modules
+        names = linear_modules(model)
+    refuse_targets(model, names)
+    targets = lora.pattern or names or None
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM", use_rslora=lora.rslora
     )

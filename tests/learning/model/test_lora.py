@@ -17,12 +17,13 @@ pytest.importorskip("peft")
 
 import adapter_process
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.state.lora import AdapterWeights
+from streamrl.learning.state.lora import AdapterWeights, peft_adapters
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import PEFT_PREFIX
 from streamrl.learning.updates import make_weights
@@ -199,6 +200,35 @@ def test_wrong_targets_are_refused(tiny_model: str, targets: tuple[str, ...], me
     with pytest.raises(StreamRLError, match=message):
         adapters_of(tiny_model, targets=targets)
     assert unknown_modules(Path(tiny_model), targets).keys() == set(targets) - {"q_proj"}  # the dry run, without torch
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("Qwen3Moe", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("Glm4Moe", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("Qwen3", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_all_linear_leaves_experts_routers_and_heads_out(family: str, names: set[str]) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if "Moe" in family:
+        sizes |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+        sizes |= {"num_experts": 4} if family == "Qwen3Moe" else {"n_routed_experts": 4, "first_k_dense_replace": 1}
+    config = getattr(transformers, f"{family}Config")(**sizes, tie_word_embeddings=False)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    adapters, _ = peft_adapters(Lora(rank=2, targets=("all-linear",)), model, "model", 0)
+    assert {name.rpartition(".")[2] for name in adapters} == names
+    assert len(adapters) == 2 * len(names)
+
+
+def test_a_model_without_linear_modules_is_refused_by_name() -> None:
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    for targets in (("all-linear",), ("c_attn",)):
+        with pytest.raises(StreamRLError, match=r"'gpt2' has no linear modules .*remove lora.rank"):
+            peft_adapters(Lora(rank=2, targets=targets), model, "model", 0)
 
 
 def test_adapters_are_not_offloaded(tiny_model: str) -> None:
