@@ -73,7 +73,7 @@ def _obstacles(recipe: Recipe, candidate: Recipe) -> Iterator[str]:
         check_model(candidate)
         name, _ = engine_package() or ("", "")
         if name == CPU_PACKAGE and experts_of(read_model_config(Path(recipe.model.path))):
-            yield 'lora.sync: vLLM for CPUs serves no adapters of a model with experts: set lora.sync = "merged"'
+            yield 'vLLM on a CPU serves no adapters of a model with experts (lora.sync = "merged" needs none)'
     except RecipeError as error:
         yield from (problem for problem in error.problems if problem.startswith("lora.sync"))
     if not recipe.on_one_host or engine_package() is None:
