@@ -162,8 +162,9 @@ def _first_messages(columns: Mapping[str, Any], reset_text: str) -> ChatInput:
     row_messages = columns.get("messages")
     messages: list[Any] = list(row_messages or [{"role": "user", "content": str(columns.get("prompt", ""))}])
     if reset_text:
-        last = messages[-1]
-        messages[-1] = {**last, "content": f"{last.get('content', '')}{reset_text}"}
+        content: Any = messages[-1].get("content") or ""
+        addition: Any = [{"type": "text", "text": reset_text}] if isinstance(content, list) else reset_text
+        messages[-1] = {**messages[-1], "content": content + addition}
     if not row_messages and not messages[-1]["content"]:
         raise ValueError('the row has no column "prompt" or "messages", and no tool wrote one when it was reset')
     return messages

@@ -50,7 +50,7 @@ from streamrl.recipe.environment import Environment
 from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.recipe.sections import Sampling
 from streamrl.run.environments import endpoint_server
-from streamrl.run.environments.environment_forms import load_episode
+from streamrl.run.environments.environment_forms import _first_messages, load_episode
 from streamrl.run.environments.worker import run_environment_worker
 from streamrl.run.evaluate.sample_files import sample_line, sample_of
 from streamrl.stages.environment import EnvironmentStage, EnvironmentStreams
@@ -545,6 +545,18 @@ async def test_a_class_of_tools_is_reset_rewards_and_is_closed(qwen: Tokenizer, 
     assert trajectory.turn_rewards == (42.0, 0.0)
     assert trajectory.environment.reward == 42.0 and "Count. It stands at 38." in shown(qwen, trajectory)
     assert module_of(code).LEFT == ["counter"]
+
+
+PART = {"type": "text", "text": "Count."}
+
+
+@pytest.mark.parametrize(
+    ("content", "joined"),
+    [("Count.", "Count. At 3."), (None, " At 3."), ([PART], [PART, {"type": "text", "text": " At 3."}])],
+)
+def test_the_text_of_reset_follows_the_last_message(content: Any, joined: Any) -> None:
+    [message] = _first_messages({"messages": [{"role": "user", "content": content}]}, " At 3.")
+    assert message == {"role": "user", "content": joined}
 
 
 def module_of(code: Callable[[str], str]) -> Any:
