@@ -29,19 +29,22 @@ def run_for_report(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await work()
 
-    with _only_the_report_on_stdout():
+    with redirected(1, 2):  # only the report on stdout
         return asyncio.run(cancellable())
 
 
 @contextlib.contextmanager
-def _only_the_report_on_stdout() -> Iterator[None]:
-    """Redirect stdout to stderr for the block: vLLM logs to stdout, in several processes."""
+def redirected(descriptor: int, target: int) -> Iterator[None]:
+    """Redirect a descriptor of stdout or stderr to ``target`` for the block; processes that are started in it keep
+    ``target``. vLLM logs to stdout, in several processes."""
     sys.stdout.flush()
-    saved_stdout = os.dup(1)
-    os.dup2(2, 1)
+    sys.stderr.flush()
+    saved = os.dup(descriptor)
+    os.dup2(target, descriptor)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(saved_stdout, 1)
-        os.close(saved_stdout)
+        sys.stderr.flush()
+        os.dup2(saved, descriptor)
+        os.close(saved)

@@ -22,11 +22,12 @@ from typing import NoReturn
 import anyio
 from msgspec import Struct
 
+from streamrl.base.errors import StreamRLError
 from streamrl.base.printable import log_to
 from streamrl.base.run_process import CUDA_DEVICES, CUDA_ORDER, RUN_EPOCH, name_shared_memory
 from streamrl.comm.transport_keys import transport_variables, with_cluster_keys
 from streamrl.observe.terminal.screen import open_screen
-from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, reason_of, write_reason
+from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of, write_reason
 from streamrl.recipe.rules.transport_rules import insecure_notice
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import ProcessPlan, Role, Topology, read_topology
@@ -86,11 +87,23 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
         if code != 0:
             with suppress(OSError):  # the disk may be full: then the exit code is enough
                 write_reason(run_directory, plan.name, reason_of(plan.role, error))
-            traceback.print_exception(error)
+            _log_failures(error)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _log_failures(error: BaseException) -> None:
+    """Log each error of a group: one of streamrl in a line, with the traceback of its cause, which is of user code or
+    of a library; any other with its traceback."""
+    for leaf in list(failures(error)) or [error]:
+        unexpected: BaseException | None = leaf
+        if isinstance(leaf, StreamRLError):
+            log.error("%s: %s", type(leaf).__name__, leaf)
+            unexpected = leaf.__cause__
+        if unexpected is not None:
+            traceback.print_exception(unexpected)
 
 
 def load_setup(plan: ProcessPlan, run_directory: Path, socket_directory: Path, *, resumes: bool = False) -> ChildSetup:

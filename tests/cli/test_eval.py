@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from math import comb
@@ -159,3 +160,32 @@ def test_intervals_by_hand() -> None:
     assert (mean.low, mean.high) == pytest.approx((0.5 - 1.96 * 0.25 / 3**0.5, 0.5 + 1.96 * 0.25 / 3**0.5), abs=1e-4)
     assert scores_of([[0.25]], Evaluation())["avg@1"].low is None
     assert scores_of([[0.25, 0.5], [1.0]], Evaluation(samples=2))["pass@2"].value == 0.0, "one has too few scores"
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_the_output_of_an_engine_is_shown_where_it_fails(work: Path, tmp_path: Path) -> None:
+    """vLLM warns of much, and draws bars; what it said is wanted when it could not begin."""
+    command = [sys.executable, "-m", "streamrl", "eval", str(MODEL), "recipe.toml", "--no-greedy", "-n", "1"]
+    done = subprocess.run([*command, "engines.kind=vllm"], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, f"starting an engine of {MODEL}\n")
+
+    shutil.copytree(MODEL, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    program = (
+        "import asyncio, sys\n"
+        "from streamrl.cli.trained_models.model_evaluation import started_engine\n"
+        "from streamrl.recipe.rules.load_recipe import load_recipe\n"
+        "async def start():\n"
+        "    async with started_engine(load_recipe('recipe.toml', sys.argv[1:])):\n"
+        "        print('it started')\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(start())\n"
+    )
+    (work / "start.py").write_text(program)
+    options = [f"model.path={tmp_path}/model", "engines.kind=vllm"]
+    command = [sys.executable, "start.py", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1 and not done.stdout
+    assert "SafetensorError" in done.stderr.partition("EngineError")[0]

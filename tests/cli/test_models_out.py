@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -19,6 +20,9 @@ from builders.files import SORT, json_lines
 from builders.hub import TOKEN, LocalHub
 
 from streamrl.cli.main import main
+from streamrl.cli.trained_models.model_card import model_card
+from streamrl.cli.trained_models.saved_model import saved_model
+from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.toml_text import toml_value
 
 torch = pytest.importorskip("torch")
@@ -262,6 +266,22 @@ def test_a_full_disk_is_refused_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5))
     assert main(["export", str(run), str(tmp_path / "m")]) == 1
     assert "are free in" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_a_base_without_a_card_draws_no_warning(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run", symlinks=True)
+    saved = saved_model(tmp_path / "run")
+    (saved.folder / "README.md").write_text("# A model\n")
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("huggingface_hub").addHandler(handler)
+    try:
+        card = model_card(saved, load_recipe(run / "recipe.toml"))
+    finally:
+        logging.getLogger("huggingface_hub").removeHandler(handler)
+    assert not records and "library_name: transformers" in card
 
 
 # ---- the Hub -------------------------------------------------------------------------------------

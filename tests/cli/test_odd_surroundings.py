@@ -169,6 +169,27 @@ def test_where_the_disk_is_full_a_child_says_so_by_its_exit_code(tmp_path: Path)
     assert death.is_fatal and "the disk is full" in death.describe() and "resume" in death.describe()
 
 
+def test_a_log_has_a_refusal_in_one_line_with_the_users_trace(tmp_path: Path) -> None:
+    """Not the stacks of the task groups through which it came."""
+    child = (
+        "import sys; from pathlib import Path; from streamrl.processes.run_role import leave\n"
+        "from streamrl.base.errors import StreamRLError\n"
+        "from streamrl.recipe.topology import ProcessPlan, Role\n"
+        "def rows(): raise LookupError('no more rows')\n"
+        "def work():\n"
+        "    try: rows()\n"
+        "    except LookupError as error:\n"
+        "        try: raise StreamRLError('rows.py failed: correct it') from error\n"
+        "        except StreamRLError as refusal: raise ExceptionGroup('', [ExceptionGroup('', [refusal])])\n"
+        "leave(ProcessPlan(role=Role.CONTROLLER, index=0), Path(sys.argv[1]), work)"
+    )
+    done = shell(shlex.join([sys.executable, "-c", child, str(tmp_path)]))
+    first, *trace = done.stderr.splitlines()
+    assert done.returncode == 1 and first.endswith("StreamRLError: rows.py failed: correct it")
+    assert trace[0].startswith("Traceback") and trace[-1] == "LookupError: no more rows"
+    assert "Group" not in done.stderr and "StreamRLError" not in "".join(trace)
+
+
 ONE_CORE = """
 import os, sys
 from pathlib import Path

@@ -33,6 +33,8 @@ def model_card(saved: SavedModel, recipe: Recipe) -> str:
     text = ""
     if readme.is_file():
         text = readme.read_text(errors="replace")
+    if not text.startswith("---"):  # without a block of metadata the library warns
+        text = f"---\n\n---\n{text}"
     card = ModelCard(text, ignore_metadata_errors=True)
     base_fields = {field: value for field in _BASE_FIELDS if (value := card.data.get(field))}
     sources = {name: Path(held_out.prompts.partition("?")[0]) for name, held_out in recipe.evaluation.sets.items()}

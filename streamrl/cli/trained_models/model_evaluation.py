@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -16,9 +17,10 @@ from statistics import NormalDist, fmean, stdev
 import anyio
 from msgspec import Struct, structs
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import EngineError, RecipeError
 from streamrl.base.stage_messages import EndedOutcome, Scored
 from streamrl.base.types import ScoredTrajectory, Trajectory, TrajectoryId
+from streamrl.cli.run_for_report import redirected
 from streamrl.contracts import Journal, Sampler, WatchedEngine
 from streamrl.engines.vllm.options import max_model_len, model_config
 from streamrl.launch.roles import engine_of
@@ -181,16 +183,22 @@ def _score_of(values: Sequence[float]) -> ScoreOfPrompts:
 @contextlib.asynccontextmanager
 async def started_engine(recipe: Recipe) -> AsyncIterator[WatchedEngine]:
     """An engine of ``recipe``, vLLM's or a simulated one, with the weights of the model's folder, open for the block.
-    Raises ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or dies."""
+    Its own output is shown only where it fails. Raises ``RecipeError`` for a model that cannot be used, ``EngineError``
+    when it does not start or dies."""
     single = structs.replace(recipe, engines=structs.replace(recipe.engines, count=1, sets=()))
-    with tempfile.TemporaryDirectory(prefix="streamrl-") as sockets:
+    with tempfile.TemporaryDirectory(prefix="streamrl-") as sockets, tempfile.TemporaryFile("w+") as output:
         engine = engine_of(single, ProcessPlan(role=Role.ENGINE, index=0), Path(sockets))
         try:
-            await engine.start()
+            with redirected(1, output.fileno()), redirected(2, output.fileno()):
+                await engine.start()
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(engine.watch())
                 yield engine
                 watching.cancel()
+        except* EngineError:
+            output.seek(0)
+            sys.stderr.write(output.read())
+            raise
         finally:
             logging.getLogger("vllm").setLevel(logging.CRITICAL)  # vLLM logs its shutdown as an error
             await engine.aclose()
