@@ -39,7 +39,16 @@ from streamrl.base.messages import (
     WeightAnnouncement,
 )
 from streamrl.base.stage_messages import LaunchTrajectory, SampledSoFar, Scored, TrajectoryOutcome, TurnSoFar
-from streamrl.base.types import Completion, Prompt, ScoredTrajectory, TokenArray, Trajectory, TrajectoryId, Turn
+from streamrl.base.types import (
+    Completion,
+    Metrics,
+    Prompt,
+    ScoredTrajectory,
+    TokenArray,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+)
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
 from streamrl.control.machine import Control
@@ -259,7 +268,7 @@ class Observer:
         """Called with each outcome of a training trajectory on arrival, also where control has dropped the
         trajectory."""
 
-    def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
+    def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: Metrics) -> None:
         """Called after the optimizer step on ``batch``, before control is notified. ``metrics``: metrics of the
         trainer."""
 

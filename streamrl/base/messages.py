@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -15,6 +15,8 @@ from streamrl.base.types import (
     Completion,
     EnvironmentResult,
     FinishReason,
+    JsonObject,
+    Metrics,
     Record,
     RewardFailureKind,
     SamplingSettings,
@@ -361,7 +363,7 @@ class StepReport(Message, frozen=True):
     base_version: int | None
     state_hash: int
     source: WeightSource
-    metrics: dict[str, float]
+    metrics: Metrics
     probe_logprobs: tuple[float, ...] = ()
 
 
@@ -424,7 +426,7 @@ class BeginEpisode(Message, frozen=True):
     episode: int
     trajectory: str
     prompt_id: str
-    columns: dict[str, Any]
+    columns: JsonObject
     seed: int
     evaluation: bool = False
     returned: tuple[ReturnedCall, ...] = ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from msgspec import Struct, structs
 
 from streamrl.base.messages import Message
+from streamrl.base.types import Metrics
 
 WORDS = 60
 """Characters of a prompt beside its id."""
@@ -66,7 +67,7 @@ class StepFinished(Message, frozen=True):
 
     step: int
     policy_version: int
-    metrics: dict[str, float]
+    metrics: Metrics
 
 
 class EvaluationFinished(Message, frozen=True):
@@ -74,7 +75,7 @@ class EvaluationFinished(Message, frozen=True):
 
     step: int
     policy_version: int
-    metrics: dict[str, float]
+    metrics: Metrics
 
 
 class ShownMessage(Struct, frozen=True, omit_defaults=True):

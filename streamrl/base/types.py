@@ -8,7 +8,7 @@ value, cost four bytes an element, and travel as raw frames."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,6 +34,16 @@ def token_array(values: Any = ()) -> TokenArray:
 def float_array(values: Any = ()) -> FloatArray:
     """Logprobs as float32, with the bits that the engine computed."""
     return array("f", values)
+
+
+JsonObject = dict[str, Any]
+"""A decoded JSON object or table of TOML."""
+
+JsonObjects = Sequence[Mapping[str, Any]]
+"""JSON objects that are only read: messages of a chat, or schemas of tools."""
+
+Metrics = dict[str, float]
+"""Values of metrics by name."""
 
 
 class FinishReason(StrEnum):
@@ -100,7 +110,7 @@ class Prompt(Record, frozen=True):
 
     prompt_id: str
     token_ids: TokenArray
-    columns: dict[str, Any] = {}
+    columns: JsonObject = {}
 
 
 class TrajectoryId(Record, frozen=True, order=True):

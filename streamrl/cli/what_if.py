@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonObject
 from streamrl.cli.command import Argument, Overrides, print_json, recipe_file
 from streamrl.cli.simulate import DEFAULT_FLEET, InVirtualTime, Row, hosts_sentence, results_table
 from streamrl.observe.terminal.console import wide_console
@@ -152,8 +153,8 @@ def advice_table(candidates: list[TriedRecipe], advice: Advice) -> Table:
     return results_table("", map(row, candidates))
 
 
-def _as_json(advice: Advice, fleet: str, budget: Budget, notes: list[str], world: World) -> dict[str, Any]:
-    def row(candidate: TriedRecipe) -> dict[str, Any]:
+def _as_json(advice: Advice, fleet: str, budget: Budget, notes: list[str], world: World) -> JsonObject:
+    def row(candidate: TriedRecipe) -> JsonObject:
         return {
             "name": candidate.name,
             "figures": msgspec.to_builtins(candidate.figures),

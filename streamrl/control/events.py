@@ -5,9 +5,9 @@ time. They carry identities and sizes, never tokens, so that a journal stays sma
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from streamrl.base.types import DropReason, FinishReason, Record, TrajectoryId
+from streamrl.base.types import DropReason, FinishReason, JsonObject, Record, TrajectoryId
 
 
 class Event(Record, frozen=True, tag=True):
@@ -153,7 +153,7 @@ class SettingsChanged(Event, frozen=True):
     (0: the next batch that opens). ``recipe_steps``: ``run.steps`` of the recipe, where the change concerns this
     key."""
 
-    values: dict[str, Any]
+    values: JsonObject
     step: int = 0
     recipe_steps: int = 0
 

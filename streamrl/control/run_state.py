@@ -6,14 +6,12 @@ lives in the controller, in the simulator, and in commands that replay a journal
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import Record
+from streamrl.base.types import JsonObject, Record
 from streamrl.buffers.rollout_buffer import Accounting, Group, PromptRef, RolloutBuffer
 from streamrl.buffers.slots import Slots
 from streamrl.control import events as on
@@ -156,7 +154,7 @@ class Steering(Struct, kw_only=True, omit_defaults=True):
     paused: bool = False
     waiting_orders: list[str] = msgspec.field(default_factory=list, name="wanted")
     waiting_changes: list[on.SettingsChanged] = msgspec.field(default_factory=list, name="asked")
-    changed: dict[str, Any] = {}
+    changed: JsonObject = {}
     changes: int = 0
     recipe_steps: int = 0
 
@@ -247,9 +245,9 @@ class Snapshot(Record, frozen=True):
 
     schema: int
     state: RunState
-    policy: dict[str, Any] = {}
-    sizer: dict[str, Any] = {}
-    order: dict[str, Any] | None = None
+    policy: JsonObject = {}
+    sizer: JsonObject = {}
+    order: JsonObject | None = None
 
     def check(self) -> None:
         """Raise ``StreamRLError`` for a snapshot of another schema."""

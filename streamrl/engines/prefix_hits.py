@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from streamrl.base.messages import Generate
-from streamrl.base.types import CachedPrefix, Completion, TokenArray
+from streamrl.base.types import CachedPrefix, Completion, Metrics, TokenArray
 from streamrl.engines.resumption import completion_id_of, without_unverified_tokens
 from streamrl.engines.routing import REMEMBERED_TRAJECTORIES, forget_oldest
 
@@ -79,7 +79,7 @@ class PrefixHits:
                 if context.engine == stopped:
                     contexts[index] = context._replace(engine=_NO_ENGINE)
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> Metrics:
         """Return the metrics of the turns since the last call; empty without a later turn."""
         tokens = self._tokens
         self._tokens = Counter()

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import hmac
 import struct
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from streamrl.base.errors import UNENCODABLE, WireError
 from streamrl.base.messages import Message
 from streamrl.base.run_events import RunEvent, SupervisorOrder
-from streamrl.base.types import Record
+from streamrl.base.types import JsonObject, Record
 from streamrl.comm.wire import WireCodec, WireLimits
 from streamrl.rewards.reward_messages import (
     AttachReward,
@@ -76,7 +76,7 @@ class WaitingChange(Record, frozen=True):
     """A requested change of settings that waits for the batch of ``step`` (0: the next batch that opens)."""
 
     step: int
-    values: dict[str, Any]
+    values: JsonObject
 
 
 class SteeringStatus(Message, frozen=True):
@@ -107,7 +107,7 @@ class SteeringStatus(Message, frozen=True):
     waited_s: float = 0.0
     waits: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
-    changed: dict[str, Any] = {}
+    changed: JsonObject = {}
     waiting: tuple[WaitingChange, ...] = ()
     processes: tuple[ProcessStatus, ...] = ()
 

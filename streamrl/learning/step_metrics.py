@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CloseBatch, WeightSource
+from streamrl.base.types import Metrics
 from streamrl.learning.batches.gradients import BatchSums, TokenSums
 from streamrl.learning.batches.packing import PreparedSample
 from streamrl.learning.model.policy import PackedPolicy
@@ -38,7 +39,7 @@ def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device, copie
         )
 
 
-def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.device) -> dict[str, float]:
+def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.device) -> Metrics:
     """Metrics of the batch over all ranks. Collective. Token means are over the computed tokens: groups without signal
     are not computed. A batch without computed tokens has no token means."""
     # The ranks of a context group count the same groups, and each sums over its own tokens.
@@ -86,7 +87,7 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
     return metrics
 
 
-def expert_metrics(policy: PackedPolicy, unreplayed: float, options: TrainerOptions) -> dict[str, float]:
+def expert_metrics(policy: PackedPolicy, unreplayed: float, options: TrainerOptions) -> Metrics:
     """Load of the experts since the last call, over all ranks; empty for a model without experts. Collective. Warns
     once about a batch that has no token whose experts an engine returned. ``unreplayed``: number of tokens of this rank
     whose experts no engine returned."""
@@ -122,7 +123,7 @@ def update_lengths(
     first: Sequence[PreparedSample],
     last: Sequence[PreparedSample],
     sum_over_ranks: Callable[[list[float]], list[float]],
-) -> dict[str, float]:
+) -> Metrics:
     """Mean trained tokens of a sample in the first and the last update on a batch. Collective."""
     samples = [float(len(share)) for share in (first, last)]
     tokens = [float(sum(item.sample.trained_tokens for item in share)) for share in (first, last)]
@@ -135,7 +136,7 @@ def update_lengths(
     return metrics
 
 
-def publishing_metrics(source: WeightSource, device: torch.device) -> dict[str, float]:
+def publishing_metrics(source: WeightSource, device: torch.device) -> Metrics:
     """Share of the weights that changed, and bytes of the push. Collective."""
     changed, elements, payload = all_reduce(
         [float(source.changed_elements), float(source.total_elements), float(source.payload_bytes)], device

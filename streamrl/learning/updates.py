@@ -16,7 +16,7 @@ from msgspec import structs
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CloseBatch, SaveCheckpoint
-from streamrl.base.types import TrainingGroup
+from streamrl.base.types import Metrics, TrainingGroup
 from streamrl.learning import process_group
 from streamrl.learning.batches.gradients import BatchSums, accumulate
 from streamrl.learning.batches.packing import PreparedSample, packed_rows
@@ -92,7 +92,7 @@ class Updates:
         self._accumulate(self._prepare(batch.take_waiting(), proximal=False), batch)
         batch.sums.seconds += time.perf_counter() - started
 
-    def finish(self, batch: OpenBatch, close: CloseBatch) -> dict[str, float]:
+    def finish(self, batch: OpenBatch, close: CloseBatch) -> Metrics:
         """Train the waiting groups and take the optimizer steps of a batch. Returns metrics. Collective.
 
         Each of ``epochs_per_batch`` passes takes ``updates_per_batch`` steps, each on its share of the batch. All steps
@@ -109,7 +109,7 @@ class Updates:
         loss_tokens = sums.loss_tokens / updates
         samples = sums.samples / updates
         shares = [prepared]
-        lengths: dict[str, float] = {}
+        lengths: Metrics = {}
         if updates > 1:
             shares = split_for_updates(prepared, self._options)
             lengths = update_lengths(shares[0], shares[-1], self._sum)
@@ -181,7 +181,7 @@ class Updates:
 
     def _step(
         self, batch: OpenBatch, close: CloseBatch, loss_tokens: float, samples: float, computed: float
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Reduce the gradients of all ranks, divide, clip, step. Returns metrics. Collective.
 
         ``loss_tokens``, ``samples``: counts of this rank by which the loss is normalised;

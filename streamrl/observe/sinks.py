@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from streamrl.base.line_file import LineFile
 from streamrl.base.messages import Message
 from streamrl.base.run_events import EvaluationFinished, StepFinished
+from streamrl.base.types import Metrics
 from streamrl.contracts import Sink
 from streamrl.observe.telemetry import finite_or_none
 
@@ -52,9 +53,9 @@ class Reporter:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
 
-    def _bounded(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _bounded(self, metrics: Mapping[str, float]) -> Metrics:
         """Drop names above ``MOST_NAMES``: a reward function names its parts, and may invent a name at each call."""
-        bounded: dict[str, float] = {}
+        bounded: Metrics = {}
         for name, value in metrics.items():
             if name not in self._names:
                 if len(self._names) >= MOST_NAMES or len(name) > LONGEST_NAME:

@@ -24,6 +24,7 @@ from msgspec import Struct
 from streamrl.base import run_events
 from streamrl.base.errors import UNDECODABLE, UNENCODABLE, InputError, StreamRLError, WireError
 from streamrl.base.messages import Message
+from streamrl.base.types import JsonObject
 from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
 from streamrl.comm.socket_options import make_socket
 from streamrl.comm.transport_keys import KeyRole
@@ -47,7 +48,7 @@ class Telemetry(Struct, frozen=True, kw_only=True):
     sequence: int
     time: float
     replay: bool
-    fields: dict[str, Any]
+    fields: JsonObject
 
 
 class TelemetryPublisher:
@@ -57,8 +58,8 @@ class TelemetryPublisher:
     def __init__(self, endpoint: str, *, run_id: str, high_water: int = HIGH_WATER) -> None:
         self._run_id = run_id
         self._sequences: dict[str, int] = {}
-        self._latest: dict[str, dict[str, Any]] = {}
-        self._pending: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(maxsize=high_water)
+        self._latest: dict[str, JsonObject] = {}
+        self._pending: queue.Queue[tuple[str, JsonObject]] = queue.Queue(maxsize=high_water)
         self._dropped_before_socket = 0
         self._dropped_at_socket = 0
         self._closed = False
@@ -98,7 +99,7 @@ class TelemetryPublisher:
             fields["metrics"]["health/telemetry_dropped_total"] = self.dropped
         self.publish(topic, fields)
 
-    def publish(self, topic: str, fields: dict[str, Any]) -> None:
+    def publish(self, topic: str, fields: JsonObject) -> None:
         """Queue one message. Always returns at once. Call it from one thread only. Raises ``StreamRLError`` when the
         socket has keys and the gate that checks the keys of subscribers has ended."""
         if self._closed:
@@ -234,7 +235,7 @@ def decode_telemetry(frames: list[bytes]) -> Telemetry:
     try:
         if len(frames[2]) > LARGEST_MESSAGE:
             raise ValueError(f"{len(frames[2])} bytes; {LARGEST_MESSAGE} are the most")
-        body = msgspec.json.decode(frames[2], type=dict[str, Any])
+        body = msgspec.json.decode(frames[2], type=JsonObject)
         head = {name: body.pop(name) for name in ("run_id", "sequence", "time", "replay")}
         return msgspec.convert(head | {"topic": frames[0].decode(), "fields": body}, Telemetry)
     except (KeyError, *UNDECODABLE) as error:
@@ -256,7 +257,7 @@ _STATES: dict[type[Message], str] = {run_events.RunStarted: "started", run_event
 _KINDS: dict[str, Any] = {name: kind for kind, name in (*_TOPICS.items(), *_STATES.items())}
 
 
-def topic_and_fields(event: Message) -> tuple[str, dict[str, Any]]:
+def topic_and_fields(event: Message) -> tuple[str, JsonObject]:
     """Return the topic of an event and its fields. The topic is ``run`` for the start and the end of a run, else the
     topic of the event's class in ``_TOPICS``, else ``event``."""
     fields = msgspec.structs.asdict(event)
@@ -269,7 +270,7 @@ def topic_and_fields(event: Message) -> tuple[str, dict[str, Any]]:
     return topic, fields
 
 
-def finite_or_none(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def finite_or_none(metrics: Mapping[str, Any]) -> JsonObject:
     """Return ``metrics`` with None for nan and infinity, which JSON does not have."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -20,6 +20,7 @@ import anyio
 import anyio.to_thread
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import Metrics
 from streamrl.contracts import Observer
 from streamrl.recipe.user_code import describe_error, load_user_object
 
@@ -138,7 +139,7 @@ async def _queued(call: Callable[..., None], *arguments: Any, **keywords: Any) -
     call(*arguments, **keywords)
 
 
-def observer_figures(observers: Sequence[UserObserver]) -> dict[str, float]:
+def observer_figures(observers: Sequence[UserObserver]) -> Metrics:
     """Return metrics of errors and dropped calls since the run began, without those that are zero."""
     errors = sum(observer.calls.errors for observer in observers)
     dropped = sum(observer.calls.dropped for observer in observers)

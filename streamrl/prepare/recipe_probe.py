@@ -6,14 +6,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import anyio
 import msgspec
 from msgspec import Struct
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.base.types import Prompt
+from streamrl.base.types import JsonObject, Prompt
 from streamrl.observe.user_calls import observer_class
 from streamrl.prepare.first_prompt import difference_from_transformers
 from streamrl.pretrained.tokenizer import load_tokenizer
@@ -79,7 +79,7 @@ def problem_of_model(
     difference between the ids of ``prompt`` and those of transformers.
 
     ``split``: sizes of tensor and expert parallel ranks. Takes about ten seconds, mostly for the import of vLLM."""
-    row = dict[str, Any]()
+    row = JsonObject()
     ids = list[int]()
     if prompt:
         row, ids = _compared(prompt)
@@ -103,7 +103,7 @@ def difference_of_prompt(model_path: str, prompt: Prompt, timeout_s: float) -> s
     return result.differs
 
 
-def _compared(prompt: Prompt) -> tuple[dict[str, Any], list[int]]:
+def _compared(prompt: Prompt) -> tuple[JsonObject, list[int]]:
     """Return the columns of a row of which transformers makes ids, and the ids of the prompt."""
     row = {name: prompt.columns[name] for name in _WRITTEN if name in prompt.columns}
     return row, prompt.token_ids.tolist()
@@ -152,7 +152,7 @@ def _look_at_environment(argument: str) -> _ProbeResult:
 
 
 def _look_at_prompt(argument: str) -> _ProbeResult:
-    model_path, row, ids = msgspec.json.decode(argument, type=tuple[str, dict[str, Any], list[int]])
+    model_path, row, ids = msgspec.json.decode(argument, type=tuple[str, JsonObject, list[int]])
     return _ProbeResult(differs=difference_from_transformers(model_path, row, ids))
 
 
@@ -166,7 +166,7 @@ def _look_at_model(argument: str) -> _ProbeResult:
     from streamrl.weights.pull.replica import TensorSpec
 
     decoded = msgspec.json.decode(
-        argument, type=tuple[EngineOptions, tuple[str, ...], tuple[int, int], dict[str, Any], list[int]]
+        argument, type=tuple[EngineOptions, tuple[str, ...], tuple[int, int], JsonObject, list[int]]
     )
     engine, targets, split, row, ids = decoded
     differs = ""

@@ -4,7 +4,7 @@ prompts of chats (controller) and for conversations (environment workers)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from datetime import datetime
 from functools import cache
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from msgspec import Struct
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import JsonObjects
 from streamrl.pretrained.model_folder import read_bounded
 
 if TYPE_CHECKING:
@@ -41,12 +42,7 @@ class ChatFormat(Struct, frozen=True):
     templates: Mapping[str, str]
     named_tokens: Mapping[str, str]
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        arguments: Mapping[str, Any] | None,
-    ) -> str:
+    def render(self, messages: JsonObjects, tools: JsonObjects | None, arguments: Mapping[str, Any] | None) -> str:
         """Return the text of ``messages``, after which the assistant's message begins, or goes on where the last
         message is the assistant's.
 
@@ -59,8 +55,8 @@ class ChatFormat(Struct, frozen=True):
 
     def write(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: JsonObjects,
+        tools: JsonObjects | None,
         arguments: Mapping[str, Any] | None,
         *,
         generation_prompt: bool,
@@ -86,7 +82,7 @@ class ChatFormat(Struct, frozen=True):
             ) from error
 
 
-def _tagged(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str | None]:
+def _tagged(messages: JsonObjects) -> tuple[JsonObjects, str | None]:
     """Return ``messages`` with a tag after the text of the last message, and this text; None: the last message is not
     the assistant's."""
     if not messages or messages[-1].get("role") != "assistant":

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
+from streamrl.base.types import JsonObject
 from streamrl.pretrained.model_folder import read_bounded, unsafe_content
 from streamrl.pretrained.weight_files import LARGEST_SIZE, ModelDirectoryError, stored_tensors
 
@@ -110,7 +111,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
     )
 
 
-def _size(config: dict[str, Any], key: str) -> int:
+def _size(config: JsonObject, key: str) -> int:
     """A size of the configuration, the largest of a list with a size for each layer; 0: it is not set. Raises
     ``ModelDirectoryError``."""
     value = config.get(key) or 0
@@ -120,7 +121,7 @@ def _size(config: dict[str, Any], key: str) -> int:
     return int(max(values))
 
 
-def read_model_config(directory: Path) -> dict[str, Any]:
+def read_model_config(directory: Path) -> JsonObject:
     """Read ``config.json``. The fields of its ``text_config`` replace those of the same name, and every size gets the
     name that most models use. Raises ``ModelDirectoryError`` where the file is missing or no JSON object."""
     path = directory / "config.json"

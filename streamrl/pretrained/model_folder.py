@@ -7,11 +7,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE
+from streamrl.base.types import JsonObject
 from streamrl.pretrained.lfs_pointers import FETCH, IS_POINTER, POINTER
 
 CODE = frozenset({".py", ".pyc", ".pyd", ".so"})
@@ -84,7 +84,7 @@ def _asks_for_code(path: Path) -> str:
     """Return the key of a configuration file that makes transformers load code; empty: there is none, or the file
     cannot be read."""
     try:
-        content: dict[str, Any] = msgspec.json.decode(read_bounded(path), type=dict[str, Any])
+        content: JsonObject = msgspec.json.decode(read_bounded(path), type=JsonObject)
     except (OSError, *UNDECODABLE):
         return ""
     parts = [content, *(part for part in content.values() if isinstance(part, dict))]

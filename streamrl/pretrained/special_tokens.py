@@ -15,6 +15,7 @@ import tokenizers
 from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
+from streamrl.base.types import JsonObject
 from streamrl.pretrained.model_folder import read_bounded
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -81,7 +82,7 @@ def read_special_tokens(directory: Path, config: Mapping[str, Any]) -> SpecialTo
     )
 
 
-def _token(value: Any, **flags: bool) -> dict[str, Any]:
+def _token(value: Any, **flags: bool) -> JsonObject:
     """Fields of a token, which is written as its text or as an object; empty: ``value`` is no token."""
     if isinstance(value, str):
         value = {"content": value}
@@ -90,11 +91,11 @@ def _token(value: Any, **flags: bool) -> dict[str, Any]:
     return {"content": value["content"], **{flag: value[flag] for flag in _FLAGS if flag in value}, **flags}
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Read the JSON object in a file of a model folder; empty where there is no file. Raises ``RecipeError``."""
     if not path.is_file():
         return {}
     try:
-        return msgspec.json.decode(read_bounded(path), type=dict[str, Any])
+        return msgspec.json.decode(read_bounded(path), type=JsonObject)
     except (OSError, *UNDECODABLE) as error:
         raise RecipeError(f"{path} is not JSON ({error}): save the model again") from error

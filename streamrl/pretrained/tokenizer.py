@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.base.types import TokenArray, token_array
+from streamrl.base.types import JsonObject, JsonObjects, TokenArray, token_array
 from streamrl.pretrained.chat_template import ChatError, ChatFormat, read_chat_format
 from streamrl.pretrained.end_tokens import EndTokens, read_end_tokens
 from streamrl.pretrained.model_folder import LARGEST_CONFIGURATION, read_bounded
@@ -85,10 +85,7 @@ class Tokenizer:
         return twice
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        self, messages: JsonObjects, tools: JsonObjects | None = None, arguments: Mapping[str, Any] | None = None
     ) -> TokenArray:
         """Return the token ids, int32, of ``messages`` in the model's chat template, after which the assistant's
         message begins, or goes on where the last message is the assistant's.
@@ -104,10 +101,7 @@ class Tokenizer:
             raise ChatError(f"the model's tokenizer cannot take the text ({error}): save the model again") from error
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        self, messages: JsonObjects, tools: JsonObjects | None = None, arguments: Mapping[str, Any] | None = None
     ) -> str:
         """Return the text that ``encode_chat`` tokenises. It equals the text of transformers' ``apply_chat_template``,
         with ``continue_final_message`` where the last message is the assistant's. Raises ``ChatError``."""
@@ -115,8 +109,8 @@ class Tokenizer:
 
     def write_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: JsonObjects,
+        tools: JsonObjects | None = None,
         arguments: Mapping[str, Any] | None = None,
         *,
         generation_prompt: bool = True,
@@ -229,7 +223,7 @@ def chat_format(model_path: str | Path) -> ChatFormat:
     return _configured(Path(model_path), _read(Path(model_path))[1])[1]
 
 
-def _read(directory: Path) -> tuple[str, dict[str, Any]]:
+def _read(directory: Path) -> tuple[str, JsonObject]:
     """Read the text of ``tokenizer.json`` and its JSON object. Raises ``RecipeError``."""
     if not directory.is_dir():
         raise RecipeError(
@@ -254,7 +248,7 @@ def _unreadable(directory: Path, error: Exception) -> RecipeError:
     return RecipeError(f"{path} cannot be read as a tokenizer ({error}): save it again from a good copy")
 
 
-def _digest(content: dict[str, Any], end: tuple[int, ...], special: SpecialTokens, chat: ChatFormat) -> str:
+def _digest(content: JsonObject, end: tuple[int, ...], special: SpecialTokens, chat: ChatFormat) -> str:
     # transformers rewrites these two whenever a caller pads or truncates; the meaning of tokens stays.
     content["truncation"] = content["padding"] = None
     added = [special.listed, special.further, special.split]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, inspect
 
+from streamrl.base.types import JsonObject
 from streamrl.recipe.field_types import ADVANCED, Key, bare, keys_of, paths_to
 from streamrl.recipe.problems import Origin, did_you_mean, nearest, problem, short_toml
 from streamrl.recipe.sections import Recipe
@@ -67,7 +68,7 @@ class CheckedTable:
     ``bad_paths``: paths of the fields with a problem."""
 
     def __init__(self, table: Mapping[str, Any], origin: Origin, foreign: Callable[[str, Any], str]) -> None:
-        self.values: dict[str, Any] = {}
+        self.values: JsonObject = {}
         self.problems: list[str] = []
         self.bad_paths: set[str] = set()
         self._origin = origin
@@ -113,10 +114,10 @@ class CheckedTable:
         else:
             self.values[name] = [self._check_keys(f"{name}.{index}", item, struct) for index, item in enumerate(value)]
 
-    def _check_keys(self, path: str, table: Mapping[str, Any], struct: type[Struct]) -> dict[str, Any]:
+    def _check_keys(self, path: str, table: Mapping[str, Any], struct: type[Struct]) -> JsonObject:
         """Check the keys of a section or of a table in it; return the valid values."""
         keys = keys_of(struct)
-        valid: dict[str, Any] = {}
+        valid: JsonObject = {}
         for name, value, is_below_advanced in self._written_keys(path, table):
             field = f"{path}.{name}"
             written = f"{path}.{ADVANCED}.{name}" if is_below_advanced else field
@@ -146,7 +147,7 @@ class CheckedTable:
             return pairs
         return pairs + [(name, value, True) for name, value in below.items()]
 
-    def _check_value(self, key: Key, value: Any, written: str, path: str, valid: dict[str, Any]) -> None:
+    def _check_value(self, key: Key, value: Any, written: str, path: str, valid: JsonObject) -> None:
         """Check the type and range of a value and add it to ``valid``. ``written``, ``path``: paths for ``_refuse``."""
         item: Any = getattr(bare(key.kind), "item_type", None)
         if isinstance(value, str) and written in self._origin.overridden and isinstance(bare(item), inspect.StrType):

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta, Struct, inspect
 
+from streamrl.base.types import JsonObject
+
 Share = Annotated[float, Meta(gt=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NaturalFloat = Annotated[float, Meta(ge=0)]
@@ -103,7 +105,7 @@ def as_table(value: Any) -> Any:
         return [as_table(item) for item in value]
     if not isinstance(value, Section):
         return value
-    table: dict[str, Any] = {}
+    table: JsonObject = {}
     for name, key in keys_of(type(value)).items():
         target = table.setdefault(ADVANCED, {}) if key.advanced else table
         target[name] = as_table(getattr(value, name))

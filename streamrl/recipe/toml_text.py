@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from streamrl.base.types import JsonObject
 from streamrl.recipe.field_types import ADVANCED, keys_of
 
 # No two adjacent parts of a pattern match the same characters, so the time is linear in the length of a line.
@@ -38,7 +39,7 @@ _ENDLESS_KEY = re.compile(r"""(?:(?:(?<![A-Za-z0-9_-])[A-Za-z0-9_-]++|"[^"\n]*+"
 _ENDLESS_NUMBER = re.compile(r"(?<![0-9A-Fa-f_])[0-9A-Fa-f_]{5000}")
 
 
-def parse_toml(text: str) -> dict[str, Any]:
+def parse_toml(text: str) -> JsonObject:
     """Parse TOML. Raises ``ValueError`` (``TOMLDecodeError`` is one) and ``RecursionError``."""
     # tomllib takes memory with the square of the number of parts of a key, and 300 bytes for each digit.
     if text.count(".") >= _DEEPEST and _ENDLESS_KEY.search(text):

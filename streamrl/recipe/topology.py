@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -15,6 +14,7 @@ from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, InputError, StreamRLError
 from streamrl.base.host_addresses import at_port
+from streamrl.base.types import JsonObject
 from streamrl.recipe.sections import PIPELINE_PARALLEL, Engines, EngineShape, Recipe, TransportKind
 
 TOPOLOGY_FILE = "topology.json"
@@ -81,7 +81,7 @@ class PreparedSet(Struct, frozen=True, kw_only=True):
     kv_tokens: int = 0
     cores: tuple[str, ...] = ()
     rounds: tuple[str, ...] = ()
-    args: dict[str, Any] = {}
+    args: JsonObject = {}
 
     @property
     def workers(self) -> int:

@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 import msgspec
 from msgspec import Struct
 
-from streamrl.base.types import FinishReason, ScoredTrajectory
+from streamrl.base.types import FinishReason, Metrics, ScoredTrajectory
 from streamrl.buffers.slots import staleness
 from streamrl.control.run_state import RunState
 
@@ -65,7 +65,7 @@ class FirstLengths(Struct):
     trained_samples: int = 0
 
 
-def reward_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
+def reward_metrics(batch: Sequence[ScoredTrajectory]) -> Metrics:
     """Return ``reward/*`` over trained samples and within groups. A group of one sample has no deviation: a batch of
     such groups has neither ``reward/group_std_mean`` nor ``reward/zero_std_ratio``."""
     rewards = [s.reward for s in batch]
@@ -97,7 +97,7 @@ def part_values(scored: Iterable[ScoredTrajectory]) -> dict[str, list[float]]:
     return dict(sorted(parts.items()))
 
 
-def completion_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
+def completion_metrics(batch: Sequence[ScoredTrajectory]) -> Metrics:
     """Return ``completion/*``: lengths in sampled tokens, and how completions ended; with ``environment/*`` where the
     run has an environment."""
     lengths = [s.trajectory.generated_tokens for s in batch]
@@ -117,7 +117,7 @@ def completion_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
     }
 
 
-def _environment_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
+def _environment_metrics(batch: Sequence[ScoredTrajectory]) -> Metrics:
     """Return ``environment/*``: turns, time between turns, and calls of tools; empty without an environment."""
     trajectories = [scored.trajectory for scored in batch if scored.trajectory.environment is not None]
     results = [trajectory.environment for trajectory in trajectories if trajectory.environment is not None]
@@ -147,7 +147,7 @@ def _environment_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
     }
 
 
-def staleness_metrics(batch: Sequence[ScoredTrajectory], trained_at: int) -> dict[str, float]:
+def staleness_metrics(batch: Sequence[ScoredTrajectory], trained_at: int) -> Metrics:
     """Return ``async/staleness_*``. ``trained_at``: version that the trainer held when it consumed the batch."""
     newest = [staleness(trained_at, s.trajectory.newest_version) for s in batch]
     oldest = [staleness(trained_at, s.trajectory.oldest_version) for s in batch]
@@ -161,7 +161,7 @@ def staleness_metrics(batch: Sequence[ScoredTrajectory], trained_at: int) -> dic
     }
 
 
-def length_metrics(window: StepWindow, lengths: FirstLengths, *, by_kind: bool) -> dict[str, float]:
+def length_metrics(window: StepWindow, lengths: FirstLengths, *, by_kind: bool) -> Metrics:
     """Return ``length/*``: lengths of sampled trajectories and of trained ones since the last step, and the bias of
     trained lengths since the run began. Races between members of a group prefer short trajectories, and these metrics
     show it. ``by_kind``: whether each kind of round has metrics of its own, too."""
@@ -179,7 +179,7 @@ def length_metrics(window: StepWindow, lengths: FirstLengths, *, by_kind: bool) 
     return metrics
 
 
-def discard_metrics(window: StepWindow, *, by_kind: bool) -> dict[str, float]:
+def discard_metrics(window: StepWindow, *, by_kind: bool) -> Metrics:
     """Return ``reward/discarded_*``: rewards of trajectories that control dropped. ``by_kind``: whether each kind of
     round has the mean rewards of its trained and of its dropped trajectories, too."""
     discarded = [reward for rewards in window.discarded_rewards.values() for reward in rewards]
@@ -194,7 +194,7 @@ def discard_metrics(window: StepWindow, *, by_kind: bool) -> dict[str, float]:
     return metrics
 
 
-def _length_figures(prefix: str, lengths: Sequence[SampledLength]) -> dict[str, float]:
+def _length_figures(prefix: str, lengths: Sequence[SampledLength]) -> Metrics:
     """Return mean, 95th percentile and share at the token limit; empty without lengths."""
     tokens = [length.tokens for length in lengths]
     if not tokens:
@@ -229,13 +229,13 @@ def unbiased_mean(complete: Mapping[int, int], stopped: Mapping[int, int], limit
     return area if surviving * (limit - before) <= UNSEEN * area else 0.0
 
 
-def waste_metrics(wasted: Mapping[str, int], ended_tokens: int) -> dict[str, float]:
+def waste_metrics(wasted: Mapping[str, int], ended_tokens: int) -> Metrics:
     """Return ``perf/wasted_*``: tokens that were sampled and not trained since the run began, by drop reason."""
     metrics = {f"perf/wasted_tok_{reason}_total": float(tokens) for reason, tokens in sorted(wasted.items())}
     return metrics | {"perf/wasted_tok_ratio": sum(wasted.values()) / max(ended_tokens, 1)}
 
 
-def control_metrics(state: RunState) -> dict[str, float]:
+def control_metrics(state: RunState) -> Metrics:
     """Return counts of open and of dropped trajectories, the figures that decided the group size, and the changes of
     settings."""
     accounting = state.accounting()

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from streamrl.base.types import Metrics
+
 if TYPE_CHECKING:
     from streamrl.control.run_state import RunState
 
@@ -149,7 +151,7 @@ class RunWaits:
         """Return the reason and its duration in seconds."""
         return self._reason, max(self._clock() - self._since_s, 0.0)
 
-    def take(self, now_s: float) -> dict[str, float]:
+    def take(self, now_s: float) -> Metrics:
         """Return each reason's share of the time since the last call, as metrics with the sum 1; empty where no time
         has passed. ``now_s``: time of the clock at which the counted time ends."""
         self._count(now_s)

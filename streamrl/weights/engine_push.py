@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from streamrl.base.errors import EngineError, WeightError
 from streamrl.base.messages import HASH_MODULUS, OrderDone, WeightAnnouncement
+from streamrl.base.types import JsonObject
 
 # Seconds between two calls for the workers' progress. Each call costs the engine a little.
 _SHORTEST_WAIT = 0.002
@@ -89,7 +90,7 @@ async def commit(llm: Any, policy_version: int) -> OrderDone:
     return OrderDone(order_id=0, seconds=time.monotonic() - started, state_hash=state_hash)
 
 
-def _raise_first(reports: list[dict[str, Any]]) -> None:
+def _raise_first(reports: list[JsonObject]) -> None:
     """Raise ``WeightError`` with the first error that a worker reports."""
     for worker, report in enumerate(reports):
         if report["error"]:

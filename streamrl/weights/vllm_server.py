@@ -17,6 +17,7 @@ from typing import Any
 import anyio.to_thread
 
 from streamrl.base.errors import EngineError
+from streamrl.base.types import JsonObject
 
 
 class VllmServer:
@@ -52,13 +53,13 @@ class VllmServer:
 
     async def _post(
         self, route: str, *, body: Mapping[str, Any] | None = None, query: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         url = f"{self._address}/{route}"
         if query:
             url += f"?{urllib.parse.urlencode(query)}"
         return await anyio.to_thread.run_sync(self._post_blocking, url, json.dumps(body or {}).encode())
 
-    def _post_blocking(self, url: str, body: bytes) -> dict[str, Any]:
+    def _post_blocking(self, url: str, body: bytes) -> JsonObject:
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:

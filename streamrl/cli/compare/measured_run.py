@@ -12,7 +12,7 @@ from msgspec import structs
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.run_events import EvaluationFinished, RunWarning, StepFinished
-from streamrl.base.types import FinishReason
+from streamrl.base.types import FinishReason, Metrics
 from streamrl.cli.compare.run_figures import WARM_UP_STEPS, RunFigures, samples_of
 from streamrl.control.policies.sagc import straggler_rate
 from streamrl.launch.control_protocol import ControlRefused, SteerRun
@@ -67,7 +67,7 @@ async def measure_run(
 ) -> ComparedRun:
     """Train until ``samples`` are trained after the warm-up, then evaluate and drain. ``progress``: callback with the
     share that is trained. Raises ``ProcessDied`` where the run breaks, ``StreamRLError`` where it ends too early."""
-    steps: list[dict[str, float]] = []
+    steps: list[Metrics] = []
     warnings: list[str] = []
     trained = 0.0
     last_measured_step = 0

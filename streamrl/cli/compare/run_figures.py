@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
+from streamrl.base.types import Metrics
+
 WARM_UP_STEPS = 2
 """Unmeasured first steps of every run, in which engines and trainer compile and fill their caches."""
 
@@ -16,12 +18,12 @@ class RunFigures(Struct, frozen=True, kw_only=True):
     """``steps``: metrics of each optimizer step (docs/metrics.md). ``accuracy``: held-out score after the last measured
     step (NaN: not measured). ``cool_down``: steps at the end that are not measured."""
 
-    steps: list[dict[str, float]]
+    steps: list[Metrics]
     accuracy: float
     cool_down: int = 0
 
     @property
-    def measured(self) -> list[dict[str, float]]:
+    def measured(self) -> list[Metrics]:
         """The steps after the warm-up and before the cool-down."""
         return self.steps[WARM_UP_STEPS : len(self.steps) - self.cool_down]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from streamrl.base.types import JsonObject
 from streamrl.recipe.dialects.foreign_keys import switches
 from streamrl.recipe.sections import Training
 
@@ -33,7 +34,7 @@ class ForeignSettings(dict[str, Any]):
         return self.reason_without_effect(switch) if switch else ""
 
 
-Effect = str | dict[str, Any]
+Effect = str | JsonObject
 Conversion = Callable[[Any, ForeignSettings], Effect]
 """From a value and all settings to values by their keys here, or to an effect as the table has it (foreign_keys.toml);
 empty: the effect of the row.
@@ -167,7 +168,7 @@ def _least_rate(value: Any, settings: ForeignSettings) -> Effect:
 def _trl_rewards(value: Any, _: ForeignSettings) -> Effect:
     """Convert rewards: names of TRL's own or of modules, or tables of a recipe."""
     rewards = value if isinstance(value, list) else [value]
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for place, reward in enumerate(rewards):
         if isinstance(reward, str):
             if reward == OVERLONG or not re.fullmatch(r"\w+(\.\w+)*|[\w./-]+:\w+", reward):

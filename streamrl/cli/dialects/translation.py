@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonObject
 from streamrl.cli.dialects.conversions import CONVERSIONS, ForeignSettings
 from streamrl.cli.dialects.setting_files import Foreign
 from streamrl.recipe.check_fields import CheckedTable
@@ -145,10 +146,10 @@ def _refuse_other_methods(foreign: Foreign, outcomes: Iterable[ForeignSetting]) 
         raise RecipeError(*problems)
 
 
-def _values(foreign: Foreign, every: list[ForeignSetting]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+def _values(foreign: Foreign, every: list[ForeignSetting]) -> tuple[JsonObject, dict[str, list[str]]]:
     """Return the values of the recipe and their origins. A default gives way to a setting, and a key for two values to
     a key for one of them. Two settings for one value that differ are to be decided by hand: ``every`` gets a line."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     origins: dict[str, list[str]] = {}
     ranks: dict[str, tuple[bool, int]] = {}
     for setting in sorted(every, key=lambda setting: (setting.outcome != DEFAULT, -len(setting.sets))):

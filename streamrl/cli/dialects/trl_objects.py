@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonObject
 from streamrl.cli.dialects.setting_files import Foreign
 from streamrl.recipe.cells.cell_code import source_of
 from streamrl.recipe.check_fields import leaves
@@ -35,7 +36,7 @@ def foreign_of_trainer(method: str, name: str, objects: Mapping[str, Any], write
     ``objects``: arguments of the constructor by name.
 
     Raises ``RecipeError`` with all objects that another process cannot have, each by its name."""
-    settings: dict[str, Any] = {"trainer": method.lower()}
+    settings: JsonObject = {"trainer": method.lower()}
     problems: list[str] = []
     readers: dict[str, Callable[[Any], Mapping[str, Any]]] = {
         "args": functools.partial(_settings_of_args, method),
@@ -63,7 +64,7 @@ def _text(value: Any) -> str:
     return getattr(value, "__name__", type(value).__name__)
 
 
-def _settings_of_args(method: str, args: Any) -> dict[str, Any]:
+def _settings_of_args(method: str, args: Any) -> JsonObject:
     """Return the fields of a ``GRPOConfig`` that differ from TRL's defaults. Fields of a subclass are the script's
     own."""
     base = next((kind for kind in type(args).__mro__ if kind.__name__ == f"{method}Config"), None)
@@ -87,7 +88,7 @@ def _plain(value: Any) -> Any:
     return msgspec.to_builtins(value, order="deterministic", str_keys=True, enc_hook=str)
 
 
-def _settings_of_model(model: Any) -> dict[str, Any]:
+def _settings_of_model(model: Any) -> JsonObject:
     if isinstance(model, str | Path):
         return {"model": str(model)}
     config: Any = getattr(model, "config", None)
@@ -106,7 +107,7 @@ def _settings_of_model(model: Any) -> dict[str, Any]:
     return settings | _settings_of_adapter(*adapters.values())
 
 
-def _settings_of_adapter(adapter: Any) -> dict[str, Any]:
+def _settings_of_adapter(adapter: Any) -> JsonObject:
     """Return the fields of a ``LoraConfig`` that differ from peft's defaults, and always its rank, scale and
     modules."""
     if type(adapter).__name__ != "LoraConfig":
@@ -124,8 +125,8 @@ def _settings_of_adapter(adapter: Any) -> dict[str, Any]:
     return {"peft_config": written}
 
 
-def _settings_of_rewards(write: WriteFile, rewards: Any) -> dict[str, Any]:
-    tables: list[dict[str, Any]] = []
+def _settings_of_rewards(write: WriteFile, rewards: Any) -> JsonObject:
+    tables: list[JsonObject] = []
     labels: set[str] = set()
     for place, reward in enumerate(rewards if isinstance(rewards, list | tuple) else [rewards]):
         if isinstance(reward, str):
@@ -173,7 +174,7 @@ def _file_of_rows(rows: Any, name: str, argument: str, write: WriteFile) -> str:
     return write(name, ".jsonl", b"".join(lines))
 
 
-def _check_tokenizer(model: Any, tokenizer: Any) -> dict[str, Any]:
+def _check_tokenizer(model: Any, tokenizer: Any) -> JsonObject:
     """Raise ``RecipeError`` for a tokenizer that is not the one of the model's directory, as it was loaded."""
     own = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "_name_or_path", "")
     name = getattr(tokenizer, "name_or_path", "")

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
 from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.types import JsonObject
 from streamrl.pretrained.tokenizer import chat_format
 from streamrl.recipe.remote_names import is_bare_name
 
@@ -80,12 +80,12 @@ def find_model(name: str) -> ModelSettings:
     )
 
 
-def make_model(program: str, *arguments: str) -> dict[str, Any]:
+def make_model(program: str, *arguments: str) -> JsonObject:
     """Run a program of ``learning/small_model``, in a child process, so that this process does not import torch. Its
     progress goes to stderr. Returns the figures in its last line of output. Raises ``StreamRLError`` if it fails."""
     command = [sys.executable, "-P", "-m", f"streamrl.learning.small_model.{program}", *arguments]
     process = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     if process.returncode:
         raise StreamRLError(f"no model was made: its program ended with exit code {process.returncode}, as said above")
-    figures: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    figures: JsonObject = json.loads(process.stdout.splitlines()[-1])
     return figures

@@ -7,11 +7,11 @@ import random
 import re
 from contextlib import closing
 from pathlib import Path, PurePath
-from typing import Any
 
 from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonObject
 from streamrl.cli.init.folders import write_rows
 from streamrl.run.prompts.data_files import FORMATS
 from streamrl.run.prompts.json_rows import open_json
@@ -96,7 +96,7 @@ def _is_text(path: Path) -> bool:
         raise RecipeError(f"--corpus {path} cannot be read ({reason}): name a file of rows, or a text") from None
 
 
-def _read_rows(path: Path, task: Task) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+def _read_rows(path: Path, task: Task) -> tuple[str, list[tuple[str, JsonObject]]]:
     """Return the format, and each row with its place. Raises ``RecipeError``."""
     source = PurePath(path.name.partition("?")[0]).suffix
     try:
@@ -121,7 +121,7 @@ def _read_rows(path: Path, task: Task) -> tuple[str, list[tuple[str, dict[str, A
     return f"rows of {FORMATS.get(source, 'JSON')}", rows
 
 
-def _read_text(path: Path) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+def _read_text(path: Path) -> tuple[str, list[tuple[str, JsonObject]]]:
     """Return the kind of text, and the row of each line with its place. Raises ``RecipeError``."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -133,11 +133,11 @@ def _read_text(path: Path) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
     return "lines of text", [(f"--corpus {path}:{n}", _row_of_text(line)) for n, line in numbered if line.strip()]
 
 
-def _imitated_text(row: dict[str, Any]) -> str:
+def _imitated_text(row: JsonObject) -> str:
     return next((row[name] for name in _IMITATED if isinstance(row.get(name), str)), "")
 
 
-def _row_of_text(line: str) -> dict[str, Any]:
+def _row_of_text(line: str) -> JsonObject:
     words = line.split()
     third = max(1, len(words) // 3)
     return {"prompt": " ".join(words[:third]) + " ", "answer": " ".join(words[third:])}

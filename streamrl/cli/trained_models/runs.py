@@ -12,6 +12,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from streamrl.base.errors import InputError
+from streamrl.base.types import Metrics
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.observe.run_files.run_reader import SCORE, RunFiles, RunStatus, run_files, runs_in, set_size
 from streamrl.observe.terminal.console import wide_console
@@ -35,7 +36,7 @@ class ListedRun(Struct, frozen=True, kw_only=True):
     steps: int
     model: str
     tags: tuple[str, ...]
-    metrics: dict[str, float]
+    metrics: Metrics
     scores: dict[str, float]
     sizes: dict[str, float | None]
     recipe: dict[str, str]
@@ -93,7 +94,7 @@ def listed_run(directory: Path) -> ListedRun:
     started = ""
     if started_at := run.started():
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started_at))
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     if step:
         metrics = step.values
     scores: dict[str, float] = {}

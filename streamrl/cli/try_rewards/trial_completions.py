@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.base.messages import Generate
-from streamrl.base.types import FinishReason, Prompt, TokenArray, Trajectory, token_array
+from streamrl.base.types import FinishReason, JsonObjects, Prompt, TokenArray, Trajectory, token_array
 from streamrl.cli.trained_models.model_evaluation import started_engine
 from streamrl.prepare.called_rewards import trajectory_of
 from streamrl.pretrained.tokenizer import Tokenizer
@@ -46,10 +46,7 @@ class PlainText(Tokenizer):
         return token_array(list(text.encode(errors="surrogatepass")))
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        self, messages: JsonObjects, tools: JsonObjects | None = None, arguments: Mapping[str, Any] | None = None
     ) -> TokenArray:
         """The contents of the messages, a line each."""
         return self.encode("\n".join(str(message.get("content", "")) for message in messages))

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from streamrl.base.errors import EngineError, StreamRLError
 from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost, TrajectoryOutcome, TrajectoryPaused
-from streamrl.base.types import TrajectoryId
+from streamrl.base.types import Metrics, TrajectoryId
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import Observer, PushReport
 from streamrl.control.actions import ControlAction, Decision, LaunchGroup, StepOptimizer
@@ -115,7 +115,7 @@ class ElasticEngines(Observer):
         """Names of the engines that are idle until the next round."""
 
     @property
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> Metrics:
         """Metrics of the step that ends now. The read resets the seconds of switches."""
         if len(self._chooser.sets) == 1:
             return self._processes.figures

@@ -26,6 +26,7 @@ from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError, StreamBroken
 from streamrl.base.messages import EngineEvent, EngineOrder, EngineReady
 from streamrl.base.run_events import EngineBack, EngineLost, KillEngine, StartEngine, StopEngine, SupervisorOrder
+from streamrl.base.types import Metrics
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.contracts import Engine
@@ -399,7 +400,7 @@ class EngineProcesses:
         self._lifecycles: dict[str, _EngineLifecycle] = {}
 
     @property
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> Metrics:
         """Metrics of a step, counted since the start of this controller."""
         lost_requests = 0
         if self.pool is not None:

@@ -10,10 +10,10 @@ import importlib.metadata
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import usable_cores
+from streamrl.base.types import JsonObject
 from streamrl.engines.async_llm.options import (
     CPU_BATCH_TOKENS,
     CPU_CACHE_BYTES,
@@ -68,7 +68,7 @@ class EngineOptions(VllmOptions, frozen=True, kw_only=True):
     pushed: bool = True
     by_priority: bool = False
     routed: bool = False
-    args: dict[str, Any] = {}
+    args: JsonObject = {}
     adapter: Lora = Lora()
 
     @property
@@ -193,7 +193,7 @@ def installed_device() -> str:
     return "cpu"
 
 
-def model_config(model_path: str, *, field: str = "model.path") -> dict[str, Any]:
+def model_config(model_path: str, *, field: str = "model.path") -> JsonObject:
     """Return the model's configuration (``read_model_config``). Raises ``RecipeError`` about ``field`` when it is
     missing or not a JSON object, or when the directory holds code or pickles."""
     directory = Path(model_path)
@@ -206,7 +206,7 @@ def model_config(model_path: str, *, field: str = "model.path") -> dict[str, Any
         raise RecipeError(f"{field}: {directory} {error}; give a Hugging Face model directory") from error
 
 
-def max_model_len(recipe: Recipe, config: dict[str, Any]) -> int:
+def max_model_len(recipe: Recipe, config: JsonObject) -> int:
     """Return the longest context (prompt and completion) in tokens, at most the positions that the model has."""
     positions = int(config.get("max_position_embeddings") or 0)
     context = recipe.engines.max_model_len
@@ -229,7 +229,7 @@ def max_model_len(recipe: Recipe, config: dict[str, Any]) -> int:
 
 
 def cache_blocks(
-    config: dict[str, Any],
+    config: JsonObject,
     dtype: str,
     context: int,
     max_num_seqs: int,
@@ -253,12 +253,7 @@ def cache_blocks(
 
 
 def _variables(
-    recipe: Recipe,
-    index: int,
-    engine_set: PreparedSet,
-    socket_directory: str | Path,
-    config: dict[str, Any],
-    on_cpu: bool,
+    recipe: Recipe, index: int, engine_set: PreparedSet, socket_directory: str | Path, config: JsonObject, on_cpu: bool
 ) -> dict[str, str]:
     variables = shared_variables(socket_directory)
     if on_cpu:
@@ -314,7 +309,7 @@ def core_numbers(cores: str) -> list[int]:
     return numbers
 
 
-def device_problems(recipe: Recipe, config: dict[str, Any], *, device: str) -> Iterator[str]:
+def device_problems(recipe: Recipe, config: JsonObject, *, device: str) -> Iterator[str]:
     """Yield reasons why a set of engines of ``recipe`` cannot run on this machine. ``config``: the model's
     configuration."""
     if not recipe.on_one_host:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from streamrl.base.messages import EngineLoad
+from streamrl.base.types import Metrics
 
 
 class EngineCounters:
@@ -75,7 +76,7 @@ class DraftFigures:
         self._load = load
         self._before = EngineLoad()
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> Metrics:
         """Return ``perf/draft_*`` since the last call; empty when no token was drafted."""
         before = self._before
         now = self._load()

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonObject
 from streamrl.control.events import SettingsChanged
 from streamrl.control.run_state import RunState
 from streamrl.control.settings import ControlSettings, control_settings
@@ -32,7 +33,7 @@ def settings_change(started: Recipe, state: RunState, changes: Sequence[str], st
     steering = state.steering
     keys = {change.partition("=")[0].strip().replace(f".{ADVANCED}.", "."): change for change in changes}
     present_recipe = _with(started, steering.changed)
-    waiting_values: dict[str, Any] = {}
+    waiting_values: JsonObject = {}
     for waiting_change in steering.waiting_changes:
         if waiting_change.step <= step:
             waiting_values |= waiting_change.values

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from streamrl.learning.small_model.characters import Vocabulary
@@ -104,7 +104,7 @@ class Chats(Vocabulary):
     def imitate(self, policy: PreTrainedModel, texts: Iterator[str], steps: int, batch: int = 96) -> Iterator[float]:
         """Train ``policy`` on ``batch`` chats of ``texts`` a step, and yield the loss of each step."""
 
-        def loss_of(chats: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
+        def loss_of(chats: Sequence[tuple[list[int], list[int]]]) -> Tensor:
             return completion_losses(policy, chats, self.special_ids["pad_token_id"])[0].mean()
 
         batches = ([self.demonstration(text) for text in islice(texts, batch)] for _ in range(steps))

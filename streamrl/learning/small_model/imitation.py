@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
@@ -23,7 +24,7 @@ LOWEST_SHARE = 0.02
 
 def completion_losses(
     policy: PreTrainedModel, batch: Sequence[tuple[list[int], int | Sequence[int]]], padding: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the losses of the completion tokens of ``batch``.
 
     An example is token ids with the length of the prompt, or, for a chat of several completions, with the places of all
@@ -42,7 +43,7 @@ def completion_losses(
 
 
 def imitate(
-    policy: PreTrainedModel, batches: Iterable[Batch], loss_of: Callable[[Batch], torch.Tensor], steps: int
+    policy: PreTrainedModel, batches: Iterable[Batch], loss_of: Callable[[Batch], Tensor], steps: int
 ) -> Iterator[float]:
     """Take a step of AdamW on each batch and yield its loss. The rate rises over the first 50 steps, holds, and falls
     linearly over the last 40 % of ``steps``."""

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -89,7 +90,7 @@ def main() -> None:
     step = 0
     share = 0.0
 
-    def loss_of(batch: Sequence[Demonstration]) -> torch.Tensor:
+    def loss_of(batch: Sequence[Demonstration]) -> Tensor:
         return completion_losses(policy, batch, characters.ids[PAD])[0].mean()
 
     for step, loss in enumerate(imitate(policy, source, loss_of, options.steps), 1):

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from streamrl.base.types import JsonObject
 from streamrl.pretrained.model_facts import read_model_config
 from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.sections import Lora
@@ -34,7 +35,7 @@ def other_meanings(checkpoint: Path, lora: Lora, model_path: str) -> Iterator[st
     """Yield what a run with ``lora`` and the model in ``model_path`` has otherwise than the run that wrote
     ``checkpoint``, each as the key, both values and the remedy. What cannot be read is left to the reader of it."""
     try:
-        saved = msgspec.json.decode((checkpoint / ADAPTER / ADAPTER_CONFIG).read_bytes(), type=dict[str, Any])
+        saved = msgspec.json.decode((checkpoint / ADAPTER / ADAPTER_CONFIG).read_bytes(), type=JsonObject)
     except (OSError, msgspec.MsgspecError):
         saved = {}
     if (checkpoint / "hf").is_dir():

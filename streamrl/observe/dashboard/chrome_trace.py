@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from streamrl.base.types import JsonObject
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
 
 MOST_REQUESTS = 200_000
@@ -24,7 +25,7 @@ class ChromeTrace:
     requests of each engine."""
 
     def __init__(self) -> None:
-        self._events: list[dict[str, Any]] = []
+        self._events: list[JsonObject] = []
         self._first_process = 0
         self._lanes: dict[int, list[float]] = {}  # by engine, the time until which each of its rows is busy
         self._remaining_requests = 0
@@ -64,7 +65,7 @@ class ChromeTrace:
         self.span("training", 0, TRAINING, batch_full_s, step.training_s, arguments)
         self.span("push", 0, PUSH, end_s - step.push_s, step.push_s, arguments)
 
-    def span(self, name: str, process: int, row: int, at_s: float, seconds: float, arguments: dict[str, Any]) -> None:
+    def span(self, name: str, process: int, row: int, at_s: float, seconds: float, arguments: JsonObject) -> None:
         """Add a bar to a row of a process of this run. ``process``: 0 for the steps, 1 and above for the engines."""
         self._add(name, process, row, "X", ts=1e6 * at_s, dur=1e6 * seconds, args=arguments)
 

@@ -15,6 +15,7 @@ from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from streamrl.base.types import JsonObject
 from streamrl.observe.dashboard.run_view import RunView
 from streamrl.observe.dashboard.timeline_columns import event_row, step_row
 
@@ -100,7 +101,7 @@ def _new_steps(view: RunView, place: StreamPlace) -> Iterator[tuple[str, Any]]:
     traced = {step.policy_version: step for step in view.timeline.steps}
     for index, step in enumerate(answer["step"]):
         place.step = step
-        row: dict[str, Any] = {"step": step}
+        row: JsonObject = {"step": step}
         if step in traced:
             row = step_row(traced[step])
         row["trained_tokens_total"] = answer["trained_tokens"][index]

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from threading import RLock
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streamrl.base.types import JsonObject
 from streamrl.observe.run_files.followed_lines import FollowedLines
 from streamrl.observe.run_files.metric_help import help_of
 from streamrl.observe.run_files.run_reader import MetricLine, RunFiles, metric_lines
@@ -48,7 +48,7 @@ class MetricColumns:
         for column in (self.time_s, *self.values.values()):
             del column[count:]
 
-    def after(self, step: int) -> dict[str, Any]:
+    def after(self, step: int) -> JsonObject:
         """Return the columns of the steps after ``step``. A missing value is nan, which JSON has as null."""
         first = bisect_right(self.step, step)
         values = {name: column[first:] for name, column in self.values.items()}
@@ -77,7 +77,7 @@ class RunMetrics:
                     else:
                         self.evaluations.take(line)
 
-    def answer(self, after: int) -> dict[str, Any]:
+    def answer(self, after: int) -> JsonObject:
         """Return the steps after step ``after``, and the evaluations of ``after`` and later steps: an evaluation may
         end after its step."""
         with self.lock:
@@ -89,7 +89,7 @@ class RunMetrics:
             help_texts = {name: text for name in names if (text := help_of(name))}
             return steps | {"trained_tokens": trained, "evaluations": evaluations, "help": help_texts}
 
-    def waits(self) -> dict[str, Any]:
+    def waits(self) -> JsonObject:
         """Return the seconds of each step by the reason that the run waited for, and the idle shares of the engines."""
         with self.lock:
             seconds = self._values("time/step_s")

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import JsonObject
 from streamrl.observe.dashboard.run_view import ANSWERS, RunView, RunViews, recipe_differences
 from streamrl.observe.dashboard.sample_rows import SampleFilter
 
@@ -50,7 +51,7 @@ def report_page(places: Sequence[Path], further_answers: Mapping[str, Any] = Map
     return _inlined(page_files(), answers)
 
 
-def _answers(view: RunView) -> dict[str, Any]:
+def _answers(view: RunView) -> JsonObject:
     """Return the answers to all requests of the page about one run, by path."""
     path = f"/api/runs/{view.number}"
     _, parts = view.timeline.block()
@@ -62,7 +63,7 @@ def _answers(view: RunView) -> dict[str, Any]:
     }
 
 
-def _inlined(page: dict[str, bytes], answers: dict[str, Any]) -> bytes:
+def _inlined(page: dict[str, bytes], answers: JsonObject) -> bytes:
     """Return the page with its files and ``answers`` in it. Its policy allows only the scripts with these hashes."""
     if INDEX not in page:
         raise StreamRLError("the files of the page are not installed: install streamrl again")

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from streamrl.base.line_file import open_regular, read_lines
 from streamrl.base.run_events import WORDS, NamedPrompt
+from streamrl.base.types import JsonObject
 from streamrl.observe.dashboard.metric_columns import RunMetrics
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
@@ -62,7 +63,7 @@ class RunView:
                     columns.refresh()
                     self._read_at[name] = time.monotonic()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """Return name, directory and state of the run."""
         last = self.metrics.last_step
         header = self.timeline.header
@@ -81,7 +82,7 @@ class RunView:
             "engine_kind": self.recipe.get("engines.kind", engine_kind or ""),
         }
 
-    def lengths(self) -> dict[str, Any]:
+    def lengths(self) -> JsonObject:
         """Return histograms of tokens by step: of the trajectories that returned before its version was live, and of
         the trajectories that it trained."""
         timeline = self.timeline
@@ -118,12 +119,12 @@ class RunView:
         texts |= {prompt.prompt_id: prompt.words for prompt in read_lines(self.files.prompts, NamedPrompt)}
         return {prompt_id: self._redaction.text(text)[:WORDS] for prompt_id, text in texts.items()}
 
-    def samples(self, sample_filter: SampleFilter, offset: int, limit: int) -> dict[str, Any]:
+    def samples(self, sample_filter: SampleFilter, offset: int, limit: int) -> JsonObject:
         """Return completions, as ``sample_rows`` does."""
-        rows: dict[str, Any] = self._redaction.public(sample_rows(self.files, sample_filter, offset, limit))
+        rows: JsonObject = self._redaction.public(sample_rows(self.files, sample_filter, offset, limit))
         return rows
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> JsonObject:
         """Return the recipe, processes and their restarts, alarms, and the end of each log."""
         events = self.timeline.events
         logs = {name: self._redaction.text(_tail(path)) for name, path in self.files.logs().items()}
@@ -181,7 +182,7 @@ def _runs_of(place: Path) -> list[RunFiles]:
     return runs_in(place) or [run_files(place)]
 
 
-def recipe_differences(runs: Sequence[RunView]) -> list[dict[str, Any]]:
+def recipe_differences(runs: Sequence[RunView]) -> list[JsonObject]:
     """Return the keys whose values differ between ``runs``, with None for a recipe that does not have the key."""
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
     rows = [{"key": key, "values": [run.recipe.get(key) for run in runs]} for key in keys]

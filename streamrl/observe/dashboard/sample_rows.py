@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE
 from streamrl.base.line_file import bounded_lines, decoded_lines, open_regular, open_rotated
+from streamrl.base.types import JsonObject
 from streamrl.observe.run_files.run_reader import RunFiles
 
 MOST_ROWS = 200
@@ -46,7 +46,7 @@ class SampleFilter(Struct, frozen=True, kw_only=True):
         )
 
 
-def sample_rows(files: RunFiles, sample_filter: SampleFilter, offset: int, limit: int) -> dict[str, Any]:
+def sample_rows(files: RunFiles, sample_filter: SampleFilter, offset: int, limit: int) -> JsonObject:
     """Return up to ``limit`` completions from ``offset`` on, the last step first, with the fields of their lines but
     for token ids, and the number of all completions that pass the filter (``total``)."""
     decode = msgspec.json.Decoder(_Key).decode
@@ -69,7 +69,7 @@ def sample_rows(files: RunFiles, sample_filter: SampleFilter, offset: int, limit
             source, file = sources[index]
             file.seek(place)
             # A field that the filter does not need may hold what is no text.
-            for line_fields in decoded_lines([file.read(length)], dict[str, Any]):
+            for line_fields in decoded_lines([file.read(length)], JsonObject):
                 fields = {name: value for name, value in line_fields.items() if not name.endswith("token_ids")}
                 rows.append({"id": f"{source}-{-negative_step}-{place}", "source": source} | fields)
     return {"total": len(matches), "rows": rows}

@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import JsonObject
 from streamrl.comm.http_connections import Connections
 from streamrl.observe.dashboard.live_events import LiveEvents, place_of, read_place
 from streamrl.observe.dashboard.report_page import INDEX, TYPES, page_files
@@ -77,7 +78,7 @@ class DashboardServer(RunViews):
         return Response(content, media_type=TYPES[Path(name).suffix], headers=HEADERS)
 
     async def _runs(self, request: Request) -> Response:
-        def summaries() -> list[dict[str, Any]]:
+        def summaries() -> list[JsonObject]:
             views = self.views()
             for view in views:
                 view.refresh(timeline=False)
@@ -136,7 +137,7 @@ def _number(request: Request, name: str, default: int) -> int:
         raise HTTPException(400, f"{name} must be a whole number") from None
 
 
-def _samples(request: Request, view: RunView) -> dict[str, Any]:
+def _samples(request: Request, view: RunView) -> JsonObject:
     parameters = {name: text for name, text in request.query_params.items() if text}
     try:
         sample_filter = msgspec.convert(parameters, SampleFilter, strict=False)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.base.errors import UNDECODABLE
-from streamrl.base.types import TurnTimes
+from streamrl.base.types import JsonObject, TurnTimes
 from streamrl.observe.report.trajectory_trace import (
     TRACE_SCHEMA,
     EnginesLine,
@@ -127,7 +127,7 @@ class TimelineColumns:
                 self._append([trajectory for trajectory in trajectories if trajectory is not None])
             self._place()
 
-    def head(self) -> dict[str, Any]:
+    def head(self) -> JsonObject:
         """Return everything but the values of the columns."""
         every = max(len(self.load["time_s"]) // MOST_POINTS, 1)
         load = {name: block_means(values, every) for name, values in self.load.items()}
@@ -143,7 +143,7 @@ class TimelineColumns:
             **self.names(),
         }
 
-    def names(self, first_prompt: int = 0) -> dict[str, Any]:
+    def names(self, first_prompt: int = 0) -> JsonObject:
         """Return the meaning of the numbers in columns. ``first_prompt``: number of the first prompt to return."""
         return {
             "outcomes": list(self._names["outcome"]),
@@ -320,14 +320,14 @@ def natural(name: str) -> tuple[str, int]:
     return (word, int(number)) if number.isdecimal() else (name, 0)
 
 
-def step_row(step: StepLine) -> dict[str, Any]:
+def step_row(step: StepLine) -> JsonObject:
     """Return a step as the page gets it."""
     return {"step": step.policy_version} | msgspec.structs.asdict(step)
 
 
-def event_row(event: EventLine) -> dict[str, Any]:
+def event_row(event: EventLine) -> JsonObject:
     """Return an event as the page gets it, with ``end_s`` where it has a duration."""
-    row: dict[str, Any] = {"time_s": event.time_s, "kind": event.kind, "text": event.text, "step": event.step}
+    row: JsonObject = {"time_s": event.time_s, "kind": event.kind, "text": event.text, "step": event.step}
     if event.seconds:
         row["end_s"] = event.time_s + event.seconds
     return row

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from streamrl.base.types import Metrics
+
 REPEAT_STEPS = 20
 """An alarm is reported at most once in this number of steps, whether it lasts or comes and goes."""
 NO_SIGNAL_SHARE = 0.95
@@ -70,7 +72,7 @@ class Alarms:
         self._failures = 0
         self._failure_reported_at = -math.inf
 
-    def check(self, step: int, metrics: dict[str, float]) -> list[str]:
+    def check(self, step: int, metrics: Metrics) -> list[str]:
         """Return the messages to report after ``step``. A rule that was reported in the last ``REPEAT_STEPS`` steps has
         none."""
         messages = [self._check_rule(rule, step, metrics) for rule in self._rules]
@@ -86,7 +88,7 @@ class Alarms:
         count = "a reward has failed" if self._failures == 1 else f"{self._failures} rewards have failed so far"
         return f"{count}; what they were for is not trained on. The last one: {message or 'no message'}"
 
-    def _check_rule(self, rule: AlarmRule, step: int, metrics: dict[str, float]) -> str:
+    def _check_rule(self, rule: AlarmRule, step: int, metrics: Metrics) -> str:
         value = metrics.get(rule.metric)
         if value is None:  # not measured in this step
             return ""

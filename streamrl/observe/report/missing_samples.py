@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from streamrl.base.run_events import RunWarning
-from streamrl.base.types import FinishReason, ScoredTrajectory
+from streamrl.base.types import FinishReason, Metrics, ScoredTrajectory
 from streamrl.contracts import Observer, PushReport
 from streamrl.control import actions as do
 from streamrl.control.events import ControlEvent, TrajectoryFailed
@@ -49,7 +49,7 @@ class MissingSamples(Observer):
             }
             self._write_lines(action.policy_version, batch.missing)
 
-    def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
+    def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: Metrics) -> None:
         """Note samples that the loss does not see."""
         empty = sum(not scored.trajectory.generated_tokens for scored in batch)
         truncated = sum(scored.trajectory.finish_reason is FinishReason.LENGTH for scored in batch)

@@ -24,7 +24,7 @@ from streamrl.base.run_events import (
     StepFinished,
 )
 from streamrl.base.stage_messages import RolloutStatistics, Scored, TrajectoryOutcome
-from streamrl.base.types import DropReason, ScoredTrajectory
+from streamrl.base.types import DropReason, Metrics, ScoredTrajectory
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import Observer, PushReport
 from streamrl.control import actions as do
@@ -68,13 +68,13 @@ class FigureSources(Struct, frozen=True, kw_only=True):
     serving: Callable[[], int] = lambda: 1
     rewards_in_flight: Callable[[], int] = lambda: 0
     loop_lag: Callable[[], float] = lambda: 0.0
-    more_metrics: Callable[[], dict[str, float]] = dict
+    more_metrics: Callable[[], Metrics] = dict
 
 
 class _TrainedBatch(Struct):
     """A batch that was trained and whose version is not live yet. ``samples_to_show``: a few of its completions."""
 
-    metrics: dict[str, float]
+    metrics: Metrics
     round_kind: str
     samples: int
     groups: int
@@ -229,7 +229,7 @@ class RunReport(Observer):
                 self._words.take(outcome)
         self.trajectories.on_outcome(outcome, self.elapsed())
 
-    def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
+    def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: Metrics) -> None:
         """Keep the figures of the batch until its version is live."""
         times = self._timer.batch_trained()
         reward_cost = self.trajectories.trained(batch, self.elapsed())
@@ -345,7 +345,7 @@ class RunReport(Observer):
     def _next_step(self) -> int:
         return self._control.state.trainer_version + 1
 
-    def _work(self, trained: _TrainedBatch, times: StepTimes) -> dict[str, float]:
+    def _work(self, trained: _TrainedBatch, times: StepTimes) -> Metrics:
         """Return the metrics of the work in the step, and reset their counters."""
         metrics = {
             "util/capacity": float(self._capacity),

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import RolloutStatistics
+from streamrl.base.types import Metrics
 from streamrl.contracts import PushReport
 from streamrl.control.events import EnginesMeasured
 from streamrl.observe.report.trajectory_trace import EnginesLine
@@ -112,7 +113,7 @@ def _idle_share(busy_s: float, total_s: float) -> float:
     return min(max(1 - busy_s / total_s, 0.0), 1.0)
 
 
-def time_metrics(times: StepTimes, push: PushReport, trainer: Mapping[str, float]) -> dict[str, float]:
+def time_metrics(times: StepTimes, push: PushReport, trainer: Mapping[str, float]) -> Metrics:
     """Return ``time/*`` and ``weights/*`` of a step, and the idle shares of engines and trainer. ``trainer``: metrics
     that the trainer reported."""
     working = sum(trainer.get(f"time/{part}_s", 0.0) for part in ("forward_backward", "optim", "publish"))

@@ -13,6 +13,7 @@ from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost, T
 from streamrl.base.types import (
     DropReason,
     FinishReason,
+    Metrics,
     RewardCall,
     RewardFailure,
     ScoredTrajectory,
@@ -134,7 +135,7 @@ class TrajectoryStats:
             if trajectory.outcome is not None:
                 self._end(trajectory_id, reason, now)
 
-    def trained(self, batch: Sequence[ScoredTrajectory], now: float) -> dict[str, float]:
+    def trained(self, batch: Sequence[ScoredTrajectory], now: float) -> Metrics:
         """Note that the trainer stepped on ``batch``.
 
         Returns the metric ``round_cost_s``: seconds by which the batch would have been complete earlier if every reward
@@ -282,9 +283,9 @@ class RewardCalls:
         if isinstance(outcome, RewardFailure) and outcome.function not in failed_functions:
             self._failures[f"reward/func/{outcome.function}/{outcome.kind}_total"] += 1
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> Metrics:
         """Return the figures as metrics. Called once a step."""
-        metrics: dict[str, float] = {}
+        metrics: Metrics = {}
         for name, calls in self._calls.items():
             seconds = [call.seconds for call in calls]
             metrics[f"reward/func/{name}/latency_p50_s"] = percentile(seconds, 0.5)
@@ -296,7 +297,7 @@ class RewardCalls:
         return metrics | {name: float(count) for name, count in self._failures.items()}
 
 
-def work_metrics(trajectories: TrajectoryStats, rounds: Mapping[str, int], trained_tokens: int) -> dict[str, float]:
+def work_metrics(trajectories: TrajectoryStats, rounds: Mapping[str, int], trained_tokens: int) -> Metrics:
     """Return metrics of the tokens that were sampled, trained and discarded since the last step. ``rounds``: number of
     trained rounds since the run began, by kind."""
     window = trajectories.take_window()

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from streamrl.base.errors import InputError
 from streamrl.base.line_file import bounded_lines, decoded_lines, open_regular, open_rotated
+from streamrl.base.types import JsonObject, Metrics
 from streamrl.observe.run_files.redaction import Redaction, run_redaction
 from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.toml_text import parse_toml
@@ -53,12 +54,12 @@ class MetricLine(Struct, frozen=True):
     kind: str
     step: int
     time: float
-    values: dict[str, float]
+    values: Metrics
 
 
 def metric_lines(lines: Iterable[bytes]) -> Iterator[MetricLine]:
     """Decode lines of ``metrics.jsonl``, without those that cannot be read."""
-    for line in decoded_lines(lines, dict[str, Any]):
+    for line in decoded_lines(lines, JsonObject):
         step = line.get("step")
         time_s = line.get("time")
         if isinstance(step, int) and 0 <= step < MOST_STEPS and is_number(time_s):
@@ -145,7 +146,7 @@ class RunFiles(Struct, frozen=True):
         """Return the redaction of the secrets of this run's recipe and of this process's variables."""
         return run_redaction(os.environ, self.recipe_text())
 
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> JsonObject:
         """Return the values of the recipe by path, such as ``run.steps``, as they were written. A recipe of another
         version may lack keys, or have keys that this version does not know. Empty where the file is missing or cannot
         be read (``recipe_problem``)."""

@@ -12,6 +12,7 @@ from statistics import fmean, variance
 from typing import Any
 
 from streamrl.base.run_events import RunStarted, StepFinished
+from streamrl.base.types import JsonObject, Metrics
 from streamrl.control.actions import ALL_STEPS_DONE
 from streamrl.observe.run_files.run_reader import RunFiles, set_size
 from streamrl.observe.terminal.curve import Curve, terminal_plot
@@ -105,7 +106,7 @@ class RunHistory:
         step_s = event.metrics.get("time/step_s", self._intervals[-1])
         return step_s, mean_interval * max(0, self.steps - event.step)
 
-    def line_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+    def line_metrics(self, metrics: Metrics) -> Metrics:
         """Return the metrics for the line of a step: ``metrics`` of the step that was added last, with the mean reward
         of the last steps, and the score of the last evaluation."""
         line_metrics = dict(metrics)
@@ -116,7 +117,7 @@ class RunHistory:
             line_metrics[HELD_OUT] = score
         return line_metrics
 
-    def _take_reward(self, step: int, metrics: dict[str, Any]) -> None:
+    def _take_reward(self, step: int, metrics: JsonObject) -> None:
         value = metrics.get("reward/mean")
         if value is None or not math.isfinite(value):
             return

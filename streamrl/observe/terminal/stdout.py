@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from streamrl.base import run_events
 from streamrl.base.printable import printable
+from streamrl.base.types import Metrics
 from streamrl.observe.terminal.run_history import RunHistory
 from streamrl.observe.terminal.step_line import (
     LEGEND,
@@ -243,7 +244,7 @@ class StdoutReporter:
         if verdict := self._history.verdict():
             self._screen.line(verdict)
 
-    def _labels_for(self, metrics: dict[str, float]) -> frozenset[str]:
+    def _labels_for(self, metrics: Metrics) -> frozenset[str]:
         """Return the labels of the columns that the table shows from this step on: the round where its kind or group
         size differs from those of the first step, the KL where there is a reference, staleness where a sample is
         stale."""

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from streamrl.base import run_events
 from streamrl.base.printable import one_line
+from streamrl.base.types import Metrics
 from streamrl.observe.run_files.run_reader import MetricLine, set_size
 from streamrl.observe.telemetry import Telemetry, to_run_event
 from streamrl.observe.terminal.step_line import duration, evaluation_line
@@ -175,7 +176,7 @@ class Picture:
             rows = {step: metrics for step, metrics in rows.items() if set_size(name, metrics) == newest}
         return tuple((float(step), float(metrics[name])) for step, metrics in rows.items())
 
-    def waits(self, steps: int) -> list[tuple[int, float, dict[str, float]]]:
+    def waits(self, steps: int) -> list[tuple[int, float, Metrics]]:
         """Return for each of the last ``steps`` steps (at least 1) its number, its seconds, and the shares of the
         reasons that the run waited for, by name."""
         rows = list(self.history.items())[-steps:]
@@ -188,7 +189,7 @@ def _last_row(rows: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
     return rows[max(rows)]
 
 
-def _wait_shares(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _wait_shares(metrics: Mapping[str, Any]) -> Metrics:
     return {
         name.removeprefix(WAIT_METRICS): share
         for name, share in sorted(metrics.items())

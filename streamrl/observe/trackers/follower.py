@@ -19,6 +19,7 @@ from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.line_file import decoded_lines, read_lines
 from streamrl.base.run_events import CompletionSampled
+from streamrl.base.types import JsonObject
 from streamrl.observe.run_files.followed_lines import Cursor, FollowedLines
 from streamrl.observe.run_files.run_reader import RunFiles, changed_s, metric_lines
 from streamrl.observe.trackers.available_trackers import make_tracker, name_and_options
@@ -101,7 +102,7 @@ class Follower:
             FollowedLines(run.samples, cursors.samples): self._take_samples,
             FollowedLines(run.trace, cursors.trace): self._take_trace,
         }
-        self._trained: list[dict[str, Any]] = []  # lines of trajectories of the next step
+        self._trained: list[JsonObject] = []  # lines of trajectories of the next step
         self._evaluation_times: dict[int, float] = {}  # by step, of evaluations whose completions are not sent yet
         self._unstored: deque[_Cursors] = deque()  # of flushed lines, until ``lag_s`` has passed
         self._gaps = 0
@@ -176,7 +177,7 @@ class Follower:
 
     def _take_trace(self, lines: Sequence[bytes]) -> None:
         """Give the tracker lines of the trace. Lines of other versions may lack fields, and are used without them."""
-        for line in decoded_lines(lines, dict[str, Any]):
+        for line in decoded_lines(lines, JsonObject):
             kind = line.get("type")
             step = line.get("policy_version", line.get("step", 0))
             if kind == "trajectory" and line.get("outcome") == "trained":

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from streamrl.base.run_events import CompletionSampled
+from streamrl.base.types import JsonObject
 
 
 class RunInfo(Struct, frozen=True, kw_only=True):
@@ -23,7 +24,7 @@ class RunInfo(Struct, frozen=True, kw_only=True):
     run_id: str
     project: str
     tags: tuple[str, ...]
-    recipe: dict[str, Any]
+    recipe: JsonObject
     moved_s: float = 0.0
     options: dict[str, str] = {}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.run_events import CompletionSampled
+from streamrl.base.types import JsonObject
 from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 
 
@@ -78,7 +79,7 @@ class Trackio(Tracker):
         if str(message).startswith("trackio.log()") or "User code will continue, but" in str(message):
             self._write_error = str(message)
 
-    def _log(self, step: int, values: dict[str, Any]) -> None:
+    def _log(self, step: int, values: JsonObject) -> None:
         if hash((step, frozenset(values))) not in self._written:
             self._trackio.log(values, step=step)
 

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import end_session, last_line, start_session
+from streamrl.base.types import JsonObject
 from streamrl.prepare.hub import messages
 from streamrl.prepare.hub.messages import HubAnswer, Resolved, WantedFiles, answer_s
 from streamrl.recipe.remote_names import HUB, cached_name, is_bare_name, read_hub_name
@@ -121,7 +122,7 @@ def _size_line(resolved: Resolved) -> str:
     return line
 
 
-def _places(table: dict[str, Any]) -> Iterator[Place]:
+def _places(table: JsonObject) -> Iterator[Place]:
     """Places at which a recipe may name data or a model."""
     yield from (("prompts", "train"), ("model", "path"), ("judge", "model"))
     held_out = table["evaluation"]["prompts"]

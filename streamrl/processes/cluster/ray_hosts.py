@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.host_addresses import bare_host, wrong_port
+from streamrl.base.types import JsonObject
 from streamrl.processes.cluster.cluster_launcher import HostOffer
 from streamrl.processes.cluster.daemon_messages import DaemonRequest, DaemonSetup, HostFacts
 from streamrl.processes.cluster.host_daemon import HostDaemon
@@ -118,7 +119,7 @@ class RayHosts:
     async def offers(self) -> list[HostOffer]:
         """Return the hosts that are alive, the run's own first. The newest raylet of a host counts."""
         try:
-            nodes: list[dict[str, Any]] = await anyio.to_thread.run_sync(self._ray.nodes)
+            nodes: list[JsonObject] = await anyio.to_thread.run_sync(self._ray.nodes)
             free = await anyio.to_thread.run_sync(_free_gpus)
         except (self._ray.exceptions.RayError, RuntimeError, ValueError) as error:
             raise RecipeError(f"cluster: Ray's head does not answer now: {_first_line(error)}") from error

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonObject
 from streamrl.recipe.cells.cell_code import CELLS, name_of_code, written
 from streamrl.recipe.field_types import as_table
 from streamrl.recipe.sections import Run
@@ -19,7 +20,7 @@ _SHORT = {"model": "path", "prompts": "train", "objective": "algorithm"}
 """Sections that may be written as one value, with the key of this value."""
 
 
-def python_table(sections: Mapping[str, Any]) -> dict[str, Any]:
+def python_table(sections: Mapping[str, Any]) -> JsonObject:
     """Return ``sections`` as a table of plain values. ``model``, ``prompts`` and ``objective`` may be one value, and
     ``rewards`` one reward. A function or class becomes its name, rows of prompts (a list, a dataset) a file. Raises
     ``RecipeError``."""
@@ -40,7 +41,7 @@ def python_table(sections: Mapping[str, Any]) -> dict[str, Any]:
     for section, key in (("prompts", "train"), ("evaluation", "prompts")):
         if isinstance(table.get(section), dict) and key in table[section]:
             table[section][key] = _source(table[section][key], f"{section}.{key}", cells)
-    plain: dict[str, Any] = msgspec.to_builtins(table, enc_hook=partial(_plain, cells))
+    plain: JsonObject = msgspec.to_builtins(table, enc_hook=partial(_plain, cells))
     return plain
 
 

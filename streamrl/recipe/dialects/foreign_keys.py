@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from streamrl.base.types import JsonObject
 from streamrl.recipe.field_types import as_written, paths_in_view
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value, value_or_text
@@ -112,10 +113,10 @@ def _patterns(parts: list[str]) -> Iterator[str]:
         yield from (f"{'.'.join(parts[start:end])}.*" for end in range(len(parts) - 1, start, -1))
 
 
-def assigned(effect: str, value: Any) -> dict[str, Any]:
+def assigned(effect: str, value: Any) -> JsonObject:
     """Return the values that an effect sets, by the recipe's keys; empty: it sets none. ``value``: value of the other
     system's key, which some effects copy."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     if effect.startswith(("-", "!", "=", "~")):
         return values
     for part in effect.split("; "):

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonObject
 from streamrl.recipe.cells.python_recipe import python_table
 from streamrl.recipe.check_fields import CheckedTable
 from streamrl.recipe.environment import ENVIRONMENT_REWARD, MCP, command_of
@@ -115,7 +116,7 @@ def _read(path: Path) -> str:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _override(table: dict[str, Any], text: str, problems: list[str]) -> str | None:
+def _override(table: JsonObject, text: str, problems: list[str]) -> str | None:
     """Apply an override ``a.b=value`` to ``table`` and return its path; or add a problem and return None."""
     path, equals, raw = text.partition("=")
     keys = path.strip().split(".")
@@ -156,9 +157,7 @@ def _item(items: list[Any], key: str) -> Any:
     return items[int(key)]
 
 
-def _check(
-    table: dict[str, Any], origin: Origin, overrides: Sequence[str], directory: Path
-) -> tuple[Recipe, list[str]]:
+def _check(table: JsonObject, origin: Origin, overrides: Sequence[str], directory: Path) -> tuple[Recipe, list[str]]:
     """Apply ``overrides`` and ``rollout.system``, check the fields and rules, and make paths absolute. Returns the
     recipe, and the keys that ``rollout.system`` sets, one line for each. Raises ``RecipeError`` with all problems."""
     problems: list[str] = []
@@ -244,7 +243,7 @@ def _file_of_agent(word: str, directory: Path) -> str:
     return str(directory / word) if (directory / word).is_file() else word
 
 
-def _arguments(arguments: dict[str, Any], directory: Path) -> dict[str, Any]:
+def _arguments(arguments: JsonObject, directory: Path) -> JsonObject:
     """Return vLLM's ``arguments`` with an absolute path of the draft model, where ``./`` or ``../`` marks a path."""
     drafts = arguments.get("speculative_config")
     if isinstance(drafts, dict) and str(drafts.get("model", "")).startswith(_MARKED_PATHS):

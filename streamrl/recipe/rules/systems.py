@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from streamrl.base.types import JsonObject
 from streamrl.recipe.problems import Origin, problem, short_toml
 from streamrl.recipe.scheduling import System
 
@@ -104,7 +105,7 @@ SYSTEMS: Mapping[System, tuple[Setting, ...]] = {
 }
 
 
-def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[str], list[str]]:
+def apply_system(table: JsonObject, origin: Origin) -> tuple[Origin, list[str], list[str]]:
     """Replace ``rollout.system`` in ``table`` by the keys that it sets, unless the table has them.
 
     Returns ``origin`` with the places of the keys that were set, a problem for each key of the user that contradicts
@@ -139,7 +140,7 @@ def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[st
     return structs.replace(origin, implied=implied), problems, _columns(rows)
 
 
-def _holders(table: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _holders(table: JsonObject, key: str) -> Iterator[tuple[str, JsonObject]]:
     """Yield (``key``, table with the last part of the key); for ``rewards.N`` one for each reward that runs code."""
     section, *parts = key.split(".")
     if parts[0] == "N":

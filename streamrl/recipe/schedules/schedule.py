@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from streamrl.base.types import JsonObject
 from streamrl.recipe.sections import Recipe, Training
 
 
@@ -79,7 +80,7 @@ WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Schedules that do not depend on the number of steps."""
 
 
-def options_of(schedule: str) -> dict[str, Any]:
+def options_of(schedule: str) -> JsonObject:
     """Return the options of a schedule with their defaults."""
     parameters = inspect.signature(SCHEDULES[schedule]).parameters.values()
     return {

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from streamrl.base.types import JsonObject
 from streamrl.recipe.field_types import Natural, NaturalFloat, Positive, PositiveFloat
 from streamrl.recipe.judge import CALLS_AT_ONCE, JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.rewards.declared import BadOption, BuiltinReward, Options, RewardCallable, compiled, declare, last_match
@@ -67,7 +68,7 @@ class JudgeOptions(Options, frozen=True):
     choices: dict[str, float] = {}
     max_tokens: Positive = 512
     temperature: NaturalFloat = 0.0
-    request: dict[str, Any] = {}
+    request: JsonObject = {}
     api_key_variable: str = ""
     concurrency: Positive = CALLS_AT_ONCE
     retries: Natural = 4
@@ -174,8 +175,8 @@ def _authorization(variable: str) -> Mapping[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _request(options: JudgeOptions, model: str, question: str) -> dict[str, Any]:
-    body: dict[str, Any] = {
+def _request(options: JudgeOptions, model: str, question: str) -> JsonObject:
+    body: JsonObject = {
         "model": model,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,

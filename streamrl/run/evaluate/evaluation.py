@@ -24,7 +24,7 @@ from streamrl.base.stage_messages import (
     TrajectoryOutcome,
     TrajectoryPaused,
 )
-from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
+from streamrl.base.types import Metrics, Prompt, ScoredTrajectory, TrajectoryId
 from streamrl.contracts import EpisodeRunner, Evaluations
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe import sections
@@ -108,7 +108,7 @@ class EvaluationRun:
         """Number of completions of this evaluation."""
         return sum(map(len, self.sets.values())) * self._held_out.settings.samples
 
-    async def run(self, episodes: EpisodeRunner, on_outcome: Callable[[], Awaitable[None]]) -> dict[str, float]:
+    async def run(self, episodes: EpisodeRunner, on_outcome: Callable[[], Awaitable[None]]) -> Metrics:
         """Launch all completions, wait for their outcomes, and return the figures ``eval/SET/*``. ``on_outcome``:
         function that is called after each outcome."""
 
@@ -193,7 +193,7 @@ class HeldOutEvaluations(Evaluations):
         seed: int,
         *,
         emit: Callable[[RunEvent], Awaitable[None]],
-        on_scored: Callable[[int, dict[str, float], int], Awaitable[None]],
+        on_scored: Callable[[int, Metrics, int], Awaitable[None]],
         store: Callable[[int, Sequence[EndedOutcome], Mapping[str, range]], Awaitable[None]] | None = None,
     ) -> None:
         self._held_out = held_out
@@ -264,7 +264,7 @@ def evaluation_metrics(
     *,
     reward: str = "",
     collection: str = sections.HELD_OUT,
-) -> dict[str, float]:
+) -> Metrics:
     """Return the figures of an evaluation with ``samples`` completions of each prompt. ``reward``: name of the reward
     that is the score (empty: the total), so that rewards which only shape training do not change it; ``collection``:
     name of the set, for the names of the figures.

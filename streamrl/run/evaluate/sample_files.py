@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 import msgspec
@@ -20,7 +19,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile
 from streamrl.base.run_events import WORDS, CompletionSampled, NamedPrompt, ShownMessage
 from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
-from streamrl.base.types import RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId, token_array
+from streamrl.base.types import JsonObject, RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId, token_array
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.sections import HELD_OUT
 
@@ -161,7 +160,7 @@ def _write_lines(
     remove_oldest(path.parent.glob("step-*.jsonl"), most_bytes)
 
 
-def sample_line(outcome: EndedOutcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def sample_line(outcome: EndedOutcome, tokenizer: Tokenizer | None) -> JsonObject:
     """Return a line with the names of ``CompletionSampled``, and two more: ``number`` is the number of the held-out
     prompt, and ``failure`` the reason for which ``reward`` is null. Without ``tokenizer`` the line has no texts."""
     if isinstance(outcome, TrajectoryLost):
@@ -187,7 +186,7 @@ def sample_line(outcome: EndedOutcome, tokenizer: Tokenizer | None) -> dict[str,
     return line if tokenizer is None else line | _texts(trajectory, tokenizer)
 
 
-def _identity_fields(trajectory: TrajectoryId) -> dict[str, Any]:
+def _identity_fields(trajectory: TrajectoryId) -> JsonObject:
     return {
         "step": trajectory.attempt,
         "number": -1 - trajectory.group_id,
@@ -196,7 +195,7 @@ def _identity_fields(trajectory: TrajectoryId) -> dict[str, Any]:
     }
 
 
-def _texts(trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:
+def _texts(trajectory: Trajectory, tokenizer: Tokenizer) -> JsonObject:
     """Return ``prompt``, ``question``, ``text`` and ``turns`` of ``CompletionSampled``. In the text of a conversation,
     messages that the environment wrote between the turns have lines that begin with ``>``."""
     if trajectory.environment is None and len(trajectory.segments) <= 1:

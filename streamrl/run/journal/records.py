@@ -7,8 +7,6 @@ engines hold a newer version by then."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from streamrl.base.errors import StreamRLError, WireError
@@ -17,6 +15,7 @@ from streamrl.base.stage_messages import EpisodeSoFar, SampledSoFar, TurnSoFar
 from streamrl.base.types import (
     EnvironmentResult,
     FinishReason,
+    JsonObject,
     Prompt,
     Record,
     RewardCall,
@@ -191,6 +190,6 @@ def scored_trajectory(trajectory: Trajectory, scored: JournalScored) -> ScoredTr
     return ScoredTrajectory(trajectory=trajectory, **_reward_fields(scored))
 
 
-def _reward_fields(scored: JournalScored | ScoredTrajectory) -> dict[str, Any]:
+def _reward_fields(scored: JournalScored | ScoredTrajectory) -> JsonObject:
     """Return the fields that the two types have in common."""
     return {name: getattr(scored, name) for name in JournalScored.__struct_fields__ if name != "id"}

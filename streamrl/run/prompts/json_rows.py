@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
+from streamrl.base.types import JsonObject
 from streamrl.pretrained.lfs_pointers import FETCH, IS_POINTER, POINTER
 from streamrl.run.prompts.prompt_rows import BadRow, OtherFormat, RowStore
 
@@ -63,7 +64,7 @@ class ArrayRows(RowStore):
         if not self.size:
             raise RecipeError(f"prompts {path} is empty: add rows")
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Return an object of the array. Raises ``BadRow``."""
         return decode_row(bytes(self._rows[index]))
 
@@ -82,7 +83,7 @@ class JoinedRows(RowStore):
         number, inside = self._inside(index)
         return f"{self._files[number].name}, {self._stores[number].place(inside)}"
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Return the object of a row. Raises ``BadRow``."""
         number, inside = self._inside(index)
         return self._stores[number].row(inside)
@@ -119,7 +120,7 @@ class LineRows(RowStore):
     def place(self, index: int) -> str:
         return f"line {self._numbers[index]}"
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Return the object of a line. Raises ``BadRow``, and ``StreamRLError`` where the file was changed."""
         stamp = self._stamp_now()
         if stamp != self._stamp:
@@ -161,10 +162,10 @@ def _index(file: BinaryIO) -> tuple[array[int], array[int], int]:
     return offsets, numbers, checksum
 
 
-def decode_row(line: bytes) -> dict[str, Any]:
+def decode_row(line: bytes) -> JsonObject:
     """Return the row of one JSONL line. Raises ``BadRow``."""
     try:
-        row: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+        row: JsonObject = msgspec.json.decode(line, type=JsonObject)
         if line.count(b'":') > len(row):  # objects in its values, such a text, or a key that is there twice
             json.loads(line, object_pairs_hook=_refuse_double_keys)
         return row

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError
-from streamrl.base.types import Prompt, TokenArray, token_array
+from streamrl.base.types import JsonObject, Prompt, TokenArray, token_array
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 from streamrl.comm.wire import WireLimits
 from streamrl.pretrained.chat_template import ARGUMENTS_COLUMN, ChatError
@@ -50,7 +50,7 @@ class RowStore:
         """Return the place of a row, for messages."""
         return f"row {self.number(index)}"
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Return the columns of a row. Raises ``BadRow``."""
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ class RowStore:
         """Close the files."""
 
 
-def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
+def to_form(row: JsonObject, form: RowForm) -> JsonObject:
     """Return ``row`` with its prompt and the variables of the chat template in the columns that ``read_prompt`` reads.
     Raises ``BadRow``."""
     if form == PLAIN or not isinstance(row, Mapping):  # ``read_prompt`` refuses rows of other types
@@ -66,7 +66,7 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
     if form.template_arguments:
         own_arguments = _json_column(row, ARGUMENTS_COLUMN, dict) or {}
         row = {**row, ARGUMENTS_COLUMN: {**form.template_arguments, **own_arguments}}
-    answer: dict[str, Any] = {}
+    answer: JsonObject = {}
     if form.answer:
         answer["answer"] = _column_value(row, "answer", form.answer)
     if form.template:  # replaces a prompt in any other column
@@ -85,7 +85,7 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
     return row
 
 
-def _make_chat(row: dict[str, Any], system: str) -> None:
+def _make_chat(row: JsonObject, system: str) -> None:
     """Make the prompt of ``row`` a chat, with the message ``system`` unless that is empty. Raises ``BadRow``."""
     name = "prompt" if row.get("messages") is None else "messages"
     chat = as_chat(row.get(name))
@@ -121,7 +121,7 @@ def as_chat(value: object) -> list[Any] | None:
         raise BadRow("has Python's text of messages as its prompt: write it as JSON")
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = msgspec.json.decode(value, type=list[dict[str, Any]])
+            value = msgspec.json.decode(value, type=list[JsonObject])
         except UNDECODABLE:
             return None
         return value if value and all("role" in message for message in value) else None
@@ -164,7 +164,7 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer | None, max_token
         raise BadRow(
             f"has a value that cannot be sent ({error}): use plain text, numbers, lists and objects"
         ) from error
-    columns = msgspec.msgpack.decode(content, type=dict[str, Any])
+    columns = msgspec.msgpack.decode(content, type=JsonObject)
     if tokenizer is None:
         token_ids = token_array()
         if _TOKEN_COLUMN in columns:
@@ -189,7 +189,7 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer | None, max_token
     return Prompt(prompt_id=str(prompt_id), token_ids=token_ids, columns=columns)
 
 
-def _checked_token_ids(columns: dict[str, Any], tokenizer: Tokenizer, max_tokens: int | None) -> TokenArray:
+def _checked_token_ids(columns: JsonObject, tokenizer: Tokenizer, max_tokens: int | None) -> TokenArray:
     token_ids = _token_ids(columns, tokenizer)
     if not token_ids:
         raise BadRow("has an empty prompt: remove the row")
@@ -219,7 +219,7 @@ def _check_size(content: bytes) -> None:
         )
 
 
-def _token_ids(columns: dict[str, Any], tokenizer: Tokenizer) -> TokenArray:
+def _token_ids(columns: JsonObject, tokenizer: Tokenizer) -> TokenArray:
     """Return the token ids of the prompt. A chat in the column ``prompt`` is moved to ``messages``."""
     token_ids = columns.get(_TOKEN_COLUMN)
     text = columns.get("prompt")

@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonObject
 from streamrl.recipe.problems import did_you_mean
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value, value_or_text
@@ -94,7 +95,7 @@ class PromptSpec(Struct, frozen=True, kw_only=True):
             raise RecipeError(f"has no files {patterns}: correct ?files=")
         return matches
 
-    def checked_options(self, *names: str) -> dict[str, Any]:
+    def checked_options(self, *names: str) -> JsonObject:
         """Return the options. Raises ``RecipeError`` for an option that is none of ``names``."""
         all_names = (*names, *RowForm.__struct_fields__)
         for key in self.options:
@@ -137,7 +138,7 @@ def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
 def read_spec(text: str) -> PromptSpec:
     """Parse ``text``. Raises ``RecipeError`` when it names no source that can be read, or has bad options."""
     source, question_mark, query = text.partition("?")
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     if question_mark:
         options = dict(_option(text, part) for part in query.split("&"))
     kind = _kind(text, source)

@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
+from streamrl.base.types import JsonObject
 from streamrl.pretrained.lfs_pointers import pointer_problem
 from streamrl.run.prompts.prompt_rows import BadRow, RowStore, without_nulls
 
@@ -49,7 +50,7 @@ class TableRows(RowStore):
         self.size = self._ends[-1]
         self.columns = frozenset.intersection(*(frozenset(batch.schema.names) for batch in self._batches))
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Return the values of a row as Python objects. Raises ``BadRow``."""
         place = bisect.bisect_right(self._ends, index)
         batch = self._batches[place]

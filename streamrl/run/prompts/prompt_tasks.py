@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonObject
 from streamrl.recipe.problems import did_you_mean
 from streamrl.recipe.user_code import describe_error
 from streamrl.run.prompts.prompt_rows import BadRow, RowStore
@@ -37,7 +38,7 @@ class TaskRows(RowStore):
         self.size = int(size)
         self._dataset = _create(spec, {**options, "size": size, "seed": seed})
 
-    def row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> JsonObject:
         """Return ``prompt``, and ``answer``, ``metadata``, ``task``, ``task_options`` and ``question`` for the
         verifier."""
         try:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.pull.replica import TensorSpec
@@ -58,10 +59,10 @@ def add_adapters(model: torch.nn.Module, vllm_config: Any) -> None:
 
 def _add_linear(
     used_buffers: set[int],
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a_stacked: tuple[torch.Tensor, ...],
-    b_stacked: tuple[torch.Tensor, ...],
+    y: Tensor,
+    x: Tensor,
+    a_stacked: tuple[Tensor, ...],
+    b_stacked: tuple[Tensor, ...],
     scale: float,
     widths: tuple[int, ...],
     **_: Any,

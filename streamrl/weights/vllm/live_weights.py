@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from msgspec import Struct
+from torch import Tensor
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
@@ -210,7 +211,7 @@ def _split(writes: Sequence[RouteWrite | LayerWrite]) -> tuple[list[RouteWrite],
     return [w for w in writes if isinstance(w, RouteWrite)], [w for w in writes if isinstance(w, LayerWrite)]
 
 
-def _indices(elements: npt.NDArray[Any], storage: torch.Tensor) -> torch.Tensor:
+def _indices(elements: npt.NDArray[Any], storage: Tensor) -> Tensor:
     return torch.from_numpy(elements.astype(np.int64, copy=False)).to(storage.device)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from msgspec import Struct
+from torch import Tensor
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
@@ -35,7 +36,7 @@ class LayerWrite(Struct, frozen=True, eq=False):
     in CPU memory. ``hash_change``: change of this worker's part of the state hash by the tensors of the layer."""
 
     layer: RebuiltLayer
-    loaded: Mapping[str, torch.Tensor]
+    loaded: Mapping[str, Tensor]
     hash_change: int
 
 
@@ -177,7 +178,7 @@ def _hash_change(tensor: str, route: Route, patch: StagedPatch | None, replica: 
 
 
 def _check_arrived(
-    spec: TensorSpec, layer: RebuiltLayer, route: Route, patch: StagedPatch | None, storage: torch.Tensor
+    spec: TensorSpec, layer: RebuiltLayer, route: Route, patch: StagedPatch | None, storage: Tensor
 ) -> None:
     """Check that ``storage`` has each changed element at the place that ``route.locate`` computes for it. Raises
     ``WeightError``."""
@@ -190,7 +191,7 @@ def _check_arrived(
         raise WeightError(f"layer {layer.name!r}: changed elements of {spec.name!r} did not arrive where they belong")
 
 
-def integers(tensor: torch.Tensor) -> torch.Tensor:
+def integers(tensor: Tensor) -> Tensor:
     """Return all elements of a contiguous tensor, flat, as integers of the same width."""
     return tensor.view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 

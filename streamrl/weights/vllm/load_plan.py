@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
+from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,7 +103,7 @@ class LoadPlan(Struct, frozen=True, eq=False):
 
     tensors: Mapping[str, TensorSpec]
     routes: Mapping[str, Sequence[Route]]
-    storages: Mapping[str, torch.Tensor]
+    storages: Mapping[str, Tensor]
     """The complete storage of each runtime parameter, as a flat tensor of the parameter's dtype."""
     layers: Mapping[str, RebuiltLayer] = {}
     """The rebuilt layer of each loading-time parameter. Such a parameter has no entry in ``storages``."""
@@ -148,12 +149,12 @@ def record_load_plan(
     return LoadPlan(tensors=dict(tensors), routes=routes, storages=storages, layers=layers_by_parameter)
 
 
-def without_values(tensors: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+def without_values(tensors: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
     """Return tensors like the published ones on the meta device, by name."""
     return {n: torch.empty(t.shape, dtype=_TORCH_TYPES[t.dtype], device="meta") for n, t in tensors.items()}
 
 
-def run_loader(model: torch.nn.Module, sources: Mapping[str, torch.Tensor]) -> None:
+def run_loader(model: torch.nn.Module, sources: Mapping[str, Tensor]) -> None:
     """Call ``model.load_weights`` with tensors that have no values. Raises ``WeightError`` where it fails."""
     try:
         model.load_weights(iter(sources.items()))  # type: ignore[operator]
@@ -168,7 +169,7 @@ def run_loader(model: torch.nn.Module, sources: Mapping[str, torch.Tensor]) -> N
 
 
 def record_copies(
-    sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], load: Callable[[], object]
+    sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], load: Callable[[], object]
 ) -> list[tuple[str, Route]]:
     """Run ``load``, which copies ``sources`` (meta tensors) to ``targets``, without writing. Returns the route of each
     copy, with the name of its source. Raises ``WeightError`` where ``load`` does more than copy."""
@@ -183,20 +184,17 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     (``filled``). Other writes to a parameter raise ``WeightError``."""
 
     def __init__(
-        self,
-        sources: Mapping[str, torch.Tensor],
-        parameters: Mapping[str, torch.Tensor],
-        constants: frozenset[str] = frozenset(),
+        self, sources: Mapping[str, Tensor], parameters: Mapping[str, Tensor], constants: frozenset[str] = frozenset()
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._constants = constants
-        self._casts: list[torch.Tensor] = []  # referenced so that no other tensor gets their memory
+        self._casts: list[Tensor] = []  # referenced so that no other tensor gets their memory
         self.routes: list[tuple[str, Route]] = []
         self.filled: list[tuple[str, Rectangle]] = []
         self._sources = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
         self._parameters = {p.untyped_storage()._cdata: name for name, p in parameters.items()}
         self._moved: dict[int, _MovedTensor] = {}
-        self._empty: dict[int, torch.Tensor] = {}
+        self._empty: dict[int, Tensor] = {}
 
     def reuse_memory(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> Any:
         """Return the parameter to register as ``name``. A parameter that the loader makes again, without values yet,
@@ -239,7 +237,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sources[result.untyped_storage()._cdata] = name
         return result
 
-    def _record_copy(self, parameter: str, written: torch.Tensor, value: torch.Tensor) -> None:
+    def _record_copy(self, parameter: str, written: Tensor, value: Tensor) -> None:
         name = self._origin(value)
         if name is None:
             raise WeightError(
@@ -257,14 +255,14 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif value.numel():
             self.routes.append((name, _fit(name, parameter, self._positions(value), _rectangle(written).positions())))
 
-    def _loads_constant_into_buffer(self, func: Any, written: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    def _loads_constant_into_buffer(self, func: Any, written: Tensor, args: tuple[Any, ...]) -> bool:
         """Return whether the loader copies a constant into memory of the model that is no parameter, where the value
         of the checkpoint is already."""
         if func is not torch.ops.aten.copy_.default or written.is_meta or not args[1].is_meta:
             return False
         return self._origin(args[1]) in self._constants
 
-    def _forget(self, written: torch.Tensor) -> None:
+    def _forget(self, written: Tensor) -> None:
         """Forget the source of a tensor that the loader changes: its values are no published ones any more."""
         storage = written.untyped_storage()._cdata
         self._empty.pop(storage, None)
@@ -272,27 +270,27 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage in self._moved:
             self._moved[storage] = replace(self._moved[storage], tensor=None)
 
-    def _origin(self, value: torch.Tensor) -> str | None:
+    def _origin(self, value: Tensor) -> str | None:
         """Return the name of the published tensor that all elements of ``value`` are from; None without one."""
         storage = value.untyped_storage()._cdata
         moved = self._moved.get(storage)
         return self._sources.get(storage) if moved is None else moved.tensor
 
-    def _positions(self, value: torch.Tensor) -> PositionArray:
+    def _positions(self, value: Tensor) -> PositionArray:
         """Return the positions of the elements of ``value``, in row-major order, in their published tensor: int64
         [n]."""
         positions = _rectangle(value).positions()
         moved = self._moved.get(value.untyped_storage()._cdata)
         return positions if moved is None else moved.positions[positions]
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         """Move positions as the loader's ``func`` moves elements, so that a copy from ``result`` can be mapped."""
         inputs = args[0] if isinstance(args[0], list | tuple) else [args[0]]
         origins = {self._origin(tensor) for tensor in inputs}
         name = origins.pop()
         if name is None or origins or result.dtype != inputs[0].dtype:
             return
-        if any(isinstance(argument, torch.Tensor) and argument.is_meta for argument in args[1:]):
+        if any(isinstance(argument, Tensor) and argument.is_meta for argument in args[1:]):
             return  # an index without values
         moved = [torch.from_numpy(self._positions(tensor)).view(tensor.shape) for tensor in inputs]
         if func in (torch.ops.aten.cat.default, torch.ops.aten.index_select.default):
@@ -304,7 +302,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moved[result.untyped_storage()._cdata] = _MovedTensor(name, positions, result)
 
 
-def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that a call of ``func`` writes to."""
     if not func._schema.is_mutable:
         return []
@@ -313,7 +311,7 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
         for index, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 class _MovedTensor(Struct, frozen=True, eq=False):
@@ -323,7 +321,7 @@ class _MovedTensor(Struct, frozen=True, eq=False):
 
     tensor: str | None
     positions: PositionArray
-    copy: torch.Tensor
+    copy: Tensor
 
 
 def _fit(tensor: str, parameter: str, source: PositionArray, runtime: PositionArray) -> Route:
@@ -370,7 +368,7 @@ def fit_rectangles(
     return tuple(d[0] for d in dimensions), tuple(d[1] for d in dimensions), tuple(d[2] for d in dimensions)
 
 
-def _rectangle(view: torch.Tensor) -> Rectangle:
+def _rectangle(view: Tensor) -> Rectangle:
     return Rectangle(int(view.storage_offset()), tuple(view.shape), tuple(view.stride()))
 
 
@@ -411,18 +409,18 @@ def _check_same_memory(model: torch.nn.Module, parameters: Mapping[str, torch.nn
             )
 
 
-def flat_storage(parameter: torch.Tensor) -> torch.Tensor:
+def flat_storage(parameter: Tensor) -> Tensor:
     """Return all elements of the storage of a tensor, as a flat view."""
     flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     return flat.set_(parameter.untyped_storage(), 0, (_stored(parameter),), (1,))
 
 
-def _stored(parameter: torch.Tensor) -> int:
+def _stored(parameter: Tensor) -> int:
     """Return the number of elements in the storage of a tensor."""
     return parameter.untyped_storage().nbytes() // parameter.element_size()
 
 
-def check_exact(tensor: TensorSpec, parameter: str, runtime: torch.Tensor) -> None:
+def check_exact(tensor: TensorSpec, parameter: str, runtime: Tensor) -> None:
     """Raise ``WeightError`` where ``runtime`` cannot hold the published bits."""
     if (tensor.dtype, runtime.dtype) not in _EXACT:
         raise WeightError(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 
 import torch
 from msgspec import Struct
+from torch import Tensor
 
 from streamrl.base.errors import WeightError
 
@@ -77,15 +78,15 @@ def refuse_unreachable(model: torch.nn.Module, rebuilt: Container[str]) -> None:
         )
 
 
-def _other_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the modules' tensors that are no parameters and have more than one element, as ``module.attribute``."""
     for name, module in model.named_modules():
         for attribute, value in [*vars(module).items(), *module._buffers.items()]:
-            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and value.numel() > 1:
+            if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter) and value.numel() > 1:
                 yield f"{name}.{attribute}", value
 
 
-def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def digests(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the digest of each named tensor: shape, strides, dtype and ``place_sum``, computed on the tensor's
     device."""
     for name, tensor in tensors:
@@ -93,7 +94,7 @@ def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
         yield name, (*tensor.shape, *tensor.stride(), hash(str(tensor.dtype)), total)
 
 
-def place_sum(content: torch.Tensor) -> int:
+def place_sum(content: Tensor) -> int:
     """Return a 64-bit sum over positions and values of ``content`` (uint8, flat), read as 64-bit words, then bytes."""
     word_bytes = content.numel() // 8 * 8 if content.data_ptr() % 8 == 0 else 0
     total = 0

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.vllm.post_load_changes import REMEDY, PostLoadChanges, place_sum, read_post_load_changes
@@ -34,14 +35,14 @@ class RebuiltLayer:
     """One module that is rebuilt. ``name``: name of the module in the model. ``loading_parameters``: parameters of the
     module before loading, as meta tensors by attribute."""
 
-    def __init__(self, name: str, module: torch.nn.Module, loading_parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, name: str, module: torch.nn.Module, loading_parameters: Mapping[str, Tensor]) -> None:
         self.name = name
         self.loading_parameters = dict(loading_parameters)
         self._module = module
         self._verified_digests: dict[str, tuple[int, ...]] | None = None
 
     @contextmanager
-    def with_parameters(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
         """Give the module ``parameters`` in place of all parameters that vLLM replaces after loading; afterwards
         restore its parameters and buffers."""
         module = self._module
@@ -59,7 +60,7 @@ class RebuiltLayer:
                 current.clear()
                 current.update(saved)  # type: ignore[arg-type]
 
-    def rebuild(self, loaded: Mapping[str, torch.Tensor]) -> None:
+    def rebuild(self, loaded: Mapping[str, Tensor]) -> None:
         """Rebuild the layer and copy the result into the tensors with which it serves. ``loaded``: values of
         ``loading_parameters``. Raises ``WeightError`` naming a tensor whose shape or dtype would change; nothing was
         copied then."""
@@ -71,7 +72,7 @@ class RebuiltLayer:
                 served_tensors[attribute].data.copy_(tensor.data)
         self._verified_digests = self._digests()
 
-    def compare(self, loaded: Mapping[str, torch.Tensor]) -> None:
+    def compare(self, loaded: Mapping[str, Tensor]) -> None:
         """Raise ``WeightError`` unless a rebuild from ``loaded`` gives, bit for bit, the tensors with which the layer
         serves."""
         served_tensors = {attribute: tensor.clone() for attribute, tensor in self._tensors()}
@@ -103,7 +104,7 @@ class RebuiltLayer:
                     "something else than a commit wrote to it"
                 )
 
-    def _built(self, loaded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _built(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the layer's quantisation method on ``loaded``, and return the tensors that it sets, by attribute. Other
         objects that it sets (a packed kernel without tensors, say) are in use from then on."""
         plain_tensors = dict(_plain_tensors(self._module))
@@ -118,7 +119,7 @@ class RebuiltLayer:
             self._module.__dict__[attribute] = tensor
         return built
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with which the module serves, by attribute, without those that vLLM never replaces."""
         module = self._module
         registered = [*module._parameters.items(), *module._buffers.items()]
@@ -128,7 +129,7 @@ class RebuiltLayer:
     def _digests(self) -> dict[str, tuple[int, ...]]:
         return {attribute: _quick_digest(tensor) for attribute, tensor in self._tensors()}
 
-    def _check_forms(self, built: Mapping[str, torch.Tensor], served_tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_forms(self, built: Mapping[str, Tensor], served_tensors: Mapping[str, Tensor]) -> None:
         """Raise ``WeightError`` unless a rebuild has the attributes, shapes and dtypes of the layer."""
         built_forms = _forms(built)
         served_forms = _forms(served_tensors)
@@ -154,7 +155,7 @@ def rebuilt_layers(model: torch.nn.Module) -> dict[str, RebuiltLayer]:
     return layers
 
 
-def loading_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def loading_parameters(module: torch.nn.Module) -> dict[str, Tensor]:
     """Return vLLM's note of the parameters of ``module`` before loading, as meta tensors with their loaders. Empty
     where vLLM has none: another kind of module, or an older vLLM."""
     layerwise = sys.modules.get(_NOTES)  # imported by the loader that made the model
@@ -183,7 +184,7 @@ def _unwrap_loader(parameter: Any) -> None:
 
 
 def _is_updated_by_copies(
-    name: str, module: torch.nn.Module, noted_parameters: Mapping[str, torch.Tensor], changes: PostLoadChanges
+    name: str, module: torch.nn.Module, noted_parameters: Mapping[str, Tensor], changes: PostLoadChanges
 ) -> bool:
     """Return whether the parameters of ``module`` are as they were loaded, so that copies update them."""
     if any(derived.rpartition(".")[0] == name for derived in changes.derived):
@@ -211,7 +212,7 @@ def _process_weights(module: Any) -> None:
         kernel.fused_experts.process_weights_after_loading(module)
 
 
-def _as_parameter(meta: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _as_parameter(meta: Tensor, values: Tensor) -> Tensor:
     """Return ``values`` with the class and attributes of the meta parameter."""
     parameter = values.detach()
     parameter.__class__ = meta.__class__
@@ -219,16 +220,16 @@ def _as_parameter(meta: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-def _plain_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a module that are registered neither as parameters nor as buffers, by attribute."""
-    yield from ((n, value) for n, value in vars(module).items() if isinstance(value, torch.Tensor))
+    yield from ((n, value) for n, value in vars(module).items() if isinstance(value, Tensor))
 
 
-def _forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {attribute: f"{tuple(t.shape)} of {t.dtype}" for attribute, t in tensors.items()}
 
 
-def _quick_digest(tensor: torch.Tensor) -> tuple[int, ...]:
+def _quick_digest(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides, and sums over rows of the tensor's memory. It is taken in the pause and reads all memory
     once. It changes with any single write, but not where elements change places within 8 KiB."""
     storage = tensor.untyped_storage()
@@ -238,5 +239,5 @@ def _quick_digest(tensor: torch.Tensor) -> tuple[int, ...]:
     return (*tensor.stride(), place_sum(rows.view(torch.uint8)), place_sum(content[row_bytes:]))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from streamrl.base.errors import WeightError
+from streamrl.base.types import JsonObject
 from streamrl.weights.pull.loaded_checkpoint import constant_tensors
 from streamrl.weights.pull.replica import CheckpointReplica, TensorSpec
 from streamrl.weights.pull.shared_replica import shared_replica
@@ -196,19 +197,19 @@ def streamrl_begin_stage(worker: Any, announcement: str) -> None:
     worker.weight_transfer_engine.transaction.begin_stage(decoded)
 
 
-def streamrl_stage_report(worker: Any) -> dict[str, Any]:
+def streamrl_stage_report(worker: Any) -> JsonObject:
     """Return the ``StageReport`` of this worker, as plain values."""
     return msgspec.structs.asdict(worker.weight_transfer_engine.transaction.stage_report())
 
 
-def streamrl_finish_stage(worker: Any) -> dict[str, Any]:
+def streamrl_finish_stage(worker: Any) -> JsonObject:
     """Take over the fetched version from the thread, with the first version record the load plan, and return the
     ``StageReport``, as plain values."""
     engine = worker.weight_transfer_engine
     return msgspec.structs.asdict(engine.transaction.finish_stage(engine.record_live))
 
 
-def streamrl_apply(worker: Any, policy_version: str) -> dict[str, Any]:
+def streamrl_apply(worker: Any, policy_version: str) -> JsonObject:
     """Start vLLM's update session and apply the staged version, in one call because requests wait for it.
 
     Returns the ``LiveReport`` of this worker, as plain values; its ``error`` is the reason why nothing was applied.
