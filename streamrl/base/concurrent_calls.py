@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import anyio
-import anyio.abc
+from anyio.abc import TaskGroup
 
 from streamrl.base.errors import leaves
 
@@ -36,7 +36,7 @@ class BackgroundCall(Generic[T]):
     """A call that runs in the task group ``nursery`` from its construction on. Its error is raised by the task
     group."""
 
-    def __init__(self, nursery: anyio.abc.TaskGroup, call: Callable[[], Awaitable[T]]) -> None:
+    def __init__(self, nursery: TaskGroup, call: Callable[[], Awaitable[T]]) -> None:
         self._results: list[T] = []
         self._finished = anyio.Event()
         nursery.start_soon(self._run, call)
@@ -57,7 +57,7 @@ def first_error(error: BaseException) -> BaseException:
 
 
 def start_unless_ending(
-    group: anyio.abc.TaskGroup, work: Callable[[*Arguments], Coroutine[Any, Any, object]], *arguments: *Arguments
+    group: TaskGroup, work: Callable[[*Arguments], Coroutine[Any, Any, object]], *arguments: *Arguments
 ) -> None:
     """Start ``work`` as a child of ``group``, unless the group is cancelled: anyio refuses a child of a group that has
     ended, and this RuntimeError would hide the error that ends the run."""

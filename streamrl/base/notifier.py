@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import anyio
-import anyio.lowlevel
+from anyio.lowlevel import checkpoint
 
 
 class Notifier:
@@ -51,7 +51,7 @@ class SerialGate:
         self._quick += 1
         if self._quick >= self.QUICK:
             self._quick = 0
-            await anyio.lowlevel.checkpoint()
+            await checkpoint()
         if self._lock.locked() or not ready():  # otherwise the operation begins at once
             async with self._lock:
                 while not ready():

@@ -13,8 +13,7 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 if TYPE_CHECKING:
     TokenArray = array[int]
@@ -39,7 +38,10 @@ def float_array(values: Any = ()) -> FloatArray:
 JsonObject = dict[str, Any]
 """A decoded JSON object or table of TOML."""
 
-JsonObjects = Sequence[Mapping[str, Any]]
+JsonMapping = Mapping[str, Any]
+"""A ``JsonObject`` that is only read."""
+
+JsonObjects = Sequence[JsonMapping]
 """JSON objects that are only read: messages of a chat, or schemas of tools."""
 
 Metrics = dict[str, float]
@@ -144,7 +146,7 @@ class Turn(Record, frozen=True):
     number: int
     token_ids: TokenArray
     finish_reason: FinishReason
-    logprobs: FloatArray = msgspec.field(default_factory=float_array)
+    logprobs: FloatArray = field(default_factory=float_array)
 
 
 class RoutedTokens(Record, frozen=True):
@@ -210,7 +212,7 @@ class Segment(Record, frozen=True):
 
     token_ids: TokenArray
     trained: bool
-    behavior_logprobs: FloatArray = msgspec.field(default_factory=float_array)
+    behavior_logprobs: FloatArray = field(default_factory=float_array)
     version_spans: tuple[VersionSpan, ...] = ()
     follows: int | None = None
     routed: tuple[RoutedTokens, ...] = ()

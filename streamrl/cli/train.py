@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, TextIO
 
 import anyio
-import anyio.abc
 import msgspec
 
 from streamrl.base.errors import StreamRLError

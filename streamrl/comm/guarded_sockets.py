@@ -16,7 +16,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.host_addresses import host_of, is_loopback, is_wildcard
 from streamrl.comm import zmq_sockets
 from streamrl.comm.key_gate import ZAP_ENDPOINT, KeyGate
-from streamrl.comm.socket_options import SMALL_FRAME, make_socket
+from streamrl.comm.socket_options import SMALL_FRAME, ByteSocket, make_socket
 from streamrl.comm.transport_keys import KEYS_DIRECTORY, OPEN_TO_ALL, KeyRole, RoleKeys, process_keys, public_keys
 
 STRANGER_MS = 5_000
@@ -67,7 +67,7 @@ def keys_for(endpoint: str) -> RoleKeys | None:
     return keys
 
 
-def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> str:
+def bind(socket: ByteSocket, endpoint: str, admits: KeyRole) -> str:
     """Bind and return the endpoint with its real port. ``admits``: role whose keys are let in, where there are keys.
 
     Raises ``StreamRLError`` naming the endpoint and the remedy, also where other hosts would reach the socket without
@@ -81,7 +81,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> str:
     return bound
 
 
-def connect(socket: zmq.Socket[bytes], endpoint: str, serves: KeyRole) -> None:
+def connect(socket: ByteSocket, endpoint: str, serves: KeyRole) -> None:
     """Start connecting; libzmq retries until somebody binds. ``serves``: role whose first key the other end must have,
     where there are keys. Raises ``StreamRLError`` for an impossible address, or for one on another host where this
     process has no keys."""
@@ -106,15 +106,15 @@ class KeyGuard:
         assert isinstance(context, GuardedContext)
         return context
 
-    def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+    def bind(self, socket: ByteSocket, endpoint: str) -> str:
         """Bind, and let in the keys of the peer's role. Raises as ``bind`` of this module."""
         return bind(socket, endpoint, self._peer)
 
-    def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+    def connect(self, socket: ByteSocket, endpoint: str) -> None:
         """Connect to a peer that has the first key of its role. Raises as ``connect`` of this module."""
         connect(socket, endpoint, self._peer)
 
-    def watch(self, socket: zmq.Socket[bytes]) -> int:
+    def watch(self, socket: ByteSocket) -> int:
         """File descriptor, owned by the caller, that becomes readable when the gate of a bound ``socket`` has ended; -1
         for a plain socket."""
         gate = self.context.opened_gate
@@ -129,7 +129,7 @@ class KeyGuard:
             gate.check()
 
 
-def guard_listener(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> KeyGate | None:
+def guard_listener(socket: ByteSocket, endpoint: str, admits: KeyRole) -> KeyGate | None:
     """Set the key and the admitted role of a socket that is about to be bound. Returns the gate that decides for the
     socket; None for a plain socket."""
     keys = keys_for(endpoint)
@@ -181,7 +181,7 @@ def _try_handshake(kind: int, endpoint: str, keys: tuple[bytes, bytes, bytes] | 
         if keys is not None:
             for option, key in zip((zmq.CURVE_SERVERKEY, zmq.CURVE_PUBLICKEY, zmq.CURVE_SECRETKEY), keys, strict=True):
                 peer.setsockopt(option, key)
-        events: zmq.Socket[bytes] = peer.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        events: ByteSocket = peer.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             peer.connect(endpoint)
             if not events.poll(STRANGER_MS):

@@ -18,6 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from streamrl.base.errors import StreamRLError
+from streamrl.comm.socket_options import ByteSocket
 from streamrl.comm.transport_keys import KeyRole, public_keys
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 class KeyGate:
     """The gate of one context. It binds and owns ``requests``, a REP socket of this context."""
 
-    def __init__(self, requests: zmq.Socket[bytes]) -> None:
+    def __init__(self, requests: ByteSocket) -> None:
         self._requests = requests
         self._domains: dict[bytes, tuple[Path, KeyRole]] = {}
         self._failure: BaseException | None = None

@@ -22,6 +22,9 @@ RECONNECT_INTERVAL_MAX_MS = 500
 SMALL_FRAME = 64 << 10
 """Largest frame of sockets that carry only messages of libzmq about connections."""
 
+ByteSocket = zmq.Socket[bytes]
+"""A socket whose messages are bytes, as those of ``make_socket``."""
+
 
 def stays_here(endpoint: str) -> bool:
     """Return whether only processes of this host reach ``endpoint``."""
@@ -38,11 +41,11 @@ def make_socket(
     linger_ms: int = 0,
     send_high_water_mark: int = 1000,
     receive_high_water_mark: int = 1000,
-) -> zmq.Socket[bytes]:
+) -> ByteSocket:
     """Make a socket for ``endpoint``, neither bound nor connected. A peer that sends a frame larger than
     ``max_frame_bytes`` is disconnected. ``linger_ms``: time that unsent bytes have after the socket was closed.
     High-water marks count messages; 0: no bound."""
-    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket: ByteSocket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, linger_ms)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.SNDHWM, send_high_water_mark)

@@ -17,6 +17,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.notifier import Notifier
 from streamrl.comm import socket_options, zmq_sockets
 from streamrl.comm.guarded_sockets import KeyGuard
+from streamrl.comm.socket_options import ByteSocket
 from streamrl.comm.stream_protocol import MessageOrigin, StreamEnd
 from streamrl.comm.wire import Buffer, WireLimits
 
@@ -39,7 +40,7 @@ class StreamConnection:
             raise StreamRLError(f"{endpoint}: nothing decides who may connect over tcp; give the stream a guard")
         self._guard = guard if self._transport == "tcp" else None
         self._receive_high_water_mark = 2 * window + 64  # items and a credit for each, with room for the handshake
-        self._socket: zmq.Socket[bytes] | None = None
+        self._socket: ByteSocket | None = None
         self._monitor: zmq_sockets.ConnectionMonitor | None = None
         self._path: zmq_sockets.IpcPath | None = None
         self._attached = False

@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.base.errors import InputError, StreamRLError
 from streamrl.base.host_addresses import wrong_port
-from streamrl.comm.socket_options import make_socket
+from streamrl.comm.socket_options import ByteSocket, make_socket
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class StreamContext(zmq.Context["zmq.Socket[bytes]"]):
 
 def create_socket(
     context: zmq.Context[Any], kind: int, endpoint: str, *, max_frame_bytes: int, receive_high_water_mark: int
-) -> zmq.Socket[bytes]:
+) -> ByteSocket:
     """Make the socket of a stream. A frame above ``max_frame_bytes`` ends the connection. Sending has no high-water
     mark, since a sender queues nothing without credit; the mark for receiving limits a peer that ignores credit."""
     transport_of(endpoint)
@@ -82,7 +82,7 @@ def create_socket(
     )
 
 
-def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+def bind(socket: ByteSocket, endpoint: str) -> str:
     """Bind and return the endpoint with its real port. ``KeyGuard`` decides which peers may connect. Raises
     ``StreamRLError`` naming the endpoint and the remedy."""
     if transport_of(endpoint) == "ipc" and has_ipc_listener(endpoint):
@@ -96,7 +96,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") or endpoint
 
 
-def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+def connect(socket: ByteSocket, endpoint: str) -> None:
     """Start connecting; libzmq retries until somebody binds. Raises ``StreamRLError`` for an impossible address."""
     try:
         socket.connect(endpoint)
@@ -106,7 +106,7 @@ def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
         ) from error
 
 
-def has_message(socket: zmq.Socket[bytes]) -> bool:
+def has_message(socket: ByteSocket) -> bool:
     """Return whether a receive would not wait."""
     events = socket.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
@@ -151,7 +151,7 @@ class IpcPath:
     """The file of the socket that is bound at an ipc ``endpoint``; another endpoint has none. Where the file is there,
     other processes can connect; cleaners of folders for temporary files take what is old."""
 
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+    def __init__(self, socket: ByteSocket, endpoint: str) -> None:
         self._socket = socket
         self._endpoint = endpoint
         self._identity = _ipc_path_identity(endpoint)
@@ -198,9 +198,9 @@ class ConnectionMonitor:
     libzmq names a connection by its file descriptor, which the kernel reuses; so the monitor numbers connections as
     they open. ``listening`` turns False when the bound address is free again."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: ByteSocket) -> None:
         self._socket = socket
-        self._events: zmq.Socket[bytes] = socket.get_monitor_socket(_MONITORED)
+        self._events: ByteSocket = socket.get_monitor_socket(_MONITORED)
         self._open: dict[int, int] = {}
         self._last_number = 0
         self._handshakes = 0

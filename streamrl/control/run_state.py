@@ -7,7 +7,7 @@ lives in the controller, in the simulator, and in commands that replay a journal
 from __future__ import annotations
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
@@ -152,8 +152,8 @@ class Steering(Struct, kw_only=True, omit_defaults=True):
     ``recipe_steps``: ``run.steps`` of the recipe when a user changed this key."""
 
     paused: bool = False
-    waiting_orders: list[str] = msgspec.field(default_factory=list, name="wanted")
-    waiting_changes: list[on.SettingsChanged] = msgspec.field(default_factory=list, name="asked")
+    waiting_orders: list[str] = field(default_factory=list, name="wanted")
+    waiting_changes: list[on.SettingsChanged] = field(default_factory=list, name="asked")
     changed: JsonObject = {}
     changes: int = 0
     recipe_steps: int = 0
@@ -179,11 +179,11 @@ class RunState(Struct, kw_only=True, omit_defaults=True):
     steps: int
     batch: Batch
     next_batch: Batch | None = None
-    buffer: RolloutBuffer = msgspec.field(default_factory=RolloutBuffer)
-    slots: Slots = msgspec.field(default_factory=Slots)
-    prompts: PromptPool = msgspec.field(default_factory=PromptPool)
-    pending: Pending = msgspec.field(default_factory=Pending)
-    steering: Steering = msgspec.field(default_factory=Steering)
+    buffer: RolloutBuffer = field(default_factory=RolloutBuffer)
+    slots: Slots = field(default_factory=Slots)
+    prompts: PromptPool = field(default_factory=PromptPool)
+    pending: Pending = field(default_factory=Pending)
+    steering: Steering = field(default_factory=Steering)
     next_group_id: int = 0
     trainer_version: int = 0
     live_version: int = -1

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
-from anyio.abc import SocketAttribute
+from anyio.abc import SocketAttribute, TaskGroup
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from streamrl.base.errors import RecipeError, StreamRLError, WireError
@@ -124,7 +124,7 @@ class ControlServer:
         finally:
             self._path.unlink(missing_ok=True)
 
-    async def _take_connections(self, listener: anyio.abc.SocketListener, connections: anyio.abc.TaskGroup) -> None:
+    async def _take_connections(self, listener: anyio.abc.SocketListener, connections: TaskGroup) -> None:
         async with listener:
             while True:
                 try:

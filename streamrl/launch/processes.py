@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import anyio.abc
-import anyio.to_thread
+from anyio import to_thread
+from anyio.abc import TaskGroup
 from msgspec import Struct
 
 from streamrl.base.concurrent_calls import BackgroundCall
@@ -92,7 +92,7 @@ async def connect_processes(
     order: Callable[[ParentMessage], Awaitable[None]],
     emit: Emit,
     waits: Waits,
-    nursery: anyio.abc.TaskGroup,
+    nursery: TaskGroup,
 ) -> Processes:
     """Wait, concurrently, until every process is ready. ``order``: sends an order to the supervisor; ``nursery``: task
     group in which the connections are served. Raises ``StreamRLError`` for processes with different tokenizers."""
@@ -108,7 +108,7 @@ async def connect_processes(
         return hellos
 
     nursery.start_soon(judge.run)
-    loading = BackgroundCall(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
+    loading = BackgroundCall(nursery, partial(to_thread.run_sync, load_tokenizer, recipe.model.path))
     environment = _environment_stage(recipe, topology, say_ready)
     scoring = BackgroundCall(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
     training = BackgroundCall(nursery, ready_ranks)
@@ -148,7 +148,7 @@ async def _start_engines(
     topology: Topology,
     order: Callable[[ParentMessage], Awaitable[None]],
     emit: Emit,
-    nursery: anyio.abc.TaskGroup,
+    nursery: TaskGroup,
 ) -> tuple[EngineProcesses, EnginePool, EngineReady]:
     """Start and wait for the engines of the first set. Engines of other sets sleep, or end on a CPU, where vLLM's sleep
     does nothing."""

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-import anyio
-import anyio.to_thread
+from anyio import to_thread
 
 from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import RecipeError
@@ -50,8 +49,8 @@ async def open_reward_stage(
     recipe: Recipe, topology: Topology, run_directory: Path, emit: Callable[[RewardReply | RunWarning], Awaitable[None]]
 ) -> tuple[RewardStage, AttachedRewards]:
     """Make the reward stage, with the rewards of the recipe or of the resumed run."""
-    snapshot = await anyio.to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
-    inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, snapshot.rewards)
+    snapshot = await to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
+    inspections = await to_thread.run_sync(inspect_in_subprocess, snapshot.rewards)
     version = snapshot.reward_version
     rewards = snapshot.rewards
     settings = RewardSettings(
@@ -92,11 +91,11 @@ async def change_rewards(topology: Topology, attached: AttachedRewards, run_dire
 async def check_reward(recipe: Recipe, reward: Reward) -> None:
     """Import one function in a separate process, and check that the first prompts have its columns. Raises
     ``RecipeError``."""
-    (inspection,) = await anyio.to_thread.run_sync(inspect_in_subprocess, [reward])
+    (inspection,) = await to_thread.run_sync(inspect_in_subprocess, [reward])
     problems = list(inspection.problems)
     if inspection.signature is not None:
         columns = needed_columns([inspection.signature])
-        tokenizer = await anyio.to_thread.run_sync(load_tokenizer, recipe.model.path)
+        tokenizer = await to_thread.run_sync(load_tokenizer, recipe.model.path)
         for path, spec in prompt_sources(recipe).items():
             if any(columns.values()):
                 problems += [f"{path}: {text}" for text in await _missing_columns(spec, tokenizer, columns)]
@@ -106,8 +105,8 @@ async def check_reward(recipe: Recipe, reward: Reward) -> None:
 
 async def _missing_columns(spec: str, tokenizer: Tokenizer, columns: Mapping[str, Sequence[str]]) -> list[str]:
     if read_spec(spec).kind is SourceKind.ITERATOR:  # never import user code here
-        return await anyio.to_thread.run_sync(check_prompts, spec, tokenizer, columns)
-    source = await anyio.to_thread.run_sync(partial(open_prompts, spec, tokenizer, seed=0, shuffle=False))
+        return await to_thread.run_sync(check_prompts, spec, tokenizer, columns)
+    source = await to_thread.run_sync(partial(open_prompts, spec, tokenizer, seed=0, shuffle=False))
     try:
         prompts = await source.draw(min(FIRST_PROMPTS, source.size or FIRST_PROMPTS))
     finally:

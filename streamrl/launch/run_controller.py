@@ -33,8 +33,8 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import anyio.abc
-import anyio.to_thread
+from anyio import to_thread
+from anyio.abc import TaskGroup
 
 from streamrl.base.run_events import RunEvent, RunFinished, RunStarted
 from streamrl.comm.zmq_stream import zmq_sender
@@ -133,7 +133,7 @@ async def _train(
     version = processes.rank.policy_version
     trainer = processes.trainer
     held_out = await read_held_out(recipe, processes.tokenizer, in_flight=processes.ready.max_num_seqs)
-    record = await anyio.to_thread.run_sync(open_record, recipe, control_settings(recipe), run_directory, version)
+    record = await to_thread.run_sync(open_record, recipe, control_settings(recipe), run_directory, version)
     episodes = await open_episodes(recipe, processes, record.journal, held_out, emit)
     reward = processes.reward
     # The services of the controller: prompts, pushes of weights, checkpoints, evaluations.
@@ -152,7 +152,7 @@ async def _train(
     await keeper.begin()
     evaluations = _evaluations(recipe, run_directory, processes, held_out, keeper, emit)
     # The observers of the controller.
-    users = [await anyio.to_thread.run_sync(UserObserver, spec) for spec in recipe.run.observers]
+    users = [await to_thread.run_sync(UserObserver, spec) for spec in recipe.run.observers]
     report, observers = run_observers(
         recipe, run_directory, processes, record, episodes, evaluations, users, watch, events, emit, publish
     )
@@ -209,7 +209,7 @@ def _note_rewards(record: JournalledRun, version: int, rewards: tuple[str, ...],
     record.journal.decided(Decision(subject="rewards", reason=reason))
 
 
-def _start_controls(services: anyio.abc.TaskGroup, recipe: Recipe, run_directory: Path, controller: Controller) -> None:
+def _start_controls(services: TaskGroup, recipe: Recipe, run_directory: Path, controller: Controller) -> None:
     """Start the tasks that stop or advise ``controller`` until the run ends."""
     services.start_soon(_stop_on_sigterm, controller)
     if recipe.rollout.rounds is RoundKind.AUTO:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import anyio.to_thread
+from anyio import to_thread
 
 from streamrl.base.run_events import RunWarning
 from streamrl.base.types import token_array
@@ -83,7 +83,7 @@ async def open_weight_sync(
         timeout_s=recipe.weights.push_timeout_s,
         on_pause=episodes.engines_paused,
         on_failure=processes.engine_processes.on_failure,
-        canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
+        canary=await to_thread.run_sync(canary_of, recipe, installed_device()),
         waits=waits,
         add_relays=RelayTree(lambda: relay_places(read_topology(run_directory))).with_relays,
     )

@@ -11,6 +11,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -107,7 +108,7 @@ def leave() -> None:
     Leaving without the barrier aborted a rank in 2 of 5 runs. The barrier's error is suppressed: a peer may be dead."""
     if not dist.is_initialized():
         return
-    with contextlib.suppress(RuntimeError):
+    with suppress(RuntimeError):
         if dist.get_backend() == "gloo":
             dist.monitored_barrier(timeout=LEAVE_TIMEOUT)
         else:

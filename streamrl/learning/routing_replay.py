@@ -6,10 +6,9 @@ replay that is not possible."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from streamrl.base.types import JsonMapping
 from streamrl.pretrained.model_facts import experts_of, read_model_config
 from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.sections import PIPELINE_PARALLEL, EngineKind, Recipe
@@ -31,7 +30,7 @@ def replays_routing(recipe: Recipe) -> bool:
         return False
 
 
-def why_not_replayed(recipe: Recipe, config: Mapping[str, Any]) -> str:
+def why_not_replayed(recipe: Recipe, config: JsonMapping) -> str:
     """Return why a run of ``recipe`` cannot replay the routing of its engines, with the remedy; empty where it can."""
     sizes = experts_of(config)
     remedy = 'set routing_replay = "auto" or false'

@@ -13,18 +13,18 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from streamrl.base import run_events
 from streamrl.base.errors import UNDECODABLE, UNENCODABLE, InputError, StreamRLError, WireError
 from streamrl.base.messages import Message
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
 from streamrl.comm.socket_options import make_socket
 from streamrl.comm.transport_keys import KeyRole
@@ -260,7 +260,7 @@ _KINDS: dict[str, Any] = {name: kind for kind, name in (*_TOPICS.items(), *_STAT
 def topic_and_fields(event: Message) -> tuple[str, JsonObject]:
     """Return the topic of an event and its fields. The topic is ``run`` for the start and the end of a run, else the
     topic of the event's class in ``_TOPICS``, else ``event``."""
-    fields = msgspec.structs.asdict(event)
+    fields = asdict(event)
     if state := _STATES.get(type(event)):
         return "run", {"state": state} | fields
     if (topic := _TOPICS.get(type(event))) is None:
@@ -270,7 +270,7 @@ def topic_and_fields(event: Message) -> tuple[str, JsonObject]:
     return topic, fields
 
 
-def finite_or_none(metrics: Mapping[str, Any]) -> JsonObject:
+def finite_or_none(metrics: JsonMapping) -> JsonObject:
     """Return ``metrics`` with None for nan and infinity, which JSON does not have."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import anyio
-import anyio.to_thread
+from anyio import to_thread
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Metrics
@@ -58,7 +58,7 @@ class UserCalls:
         """Wait for the queued calls and a call of the method ``last``, at most ``CLOSE_S``."""
         self._last = last
         with anyio.CancelScope(shield=True):
-            all_done = await anyio.to_thread.run_sync(self._end)
+            all_done = await to_thread.run_sync(self._end)
         if not all_done or self.errors > 1 or self.dropped:
             state = ""
             if not all_done:

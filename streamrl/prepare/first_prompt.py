@@ -3,11 +3,11 @@ command; the dry run compares its ids with those of transformers in the process 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from streamrl.base.printable import one_line
-from streamrl.base.types import Prompt, token_array
+from streamrl.base.types import JsonMapping, Prompt, token_array
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.run.prompts.prompt_rows import as_chat
 
@@ -34,7 +34,7 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
     return lines
 
 
-def difference_from_transformers(model_path: str, row: Mapping[str, Any], ours: Sequence[int]) -> str:
+def difference_from_transformers(model_path: str, row: JsonMapping, ours: Sequence[int]) -> str:
     """The first difference between ``ours``, the ids of a row, and the ids of transformers, which this function
     imports. A part of a sentence whose subject is transformers; empty where the ids are equal, or where the row gives
     ids in place of text."""

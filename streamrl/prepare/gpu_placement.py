@@ -4,9 +4,9 @@ process of the command: by the checks before a run, by the start of the run, and
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -218,7 +218,7 @@ def _demand(recipe: Recipe) -> Demand:
     """Memory that the models need; 0 for a model that cannot be read, which ``preflight`` reports."""
     model = facts_of(recipe.model.path)
     context = recipe.engines.max_model_len
-    with contextlib.suppress(RecipeError):
+    with suppress(RecipeError):
         context = max_model_len(recipe, model_config(recipe.model.path))
     scorers = [
         _bytes(facts, str(reward.options.get("dtype")))

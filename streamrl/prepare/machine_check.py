@@ -5,7 +5,6 @@ process of its own, because importing torch takes seconds and a broken install c
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -19,6 +18,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
@@ -208,7 +208,7 @@ def shared_memory() -> int | None:
 def available_memory() -> int:
     """Bytes that new processes can have: free memory, or the rest of the control group's limit where that is less."""
     available = int(psutil.virtual_memory().available)
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
             used_bytes = int(Path("/sys/fs/cgroup/memory.current").read_text())

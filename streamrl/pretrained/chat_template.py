@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from msgspec import Struct
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import JsonObjects
+from streamrl.base.types import JsonMapping, JsonObjects
 from streamrl.pretrained.model_folder import read_bounded
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ChatFormat(Struct, frozen=True):
     templates: Mapping[str, str]
     named_tokens: Mapping[str, str]
 
-    def render(self, messages: JsonObjects, tools: JsonObjects | None, arguments: Mapping[str, Any] | None) -> str:
+    def render(self, messages: JsonObjects, tools: JsonObjects | None, arguments: JsonMapping | None) -> str:
         """Return the text of ``messages``, after which the assistant's message begins, or goes on where the last
         message is the assistant's.
 
@@ -57,7 +57,7 @@ class ChatFormat(Struct, frozen=True):
         self,
         messages: JsonObjects,
         tools: JsonObjects | None,
-        arguments: Mapping[str, Any] | None,
+        arguments: JsonMapping | None,
         *,
         generation_prompt: bool,
     ) -> str:
@@ -117,7 +117,7 @@ def _before_tag(text: str, begin_of_message: str) -> str:
     return text[:place].rstrip()  # the template strips a message: it removed the space at the end of the tag
 
 
-def read_chat_format(directory: Path, config: Mapping[str, Any], named_tokens: Mapping[str, str]) -> ChatFormat:
+def read_chat_format(directory: Path, config: JsonMapping, named_tokens: Mapping[str, str]) -> ChatFormat:
     """Read the chat templates of a model folder: the ``.jinja`` files, or else the templates in ``config``, as
     transformers does.
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonMapping
 from streamrl.pretrained.special_tokens import read_json
 
 
@@ -26,7 +26,7 @@ class EndTokens(Struct, frozen=True):
     embeddings: int
 
 
-def read_end_tokens(directory: Path, content: Mapping[str, Any], eos_token: str) -> EndTokens:
+def read_end_tokens(directory: Path, content: JsonMapping, eos_token: str) -> EndTokens:
     """Read the end tokens of a model folder. ``content``: content of its ``tokenizer.json``; ``eos_token``: text of the
     end token by the tokenizer's other files (empty: none).
 
@@ -60,14 +60,14 @@ def read_end_tokens(directory: Path, content: Mapping[str, Any], eos_token: str)
     return EndTokens(tuple(embedded), notice, size)
 
 
-def _configured_ids(config: Mapping[str, Any]) -> list[int]:
+def _configured_ids(config: JsonMapping) -> list[int]:
     """Ids in ``eos_token_id`` of a configuration, which is one id or a list."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     return [token for token in ids if type(token) is int]
 
 
-def _tokenizer_ids(token: str, content: Mapping[str, Any], texts: Mapping[int, str]) -> list[int]:
+def _tokenizer_ids(token: str, content: JsonMapping, texts: Mapping[int, str]) -> list[int]:
     """The id of ``token`` in ``tokenizer.json`` as a list; empty: it has no such token."""
     added = {text: token_id for token_id, text in texts.items()}
     if token in added:

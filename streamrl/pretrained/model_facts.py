@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct
 
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.pretrained.model_folder import read_bounded, unsafe_content
 from streamrl.pretrained.weight_files import LARGEST_SIZE, ModelDirectoryError, stored_tensors
 
@@ -64,7 +64,7 @@ class Experts(NamedTuple):
         return self.layers * self.top_k * (1 if self.experts <= 256 else 2)
 
 
-def experts_of(config: Mapping[str, Any]) -> Experts | None:
+def experts_of(config: JsonMapping) -> Experts | None:
     """Read the sizes of the experts from ``config`` (``read_model_config``); None for a model without experts."""
     experts = _first_number(config, _EXPERTS)
     top_k = _first_number(config, _TOP_K)
@@ -73,7 +73,7 @@ def experts_of(config: Mapping[str, Any]) -> Experts | None:
     return Experts(config.get("num_hidden_layers") or 0, experts, top_k)
 
 
-def _first_number(config: Mapping[str, Any], names: Sequence[str]) -> int:
+def _first_number(config: JsonMapping, names: Sequence[str]) -> int:
     """The first integer among the values of ``names``; 0: there is none."""
     values = (config.get(name) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)

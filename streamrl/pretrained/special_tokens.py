@@ -15,7 +15,7 @@ import tokenizers
 from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.pretrained.model_folder import read_bounded
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -30,8 +30,8 @@ class SpecialTokens(Struct, frozen=True):
     ``split``: whether special tokens in a text are split like other text."""
 
     named: Mapping[str, str] = {}
-    listed: tuple[Mapping[str, Any], ...] = ()
-    further: tuple[Mapping[str, Any], ...] = ()
+    listed: tuple[JsonMapping, ...] = ()
+    further: tuple[JsonMapping, ...] = ()
     split: bool = False
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
@@ -52,7 +52,7 @@ class SpecialTokens(Struct, frozen=True):
         backend.add_tokens(new)
 
 
-def read_special_tokens(directory: Path, config: Mapping[str, Any]) -> SpecialTokens:
+def read_special_tokens(directory: Path, config: JsonMapping) -> SpecialTokens:
     """Read the special tokens of a model folder. ``config``: content of its ``tokenizer_config.json``. Raises
     ``RecipeError`` for another file that is not JSON, and the plain errors of Python for a broken ``config``."""
     settings = dict(config)

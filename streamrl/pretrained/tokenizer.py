@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tokenizers
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.base.types import JsonObject, JsonObjects, TokenArray, token_array
+from streamrl.base.types import JsonMapping, JsonObject, JsonObjects, TokenArray, token_array
 from streamrl.pretrained.chat_template import ChatError, ChatFormat, read_chat_format
 from streamrl.pretrained.end_tokens import EndTokens, read_end_tokens
 from streamrl.pretrained.model_folder import LARGEST_CONFIGURATION, read_bounded
@@ -85,7 +85,7 @@ class Tokenizer:
         return twice
 
     def encode_chat(
-        self, messages: JsonObjects, tools: JsonObjects | None = None, arguments: Mapping[str, Any] | None = None
+        self, messages: JsonObjects, tools: JsonObjects | None = None, arguments: JsonMapping | None = None
     ) -> TokenArray:
         """Return the token ids, int32, of ``messages`` in the model's chat template, after which the assistant's
         message begins, or goes on where the last message is the assistant's.
@@ -101,7 +101,7 @@ class Tokenizer:
             raise ChatError(f"the model's tokenizer cannot take the text ({error}): save the model again") from error
 
     def render_chat(
-        self, messages: JsonObjects, tools: JsonObjects | None = None, arguments: Mapping[str, Any] | None = None
+        self, messages: JsonObjects, tools: JsonObjects | None = None, arguments: JsonMapping | None = None
     ) -> str:
         """Return the text that ``encode_chat`` tokenises. It equals the text of transformers' ``apply_chat_template``,
         with ``continue_final_message`` where the last message is the assistant's. Raises ``ChatError``."""
@@ -111,7 +111,7 @@ class Tokenizer:
         self,
         messages: JsonObjects,
         tools: JsonObjects | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: JsonMapping | None = None,
         *,
         generation_prompt: bool = True,
     ) -> str:
@@ -269,7 +269,7 @@ def refuse_different_tokenizers(path: str, digests: Mapping[str, str]) -> None:
         )
 
 
-def _configured(directory: Path, content: Mapping[str, Any]) -> tuple[SpecialTokens, ChatFormat, EndTokens]:
+def _configured(directory: Path, content: JsonMapping) -> tuple[SpecialTokens, ChatFormat, EndTokens]:
     """Read the files beside ``tokenizer.json``, which holds ``content``. Raises ``RecipeError``."""
     path = directory / "tokenizer_config.json"
     config = read_json(path)

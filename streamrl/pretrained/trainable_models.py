@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from streamrl.base.types import JsonMapping
 from streamrl.pretrained.model_facts import ADAPTER_FILE, LAYER, MERGED, read_model_config
 from streamrl.pretrained.model_folder import unsafe_content
 from streamrl.pretrained.weight_files import ModelDirectoryError, StoredTensor, stored_tensors
@@ -69,7 +69,7 @@ def row_split_problems(directory: Path, context: int) -> list[str]:
     return [f"training.advanced.context_parallel_size: {text}: set it to 1, or give a model of attention layers alone"]
 
 
-def _other_kind(directory: Path, config: Mapping[str, Any]) -> str:
+def _other_kind(directory: Path, config: JsonMapping) -> str:
     """Return why the model is no causal language model of text with plain weights, and the remedy; empty: it may be
     one."""
     if (directory / ADAPTER_FILE).exists():
@@ -96,7 +96,7 @@ def _other_kind(directory: Path, config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _misfit(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> str:
+def _misfit(config: JsonMapping, tensors: Mapping[str, StoredTensor]) -> str:
     """Return why the weights do not fit the configuration, or the configuration contradicts itself; empty: no such
     problem is visible."""
     vocabulary, padding, count = (config.get(key) for key in ("vocab_size", "pad_token_id", "num_hidden_layers"))

@@ -21,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
-import anyio.to_thread
 import psutil
+from anyio import to_thread
 
 from streamrl.base.run_process import (
     PARENT_PID,
@@ -127,11 +127,11 @@ class LocalLauncher:
     async def end_left_behind(self, child: ChildProcess) -> list[int]:
         """Kill the session of ``child`` and every orphan of the run, and remove the shared memory of the session.
         Returns pids that survived SIGKILL."""
-        return await anyio.to_thread.run_sync(self._end_left_behind, child.process.pid)
+        return await to_thread.run_sync(self._end_left_behind, child.process.pid)
 
     async def end_all(self) -> list[int]:
         """Kill every process of the run and remove its shared memory. Returns pids that survived SIGKILL."""
-        return await anyio.to_thread.run_sync(self._end_all)
+        return await to_thread.run_sync(self._end_all)
 
     def _end_left_behind(self, session: int) -> list[int]:
         own_pid = os.getpid()

@@ -8,7 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
-import anyio.to_thread
+from anyio import to_thread
 
 from streamrl.base.line_file import older
 
@@ -31,7 +31,7 @@ class LogFiles:
         if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + INTERVAL_S
             try:
-                await anyio.to_thread.run_sync(self.shorten, abandon_on_cancel=True)
+                await to_thread.run_sync(self.shorten, abandon_on_cancel=True)
             except OSError as error:
                 log.warning("logs were not shortened: %s", error)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Self
 
 import anyio
-import anyio.to_thread
 import msgspec
+from anyio import to_thread
 
 from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import ProcessDied, StreamRLError
@@ -152,7 +152,7 @@ class Supervisor:
             async with self._one_end:
                 await self._end_all(grace_s)
                 await self._followers.finish(FINISH_S if grace_s else 0.0)
-                await anyio.to_thread.run_sync(lambda: shutil.rmtree(self.socket_directory, ignore_errors=True))
+                await to_thread.run_sync(lambda: shutil.rmtree(self.socket_directory, ignore_errors=True))
                 self.children.clear()
                 if self._launcher_is_open:
                     self._launcher.close()
@@ -268,7 +268,7 @@ class Supervisor:
         )
         self._exits.policy.retired.clear()  # a host that joins meanwhile must not start them twice
         await self._end_all(0.0)
-        await anyio.to_thread.run_sync(_remove_stale_sockets, self.socket_directory)
+        await to_thread.run_sync(_remove_stale_sockets, self.socket_directory)
         for prepare in self.before_resume:
             await prepare()
         await anyio.sleep(pause_s)

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 import anyio
-import anyio.to_thread
 import psutil
+from anyio import to_thread
 
 from streamrl.base.atomic_files import remove_oldest
 from streamrl.base.errors import RunStalled
@@ -211,7 +211,7 @@ class Watchdog:
             occasion += f"\nstacks of processes {', '.join(map(str, pids))} are at the end of their logs"
         occasion += f"\nprogress: {self._progress_before}, the same for {self.still_s:.1f} s"
         text = f"{self._text(occasion)}\n==== coroutines\n{task_stacks()}"
-        return await anyio.to_thread.run_sync(write_stall, self._directory / "stalls", text)
+        return await to_thread.run_sync(write_stall, self._directory / "stalls", text)
 
     def _text(self, occasion: str) -> str:
         waits = "".join(f"  {line}\n" for line in (self._bottleneck(), *self.waits.lines()))

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, inspect
 
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.recipe.field_types import ADVANCED, Key, bare, keys_of, paths_to
 from streamrl.recipe.problems import Origin, did_you_mean, nearest, problem, short_toml
 from streamrl.recipe.sections import Recipe
@@ -67,7 +67,7 @@ class CheckedTable:
     ``problems``: lines, one about each problem;
     ``bad_paths``: paths of the fields with a problem."""
 
-    def __init__(self, table: Mapping[str, Any], origin: Origin, foreign: Callable[[str, Any], str]) -> None:
+    def __init__(self, table: JsonMapping, origin: Origin, foreign: Callable[[str, Any], str]) -> None:
         self.values: JsonObject = {}
         self.problems: list[str] = []
         self.bad_paths: set[str] = set()
@@ -114,7 +114,7 @@ class CheckedTable:
         else:
             self.values[name] = [self._check_keys(f"{name}.{index}", item, struct) for index, item in enumerate(value)]
 
-    def _check_keys(self, path: str, table: Mapping[str, Any], struct: type[Struct]) -> JsonObject:
+    def _check_keys(self, path: str, table: JsonMapping, struct: type[Struct]) -> JsonObject:
         """Check the keys of a section or of a table in it; return the valid values."""
         keys = keys_of(struct)
         valid: JsonObject = {}
@@ -136,7 +136,7 @@ class CheckedTable:
                 self._refuse(f"{path}.{name}", f"missing: must be {expected(key.kind)}")
         return valid
 
-    def _written_keys(self, path: str, table: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    def _written_keys(self, path: str, table: JsonMapping) -> list[tuple[str, Any, bool]]:
         """Return (name, value, whether it is below ``advanced``) of each key."""
         pairs = [(name, value, False) for name, value in table.items() if name != ADVANCED]
         below = table.get(ADVANCED, {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-import msgspec
+from msgspec.structs import asdict
 
 from streamrl.recipe.field_types import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced
 from streamrl.recipe.objectives.catalog import (
@@ -112,9 +112,9 @@ def objective_settings(objective: Objective, *, sizes_vary: bool = False) -> Obj
     """Return ``objective`` with a value for every key: keys that are not set get the algorithm's value, the KL
     estimator one that fits ``kl_in``. ``sizes_vary``: whether groups differ in size; their advantages must then not
     depend on it."""
-    values = msgspec.structs.asdict(objective)
+    values = asdict(objective)
     method = METHODS[objective.algorithm]
-    defaults = msgspec.structs.asdict(method)
+    defaults = asdict(method)
     defaults |= {"surrogate": method.surrogate.name, "advantages": method.advantages.name}
     if sizes_vary and method.advantages.varies_with_size:
         defaults["advantages"] = "leave_one_out"

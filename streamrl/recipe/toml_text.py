@@ -11,8 +11,8 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from streamrl.base.types import JsonObject
 from streamrl.recipe.field_types import ADVANCED, keys_of
@@ -120,7 +120,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Struct):
-        value = {name: item for name, item in msgspec.structs.asdict(value).items() if item is not None}
+        value = {name: item for name, item in asdict(value).items() if item is not None}
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from streamrl.base.errors import UNDECODABLE, InputError, StreamRLError
 from streamrl.base.host_addresses import at_port
@@ -269,7 +269,7 @@ def _on_cluster(plan: ProcessPlan, places: Places) -> ProcessPlan:
     place = places.by_name.get(plan.name)
     if place is None:
         return plan
-    return replace(plan, **msgspec.structs.asdict(place))
+    return replace(plan, **asdict(place))
 
 
 def _endpoints(recipe: Recipe, processes: list[ProcessPlan], socket_directory: Path) -> dict[str, str]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from streamrl.base.types import (
     FinishReason,
+    JsonMapping,
     Prompt,
     RewardCall,
     RewardFailure,
@@ -176,7 +177,7 @@ def _tokens_of(completion: CompletionToScore) -> TokenArray:
 
 
 def choose_arguments(
-    signature: RewardSignature, columns: Mapping[str, Any], provided: Mapping[str, Any]
+    signature: RewardSignature, columns: JsonMapping, provided: JsonMapping
 ) -> dict[str, Any] | CallFailure:
     """Keyword arguments of one call. A provided name takes precedence over a column of the same name, and a column with
     the name of the first parameter is not passed. Columns are copied: a function may change its arguments."""

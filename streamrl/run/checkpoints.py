@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import anyio.to_thread
 import msgspec
+from anyio import to_thread
 
 from streamrl.base.atomic_files import make_directory, write_durable, write_link, write_sidecar
 from streamrl.base.errors import UNDECODABLE, StreamRLError, WireError
@@ -114,7 +114,7 @@ class CheckpointKeeper:
         path = self._path(self._held_version)
         latest = self._directory / LATEST
         if self._held_version in self._written and latest.resolve() != path.resolve():
-            await anyio.to_thread.run_sync(write_link, latest, path.name)
+            await to_thread.run_sync(write_link, latest, path.name)
         self._changed(self._written)
 
     async def save(self, policy_version: int, sidecar_files: Mapping[str, bytes]) -> None:
@@ -128,9 +128,9 @@ class CheckpointKeeper:
         min_free_bytes = int(self._rules.min_free_gib * (1 << 30))
         # The files reach the ranks through the file system: the state of control grows with the number of waiting
         # prompts, and a message has a limit.
-        digests = await anyio.to_thread.run_sync(_stage, path, sidecar_files)
+        digests = await to_thread.run_sync(_stage, path, sidecar_files)
         await self._trainer.save_checkpoint(str(path), policy_version, min_free_bytes, digests)
-        await anyio.to_thread.run_sync(write_link, self._directory / LATEST, path.name)
+        await to_thread.run_sync(write_link, self._directory / LATEST, path.name)
         self._saved.add(policy_version)
         self._written = [version for version in self._written if version != policy_version] + [policy_version]
         await self._prune()
@@ -149,7 +149,7 @@ class CheckpointKeeper:
         if not math.isnan(score):
             self._scores[policy_version] = score
             await self._prune()
-            await anyio.to_thread.run_sync(_write_scores, self._directory / SCORES, msgspec.json.encode(self._scores))
+            await to_thread.run_sync(_write_scores, self._directory / SCORES, msgspec.json.encode(self._scores))
 
     async def _prune(self) -> None:
         rules = self._rules
@@ -168,7 +168,7 @@ class CheckpointKeeper:
             await self._forget(self._path(version))
 
     async def _forget(self, path: Path) -> None:
-        await anyio.to_thread.run_sync(partial(shutil.rmtree, path, ignore_errors=True))
+        await to_thread.run_sync(partial(shutil.rmtree, path, ignore_errors=True))
 
     def _path(self, policy_version: int) -> Path:
         return self._directory / f"step-{policy_version:06d}"

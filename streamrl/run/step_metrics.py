@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean, pstdev
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from streamrl.base.types import FinishReason, Metrics, ScoredTrajectory
 from streamrl.buffers.slots import staleness
@@ -45,8 +44,8 @@ class StepWindow(Struct):
 
     sampled: list[SampledLength] = []
     trained: list[SampledLength] = []
-    kept_rewards: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
-    discarded_rewards: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
+    kept_rewards: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    discarded_rewards: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 class FirstLengths(Struct):
@@ -59,8 +58,8 @@ class FirstLengths(Struct):
     ``trained_tokens``, ``trained_samples``: sums over all trained samples."""
 
     limit: int
-    complete: Counter[int] = msgspec.field(default_factory=Counter)
-    stopped: Counter[int] = msgspec.field(default_factory=Counter)
+    complete: Counter[int] = field(default_factory=Counter)
+    stopped: Counter[int] = field(default_factory=Counter)
     trained_tokens: int = 0
     trained_samples: int = 0
 

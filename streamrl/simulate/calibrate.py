@@ -13,10 +13,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from statistics import NormalDist
 
-import msgspec
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
@@ -112,7 +111,7 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
 def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float, max_num_seqs: int) -> EngineModel:
     header = run.header
     return EngineModel(
-        **msgspec.structs.asdict(step.cost),
+        **asdict(step.cost),
         max_num_seqs=max_num_seqs or max(math.ceil(header.capacity / header.engines), 1),
         kv_tokens=header.kv_tokens // header.engines if any(line.preemptions for line in run.engines) else 0,
         # The front end takes one request at a time, and decoding waits for it.

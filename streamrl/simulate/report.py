@@ -7,9 +7,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from streamrl.buffers.rollout_buffer import Accounting
 from streamrl.control.actions import StepOptimizer
@@ -197,12 +196,12 @@ class Sums(Struct):
     began_s: float = 0.0
     preemptions_before: int = 0
     rows: list[StepRow] = []
-    trained: defaultdict[str, Counter[int]] = msgspec.field(default_factory=lambda: defaultdict(Counter))
-    unbiased: Counter[int] = msgspec.field(default_factory=Counter)
-    staleness: Counter[int] = msgspec.field(default_factory=Counter)
-    waits: Counter[int] = msgspec.field(default_factory=Counter)
-    group_sizes: Counter[int] = msgspec.field(default_factory=Counter)
-    reasons: Counter[str] = msgspec.field(default_factory=Counter)
+    trained: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+    unbiased: Counter[int] = field(default_factory=Counter)
+    staleness: Counter[int] = field(default_factory=Counter)
+    waits: Counter[int] = field(default_factory=Counter)
+    group_sizes: Counter[int] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     sampling_s: float = 0.0
     environment_s: float = 0.0
     batches: int = 0

@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
-import zmq
 from msgspec import Struct
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.comm.guarded_sockets import GuardedContext
-from streamrl.comm.socket_options import make_socket
+from streamrl.comm.socket_options import ByteSocket, make_socket
 from streamrl.comm.zmq_sockets import transport_of
 
 CHUNK_BYTES = 1 << 20
@@ -78,7 +77,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Message], frame: bytes | memoryvie
         raise WeightError(f"not a message of this version: {error}") from error
 
 
-def pull_socket(context: GuardedContext, kind: int, endpoint: str, *, max_frame_bytes: int) -> zmq.Socket[bytes]:
+def pull_socket(context: GuardedContext, kind: int, endpoint: str, *, max_frame_bytes: int) -> ByteSocket:
     """Make a socket that drops unsent frames when it is closed, and disconnects a peer that sends a larger frame than
     ``max_frame_bytes``."""
     transport_of(endpoint)

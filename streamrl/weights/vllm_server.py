@@ -14,10 +14,10 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import anyio.to_thread
+from anyio import to_thread
 
 from streamrl.base.errors import EngineError
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 
 
 class VllmServer:
@@ -52,12 +52,12 @@ class VllmServer:
         return [reply["checksums"]]
 
     async def _post(
-        self, route: str, *, body: Mapping[str, Any] | None = None, query: Mapping[str, str] | None = None
+        self, route: str, *, body: JsonMapping | None = None, query: Mapping[str, str] | None = None
     ) -> JsonObject:
         url = f"{self._address}/{route}"
         if query:
             url += f"?{urllib.parse.urlencode(query)}"
-        return await anyio.to_thread.run_sync(self._post_blocking, url, json.dumps(body or {}).encode())
+        return await to_thread.run_sync(self._post_blocking, url, json.dumps(body or {}).encode())
 
     def _post_blocking(self, url: str, body: bytes) -> JsonObject:
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})

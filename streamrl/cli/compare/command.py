@@ -14,6 +14,7 @@ from typing import Annotated
 
 import anyio
 import msgspec
+from anyio import to_thread
 from msgspec import structs
 
 from streamrl.base.atomic_files import make_directory, write_durable
@@ -139,5 +140,5 @@ async def compare(plan: Sequence[tuple[str, int, Recipe]], comparison: Compariso
                 screen.line(f"{title}: {run.sample_ms:.1f} ms a sample, {len(run.measured)} steps")
             write_durable(out / FIGURES, msgspec.json.format(msgspec.json.encode(comparison), indent=1))
             if comparison.runs:
-                write_durable(out / PAGE, await anyio.to_thread.run_sync(comparison_page, comparison))
+                write_durable(out / PAGE, await to_thread.run_sync(comparison_page, comparison))
     return comparison

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonMapping
 from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.toml_text import is_nested_deeper, parse_toml, value_or_text
 
@@ -41,7 +42,7 @@ class Foreign(Struct, frozen=True):
 
     dialect: str
     name: str
-    settings: Mapping[str, Any]
+    settings: JsonMapping
     directory: Path = Path()
     method: str = ""
 
@@ -84,7 +85,7 @@ def _yaml(path: Path, text: str) -> Any:
     return table
 
 
-def _referred(key: str, value: Any, flat: Mapping[str, Any], depth: int = 0) -> Any:
+def _referred(key: str, value: Any, flat: JsonMapping, depth: int = 0) -> Any:
     """Return ``value``, or the setting to which it refers as ``${a.b}`` or ``${.b}``, a key beside ``key``."""
     match = _REFERENCE.fullmatch(value) if isinstance(value, str) and depth < _REFERENCES_DEEP else None
     if match is None:
@@ -103,7 +104,7 @@ def _scalar(value: Any) -> Any:
     return True if value == {} else value
 
 
-def _dialect_of(settings: Mapping[str, Any], path: Path) -> str:
+def _dialect_of(settings: JsonMapping, path: Path) -> str:
     firsts = {key.partition(".")[0] for key in settings}
     if path.suffix == ".toml":
         if firsts & {"prompts", "rewards", "sampling"}:

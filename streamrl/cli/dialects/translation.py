@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.cli.dialects.conversions import CONVERSIONS, ForeignSettings
 from streamrl.cli.dialects.setting_files import Foreign
 from streamrl.recipe.check_fields import CheckedTable
@@ -51,7 +51,7 @@ class ForeignSetting(Struct, frozen=True):
     value: Any
     outcome: str
     here: str
-    sets: Mapping[str, Any] = {}
+    sets: JsonMapping = {}
 
 
 class Translation(Struct, frozen=True):
@@ -221,7 +221,7 @@ def _problems(path: str, value: Any) -> list[str]:
 
 
 def _recipe_text(
-    foreign: Foreign, values: Mapping[str, Any], origins: Mapping[str, list[str]], settings: Iterable[ForeignSetting]
+    foreign: Foreign, values: JsonMapping, origins: Mapping[str, list[str]], settings: Iterable[ForeignSetting]
 ) -> str:
     sections = list(keys_of(Recipe))
     tables: dict[str, list[str]] = {}

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from streamrl.base.atomic_files import new_directory
 from streamrl.base.errors import InputError, RecipeError
+from streamrl.base.types import JsonMapping
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.cli.dialects.recorded_script import translate_script
 from streamrl.cli.dialects.setting_files import read_settings
@@ -122,7 +123,7 @@ class Init(Command, frozen=True, kw_only=True):
             model = choose("Which model learns it?", MODELS, "a directory in Hugging Face format, or a name of the Hub")
         return task, model or TINY, corpus
 
-    def _make_model(self, model: str, folder: Path, until: float) -> Mapping[str, Any]:
+    def _make_model(self, model: str, folder: Path, until: float) -> JsonMapping:
         if model == TINY:
             limits = ("--steps", str(self.warm_up_steps), "--until", str(until))
             figures = make_model("warm_up", str(folder / WARM_UP), str(folder / MODEL_FOLDER), *limits)
@@ -134,7 +135,7 @@ class Init(Command, frozen=True, kw_only=True):
             return make_model("packaged", str(folder / MODEL_FOLDER))
         return {}
 
-    def _report(self, files: list[str], model_figures: Mapping[str, Any], corpus_text: str) -> None:
+    def _report(self, files: list[str], model_figures: JsonMapping, corpus_text: str) -> None:
         test = "pytest" if find_spec("pytest") else "pip install pytest && pytest"
         commands = [f"cd {shlex.quote(str(self.folder))}", test, "streamrl train recipe.toml --dry-run"]
         commands += ["streamrl try recipe.toml", "streamrl train recipe.toml"]

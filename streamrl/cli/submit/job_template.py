@@ -7,16 +7,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonMapping
 
 TEMPLATES = {path.stem: path for path in Path(__file__).with_name("templates").iterdir()}
 """Shipped templates by name: ``slurm``, ``ray_job`` and ``job_set``."""
@@ -24,7 +23,7 @@ _quoted = partial(json.dumps, ensure_ascii=False)
 _PLAIN = r"[\w.,:=+@%/\[\]-]*"
 
 
-def filled(template: Path, values: Mapping[str, Any]) -> str:
+def filled(template: Path, values: JsonMapping) -> str:
     """Return the text of ``template`` with ``values`` by the names of its placeholders.
 
     Raises ``RecipeError`` for a template that cannot be read or filled, or that has a placeholder without a value."""

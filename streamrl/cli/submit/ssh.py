@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import anyio
-import anyio.abc
+from anyio.abc import TaskGroup
 from anyio.streams.text import TextReceiveStream
 from msgspec import Struct
 
@@ -155,7 +155,7 @@ class _Host:
         self._messages: list[str] = []
         self._began_s = time.monotonic()
 
-    async def open(self, tasks: anyio.abc.TaskGroup) -> None:
+    async def open(self, tasks: TaskGroup) -> None:
         """Connect, and print the output of the host from now on."""
         # A session of its own: the terminal's Ctrl-C is an order for the run, and must not cut the connections.
         self._process = await anyio.open_process(self._command, stderr=-2, start_new_session=True)

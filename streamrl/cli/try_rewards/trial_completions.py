@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.base.messages import Generate
-from streamrl.base.types import FinishReason, JsonObjects, Prompt, TokenArray, Trajectory, token_array
+from streamrl.base.types import FinishReason, JsonMapping, JsonObjects, Prompt, TokenArray, Trajectory, token_array
 from streamrl.cli.trained_models.model_evaluation import started_engine
 from streamrl.prepare.called_rewards import trajectory_of
 from streamrl.pretrained.tokenizer import Tokenizer
@@ -46,7 +45,7 @@ class PlainText(Tokenizer):
         return token_array(list(text.encode(errors="surrogatepass")))
 
     def encode_chat(
-        self, messages: JsonObjects, tools: JsonObjects | None = None, arguments: Mapping[str, Any] | None = None
+        self, messages: JsonObjects, tools: JsonObjects | None = None, arguments: JsonMapping | None = None
     ) -> TokenArray:
         """The contents of the messages, a line each."""
         return self.encode("\n".join(str(message.get("content", "")) for message in messages))

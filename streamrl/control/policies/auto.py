@@ -17,7 +17,7 @@ import math
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from streamrl.base.types import DropReason
 from streamrl.control.actions import Decision
@@ -183,7 +183,7 @@ class AutoRounds(StatelessRounds):
 
     def snapshot(self) -> dict[str, object]:
         """Complete state: a restored policy decides as this one would."""
-        return msgspec.structs.asdict(self._state)
+        return asdict(self._state)
 
     def restore(self, state: dict[str, object]) -> None:
         """Restore the state of this policy. The state of another policy, or of a candidate that no longer exists, is

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from streamrl.base.seeds import derive_seed
 from streamrl.control.policies import sagc
@@ -71,7 +71,7 @@ class RandomSize:
         return SizingDecision(size=self.size, reason=reason, figures=_figures(self.size, rate))
 
     def snapshot(self) -> dict[str, object]:
-        return msgspec.structs.asdict(self._draws)
+        return asdict(self._draws)
 
     def restore(self, state: dict[str, object]) -> None:
         """Continue after the draws of ``state``; the state of another kind of sizing is ignored."""
@@ -167,7 +167,7 @@ class StragglerAwareSize:
         return self._decision(rate, reason, notify=bool(message))
 
     def snapshot(self) -> dict[str, object]:
-        return msgspec.structs.asdict(self._memory)
+        return asdict(self._memory)
 
     def restore(self, state: dict[str, object]) -> None:
         """Continue with ``state``; the state of another kind of sizing is ignored.

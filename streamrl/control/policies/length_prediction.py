@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 PROMPTS_REMEMBERED = 65_536
 """Number of prompts with an offset of their own (about 10 MB). The prompt observed longest ago is forgotten first."""
@@ -54,11 +53,11 @@ class PromptLengthPredictor(Struct, kw_only=True):
     ``variance``, ``persistent``: variance within a bucket, and the part of it that belongs to the prompt;
     ``longest``: longest completion of any group."""
 
-    level: FadingMean = msgspec.field(default_factory=FadingMean)
+    level: FadingMean = field(default_factory=FadingMean)
     buckets: dict[int, FadingMean] = {}
     prompts: dict[str, FadingMean] = {}
-    variance: FadingMean = msgspec.field(default_factory=lambda: FadingMean(_PRIOR_VARIANCE, _PRIOR_COUNT))
-    persistent: FadingMean = msgspec.field(
+    variance: FadingMean = field(default_factory=lambda: FadingMean(_PRIOR_VARIANCE, _PRIOR_COUNT))
+    persistent: FadingMean = field(
         default_factory=lambda: FadingMean(_PRIOR_VARIANCE * _PRIOR_PERSISTENCE, _PRIOR_COUNT)
     )
     longest: float = 0.0

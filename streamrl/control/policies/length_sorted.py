@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import asdict
 
 from streamrl.base.types import DropReason
 from streamrl.buffers.rollout_buffer import PromptRef
@@ -124,7 +125,7 @@ class LengthSortedRounds(StatelessRounds):
             self._predictor.observe(observation.prompt_id, observation.prompt_tokens, longest, stopped=deferred)
 
     def snapshot(self) -> dict[str, object]:
-        return msgspec.structs.asdict(self._predictor) | {"away": self._in_environments}
+        return asdict(self._predictor) | {"away": self._in_environments}
 
     def restore(self, state: dict[str, object]) -> None:
         """Restore the state of this policy; the state of another policy is ignored."""

@@ -7,11 +7,9 @@ the same way."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 
+from streamrl.base.types import JsonMapping
 from streamrl.control.settings import ControlSettings
 
 STEPS = "run.steps"
@@ -72,7 +70,7 @@ def why_not(key: str) -> str:
     return WHY_NOT.get(key) or WHY_NOT.get(section) or WHY_NOT[""]
 
 
-def with_values(settings: ControlSettings, values: Mapping[str, Any]) -> ControlSettings:
+def with_values(settings: ControlSettings, values: JsonMapping) -> ControlSettings:
     """``settings`` with ``values``, new values by recipe key. ``run.steps`` is skipped: ``RunState`` has it. Raises
     ``msgspec.ValidationError`` for a value of a wrong type."""
     fields = msgspec.to_builtins(settings)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import anyio
-import anyio.lowlevel
+from anyio.lowlevel import checkpoint
 from msgspec import Struct
 
 from streamrl.base.errors import EngineError, RequestRefused, WeightError
@@ -176,7 +176,7 @@ class SimulatedEngine:
         """Have these requests return their tokens so far. Unknown ids are ignored."""
         self._require_alive()
         self._finish_open([self._open[i] for i in request_ids if i in self._open])
-        await anyio.lowlevel.checkpoint()
+        await checkpoint()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop sampling at once. A step in progress is dropped."""
@@ -185,13 +185,13 @@ class SimulatedEngine:
         if mode is PauseMode.ABORT:
             self._finish_open(list(self._open.values()))
         self._notify()
-        await anyio.lowlevel.checkpoint()
+        await checkpoint()
 
     async def resume(self) -> None:
         self._require_alive()
         self._paused = False
         self._notify()
-        await anyio.lowlevel.checkpoint()
+        await checkpoint()
 
     async def sleep(self) -> None:
         """Abort the requests. Before ``wake`` no version can be staged."""
@@ -221,7 +221,7 @@ class SimulatedEngine:
                 f"{self._options.name} holds version {self._policy_version}, the delta to version"
                 f" {announcement.policy_version} starts from {base}; publish an anchor"
             )
-        await anyio.lowlevel.checkpoint()
+        await checkpoint()
         self._staged = announcement
         payload_bytes = sum(source.payload_bytes for source in announcement.sources)
         return OrderDone(order_id=0, seconds=0.0, payload_bytes=payload_bytes)
@@ -237,7 +237,7 @@ class SimulatedEngine:
             raise WeightError(
                 f"{self._options.name}: commit of version {policy_version}, but {staged_version} is staged"
             )
-        await anyio.lowlevel.checkpoint()
+        await checkpoint()
         answer = OrderDone(order_id=0, seconds=0.0, state_hash=staged.state_hash)
         if self._weights is not None:
             answer = self._weights.commit(policy_version)
@@ -250,7 +250,7 @@ class SimulatedEngine:
         """Return the checksums of the weights; without weights, the checksum of an invented parameter, which depends on
         the state hash."""
         self._require_alive()
-        await anyio.lowlevel.checkpoint()
+        await checkpoint()
         if self._weights is not None:
             return self._weights.checksums()
         return {"simulated.weight": hashlib.sha256(str(self._state_hash).encode()).hexdigest()}
@@ -275,7 +275,7 @@ class SimulatedEngine:
             self.fail("closed")
         if self._weights is not None:
             self._weights.close()
-        await anyio.lowlevel.checkpoint()
+        await checkpoint()
 
     def fail(self, reason: str) -> None:
         """Die: every pending and later call raises ``EngineError`` with ``reason``."""

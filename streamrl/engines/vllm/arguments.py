@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
 from typing import Any, get_args
 
 from streamrl.base.errors import ModelRefused
+from streamrl.base.types import JsonMapping
 from streamrl.recipe.problems import did_you_mean, short_toml
 from streamrl.recipe.sections import PIPELINE_PARALLEL
 
@@ -23,7 +23,7 @@ experts computes any expert, even one of another worker."""
 _NESTED = "speculative_config"
 
 
-def checked_arguments(arguments: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+def checked_arguments(arguments: JsonMapping, *, on_cpu: bool) -> dict[str, Any]:
     """Return the values of ``arguments`` in the types of ``AsyncEngineArgs``, by name. Raises ``ModelRefused`` for
     names that the installed vLLM lacks, for values of another type, and for values that an engine on a CPU cannot
     have."""
@@ -41,7 +41,7 @@ def checked_arguments(arguments: Mapping[str, Any], *, on_cpu: bool) -> dict[str
     return converted
 
 
-def _refuse_on_cpu(arguments: Mapping[str, Any]) -> None:
+def _refuse_on_cpu(arguments: JsonMapping) -> None:
     for name in ON_CPU:
         if name in arguments:
             raise ModelRefused(f"engines.args.{name}: an engine on a CPU has it as it must be: remove it")
@@ -51,7 +51,7 @@ def _refuse_on_cpu(arguments: Mapping[str, Any]) -> None:
             raise ModelRefused(f"engines.args.{name}: {text}")
 
 
-def _checked(path: str, arguments: Mapping[str, Any], dataclass: type[Any]) -> dict[str, Any]:
+def _checked(path: str, arguments: JsonMapping, dataclass: type[Any]) -> dict[str, Any]:
     """Convert ``arguments`` to the types of the fields of ``dataclass``. ``path``: key of the recipe, for errors."""
     import pydantic
     from vllm.version import __version__

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import psutil
+from anyio import to_thread
 from msgspec.structs import replace
 
 from streamrl.base.errors import ModelRefused
@@ -73,7 +73,7 @@ class RunEngine(VllmEngine):
 
             await self._llm.collective_rpc("streamrl_open_adapter")
             self._adapter = adapter_request()
-        digest = await anyio.to_thread.run_sync(tokenizer_digest, self._options.model_path)
+        digest = await to_thread.run_sync(tokenizer_digest, self._options.model_path)
         return replace(ready, tokenizer_digest=digest, kv_tokens=kv_tokens(self._llm))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -110,7 +110,7 @@ class RunEngine(VllmEngine):
         await super().aclose()
         if self._processes is not None:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._processes.end_all)
+                await to_thread.run_sync(self._processes.end_all)
 
     def _build(self) -> Any:
         note_phase("imports vLLM")

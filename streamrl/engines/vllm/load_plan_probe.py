@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from streamrl.engines.vllm.options import EngineOptions
 from streamrl.recipe.sections import PIPELINE_PARALLEL
 from streamrl.weights import engine_variables
 from streamrl.weights.pull.loaded_checkpoint import constant_tensors
-from streamrl.weights.pull.replica import TensorSpec
+from streamrl.weights.pull.replica import TensorSpecs
 from streamrl.weights.vllm.adapter import add_adapters, record_adapter_plan
 from streamrl.weights.vllm.load_plan import record_load_plan, run_loader, without_values
 from streamrl.weights.vllm.post_load_changes import record_post_load_changes
 
 
-def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adapter: Mapping[str, TensorSpec]) -> None:
+def probe_engine(options: EngineOptions, tensors: TensorSpecs, adapter: TensorSpecs) -> None:
     """Make the model of an engine with one worker, and record the load plans of the trained ``tensors`` and of the
     ``adapter``, by name.
 

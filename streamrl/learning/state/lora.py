@@ -37,7 +37,7 @@ from streamrl.learning.model.hugging_face import PreTrainedModel
 from streamrl.learning.model.local_shards import local_part, local_shards
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.state.masters import Masters, WholeMasters
+from streamrl.learning.state.masters import Masters, Tensors, WholeMasters
 from streamrl.learning.state.published_weights import ADAPTER_TENSORS, PEFT_PREFIX, PUBLISHED_DTYPE, PublishedWeights
 from streamrl.recipe.remote_names import cached_name
 from streamrl.recipe.sections import Lora
@@ -73,7 +73,7 @@ class AdapterWeights(PublishedWeights):
         super().__init__(policy.trained_parameters(), policy.entries)
         self.model_path = options.model_path
         layers, self.config = peft_adapters(options.lora, policy.hugging_face, options.model_path, options.seed)
-        self._master_tensors: dict[str, Tensor] = {}
+        self._master_tensors: Tensors = {}
         self._adapted: list[Adapted] = []
         for parameter in self._parameters.values():
             parameter.requires_grad_(False)
@@ -91,8 +91,8 @@ class AdapterWeights(PublishedWeights):
         self._master_tensors = self.as_tensors(self.masters.full())
         gradients = self.as_tensors(self.gradient_L)
         self._gradients = {name: local_part(tensor) for name, tensor in gradients.items()}
-        self._full_a: dict[str, Tensor] = {}
-        self._norms: dict[str, Tensor] = {}
+        self._full_a: Tensors = {}
+        self._norms: Tensors = {}
         self.refresh_forward()
 
     def _sum_of_bits(self) -> int:
@@ -194,7 +194,7 @@ class AdapterWeights(PublishedWeights):
             adapted.parameter.grad = None
 
     def save_adapter(self, directory: Path) -> None:
-        tensors: dict[str, Tensor] = {}
+        tensors: Tensors = {}
         for name, tensor in self._master_tensors.items():  # a collective on every rank
             complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             tensors[f"{PEFT_PREFIX}{name}"] = complete.to("cpu", copy=True)

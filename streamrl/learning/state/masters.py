@@ -21,6 +21,9 @@ from torch import Tensor
 
 from streamrl.learning.rank_memory import STEP_ELEMENTS
 
+Tensors = dict[str, Tensor]
+"""Tensors by name."""
+
 
 class Masters(ABC):
     """Float32 masters of ``size`` elements, read and written in parts. ``device``: device of the optimizer step."""

@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.state.masters import Masters
+from streamrl.learning.state.masters import Masters, Tensors
 from streamrl.recipe.sections import OptimizerKind
 
 # bitsandbytes warns about missing kernels for 4-bit inference, which streamrl does not use.
@@ -69,11 +69,11 @@ class MasterOptimizer:
             self._masters.write(place, values)
         self._moments.steps += 1
 
-    def moments(self) -> dict[str, Tensor]:
+    def moments(self) -> Tensors:
         """Return ``exp_avg`` and ``exp_avg_sq``, float32 [L], which may be copies; zeros before the first step."""
         return self._moments.moments()
 
-    def load_moments(self, moments: dict[str, Tensor], steps: int) -> None:
+    def load_moments(self, moments: Tensors, steps: int) -> None:
         """Set the state from a checkpoint. Results of ``moments`` are restored exactly, also in 8 bits. Moments of
         another kind of optimizer, or of other shards, are quantized again."""
         self._moments.load(moments, steps)
@@ -106,10 +106,10 @@ class _FullMoments:
             maximize=False,
         )
 
-    def moments(self) -> dict[str, Tensor]:
+    def moments(self) -> Tensors:
         return dict(self._state)
 
-    def load(self, moments: dict[str, Tensor], steps: int) -> None:
+    def load(self, moments: Tensors, steps: int) -> None:
         self.steps = steps
         self._state = {name: moment.to(self._state[name].device) for name, moment in moments.items()}
 
@@ -154,8 +154,8 @@ class _QuantizedMoments:
         chunk.grad = None
         chunk.data = values.new_empty(0)
 
-    def moments(self) -> dict[str, Tensor]:
-        moments: dict[str, Tensor] = {}
+    def moments(self) -> Tensors:
+        moments: Tensors = {}
         for name, (codes, scales, levels) in self.NAMES.items():
             parts = []
             for chunk, place in zip(self._chunks, self._places, strict=True):
@@ -165,7 +165,7 @@ class _QuantizedMoments:
             moments[name] = torch.cat(parts)
         return moments
 
-    def load(self, moments: dict[str, Tensor], steps: int) -> None:
+    def load(self, moments: Tensors, steps: int) -> None:
         self.steps = steps
         for name, (codes, scales, levels) in self.NAMES.items():
             for chunk, place in zip(self._chunks, self._places, strict=True):

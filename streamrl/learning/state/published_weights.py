@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.learning.model.architecture import CheckpointEntry
 from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards
-from streamrl.learning.state.masters import Masters, SplitMasters, WholeMasters
+from streamrl.learning.state.masters import Masters, SplitMasters, Tensors, WholeMasters
 
 PUBLISHED_DTYPE = torch.bfloat16
 PEFT_PREFIX = "base_model.model."
@@ -95,7 +95,7 @@ class PublishedWeights(ABC):
         """Published bits of this rank as flat uint16 arrays, by name. They may be views, valid until a step."""
         return {name: bit_array(values) for name, values in self.values().items()}
 
-    def values(self) -> dict[str, Tensor]:
+    def values(self) -> Tensors:
         """Float32 values of ``bits`` on their device: flat views, by name, which are valid until a step."""
         flat = {name: local_part(parameter.detach()).reshape(-1) for name, parameter in self._parameters.items()}
         starts = {shard.name: shard.start for shard in self._parameter_shards}
@@ -107,10 +107,10 @@ class PublishedWeights(ABC):
     def save_adapter(self, directory: Path) -> None:  # noqa: B027 - without adapters there is no file
         """Write the adapters, if there are any, in peft's format, which engines load. Collective; rank 0 writes."""
 
-    def as_tensors(self, flat_L: Tensor) -> dict[str, Tensor]:
+    def as_tensors(self, flat_L: Tensor) -> Tensors:
         """Views of a float32 vector (masters or an optimizer moment) as full or distributed tensors, for checkpoints.
         They have the memory of the vector, also where it is in CPU memory and the mesh is of CUDA devices."""
-        tensors: dict[str, Tensor] = {}
+        tensors: Tensors = {}
         for shard, like in zip(self.master_shards, self._master_tensors.values(), strict=True):
             local = flat_L.detach()[shard.place].view(shard.local_shape)
             if isinstance(like, DTensor):
@@ -123,11 +123,11 @@ class PublishedWeights(ABC):
         return self._parameters[parameter].detach()
 
     @torch.no_grad()
-    def full_published(self) -> dict[str, Tensor]:
+    def full_published(self) -> Tensors:
         """All tensors of the model, complete, in bfloat16 on the CPU, adapters merged. Collective. The first rank gets
         them, the other ranks get an empty dictionary."""
         is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-        complete: dict[str, Tensor] = {}
+        complete: Tensors = {}
         for name in self._parameters:
             published = self._saved(name).to(PUBLISHED_DTYPE)
             full_tensor = published.full_tensor() if isinstance(published, DTensor) else published
@@ -136,7 +136,7 @@ class PublishedWeights(ABC):
                 complete[name] = full_tensor.to("cpu", copy=True)
         if not is_first_rank:
             return {}
-        tensors: dict[str, Tensor] = {}
+        tensors: Tensors = {}
         for name, parameter_name, shape, first in self._entries:
             tensor = complete[parameter_name].flatten()[first:][: torch.Size(shape).numel()].view(shape)
             # Cloned where several tensors share a parameter: safetensors refuses views of one storage.

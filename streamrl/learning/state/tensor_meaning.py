@@ -6,13 +6,13 @@ settings of adapters, and the model's ``config.json``. With other ones the same 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.pretrained.model_facts import read_model_config
 from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.sections import Lora
@@ -52,7 +52,7 @@ def other_meanings(checkpoint: Path, lora: Lora, model_path: str) -> Iterator[st
         )
 
 
-def _other_adapters(saved: Mapping[str, Any], lora: Lora) -> Iterator[str]:
+def _other_adapters(saved: JsonMapping, lora: Lora) -> Iterator[str]:
     if not saved or not lora.rank:
         if saved:
             rank = saved["r"]
@@ -68,7 +68,7 @@ def _other_adapters(saved: Mapping[str, Any], lora: Lora) -> Iterator[str]:
             yield f"lora.{key}: {_text(value)}, and the checkpoint has {_text(before)}: keep it, {_OR_ITS_WEIGHTS}"
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def _differences(before: JsonMapping, now: JsonMapping, path: str = "") -> Iterator[str]:
     for key in sorted({*before, *now}):
         values = before.get(key), now.get(key)
         if _WITHOUT_MEANING.fullmatch(key) or values[0] == values[1]:
@@ -79,7 +79,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = 
             yield f"{path}{key}"
 
 
-def _at(config: Mapping[str, Any], path: str) -> str:
+def _at(config: JsonMapping, path: str) -> str:
     value: Any = config
     for key in path.split("."):
         value = value.get(key)

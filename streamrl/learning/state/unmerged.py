@@ -23,6 +23,7 @@ from streamrl.learning.model.local_shards import LocalShard, local_part
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.lora import Adapted, AdapterWeights, peft_adapters
+from streamrl.learning.state.masters import Tensors
 from streamrl.learning.state.published_weights import PEFT_PREFIX, PUBLISHED_DTYPE
 from streamrl.recipe.sections import Lora
 
@@ -32,7 +33,7 @@ class UnmergedAdapters(AdapterWeights):
 
     def __init__(self, options: TrainerOptions, policy: PackedPolicy) -> None:
         self._policy = policy
-        self._leaves: dict[str, Tensor] = {}
+        self._leaves: Tensors = {}
         self._scales: dict[str, float] = {}
         super().__init__(options, policy)
         self._elements = super().total_elements
@@ -45,7 +46,7 @@ class UnmergedAdapters(AdapterWeights):
     def total_elements(self) -> int:
         return self._elements
 
-    def values(self) -> dict[str, Tensor]:
+    def values(self) -> Tensors:
         return {
             f"{PEFT_PREFIX}{shard.name}": _local_range(self._leaves[shard.name].detach(), shard)
             for shard in self.master_shards

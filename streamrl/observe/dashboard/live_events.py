@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import msgspec
+from anyio import to_thread
 from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -148,9 +148,9 @@ class LiveEvents(Response):
                 if limit.cancelled_caught:
                     return
                 sent_at = anyio.current_time()
-            await anyio.to_thread.run_sync(view.refresh)
-            text = await anyio.to_thread.run_sync(self._text)
-            summary = await anyio.to_thread.run_sync(view.summary)
+            await to_thread.run_sync(view.refresh)
+            text = await to_thread.run_sync(self._text)
+            summary = await to_thread.run_sync(view.summary)
             if summary["state"] != state:
                 state = summary["state"]
                 text = text + _event("state", summary)

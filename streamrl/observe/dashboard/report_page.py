@@ -7,16 +7,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.observe.dashboard.run_view import ANSWERS, RunView, RunViews, recipe_differences
 from streamrl.observe.dashboard.sample_rows import SampleFilter
 
@@ -35,7 +34,7 @@ def page_files() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if Path(file.name).suffix in TYPES}
 
 
-def report_page(places: Sequence[Path], further_answers: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+def report_page(places: Sequence[Path], further_answers: JsonMapping = MappingProxyType({})) -> bytes:
     """Return the report on the runs in ``places``. ``further_answers``: further answers of the page, by path. Raises
     ``StreamRLError`` where one of ``places`` has no file of a run."""
     views = RunViews(places).views()

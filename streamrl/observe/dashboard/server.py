@@ -10,9 +10,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import anyio.to_thread
 import msgspec
 import uvicorn
+from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -84,7 +84,7 @@ class DashboardServer(RunViews):
                 view.refresh(timeline=False)
             return [view.summary() for view in views]
 
-        return _json(await anyio.to_thread.run_sync(summaries))
+        return _json(await to_thread.run_sync(summaries))
 
     async def _compare(self, request: Request) -> Response:
         try:
@@ -95,23 +95,23 @@ class DashboardServer(RunViews):
         return _json({"recipe_differences": recipe_differences(views)})
 
     async def _view(self, number: int) -> RunView:
-        views = list(self._views.values()) or await anyio.to_thread.run_sync(self.views)
+        views = list(self._views.values()) or await to_thread.run_sync(self.views)
         if not 0 <= number < len(views):
             raise HTTPException(404, f"there is no run {number}: /api/runs lists {len(views)}")
         return views[number]
 
     async def _refreshed_view(self, request: Request) -> RunView:
         view = await self._view(request.path_params["number"])
-        await anyio.to_thread.run_sync(view.refresh)
+        await to_thread.run_sync(view.refresh)
         return view
 
     async def _answer(self, answer: Callable[[Request, RunView], Any], request: Request) -> Response:
         view = await self._refreshed_view(request)
-        return _json(await anyio.to_thread.run_sync(answer, request, view))
+        return _json(await to_thread.run_sync(answer, request, view))
 
     async def _timeline(self, request: Request) -> Response:
         view = await self._refreshed_view(request)
-        length, parts = await anyio.to_thread.run_sync(view.timeline.block)
+        length, parts = await to_thread.run_sync(view.timeline.block)
         headers = HEADERS | {"Content-Length": str(length)}
         return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
 from streamrl.base.errors import UNDECODABLE
@@ -322,7 +322,7 @@ def natural(name: str) -> tuple[str, int]:
 
 def step_row(step: StepLine) -> JsonObject:
     """Return a step as the page gets it."""
-    return {"step": step.policy_version} | msgspec.structs.asdict(step)
+    return {"step": step.policy_version} | asdict(step)
 
 
 def event_row(event: EventLine) -> JsonObject:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from streamrl.base.errors import InputError
 from streamrl.base.line_file import bounded_lines, decoded_lines, open_regular, open_rotated
-from streamrl.base.types import JsonObject, Metrics
+from streamrl.base.types import JsonMapping, JsonObject, Metrics
 from streamrl.observe.run_files.redaction import Redaction, run_redaction
 from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.toml_text import parse_toml
@@ -72,7 +72,7 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max
 
 
-def set_size(name: str, values: Mapping[str, Any]) -> float | None:
+def set_size(name: str, values: JsonMapping) -> float | None:
     """Return the number of prompts of the score ``name`` among the ``values`` of an evaluation. Scores on different
     numbers of prompts are not comparable. None: it is not known."""
     held_out_set = name.rpartition("/")[0]

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, variance
-from typing import Any
 
 from streamrl.base.run_events import RunStarted, StepFinished
-from streamrl.base.types import JsonObject, Metrics
+from streamrl.base.types import JsonMapping, JsonObject, Metrics
 from streamrl.control.actions import ALL_STEPS_DONE
 from streamrl.observe.run_files.run_reader import RunFiles, set_size
 from streamrl.observe.terminal.curve import Curve, terminal_plot
@@ -129,7 +128,7 @@ class RunHistory:
         if len(self.rewards) > MOST_POINTS:
             self.rewards = dict([*self.rewards.items()][::2])
 
-    def evaluated(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def evaluated(self, step: int, metrics: JsonMapping) -> None:
         """Add an evaluation. Only the first of several held-out sets is followed."""
         for name, value in metrics.items():
             held_out_set, _, score = name.rpartition("/")

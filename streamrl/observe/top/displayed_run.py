@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from streamrl.base import run_events
 from streamrl.base.printable import one_line
-from streamrl.base.types import Metrics
+from streamrl.base.types import JsonMapping, Metrics
 from streamrl.observe.run_files.run_reader import MetricLine, set_size
 from streamrl.observe.telemetry import Telemetry, to_run_event
 from streamrl.observe.terminal.step_line import duration, evaluation_line
@@ -50,8 +50,8 @@ class Picture:
         self.end_text = ""  # empty while the run goes on
         self.gone = False
         self.live: Live | None = None
-        self.history: dict[int, Mapping[str, Any]] = {}
-        self.scores: dict[int, Mapping[str, Any]] = {}
+        self.history: dict[int, JsonMapping] = {}
+        self.scores: dict[int, JsonMapping] = {}
         self.events: deque[ShownEvent] = deque(maxlen=MOST_EVENTS)
         self._message_s = -1.0  # when the last message came, by the clock
         self._message_time = 0.0  # the time in the last message, since 1970
@@ -146,7 +146,7 @@ class Picture:
         return "running", "green"
 
     @property
-    def last(self) -> Mapping[str, Any]:
+    def last(self) -> JsonMapping:
         """Metrics of the last step."""
         return _last_row(self.history)
 
@@ -183,13 +183,13 @@ class Picture:
         return [(step, metrics.get("time/step_s") or 0.0, _wait_shares(metrics)) for step, metrics in rows]
 
 
-def _last_row(rows: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+def _last_row(rows: Mapping[int, JsonMapping]) -> JsonMapping:
     if not rows:
         return {}
     return rows[max(rows)]
 
 
-def _wait_shares(metrics: Mapping[str, Any]) -> Metrics:
+def _wait_shares(metrics: JsonMapping) -> Metrics:
     return {
         name.removeprefix(WAIT_METRICS): share
         for name, share in sorted(metrics.items())

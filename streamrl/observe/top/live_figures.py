@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio
-import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from streamrl.base.messages import EngineLoad
 from streamrl.buffers.rollout_buffer import Group
@@ -119,7 +119,7 @@ class LiveFigures(Observer):
         with self._scope:
             while True:
                 began = time.monotonic()
-                self._publish("live", msgspec.structs.asdict(self.figures(began)))
+                self._publish("live", asdict(self.figures(began)))
                 await anyio.sleep(pause_after(time.monotonic() - began))
 
     def end(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import glob
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from streamrl.base.atomic_files import SHARED, make_directory, write_durable
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonMapping
 from streamrl.prepare.hub import messages
 from streamrl.prepare.hub.failures import no_room, sentence
 from streamrl.prepare.hub.messages import HubAnswer, WantedFiles, answer_s
@@ -187,7 +188,7 @@ def _data_files(request: WantedFiles, repository: _Files) -> DataFiles:
     names = list(repository.sizes)
     if request.files:
         return DataFiles(matching(request.files, names))
-    card: Mapping[str, Any] = {}
+    card: JsonMapping = {}
     name = repository.name
     if "README.md" in names:
         path = hf_hub_download(name.repository, "README.md", repo_type=name.kind, revision=name.revision)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 import anyio
-import anyio.abc
 import msgspec
+from anyio.abc import TaskGroup
 from msgspec import Struct, structs
 
 from streamrl.base.atomic_files import write_atomic, write_durable
@@ -122,7 +122,7 @@ class ClusterLauncher:
         self._failed_joins = FailedJoins()
         self._run_host: HostFacts | None = None
         self._placing = False
-        self._nursery: anyio.abc.TaskGroup
+        self._nursery: TaskGroup
 
     # ---- a launcher ------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class ClusterLauncher:
 
     # ---- hosts -----------------------------------------------------------------------------------
 
-    async def run(self, nursery: anyio.abc.TaskGroup) -> None:
+    async def run(self, nursery: TaskGroup) -> None:
         """Start daemons on the hosts that the run needs, and watch these hosts in ``nursery``. Raises ``StreamRLError``
         where there are too few hosts, or one cannot serve."""
         self._nursery = nursery

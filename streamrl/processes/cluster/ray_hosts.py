@@ -21,8 +21,8 @@ from types import ModuleType
 from typing import IO, Any
 
 import anyio
-import anyio.to_thread
 import msgspec
+from anyio import to_thread
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
@@ -89,7 +89,7 @@ class RayLink(DaemonLink):
         """End the daemon with all processes below it."""
         with suppress(DaemonGone, OSError), anyio.move_on_after(10.0):
             await self._call(self._actor.close.remote())
-        await anyio.to_thread.run_sync(self.give_back)
+        await to_thread.run_sync(self.give_back)
 
     def give_back(self) -> None:
         """Kill the daemon and remove its placement group. Idempotent. Blocks while Ray's head does not answer."""
@@ -119,8 +119,8 @@ class RayHosts:
     async def offers(self) -> list[HostOffer]:
         """Return the hosts that are alive, the run's own first. The newest raylet of a host counts."""
         try:
-            nodes: list[JsonObject] = await anyio.to_thread.run_sync(self._ray.nodes)
-            free = await anyio.to_thread.run_sync(_free_gpus)
+            nodes: list[JsonObject] = await to_thread.run_sync(self._ray.nodes)
+            free = await to_thread.run_sync(_free_gpus)
         except (self._ray.exceptions.RayError, RuntimeError, ValueError) as error:
             raise RecipeError(f"cluster: Ray's head does not answer now: {_first_line(error)}") from error
         alive = {node["NodeManagerAddress"]: node for node in nodes if node["Alive"]}
@@ -150,13 +150,11 @@ class RayHosts:
             if count:
                 bundle["GPU"] = float(count)
             bundles.append(bundle)
-        groups = await anyio.to_thread.run_sync(lambda: [placement_group([bundle]) for bundle in bundles])
+        groups = await to_thread.run_sync(lambda: [placement_group([bundle]) for bundle in bundles])
         began_s = anyio.current_time()
-        are_ready = [
-            await anyio.to_thread.run_sync(partial(group.wait, _remaining_start_s(began_s))) for group in groups
-        ]
+        are_ready = [await to_thread.run_sync(partial(group.wait, _remaining_start_s(began_s))) for group in groups]
         if not all(are_ready):
-            await anyio.to_thread.run_sync(lambda: [remove_placement_group(group) for group in groups])
+            await to_thread.run_sync(lambda: [remove_placement_group(group) for group in groups])
             requested = ", ".join(f"{offer.name}: {count} GPUs" for offer, count in gpus.items())
             raise RecipeError(
                 f"Ray did not give this run its hosts within {START_S:g} s ({requested}): see `ray status`"
@@ -183,7 +181,7 @@ class RayHosts:
                 facts = [await link.facts() for link in links]
         except (DaemonGone, OSError) as error:
             for link in links:
-                await anyio.to_thread.run_sync(link.give_back)
+                await to_thread.run_sync(link.give_back)
             raise RecipeError(f"a daemon could not be started: {str(error) or 'it took too long'}") from error
         return list(zip(links, facts, strict=True))
 
@@ -221,7 +219,7 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
             try:
                 with _stderr_to(stderr_file):
                     # In a thread, where Ray does not install a handler of SIGTERM.
-                    await anyio.to_thread.run_sync(partial(connect, configure_logging=False))
+                    await to_thread.run_sync(partial(connect, configure_logging=False))
                     _restore_signals()
             finally:
                 stderr_file.seek(0)
@@ -238,7 +236,7 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
         yield hosts
     finally:
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(ray.shutdown)
+            await to_thread.run_sync(ray.shutdown)
             _restore_signals()
 
 

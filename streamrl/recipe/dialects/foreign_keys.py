@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.recipe.field_types import as_written, paths_in_view
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value, value_or_text
@@ -44,9 +44,7 @@ class Row(Struct, frozen=True):
 
 
 @cache
-def _table() -> tuple[
-    Mapping[str, Mapping[str, Row]], Mapping[str, Mapping[str, Any]], Mapping[str, str], Mapping[str, str]
-]:
+def _table() -> tuple[Mapping[str, Mapping[str, Row]], Mapping[str, JsonMapping], Mapping[str, str], Mapping[str, str]]:
     """Read (rows of each system by key, defaults of each system, arguments of vLLM that a recipe cannot set,
     switches)."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
@@ -88,7 +86,7 @@ def switches() -> Mapping[str, str]:
     return _table()[3]
 
 
-def defaults_of(dialect: str, method: str = "") -> Mapping[str, Any]:
+def defaults_of(dialect: str, method: str = "") -> JsonMapping:
     """Return the defaults of a system that differ from the recipe's, or from which another of its keys is computed.
     ``method``: method of the system whose defaults differ from those of its others, such as RLOO."""
     defaults = _table()[1]

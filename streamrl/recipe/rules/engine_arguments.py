@@ -4,9 +4,8 @@ checked by the dry run and by every engine process with the installed vLLM (``en
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from streamrl.base.types import SamplingSettings
+from streamrl.base.types import JsonMapping, SamplingSettings
 from streamrl.recipe.dialects.foreign_keys import owned_arguments
 from streamrl.recipe.field_types import keys_of
 from streamrl.recipe.problems import short_toml
@@ -22,7 +21,7 @@ KEPT_BY_SPECULATION = {"temperature", "top_p", "top_k", "max_tokens", "stop"}
 """Sampling settings that vLLM applies to drafted tokens, too."""
 
 
-def _arguments(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _arguments(recipe: Recipe) -> Iterator[tuple[str, JsonMapping]]:
     """Yield (path, arguments) of ``engines.args``, and of each set."""
     yield "engines.args", recipe.engines.args
     for index, shape in enumerate(recipe.engines.sets):

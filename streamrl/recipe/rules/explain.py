@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 from msgspec import inspect
+from msgspec.structs import asdict
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.check_fields import expected
@@ -119,7 +120,7 @@ def algorithm_lines() -> list[str]:
     """Return the fields that each algorithm sets, one line for each algorithm."""
     lines = []
     for method in METHODS.values():
-        values = msgspec.structs.asdict(method)
+        values = asdict(method)
         values |= {"surrogate": method.surrogate.name, "advantages": method.advantages.name}
         fields = ", ".join(
             f"{name} = {short_toml(value)}"

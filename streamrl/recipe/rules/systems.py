@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.recipe.problems import Origin, problem, short_toml
 from streamrl.recipe.scheduling import System
 
@@ -38,7 +38,7 @@ def _essential(key: str, value: Any, source: str, *alternatives: Any) -> Setting
     return Setting(key, value, source, (value, *alternatives))
 
 
-def _number(table: Mapping[str, Any], section: str, key: str, default: int) -> int:
+def _number(table: JsonMapping, section: str, key: str, default: int) -> int:
     """The integer at ``section.key`` of a recipe's table, or ``default``."""
     keys = table.get(section)
     number = keys.get(key, default) if isinstance(keys, Mapping) else default

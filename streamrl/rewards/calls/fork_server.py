@@ -10,13 +10,13 @@ its children and ends. While it imports it cannot read the socket; then the end 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -69,7 +69,7 @@ class ForkServer:
         while True:
             ready = {descriptor for descriptor, _ in poll.poll(_EXPLAIN_POLL_MS if self._pending_kills else None)}
             if wake_read in ready:
-                with contextlib.suppress(BlockingIOError):
+                with suppress(BlockingIOError):
                     os.read(wake_read, 4096)
             self._reap()
             self._kill_pending()
@@ -188,7 +188,7 @@ class ForkServer:
         """Kill processes that ended call processes have left behind; they are children of the fork server now."""
         for pid in _child_pids():
             if pid not in self._children and pid not in self._started_by_imports:
-                with contextlib.suppress(ProcessLookupError):
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def _leave(self) -> None:
@@ -206,7 +206,7 @@ class ForkServer:
 
     def _report(self, event: ServerEvent) -> None:
         # Where the worker is gone, the next ``recv_fds`` of ``serve`` ends this process.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with suppress(BrokenPipeError, ConnectionResetError):
             self._control.send(msgspec.msgpack.encode(event))
 
 
@@ -215,9 +215,9 @@ def _child_pids() -> list[int]:
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # the process may not have made its own session yet
+    with suppress(ProcessLookupError):  # the process may not have made its own session yet
         os.kill(pid, signal.SIGKILL)
 
 

@@ -21,7 +21,6 @@ it. The calls behind it are queued again when the process ends, or when the olde
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import logging
 import os
@@ -30,12 +29,13 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
-import anyio.abc
-import anyio.to_thread
 import msgspec
+from anyio import to_thread
+from anyio.abc import TaskGroup
 from msgspec import Struct
 
 from streamrl.base.errors import RecipeError, StreamRLError
@@ -212,7 +212,7 @@ class _ForkServerClient:
     """The worker's end of the fork server. ``children``: call processes whose end has not been reported;
     ``starts_since_ready``: number of processes in a row that ended before they were ready."""
 
-    def __init__(self, rewards: Sequence[Reward], tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(self, rewards: Sequence[Reward], tasks: TaskGroup) -> None:
         self.children: dict[int, CallChild] = {}
         self.starts_since_ready = 0
         self._rewards = list(rewards)
@@ -270,7 +270,7 @@ class _ForkServerClient:
             return
         self._control.shutdown(socket.SHUT_RDWR)
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(end_session, self._process, _LEAVE_LIMIT_S)
+            await to_thread.run_sync(end_session, self._process, _LEAVE_LIMIT_S)
         self._control.close()
         self._process = None
         self._control = None
@@ -313,7 +313,7 @@ class _ForkServerClient:
 
     def _send(self, order: ServerOrder, descriptors: Sequence[int] = ()) -> None:
         assert self._control is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # ``_watch`` notices the end of the server
+        with suppress(BrokenPipeError, ConnectionResetError):  # ``_watch`` notices the end of the server
             socket.send_fds(self._control, [msgspec.msgpack.encode(order)], list(descriptors))
 
     async def _receive(self) -> Any:
@@ -479,7 +479,7 @@ class CallPool:
             self._children.add(child)
             self._server.fork(child, self._memory_bytes)
             reason = f"it was not ready within {_READY_LIMIT_S:g} s"
-            with anyio.move_on_after(_READY_LIMIT_S), contextlib.suppress(msgspec.DecodeError):
+            with anyio.move_on_after(_READY_LIMIT_S), suppress(msgspec.DecodeError):
                 if await child.receive() is not None:
                     self._server.starts_since_ready = 0
                     return child
@@ -745,7 +745,7 @@ async def _log_output(descriptor: int, process: str) -> None:
     def read() -> bool:
         """Log the content of the pipe; False: the pipe has ended."""
         nonlocal printed_bytes
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             for _ in range(16):  # at most 4 MiB at a time: the loop has other work
                 content = os.read(descriptor, _BYTES)
                 if not content:

@@ -7,7 +7,6 @@ function."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import faulthandler
 import gc
@@ -20,6 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -155,7 +155,7 @@ class SyncServer:
             del error
         if os.getpid() != self._pid:  # the function forked, and this is the child
             _exit(0)
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # user code may close or replace stdout
+        with suppress(OSError, ValueError, AttributeError):  # user code may close or replace stdout
             sys.stdout.flush()
         self._retired = exhausted or self._recycling.is_due()
         answer = CallAnswer(order.sequence, seconds, list(values), self._retired, exhausted)

@@ -9,13 +9,14 @@ import random
 import sqlite3
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 from weakref import WeakValueDictionary
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.host_addresses import is_loopback
+from streamrl.base.types import JsonMapping
 
 if TYPE_CHECKING:
     import httpx
@@ -62,7 +63,7 @@ class JudgeClient:
             self._proxy = proxy_of(self._endpoint)
         self._connections: tuple[httpx.AsyncClient, asyncio.Semaphore] | None = None
 
-    async def ask(self, route: str, body: Mapping[str, Any]) -> str:
+    async def ask(self, route: str, body: JsonMapping) -> str:
         """The text that the model wrote. Raises ``JudgeError`` when the last attempt failed as well."""
         if self._socket_path == "":
             raise JudgeError("there is nobody to ask: set endpoint, or run a recipe whose [judge] has a model")
@@ -98,7 +99,7 @@ class JudgeClient:
             return ""
         return f" through the proxy {self._proxy.rpartition('@')[2]} (no_proxy names hosts that are asked without it)"
 
-    async def _ask(self, http: httpx.AsyncClient, route: str, body: Mapping[str, Any]) -> str:
+    async def _ask(self, http: httpx.AsyncClient, route: str, body: JsonMapping) -> str:
         import httpx
 
         url = f"{self._endpoint}/{route}"

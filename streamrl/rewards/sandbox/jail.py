@@ -8,7 +8,6 @@ only the standard library: the zygote loads this file."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from streamrl.rewards.sandbox import files, seccomp
@@ -218,7 +218,7 @@ def _kill_descendants() -> None:
         except OSError:  # a kernel without this file
             pids = []
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
             if os.wait4(-1, 0 if pids else os.WNOHANG)[0] == 0:
@@ -229,7 +229,7 @@ def _kill_descendants() -> None:
 
 def _report(fd: int, report: dict[str, Any]) -> None:
     # A report that cannot be written has no reader: the zygote is gone.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.write(fd, json.dumps(report).encode() + b"\n")
 
 

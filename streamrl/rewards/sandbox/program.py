@@ -6,7 +6,6 @@ library."""
 from __future__ import annotations
 
 import atexit
-import contextlib
 import io
 import json
 import os
@@ -15,6 +14,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from streamrl.rewards.sandbox.values import encode
@@ -128,7 +128,7 @@ def _exit_code(code: object) -> int:
         return 0
     if isinstance(code, int):
         return code & 0xFF
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         sys.stderr.write(f"{code}\n")
     return 1
 

@@ -16,12 +16,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import anyio.to_thread
 import msgspec
+from anyio import to_thread
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -224,7 +225,7 @@ class _Zygote:
             self._end(f"the sandbox does not answer ({type(error).__name__}: {error})")
             raise SandboxError("the sandbox does not answer: it is started again for the next run") from error
         except asyncio.CancelledError:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._control.send(json.dumps({"cancel": run_id}).encode())
             raise
         finally:
@@ -236,7 +237,7 @@ class _Zygote:
     async def aclose(self) -> None:
         self._end("the sandbox was closed")
         try:
-            await anyio.to_thread.run_sync(end_session, self._process, _END_S)
+            await to_thread.run_sync(end_session, self._process, _END_S)
         finally:
             os.close(self._errors)
 

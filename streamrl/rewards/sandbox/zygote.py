@@ -9,7 +9,6 @@ in the memory of another run. It ends with the socket, and all processes that it
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import json
@@ -21,6 +20,7 @@ import site
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from streamrl.rewards.sandbox import files, jail, program, seccomp
@@ -131,11 +131,11 @@ def _run_zygote(
 def _warm_up() -> None:
     os.environ.clear()
     for name in _WARM_MODULES:
-        with contextlib.suppress(ImportError):  # the interpreter was built without the module
+        with suppress(ImportError):  # the interpreter was built without the module
             importlib.import_module(name)
     site.setquit()  # exit() and quit(), which programs use
     # Where memory is short, the kernel is to kill the sandbox before the trainer.
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.collect()

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
+from anyio import to_thread
 
 from streamrl.base.errors import EpochLost, StoreError, StreamRLError
 from streamrl.base.run_events import RunWarning
@@ -80,7 +80,7 @@ class CheckpointCopies:
             patience_s = math.inf
             newest = max(versions, default=0)
             try:
-                await anyio.to_thread.run_sync(partial(self._synchronise, versions), abandon_on_cancel=True)
+                await to_thread.run_sync(partial(self._synchronise, versions), abandon_on_cancel=True)
             except EpochLost as error:
                 self._epoch_lost = True
                 self._settled.set()
@@ -151,7 +151,7 @@ async def open_copies(
     wants none. Raises ``StoreError`` where another process runs the same run, or the store has another run."""
     epochs = {}
     for url in dict.fromkeys(filter(None, (recipe.checkpoint.copy_to, recipe.weights.transport))):
-        epochs[url] = await anyio.to_thread.run_sync(take_epoch, place_of_run(url, run_directory), run_directory)
+        epochs[url] = await to_thread.run_sync(take_epoch, place_of_run(url, run_directory), run_directory)
     if not recipe.checkpoint.copy_to:
         return None
 
@@ -159,5 +159,5 @@ async def open_copies(
         await emit(RunWarning(step=step, message=message))
 
     place = f"{place_of_run(recipe.checkpoint.copy_to, run_directory)}/checkpoints"
-    store = await anyio.to_thread.run_sync(ObjectStore, place)
+    store = await to_thread.run_sync(ObjectStore, place)
     return CheckpointCopies(store, epochs[recipe.checkpoint.copy_to], run_directory / "checkpoints", warn)

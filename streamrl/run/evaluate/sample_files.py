@@ -10,9 +10,9 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import anyio.to_thread
 import msgspec
-from msgspec.structs import replace
+from anyio import to_thread
+from msgspec.structs import asdict, replace
 
 from streamrl.base.atomic_files import MOST_BYTES, remove_oldest, write_durable
 from streamrl.base.errors import StreamRLError
@@ -105,7 +105,7 @@ def sample_of(scored: ScoredTrajectory, tokenizer: Tokenizer, *, step: int, choi
 
 def _stored(sample: CompletionSampled, scored: ScoredTrajectory, tokenizer: Tokenizer) -> StoredSample:
     """Return ``sample`` with its tokens."""
-    stored = StoredSample(**msgspec.structs.asdict(sample), turn_rewards=scored.trajectory.turn_rewards)
+    stored = StoredSample(**asdict(sample), turn_rewards=scored.trajectory.turn_rewards)
     if sample.tokens > MOST_TOKENS:
         return stored
     turns = [segment for segment in scored.trajectory.segments if segment.trained]
@@ -138,7 +138,7 @@ async def write_evaluation(
     ``most_bytes``: limit of all files in ``directory``, above which the oldest ones are removed."""
     path = directory / f"step-{policy_version:06d}.jsonl"
     try:
-        await anyio.to_thread.run_sync(_write_lines, path, list(outcomes), tokenizer, sets or {}, most_bytes)
+        await to_thread.run_sync(_write_lines, path, list(outcomes), tokenizer, sets or {}, most_bytes)
     except OSError as error:
         raise StreamRLError(
             f"the samples of the evaluation at step {policy_version} could not be written to {path}: {error}; "

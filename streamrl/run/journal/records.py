@@ -7,7 +7,7 @@ engines hold a newer version by then."""
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import asdict
 
 from streamrl.base.errors import StreamRLError, WireError
 from streamrl.base.messages import ReturnedCall
@@ -182,7 +182,7 @@ def content_records(identity: TrajectoryId, content: Content) -> list[JournalRec
 
 def trajectory_of(sampled: JournalSampled, prompt: Prompt) -> Trajectory:
     """Return the trajectory of a record: the inverse of ``sampled_record``."""
-    return Trajectory(prompt=prompt, **msgspec.structs.asdict(sampled))
+    return Trajectory(prompt=prompt, **asdict(sampled))
 
 
 def scored_trajectory(trajectory: Trajectory, scored: JournalScored) -> ScoredTrajectory:

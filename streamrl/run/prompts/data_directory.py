@@ -3,14 +3,14 @@ of ``datasets``. ``open_prompts`` calls it in the process that draws or checks p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
+from streamrl.base.types import JsonMapping
 from streamrl.run.prompts.data_files import DEFAULT, choose_files, files_of_split
 
 _SAVED = "state.json"
@@ -26,7 +26,7 @@ class _SavedFile(Struct):
 class _SavedState(Struct):
     """``state.json`` of ``Dataset.save_to_disk``."""
 
-    files: list[_SavedFile] = msgspec.field(name="_data_files")
+    files: list[_SavedFile] = field(name="_data_files")
 
 
 class _SavedSplits(Struct):
@@ -50,7 +50,7 @@ def find_files(path: Path, config: str = "", split: str = "") -> list[Path]:
         if split:
             raise RecipeError(f'has no splits, so no "{split}": remove the option')
         return [_inside(path, file.filename) for file in _decode(path / _SAVED, _SavedState).files]
-    card: Mapping[str, Any] = {}
+    card: JsonMapping = {}
     names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
     if "README.md" in names:
         from huggingface_hub.repocard import metadata_load  # takes a third of a second

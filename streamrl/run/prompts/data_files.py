@@ -8,12 +8,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsspec.utils import glob_translate
 from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonMapping
 
 DEFAULT = "default"
 FORMATS = {
@@ -65,7 +66,7 @@ class DataFiles(Struct, frozen=True):
         return bool(self.names) and not self.unread and not self.names[0].endswith((".json", ".csv", ".tsv"))
 
 
-def choose_files(names: Iterable[str], card: Mapping[str, Any], config: str = "", split: str = "") -> DataFiles:
+def choose_files(names: Iterable[str], card: JsonMapping, config: str = "", split: str = "") -> DataFiles:
     """Return the files of one split among ``names``, without files where none has rows. ``card``: metadata of the
     README. Raises ``RecipeError``, whose sentence begins with the verb, where the recipe must choose a configuration or
     a split, and where files of the split are missing."""
@@ -114,7 +115,7 @@ def _is_hidden(name: str) -> bool:
     return file.startswith(".") or any(folder.startswith((".", "__")) for folder in folders)
 
 
-def _declared_splits(card: Mapping[str, Any], data: Sequence[str]) -> tuple[dict[str, Splits], str]:
+def _declared_splits(card: JsonMapping, data: Sequence[str]) -> tuple[dict[str, Splits], str]:
     """Return the splits of each configuration that the README declares (empty: none), and the default one."""
     configs: dict[str, Splits] = {}
     default = DEFAULT

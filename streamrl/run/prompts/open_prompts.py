@@ -13,8 +13,8 @@ from contextlib import closing
 from typing import Protocol
 
 import anyio
-import anyio.to_thread
 import numpy as np
+from anyio import to_thread
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
@@ -137,7 +137,7 @@ class StoredPrompts:
         """Read the next ``count`` rows in a thread."""
         async with self._lock:
             # In a thread, because disks may be slow, and tokenising 1,000 prompts blocks the event loop for too long.
-            prompts = await anyio.to_thread.run_sync(self._read, self._drawn, count)
+            prompts = await to_thread.run_sync(self._read, self._drawn, count)
             self._drawn += count  # after the read: prompts of a cancelled draw are drawn again
             return prompts
 

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import anyio
-import anyio.to_thread
+from anyio import to_thread
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
@@ -144,7 +143,7 @@ class IteratorPrompts:
         self._closed = True
         closing = asyncio.run_coroutine_threadsafe(self._close_rows(), self._loop)
         closing.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
-        await anyio.to_thread.run_sync(self._thread.join, _CLOSE_GRACE_S)
+        await to_thread.run_sync(self._thread.join, _CLOSE_GRACE_S)
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)

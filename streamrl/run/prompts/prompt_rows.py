@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError
-from streamrl.base.types import JsonObject, Prompt, TokenArray, token_array
+from streamrl.base.types import JsonMapping, JsonObject, Prompt, TokenArray, token_array
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 from streamrl.comm.wire import WireLimits
 from streamrl.pretrained.chat_template import ARGUMENTS_COLUMN, ChatError
@@ -106,7 +106,7 @@ def _make_chat(row: JsonObject, system: str) -> None:
     row[name] = chat
 
 
-def _column_value(row: Mapping[str, Any], key: str, source: str) -> Any:
+def _column_value(row: JsonMapping, key: str, source: str) -> Any:
     try:
         return value_of(source, row)
     except TemplateFailed as error:
@@ -252,7 +252,7 @@ def _token_ids(columns: JsonObject, tokenizer: Tokenizer) -> TokenArray:
         raise BadRow(f'has a "prompt" that cannot be tokenised: {error}') from error
 
 
-def _chat_token_ids(messages: object, name: str, columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
+def _chat_token_ids(messages: object, name: str, columns: JsonMapping, tokenizer: Tokenizer) -> TokenArray:
     """Return the token ids of the chat in the column ``name``, with the optional columns ``tools`` and
     ``chat_template_kwargs`` (variables of the template)."""
     if not isinstance(messages, list) or not messages:
@@ -273,7 +273,7 @@ def _chat_token_ids(messages: object, name: str, columns: Mapping[str, Any], tok
         raise BadRow(f'has "{name}" without a prompt: {error}') from error
 
 
-def _json_column(columns: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
+def _json_column(columns: JsonMapping, name: str, kind: type[Any]) -> Any:
     """Return the list or object in an optional column, which may be there as JSON text: a table has no type for objects
     of several shapes. None for an absent, null or empty one. Raises ``BadRow``."""
     value = columns.get(name)

@@ -13,7 +13,6 @@ that opens or checks prompts calls it: the controller, and the commands before a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.recipe.problems import did_you_mean
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value, value_or_text
@@ -56,7 +55,7 @@ class RowForm(Struct, frozen=True, kw_only=True):
     answer: str = ""
     chat: bool = False
     system: str = ""
-    template_arguments: Mapping[str, Any] = {}
+    template_arguments: JsonMapping = {}
 
 
 PLAIN = RowForm()
@@ -75,7 +74,7 @@ class PromptSpec(Struct, frozen=True, kw_only=True):
     kind: SourceKind
     source: str
     form: RowForm = PLAIN
-    options: Mapping[str, Any] = {}
+    options: JsonMapping = {}
 
     @property
     def path(self) -> Path:
@@ -121,7 +120,7 @@ def prompt_sources(recipe: Recipe) -> dict[str, str]:
     return sources
 
 
-def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
+def _with_keys(text: str, keys: JsonMapping) -> str:
     """Return ``text`` with ``keys`` of ``[prompts]`` as options."""
     query = text.partition("?")[2]
     options = {part.partition("=")[0] for part in query.split("&")}

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.recipe.problems import did_you_mean
 from streamrl.recipe.user_code import describe_error
 from streamrl.run.prompts.prompt_rows import BadRow, RowStore
@@ -55,7 +55,7 @@ class TaskRows(RowStore):
         }
 
 
-def _create(spec: PromptSpec, settings: Mapping[str, Any]) -> Any:
+def _create(spec: PromptSpec, settings: JsonMapping) -> Any:
     if find_spec("reasoning_gym") is None:
         raise RecipeError(f"prompts \"{spec.text}\" need reasoning-gym: pip install 'streamrl[reasoning-gym]'")
     factory: Any = import_module("reasoning_gym.factory")

@@ -3,13 +3,14 @@ sandbox. ``prompt_rows`` makes prompts and answers with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import msgspec
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import JsonMapping
 
 _MARKS = ("{{", "{%", "{#")
 
@@ -18,7 +19,7 @@ class TemplateFailed(StreamRLError):
     """A value that cannot be made of a row; the message has the reason."""
 
 
-def value_of(source: str, columns: Mapping[str, Any]) -> Any:
+def value_of(source: str, columns: JsonMapping) -> Any:
     """Return the value of ``source``: the name of a column, an expression or a template. Raises ``TemplateFailed``,
     also where a column is missing or null."""
     try:
@@ -31,7 +32,7 @@ def value_of(source: str, columns: Mapping[str, Any]) -> Any:
 
 
 @cache
-def _compiled(source: str) -> Callable[[Mapping[str, Any]], Any]:
+def _compiled(source: str) -> Callable[[JsonMapping], Any]:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -17,6 +17,7 @@ from msgspec import Struct
 from streamrl.base.errors import WeightError
 from streamrl.comm.guarded_sockets import GuardedContext, bind
 from streamrl.comm.key_gate import KeyGate
+from streamrl.comm.socket_options import ByteSocket
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import KEEP_S, IpcPath
 from streamrl.weights.requests import (
@@ -116,7 +117,7 @@ class PublisherServer:
             if path is not None:
                 path.remove()
 
-    def _answer_until_stopped(self, router: zmq.Socket[bytes], path: IpcPath, gate: KeyGate | None) -> None:
+    def _answer_until_stopped(self, router: ByteSocket, path: IpcPath, gate: KeyGate | None) -> None:
         """Answer requests in the order in which ZeroMQ delivers them, which alternates between peers."""
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
@@ -131,7 +132,7 @@ class PublisherServer:
                 peer, *frames = router.recv_multipart(zmq.NOBLOCK)
                 self._send(router, peer, *self._answer(frames))
 
-    def _send(self, router: zmq.Socket[bytes], peer: bytes, reply: Reply, payload: bytes | memoryview) -> None:
+    def _send(self, router: ByteSocket, peer: bytes, reply: Reply, payload: bytes | memoryview) -> None:
         try:
             router.send_multipart([peer, encoder.encode(reply), payload], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:

@@ -18,7 +18,7 @@ from streamrl.base.messages import HASH_MODULUS
 from streamrl.pretrained.weight_files import ModelDirectoryError, StoredTensor, read_safetensors_header, stored_tensors
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
-from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec, TensorSpecs
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -67,7 +67,7 @@ def _map_bits(file: Path, offset: int, count: int, dtype: np.dtype[np.uint16] | 
     return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
 
 
-def constant_tensors(checkpoint: Path | None, published: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+def constant_tensors(checkpoint: Path | None, published: TensorSpecs) -> dict[str, TensorSpec]:
     """Return the floating-point tensors of the model in ``checkpoint`` that are not ``published``, such as the expert
     bias of DeepSeek-V3: engines keep them as they have loaded them. None: the values of no files were loaded."""
     if checkpoint is None:

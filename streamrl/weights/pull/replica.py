@@ -35,6 +35,10 @@ class TensorSpec(Struct, frozen=True):
         return math.prod(self.shape)
 
 
+TensorSpecs = Mapping[str, TensorSpec]
+"""Tensors of a checkpoint by name."""
+
+
 class StagedPatch(Struct, frozen=True, eq=False):
     """New bits of one tensor. ``positions``: int64 [n], flat in the full tensor, strictly increasing, or None for all
     elements. ``new_bits``: uint16 or uint32 [n]."""
@@ -51,7 +55,7 @@ class StagedVersion(Struct, frozen=True, eq=False):
     policy_version: int
     base_version: int | None
     state_hash: int
-    tensors: Mapping[str, TensorSpec]
+    tensors: TensorSpecs
     patches: Mapping[str, StagedPatch]
     payload_bytes: int
     run_id: str = ""

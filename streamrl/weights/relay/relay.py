@@ -22,6 +22,7 @@ from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
 from streamrl.comm.object_store import in_store
+from streamrl.comm.socket_options import ByteSocket
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import KEEP_S, IpcPath
 from streamrl.weights.relay.state import Asker, AskPiece, PieceSource, RelayReply, RelayState
@@ -49,9 +50,9 @@ class Relay:
         self._failed = False
         self._announced: deque[WeightAnnouncement] = deque()
         self.state = RelayState(self._ask, self._reply)
-        self._dealers: dict[PieceSource, zmq.Socket[bytes]] = {}
+        self._dealers: dict[PieceSource, ByteSocket] = {}
         self._poller = zmq.Poller()
-        self._routers: dict[bool, zmq.Socket[bytes]] = {}
+        self._routers: dict[bool, ByteSocket] = {}
         self._local_path: IpcPath
         self._thread = threading.Thread(target=self._run, name="weight relay", daemon=True)
 
@@ -145,7 +146,7 @@ class Relay:
             self._poller.unregister(dealer)
             dealer.close(linger=0)
 
-    def _take_requests(self, router: zmq.Socket[bytes], *, is_local: bool) -> None:
+    def _take_requests(self, router: ByteSocket, *, is_local: bool) -> None:
         with suppress(zmq.Again):
             for _ in range(_MESSAGES_AT_ONCE):
                 identity, *frames = router.recv_multipart(zmq.NOBLOCK)
@@ -156,7 +157,7 @@ class Relay:
                     continue
                 self.state.requested(Asker(identity, is_local), ask, time.monotonic())
 
-    def _take_replies(self, source: PieceSource, dealer: zmq.Socket[bytes]) -> None:
+    def _take_replies(self, source: PieceSource, dealer: ByteSocket) -> None:
         with suppress(zmq.Again):
             for _ in range(_MESSAGES_AT_ONCE):
                 frames = dealer.recv_multipart(zmq.NOBLOCK)

@@ -11,15 +11,14 @@ values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.pull.replica import TensorSpec
+from streamrl.weights.pull.replica import TensorSpecs
 from streamrl.weights.vllm.load_plan import LoadPlan, Route, check_exact, flat_storage, record_copies, without_values
 
 ADAPTER_ID = 1
@@ -46,7 +45,7 @@ def open_adapter(worker: Any) -> None:
             wrapper.add_lora_linear = partial(_add_linear, manager.used_buffers)
 
 
-def add_adapters(model: torch.nn.Module, vllm_config: Any) -> None:
+def add_adapters(model: nn.Module, vllm_config: Any) -> None:
     """Wrap the layers of a model as vLLM's worker does. Raises ``WeightError`` where vLLM has no adapters for the
     model."""
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
@@ -78,7 +77,7 @@ def _add_linear(
         start += width
 
 
-def record_adapter_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) -> LoadPlan:
+def record_adapter_plan(model: nn.Module, tensors: TensorSpecs) -> LoadPlan:
     """Record where the published ``tensors`` of an adapter are in the stacked buffers of this worker. Raises
     ``WeightError`` naming a module for which vLLM computes no adapter."""
     from vllm.lora.lora_model import LoRAModel

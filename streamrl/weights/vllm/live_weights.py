@@ -22,7 +22,7 @@ from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
 from streamrl.weights.codec.bits import BitArray, PositionArray
 from streamrl.weights.codec.state_hash import hash_elements
-from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec, TensorSpecs
 from streamrl.weights.vllm.live_weights_layers import (
     UPPER_HALF,
     LayerWrite,
@@ -216,7 +216,7 @@ def _indices(elements: npt.NDArray[Any], storage: Tensor) -> Tensor:
 
 
 def count_routes(
-    plans: Sequence[Mapping[str, Sequence[Rectangle]]], worker: int, tensors: Mapping[str, TensorSpec]
+    plans: Sequence[Mapping[str, Sequence[Rectangle]]], worker: int, tensors: TensorSpecs
 ) -> frozenset[tuple[str, int]]:
     """Choose the routes that ``worker`` counts, by tensor and index, so that each checkpoint element is counted once
     over all workers. ``plans``: checkpoint rectangles of the routes of every worker, by tensor. The first of several

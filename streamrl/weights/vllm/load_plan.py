@@ -22,14 +22,14 @@ import numpy.typing as npt
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import PositionArray
-from streamrl.weights.pull.replica import TensorSpec
-from streamrl.weights.vllm.post_load_changes import refuse_unreachable
+from streamrl.weights.pull.replica import TensorSpec, TensorSpecs
+from streamrl.weights.vllm.post_load_changes import Tensors, refuse_unreachable
 from streamrl.weights.vllm.rebuilt_layers import RebuiltLayer, rebuilt_layers
 
 _TORCH_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -101,19 +101,15 @@ class LoadPlan(Struct, frozen=True, eq=False):
     """All routes of a model on this worker. ``tensors``: published tensors by name. ``routes``: routes by checkpoint
     tensor."""
 
-    tensors: Mapping[str, TensorSpec]
+    tensors: TensorSpecs
     routes: Mapping[str, Sequence[Route]]
-    storages: Mapping[str, Tensor]
+    storages: Tensors
     """The complete storage of each runtime parameter, as a flat tensor of the parameter's dtype."""
     layers: Mapping[str, RebuiltLayer] = {}
     """The rebuilt layer of each loading-time parameter. Such a parameter has no entry in ``storages``."""
 
 
-def record_load_plan(
-    model: torch.nn.Module,
-    tensors: Mapping[str, TensorSpec],
-    constants: Mapping[str, TensorSpec] = MappingProxyType({}),
-) -> LoadPlan:
+def record_load_plan(model: nn.Module, tensors: TensorSpecs, constants: TensorSpecs = MappingProxyType({})) -> LoadPlan:
     """Run ``model.load_weights`` over the published ``tensors`` without writing, and record the target of each copy.
     ``constants``: further tensors of the checkpoint that the engine has loaded, and that nobody publishes: what they
     fill stays as it is.
@@ -149,12 +145,12 @@ def record_load_plan(
     return LoadPlan(tensors=dict(tensors), routes=routes, storages=storages, layers=layers_by_parameter)
 
 
-def without_values(tensors: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+def without_values(tensors: TensorSpecs) -> dict[str, Tensor]:
     """Return tensors like the published ones on the meta device, by name."""
     return {n: torch.empty(t.shape, dtype=_TORCH_TYPES[t.dtype], device="meta") for n, t in tensors.items()}
 
 
-def run_loader(model: torch.nn.Module, sources: Mapping[str, Tensor]) -> None:
+def run_loader(model: nn.Module, sources: Tensors) -> None:
     """Call ``model.load_weights`` with tensors that have no values. Raises ``WeightError`` where it fails."""
     try:
         model.load_weights(iter(sources.items()))  # type: ignore[operator]
@@ -168,9 +164,7 @@ def run_loader(model: torch.nn.Module, sources: Mapping[str, Tensor]) -> None:
         ) from error
 
 
-def record_copies(
-    sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], load: Callable[[], object]
-) -> list[tuple[str, Route]]:
+def record_copies(sources: Tensors, targets: Tensors, load: Callable[[], object]) -> list[tuple[str, Route]]:
     """Run ``load``, which copies ``sources`` (meta tensors) to ``targets``, without writing. Returns the route of each
     copy, with the name of its source. Raises ``WeightError`` where ``load`` does more than copy."""
     recorder = _CopyRecorder(sources, targets)
@@ -183,9 +177,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records copies of published tensors to runtime parameters (``routes``) and constant fills of parameters
     (``filled``). Other writes to a parameter raise ``WeightError``."""
 
-    def __init__(
-        self, sources: Mapping[str, Tensor], parameters: Mapping[str, Tensor], constants: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, sources: Tensors, parameters: Tensors, constants: frozenset[str] = frozenset()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._constants = constants
         self._casts: list[Tensor] = []  # referenced so that no other tensor gets their memory
@@ -196,7 +188,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moved: dict[int, _MovedTensor] = {}
         self._empty: dict[int, Tensor] = {}
 
-    def reuse_memory(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> Any:
+    def reuse_memory(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
         """Return the parameter to register as ``name``. A parameter that the loader makes again, without values yet,
         gets the memory of the one that it replaces: vLLM's transformers backend makes the bias of an output head each
         time that it loads one."""
@@ -204,7 +196,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         empty = self._empty.get(parameter.untyped_storage()._cdata) is not None
         if not empty or old is None or (old.shape, old.dtype) != (parameter.shape, parameter.dtype):
             return parameter
-        return torch.nn.Parameter(old.detach(), requires_grad=False)
+        return nn.Parameter(old.detach(), requires_grad=False)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -390,7 +382,7 @@ def _merge(source: Rectangle, target: Rectangle) -> tuple[Rectangle, Rectangle]:
     )
 
 
-def _runtime_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def _runtime_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by name; of parameters that share a storage, the first one."""
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -398,7 +390,7 @@ def _runtime_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]
     return {name: p for name, p in model.named_parameters() if first_names[p.untyped_storage()._cdata] == name}
 
 
-def _check_same_memory(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+def _check_same_memory(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ``WeightError`` where the loader has replaced a parameter instead of copying to it."""
     storages = {parameter.untyped_storage()._cdata for parameter in parameters.values()}
     for name, parameter in model.named_parameters():
@@ -430,7 +422,7 @@ def check_exact(tensor: TensorSpec, parameter: str, runtime: Tensor) -> None:
 
 
 def _check_covered(
-    parameters: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     routes: Mapping[str, Sequence[Route]],
     filled: Sequence[tuple[str, Rectangle]],
 ) -> None:

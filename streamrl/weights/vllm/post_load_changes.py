@@ -8,13 +8,16 @@ inside ``record_post_load_changes``, which compares every tensor before and afte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 import torch
 from msgspec import Struct
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamrl.base.errors import WeightError
+
+Tensors = Mapping[str, Tensor]
+"""Tensors by name."""
 
 REMEDY = "Start its engines without what does that (another quantization, attention or expert backend)"
 _ATTRIBUTE = "streamrl_post_load_changes"
@@ -30,7 +33,7 @@ class PostLoadChanges(Struct, frozen=True):
     derived: frozenset[str]
 
 
-def record_post_load_changes(model: torch.nn.Module, process_weights: Callable[[], None]) -> None:
+def record_post_load_changes(model: nn.Module, process_weights: Callable[[], None]) -> None:
     """Run ``process_weights``, vLLM's step after loading, and record on ``model`` which of its tensors this changed."""
     parameters = dict(digests(model.named_parameters()))
     other_tensors = dict(digests(_other_tensors(model)))
@@ -43,7 +46,7 @@ def record_post_load_changes(model: torch.nn.Module, process_weights: Callable[[
     setattr(model, _ATTRIBUTE, changes)
 
 
-def read_post_load_changes(model: torch.nn.Module) -> PostLoadChanges:
+def read_post_load_changes(model: nn.Module) -> PostLoadChanges:
     """Return the recorded changes. A model without vLLM's layers needs no record, since vLLM does not change it. Raises
     ``WeightError`` for a model that has such layers and was loaded without streamrl's plugin."""
     changes: PostLoadChanges | None = getattr(model, _ATTRIBUTE, None)
@@ -58,7 +61,7 @@ def read_post_load_changes(model: torch.nn.Module) -> PostLoadChanges:
     return PostLoadChanges(frozenset(), frozenset())
 
 
-def refuse_unreachable(model: torch.nn.Module, rebuilt: Container[str]) -> None:
+def refuse_unreachable(model: nn.Module, rebuilt: Container[str]) -> None:
     """Raise ``WeightError`` naming a tensor that vLLM changed or made after loading, and that neither a copy nor a
     rebuild of a layer updates. ``rebuilt``: names of the modules that are rebuilt."""
     changes = read_post_load_changes(model)
@@ -78,11 +81,11 @@ def refuse_unreachable(model: torch.nn.Module, rebuilt: Container[str]) -> None:
         )
 
 
-def _other_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the modules' tensors that are no parameters and have more than one element, as ``module.attribute``."""
     for name, module in model.named_modules():
         for attribute, value in [*vars(module).items(), *module._buffers.items()]:
-            if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter) and value.numel() > 1:
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() > 1:
                 yield f"{name}.{attribute}", value
 
 

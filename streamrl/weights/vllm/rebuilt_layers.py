@@ -12,15 +12,15 @@ reload is used."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.vllm.post_load_changes import REMEDY, PostLoadChanges, place_sum, read_post_load_changes
+from streamrl.weights.vllm.post_load_changes import REMEDY, PostLoadChanges, Tensors, place_sum, read_post_load_changes
 
 _NOTES = "vllm.model_executor.model_loader.reload.layerwise"
 _ONLINE_LOADER = "online_process_loader"
@@ -35,14 +35,14 @@ class RebuiltLayer:
     """One module that is rebuilt. ``name``: name of the module in the model. ``loading_parameters``: parameters of the
     module before loading, as meta tensors by attribute."""
 
-    def __init__(self, name: str, module: torch.nn.Module, loading_parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, name: str, module: nn.Module, loading_parameters: Tensors) -> None:
         self.name = name
         self.loading_parameters = dict(loading_parameters)
         self._module = module
         self._verified_digests: dict[str, tuple[int, ...]] | None = None
 
     @contextmanager
-    def with_parameters(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    def with_parameters(self, parameters: Tensors) -> Iterator[None]:
         """Give the module ``parameters`` in place of all parameters that vLLM replaces after loading; afterwards
         restore its parameters and buffers."""
         module = self._module
@@ -60,7 +60,7 @@ class RebuiltLayer:
                 current.clear()
                 current.update(saved)  # type: ignore[arg-type]
 
-    def rebuild(self, loaded: Mapping[str, Tensor]) -> None:
+    def rebuild(self, loaded: Tensors) -> None:
         """Rebuild the layer and copy the result into the tensors with which it serves. ``loaded``: values of
         ``loading_parameters``. Raises ``WeightError`` naming a tensor whose shape or dtype would change; nothing was
         copied then."""
@@ -72,7 +72,7 @@ class RebuiltLayer:
                 served_tensors[attribute].data.copy_(tensor.data)
         self._verified_digests = self._digests()
 
-    def compare(self, loaded: Mapping[str, Tensor]) -> None:
+    def compare(self, loaded: Tensors) -> None:
         """Raise ``WeightError`` unless a rebuild from ``loaded`` gives, bit for bit, the tensors with which the layer
         serves."""
         served_tensors = {attribute: tensor.clone() for attribute, tensor in self._tensors()}
@@ -104,7 +104,7 @@ class RebuiltLayer:
                     "something else than a commit wrote to it"
                 )
 
-    def _built(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _built(self, loaded: Tensors) -> dict[str, Tensor]:
         """Run the layer's quantisation method on ``loaded``, and return the tensors that it sets, by attribute. Other
         objects that it sets (a packed kernel without tensors, say) are in use from then on."""
         plain_tensors = dict(_plain_tensors(self._module))
@@ -129,7 +129,7 @@ class RebuiltLayer:
     def _digests(self) -> dict[str, tuple[int, ...]]:
         return {attribute: _quick_digest(tensor) for attribute, tensor in self._tensors()}
 
-    def _check_forms(self, built: Mapping[str, Tensor], served_tensors: Mapping[str, Tensor]) -> None:
+    def _check_forms(self, built: Tensors, served_tensors: Tensors) -> None:
         """Raise ``WeightError`` unless a rebuild has the attributes, shapes and dtypes of the layer."""
         built_forms = _forms(built)
         served_forms = _forms(served_tensors)
@@ -143,7 +143,7 @@ class RebuiltLayer:
                 )
 
 
-def rebuilt_layers(model: torch.nn.Module) -> dict[str, RebuiltLayer]:
+def rebuilt_layers(model: nn.Module) -> dict[str, RebuiltLayer]:
     """Return the layers, by name of the module, that copies alone do not update and about which vLLM has a note."""
     changes = read_post_load_changes(model)
     layers = {}
@@ -155,7 +155,7 @@ def rebuilt_layers(model: torch.nn.Module) -> dict[str, RebuiltLayer]:
     return layers
 
 
-def loading_parameters(module: torch.nn.Module) -> dict[str, Tensor]:
+def loading_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Return vLLM's note of the parameters of ``module`` before loading, as meta tensors with their loaders. Empty
     where vLLM has none: another kind of module, or an older vLLM."""
     layerwise = sys.modules.get(_NOTES)  # imported by the loader that made the model
@@ -183,9 +183,7 @@ def _unwrap_loader(parameter: Any) -> None:
         parameter.weight_loader = loader
 
 
-def _is_updated_by_copies(
-    name: str, module: torch.nn.Module, noted_parameters: Mapping[str, Tensor], changes: PostLoadChanges
-) -> bool:
+def _is_updated_by_copies(name: str, module: nn.Module, noted_parameters: Tensors, changes: PostLoadChanges) -> bool:
     """Return whether the parameters of ``module`` are as they were loaded, so that copies update them."""
     if any(derived.rpartition(".")[0] == name for derived in changes.derived):
         return False
@@ -220,12 +218,12 @@ def _as_parameter(meta: Tensor, values: Tensor) -> Tensor:
     return parameter
 
 
-def _plain_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a module that are registered neither as parameters nor as buffers, by attribute."""
     yield from ((n, value) for n, value in vars(module).items() if isinstance(value, Tensor))
 
 
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _forms(tensors: Tensors) -> dict[str, str]:
     return {attribute: f"{tuple(t.shape)} of {t.dtype}" for attribute, t in tensors.items()}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -19,7 +19,7 @@ from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
-from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec, TensorSpecs
 from streamrl.weights.vllm.weight_transaction import StageReport, WeightTransaction
 
 _Write = tuple[str, StagedPatch]
@@ -75,7 +75,7 @@ class SimulatedWeights:
         self._transaction.close()
         self._transaction.replica.close()
 
-    def _load(self, tensors: Mapping[str, TensorSpec]) -> _LiveBits:
+    def _load(self, tensors: TensorSpecs) -> _LiveBits:
         self._live = _LiveBits(tensors, self._checkpoint)
         return self._live
 
@@ -83,7 +83,7 @@ class SimulatedWeights:
 class _LiveBits:
     """Arrays in place of a model's parameters, with the methods of ``LiveModel``."""
 
-    def __init__(self, tensors: Mapping[str, TensorSpec], checkpoint: CheckpointBase) -> None:
+    def __init__(self, tensors: TensorSpecs, checkpoint: CheckpointBase) -> None:
         self.state_hash = 0
         self._bits = {name: _loaded(spec, checkpoint) for name, spec in tensors.items()}
 

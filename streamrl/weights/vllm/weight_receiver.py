@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,14 @@ from typing import Any
 
 import msgspec
 import torch
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
+from torch import nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from streamrl.base.errors import WeightError
 from streamrl.base.types import JsonObject
 from streamrl.weights.pull.loaded_checkpoint import constant_tensors
-from streamrl.weights.pull.replica import CheckpointReplica, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, TensorSpecs
 from streamrl.weights.pull.shared_replica import shared_replica
 from streamrl.weights.requests import decode_announcement
 from streamrl.weights.vllm.adapter import open_adapter, record_adapter_plan
@@ -63,14 +64,14 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
     update_info_cls = CommitStaged
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self.transaction = WeightTransaction(
             self._repack, checkpoint=loaded_checkpoint(vllm_config), replica=replica_of(vllm_config)
         )
         _add_worker_methods()
 
-    def record_live(self, tensors: Mapping[str, TensorSpec]) -> LiveWeights:
+    def record_live(self, tensors: TensorSpecs) -> LiveWeights:
         """Record the load plan of ``tensors`` in the loaded model. A collective call of all workers. Raises
         ``WeightError``."""
         plan: LoadPlan | None = None
@@ -199,14 +200,14 @@ def streamrl_begin_stage(worker: Any, announcement: str) -> None:
 
 def streamrl_stage_report(worker: Any) -> JsonObject:
     """Return the ``StageReport`` of this worker, as plain values."""
-    return msgspec.structs.asdict(worker.weight_transfer_engine.transaction.stage_report())
+    return asdict(worker.weight_transfer_engine.transaction.stage_report())
 
 
 def streamrl_finish_stage(worker: Any) -> JsonObject:
     """Take over the fetched version from the thread, with the first version record the load plan, and return the
     ``StageReport``, as plain values."""
     engine = worker.weight_transfer_engine
-    return msgspec.structs.asdict(engine.transaction.finish_stage(engine.record_live))
+    return asdict(engine.transaction.finish_stage(engine.record_live))
 
 
 def streamrl_apply(worker: Any, policy_version: str) -> JsonObject:
@@ -221,7 +222,7 @@ def streamrl_apply(worker: Any, policy_version: str) -> JsonObject:
     except Exception as error:  # noqa: BLE001 - reported to the owner, who rolls all workers back
         failure = f"{type(error).__name__}: {error}"
     report = worker.weight_transfer_engine.transaction.live_report()
-    return msgspec.structs.asdict(report if report.error else replace(report, error=failure))
+    return asdict(report if report.error else replace(report, error=failure))
 
 
 def streamrl_roll_back(worker: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.manifest import CHECKPOINT_VERSION
 from streamrl.weights.pull.fetch import KeptParts, fetch_version
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
-from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedVersion, TensorSpecs
 
 AUDIT_INTERVAL = 50
 """Number of commits after which every live element is compared with the replica, while the next version arrives."""
@@ -158,7 +158,7 @@ class WeightTransaction:
             return StageReport(fetched=True, error=_reason(error))
         return StageReport(fetched=True, payload_bytes=self._staging.result().version.payload_bytes)
 
-    def finish_stage(self, record_live: Callable[[Mapping[str, TensorSpec]], LiveModel]) -> StageReport:
+    def finish_stage(self, record_live: Callable[[TensorSpecs], LiveModel]) -> StageReport:
         """Take over the version that the thread has fetched. ``record_live``: records the load plan of the published
         tensors; called once, with the first version, on every worker, also on one that failed to fetch it: it is a
         collective call."""
@@ -169,7 +169,7 @@ class WeightTransaction:
         self._error = ""
         staged = None if report.error else self._staging.result()
         self._staging = None
-        tensors: Mapping[str, TensorSpec] = {}
+        tensors: TensorSpecs = {}
         if staged is not None:
             tensors = staged.version.tensors
         try:
