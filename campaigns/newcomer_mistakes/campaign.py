@@ -14,7 +14,7 @@ from pathlib import Path
 from campaigns.front_door.campaign import try_variant
 from campaigns.newcomer_mistakes.mistake import Mistake, problem_of
 
-KINDS = ("recipes", "command_lines", "data_files", "models", "user_code", "surroundings")
+KINDS = ("recipes", "command_lines", "data_files", "models", "user_code", "surroundings", "runs")
 
 
 def mistakes(words: Sequence[str] = ()) -> Iterator[tuple[str, Mistake]]:

@@ -8,13 +8,14 @@ INIT = "init new --task own --model model --corpus rows.jsonl"
 NO_RUN = ("is not the directory of a run", "runs/latest")
 
 MISTAKES: dict[str, Mistake] = {
-    "a misspelt command": command("trian recipe.toml", "'trian'", "choose from 'init'"),
+    "a misspelt command": command("trian recipe.toml", 'no command "trian"', 'did you mean "train"?'),
     "no recipe": command("train", "required: RECIPE"),
     "a recipe that is not there": command("train recipes.toml", "recipes.toml: no such file", "give the path"),
     "a folder without a recipe": command("train model", "model/recipe.toml: no such file", "give the path"),
     "a program for a recipe": command("train reward.py", "reward.py:1:", "KEY = VALUE"),
     "two recipes": command("train recipe.toml recipe.toml", "arguments: recipe.toml", "there is one recipe"),
-    "an unknown flag": command("train recipe.toml --dryrun", "arguments: --dryrun", "there is one recipe"),
+    "an unknown flag": command("train recipe.toml --dryrun", "--dryrun", 'did you mean "--dry-run"?'),
+    "a misspelt flag": command("export model out --verson 2", "--verson", 'did you mean "--version"?'),
     "a flag of TRL": overridden("--learning_rate 1e-6", "--learning_rate:", "training.learning_rate=1e-6"),
     "an override without a value": overridden("--set rollout.group_size", "--set rollout.group_size:", "=value"),
     "an override with blanks": overridden("rollout.group_size = 4", "rollout.group_size = 4", "SECTION.KEY=VALUE"),
@@ -64,6 +65,13 @@ MISTAKES: dict[str, Mistake] = {
     "eval of a model alone": command("eval model", "model is no run", "name the recipe too"),
     "eval of nothing": command("eval modle recipe.toml", "modle is no model", "give a folder"),
     "eval with a bad limit": command("eval model recipe.toml -n -3", "-n -3", "write a number"),
+    "eval with prompts that are not there": command(
+        "eval model recipe.toml --prompts held-out.jsonl", "held-out.jsonl cannot be read", "correct the path"
+    ),
+    "settings with a key twice": command(
+        "init new --from trl.yaml", "trl.yaml:1:", '"beta" is there 2 times', "leave one",
+        change=written("trl.yaml", "beta: 0.1\nlr: 1e-6\nbeta: 0.2\n"),
+    ),
     "less than a group": command("try recipe.toml --completions 2", "--completions 2", "give as many at least"),
     "a page in no folder": command("try recipe.toml --page out/page.html", "--page out/page.html", "make it"),
     "a reward that is not there": command(
@@ -85,6 +93,9 @@ MISTAKES: dict[str, Mistake] = {
     "no nodes": command("launch slurm recipe.toml --nodes 0", "--nodes 0", "give 1 or more"),
     "Slurm on no cluster": command("launch slurm recipe.toml --nodes 2", "sbatch", "add --print"),
     "no hosts": command("launch ssh recipe.toml", "name the hosts by --hosts"),
+    "a file of hosts that is not there": command(
+        "launch ssh recipe.toml --hostfile hosts", "--hostfile hosts: there is no such file", "correct it"
+    ),
     "a host twice": command("launch ssh recipe.toml --hosts a,a", "a is named twice", "name each once"),
     "a port of Ray that is none": command(
         "launch ssh recipe.toml --hosts a,b --port 70000", '--port: "70000"', "up to 65535"

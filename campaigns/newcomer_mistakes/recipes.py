@@ -107,7 +107,7 @@ MISTAKES: dict[str, Mistake] = {
         written("recipe.toml", '{"run": {}}'), ("recipe.toml:1:", "KEY = VALUE")
     ),
     "a recipe in YAML": Mistake(
-        written("recipe.yaml", "run:\n  name: first\n"), ("recipe.yaml:1:", "KEY = VALUE"),
+        written("recipe.yaml", "run:\n  name: first\n"), ("recipe.yaml:1:", "a recipe is TOML", "--from recipe.yaml"),
         "train recipe.yaml --dry-run"
     ),
     "a recipe in UTF-16": Mistake(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -79,11 +80,16 @@ def parse_command(kind: type[CommandType], name: str, arguments: Sequence[str]) 
     """Parse ``arguments`` into the command. Exits with 2 and the usage where they are wrong, with 0 after help."""
     example = f"example: streamrl {EXAMPLES.get(name, name)}"
     parser = argparse.ArgumentParser(prog=f"streamrl {name}", description=kind.__doc__, epilog=example)
-    takes_overrides = SET in add_arguments(parser, kind)
+    flags = [flag for flag in add_arguments(parser, kind) if flag]
+    takes_overrides = SET in flags
     words = normalized_arguments(arguments, SET, parser.error) if takes_overrides else list(arguments)
     namespace, unknown = parser.parse_known_args(words)
     if unknown:
-        parser.error(unknown_words(unknown) if takes_overrides else f"unrecognized arguments: {' '.join(unknown)}")
+        close_flags = [flag for word in unknown for flag in get_close_matches(word, flags, 1, 0.8)]
+        text = f"unrecognized arguments: {' '.join(unknown)}"
+        if close_flags:
+            parser.error(f'{text}; did you mean "{close_flags[0]}"?')
+        parser.error(unknown_words(unknown) if takes_overrides else text)
     fields = vars(namespace)
     for field, value in fields.items():
         if isinstance(value, list):

@@ -17,6 +17,7 @@ from streamrl.base.printable import printable
 from streamrl.base.run_process import ensure_home
 from streamrl.cli.command import Command, parse_command
 from streamrl.observe.terminal.screen import open_screen
+from streamrl.recipe.problems import did_you_mean
 
 Failure = TypeVar("Failure", bound=BaseException)
 _RESOURCE_ERRORS = (
@@ -84,7 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = (" ".join(words[:2]), " ".join(words[:1]))
     name = next((name for name in names if name in COMMANDS), "")
     if not name:
-        outline().parse_args(words)  # prints help, the version or an error, and exits
+        parser = outline()
+        first_words = {command_name.partition(" ")[0] for command_name in COMMANDS}
+        if words and words[0] not in first_words and not words[0].startswith("-"):
+            parser.error(
+                f'there is no command "{words[0]}"{did_you_mean(words[0], first_words, ";")} --help lists them'
+            )
+        parser.parse_args(words)  # prints help, the version or an error, and exits
     command = parse_command(load_command(name), name, words[len(name.split()) :])
     if arguments is None:
         open_screen(drops=command.follows_a_run, escapes=True)

@@ -192,6 +192,7 @@ def _at(table: object, path: str) -> object:
         ("a.toml", "\n[trainer\nx=1", "a.toml:2: not valid TOML: Expected ']'"),
         ("a.yaml", "a: 1\nb: [1\n\nc: 2\n", "a.yaml:4: not valid YAML: "),
         ("a.yaml", "- 1\n", "has no settings: give"),
+        ("a.yaml", "\nb: {c: 1, d: 2, c: 3}\n", 'a.yaml:2: not valid YAML: line 2: the key "c" is there 2 times'),
         (
             "a.yaml",
             "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,19 @@ def _yaml(path: Path, text: str) -> Any:
         import yaml
     except ImportError:
         raise RecipeError(f"{path}: reading YAML needs PyYAML: pip install pyyaml") from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses a key that is there twice: PyYAML would take the last, and OmegaConf refuses it."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            for name, count in Counter(str(key.value) for key, _ in node.value).most_common(1):
+                if count > 1:
+                    line = node.start_mark.line + 1
+                    raise ValueError(f'line {line}: the key "{name}" is there {count} times from here on: leave one')
+            return super().construct_mapping(node, deep)
+
     try:
-        table = yaml.safe_load(text)
+        table = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(error) from error
     if is_nested_deeper(table):

@@ -277,7 +277,11 @@ class Ssh(_OnHosts, frozen=True, kw_only=True):
     def _hosts(self) -> list[str]:
         if bool(self.hosts) == (self.hostfile is not None):
             raise RecipeError("name the hosts by --hosts A,B,C or by --hostfile FILE")
-        text = self.hosts.replace(",", "\n") if self.hostfile is None else self.hostfile.read_text()
+        text = self.hosts.replace(",", "\n")
+        if self.hostfile is not None:
+            if not self.hostfile.is_file():
+                raise RecipeError(f"--hostfile {self.hostfile}: there is no such file: correct it")
+            text = self.hostfile.read_text()
         lines = (line.partition("#")[0].strip() for line in text.splitlines())
         hosts = [line for line in lines if line]
         for number, host in enumerate(hosts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -97,8 +98,10 @@ class Eval(Command, frozen=True, kw_only=True):
             def progress(evaluation: EvaluationRun) -> None:
                 screen.progress("completions", len(evaluation.outcomes), evaluation.completions)
 
-            screen.line(f"starting an engine of {recipe.model.path}")
-            return await evaluate_model(recipe, version, tokenizer, greedy=greedy, on_completion=progress)
+            start = partial(screen.line, f"starting an engine of {recipe.model.path}")
+            return await evaluate_model(
+                recipe, version, tokenizer, greedy=greedy, on_start=start, on_completion=progress
+            )
 
 
 def _table(passes: Sequence[EvaluationPass], recipe: Recipe) -> Table:

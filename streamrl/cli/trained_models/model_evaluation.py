@@ -63,12 +63,19 @@ EvaluatedPass = tuple[EvaluationPass, Sequence[EndedOutcome]]
 
 
 async def evaluate_model(
-    recipe: Recipe, version: int, tokenizer: Tokenizer, *, greedy: bool, on_completion: OnCompletion
+    recipe: Recipe,
+    version: int,
+    tokenizer: Tokenizer,
+    *,
+    greedy: bool,
+    on_start: Callable[[], None],
+    on_completion: OnCompletion,
 ) -> list[EvaluatedPass]:
     """Evaluate the model of ``recipe`` on the first ``evaluation.limit`` prompts of its held-out sets (0: all): with
     ``evaluation.samples`` completions of each, and if ``greedy`` with the likeliest one. Prompts, seeds and rewards are
-    those of an evaluation of ``version`` in a run. Returns each pass with its outcomes. Raises ``RecipeError`` for
-    prompts and rewards that cannot be used, ``EngineError`` where the engine does not start or dies."""
+    those of an evaluation of ``version`` in a run. ``on_start`` is called before the engine starts. Returns each pass
+    with its outcomes. Raises ``RecipeError`` for prompts and rewards that cannot be used, ``EngineError`` where the
+    engine does not start or dies."""
     passes = [recipe.evaluation]
     if greedy:
         passes.append(structs.replace(recipe.evaluation, samples=1, temperature=0.0))
@@ -83,6 +90,7 @@ async def evaluate_model(
         limited = {"every": 1, "limit": recipe.evaluation.limit}  # the limits of sets apply to the steps of a run
         sets = {name: (structs.replace(settings, **limited), size) for name, (settings, size) in held_out.sets.items()}
         held_out = structs.replace(held_out, sets=sets)
+        on_start()
         async with started_engine(recipe) as engine, _episode(recipe, tokenizer) as episode:
             return [
                 await _pass(

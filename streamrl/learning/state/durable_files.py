@@ -48,6 +48,9 @@ def write_digests(directory: Path, digests: Iterable[Mapping[str, str]]) -> None
 
 def read_digests(directory: Path) -> dict[str, str]:
     """Read the sha256 of each file, by name. Raises ``StreamRLError`` for a directory without a list of digests."""
+    places = "give a step directory of a run's checkpoints/, or checkpoints/latest"
+    if not directory.exists():
+        raise StreamRLError(f"there is no checkpoint {directory}: {places}")
     try:
         lines = (directory / DIGESTS).read_text().splitlines()
         digests = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
@@ -57,7 +60,7 @@ def read_digests(directory: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         raise StreamRLError(
             f"{str(directory)!r} is not a checkpoint of this version of streamrl: its list {DIGESTS!r} cannot be read "
-            f"({error}); give a step directory of a run's checkpoints/, or checkpoints/latest"
+            f"({error}); {places}"
         ) from error
 
 

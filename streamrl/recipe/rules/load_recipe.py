@@ -67,6 +67,8 @@ def read_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         line = _LINE.search(str(error))
         place = f"{path}:{line[1] if line else len(text.splitlines())}"
         remedy = next((remedy for words, remedy in TOML_REMEDIES.items() if words in str(error)), "correct it")
+        if path.suffix in (".yaml", ".yml"):
+            remedy = f"a recipe is TOML; `streamrl init FOLDER --from {path}` translates settings of other systems"
         raise RecipeError(f"{place}: not valid TOML: {error}: {remedy}") from error
     transport = table.get("transport")
     if isinstance(transport, dict):
