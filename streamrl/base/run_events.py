@@ -7,7 +7,8 @@ their fields are fixed. Orders (``SupervisorOrder``) start and end engine proces
 
 from __future__ import annotations
 
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.messages import Message
 from streamrl.base.types import Metrics
@@ -123,11 +124,11 @@ class CompletionSampled(Message, frozen=True):
     def shortened(self, limit: int) -> CompletionSampled:
         """Return the event with at most ``limit`` characters of each text, from its start and its end (a quarter of it
         for each message of ``turns``)."""
-        turns = tuple(structs.replace(turn, text=_shortened(turn.text, limit // 4)) for turn in self.turns)
+        turns = tuple(replace(turn, text=_shortened(turn.text, limit // 4)) for turn in self.turns)
         prompt = _shortened(self.prompt, limit)
         text = _shortened(self.text, limit)
         question = _shortened(self.question, limit)
-        return structs.replace(self, prompt=prompt, question=question, text=text, turns=turns)
+        return replace(self, prompt=prompt, question=question, text=text, turns=turns)
 
 
 class NamedPrompt(Struct, frozen=True):

@@ -8,7 +8,7 @@ value, cost four bytes an element, and travel as raw frames."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,6 +43,9 @@ JsonMapping = Mapping[str, Any]
 
 JsonObjects = Sequence[JsonMapping]
 """JSON objects that are only read: messages of a chat, or schemas of tools."""
+
+Clock = Callable[[], float]
+"""Returns a time in seconds."""
 
 Metrics = dict[str, float]
 """Values of metrics by name."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from msgspec import Struct
+
+from streamrl.base.types import Clock
 
 _phase_log = logging.getLogger("streamrl.start")
 _PHASE = re.compile(r"(\S+ \S+) INFO streamrl\.start: (.*)")
@@ -32,7 +34,7 @@ class NamedWait(Struct, frozen=True, kw_only=True):
 class Waits:
     """Open waits of one process. Not thread-safe: for the coroutines of one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._open: dict[int, NamedWait] = {}
         self._next = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Set
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import ReturnedCall
@@ -70,13 +70,13 @@ class TrajectoryStore:
         complete trajectory is stored."""
         episode = self.episode_so_far(trajectory)
         if episode is not None:
-            self.trajectories[trajectory] = structs.replace(episode, turns=(*episode.turns[:number], turn))
+            self.trajectories[trajectory] = replace(episode, turns=(*episode.turns[:number], turn))
 
     def add_call(self, trajectory: TrajectoryId, call: ReturnedCall) -> None:
         """Store a tool call that has returned; does nothing where the complete trajectory is stored."""
         episode = self.episode_so_far(trajectory)
         if episode is not None:
-            self.trajectories[trajectory] = structs.replace(episode, returned=(*episode.returned, call))
+            self.trajectories[trajectory] = replace(episode, returned=(*episode.returned, call))
 
     def episode_so_far(self, trajectory: TrajectoryId) -> EpisodeSoFar | None:
         """Return the turns and calls of an episode, without any where nothing is stored; None where other content is

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
@@ -65,7 +65,7 @@ def _reward(request: Test) -> Reward:
     if min(request.timeout, request.memory, request.prompt_count, request.samples) <= 0:
         raise RecipeError("-n, --samples, --timeout and --memory must be above 0: correct them")
     reward = request.reward(request.function)
-    return structs.replace(reward, function=resolve_function(reward.function, Path.cwd()))
+    return replace(reward, function=resolve_function(reward.function, Path.cwd()))
 
 
 async def _run(request: Test, reward: Reward) -> RewardReport:
@@ -106,7 +106,7 @@ def _sampling_recipe(request: Test) -> Recipe:
     overrides = {name: value for name, value in flags.items() if value is not None}
     if any(value <= 0 for value in overrides.values()):
         raise RecipeError("--max-tokens and --temperature must be above 0: correct them")
-    return with_hub_folders(structs.replace(recipe, sampling=structs.replace(recipe.sampling, **overrides)))
+    return with_hub_folders(replace(recipe, sampling=replace(recipe.sampling, **overrides)))
 
 
 def _signature(reward: Reward) -> RewardSignature:

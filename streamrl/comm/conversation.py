@@ -11,7 +11,8 @@ from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamBroken, StreamRLError
 from streamrl.comm.zmq_stream import zmq_sender
@@ -52,7 +53,7 @@ class Conversation(Generic[Request, Reply]):
         settled = anyio.Event()
         replies = list[Reply]()
         self._waiting[number] = (settled, replies)
-        self._sender.send_nowait((number, structs.replace(request, request_id=number)))
+        self._sender.send_nowait((number, replace(request, request_id=number)))
         try:
             await settled.wait()
         finally:

@@ -25,7 +25,8 @@ from enum import StrEnum
 from pathlib import Path
 
 import zmq
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import InputError, StreamRLError
 from streamrl.recipe.sections import Recipe, TransportSecurity
@@ -145,8 +146,8 @@ def with_cluster_keys(recipe: Recipe, run_directory: Path) -> Recipe:
     transport = recipe.transport
     if recipe.on_one_host or transport.keys or transport.security is TransportSecurity.NONE:
         return recipe
-    keys = structs.replace(transport, keys=str(run_directory / CLUSTER_KEYS))
-    return structs.replace(recipe, transport=keys)
+    keys = replace(transport, keys=str(run_directory / CLUSTER_KEYS))
+    return replace(recipe, transport=keys)
 
 
 def _write_new(file: Path, key: bytes) -> None:

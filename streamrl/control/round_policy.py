@@ -40,6 +40,10 @@ class Source(StrEnum):
     COHORT = "cohort"
 
 
+PolicyState = dict[str, object]
+"""State of a policy or a sizer in a snapshot."""
+
+
 class Remainder(StrEnum):
     """Handling of groups that are not in a full batch. ``keep``: groups go on, and a later batch takes them.
     ``requeue``: groups are dropped, and their prompts join the queue. ``pause``: groups stop, keep their tokens and are
@@ -225,10 +229,10 @@ class RoundPolicy(Protocol):
     def observe(self, observation: Observation) -> None:
         """Learn from ``observation``, in policies that adapt."""
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> PolicyState:
         """State of this policy that a resumed run needs, as values that msgspec encodes."""
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: PolicyState) -> None:
         """Take over the ``state`` of a snapshot, in a new policy."""
 
 
@@ -245,11 +249,11 @@ class StatelessRounds:
     def observe(self, observation: Observation) -> None:
         """Learn nothing."""
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> PolicyState:
         """Return no state."""
         return {}
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: PolicyState) -> None:
         """Do nothing."""
 
 
@@ -275,10 +279,10 @@ class GroupSizer(Protocol):
         """Learn from all complete groups of one step, before any filter, and decide on the size. Called at most once a
         step. ``batches``: number of batches that the step trained."""
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> PolicyState:
         """State that a resumed run needs."""
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: PolicyState) -> None:
         """Take over the ``state`` of a snapshot, in a new sizer."""
 
 
@@ -295,10 +299,10 @@ class FixedSize:
     def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
         return SizingDecision(size=self._size, reason="fixed by the recipe", figures={})
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> PolicyState:
         return {}
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: PolicyState) -> None:
         """Do nothing: the recipe has the size."""
 
 

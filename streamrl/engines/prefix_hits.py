@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.messages import Generate
 from streamrl.base.types import CachedPrefix, Completion, Metrics, TokenArray
@@ -66,7 +66,7 @@ class PrefixHits:
             contexts.append(_Context(length, _digest(token_ids, length), engine, cached.pauses, version))
         self._contexts[completion_id] = contexts
         forget_oldest(self._contexts, REMEMBERED_TRAJECTORIES)
-        return structs.replace(completion, cached=None)
+        return replace(completion, cached=None)
 
     def forget_trajectory(self, completion_id: str) -> None:
         """Forget the requests of a trajectory that has ended."""

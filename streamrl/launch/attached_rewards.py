@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError, StreamBroken
 from streamrl.comm.stream import ReceiveStream
@@ -44,7 +44,7 @@ class AttachedRewards:
     @property
     def snapshot(self) -> RewardsSnapshot:
         """The rewards, versions and limits with which this run scores now: a resumed run goes on with them."""
-        return structs.replace(self._snapshot, slowest_s=self._stage.limits.slowest_s)
+        return replace(self._snapshot, slowest_s=self._stage.limits.slowest_s)
 
     def file(self) -> Mapping[str, bytes]:
         """The files of ``snapshot`` in a checkpoint, by name."""
@@ -80,7 +80,7 @@ class AttachedRewards:
     async def _carry_out(self, change: reward_messages.RewardChange, note: Note) -> reward_messages.RewardsChanged:
         try:
             rewards = changed(self._snapshot.rewards, change)
-            recipe = structs.replace(self._recipe, rewards=rewards)
+            recipe = replace(self._recipe, rewards=rewards)
             check_recipe(recipe, "rewards")
             if not isinstance(change, reward_messages.DetachReward):
                 await self._check(recipe, change.reward)
@@ -97,7 +97,7 @@ class AttachedRewards:
         # A reward that replaces another starts without learnt limits, also under the same name.
         if not isinstance(change, reward_messages.DetachReward):
             since[change.reward.label] = self._version
-        return structs.replace(self._snapshot, reward_version=self._version, rewards=rewards, since=since)
+        return replace(self._snapshot, reward_version=self._version, rewards=rewards, since=since)
 
     def _on_loaded(self, snapshot: RewardsSnapshot, change: reward_messages.RewardChange, note: Note) -> None:
         """Make ``snapshot`` the present one: all workers have loaded its rewards."""

@@ -21,7 +21,7 @@ from typing import IO, Any, Self
 
 import anyio
 import anyio.to_thread
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.atomic_files import make_directory, write_durable, write_link
 from streamrl.base.errors import ProcessDied, RecipeError, StreamBroken, StreamRLError
@@ -117,8 +117,8 @@ class Pipeline:
             # ``name_of_code`` writes the code of a notebook's cell to a file in ``cells``.
             names = [observer if isinstance(observer, str) else name_of_code(observer, cells) for observer in observers]
             resolved_names = tuple(resolve_function(name, Path.cwd()) for name in names)
-            run = structs.replace(self.recipe.run, observers=(*self.recipe.run.observers, *resolved_names))
-            self.recipe = structs.replace(self.recipe, run=run)
+            run = replace(self.recipe.run, observers=(*self.recipe.run.observers, *resolved_names))
+            self.recipe = replace(self.recipe, run=run)
         self.run_directory = Path()
         self._sinks = tuple(sinks)
         self._sink_calls: list[UserCalls] = []
@@ -389,7 +389,7 @@ def recipe_of_run(run_directory: Path, overrides: Sequence[str] = ()) -> Recipe:
         remedy = "name the directory of a run that keeps a journal (run.journal), such as runs/latest"
         raise RecipeError(f"{run_directory} has no journal to go on from: {remedy}", outcome=NOT_RESUMED)
     if any(override.partition("=")[0].strip() == "run.steps" for override in overrides):
-        recipe = structs.replace(recipe, run=structs.replace(recipe.run, prompts=0))  # run.steps counts, not prompts
+        recipe = replace(recipe, run=replace(recipe.run, prompts=0))  # run.steps counts, not prompts
     return recipe
 
 

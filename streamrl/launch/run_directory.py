@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, InputError, RecipeError
@@ -74,7 +75,7 @@ def write_changed_recipe(run_directory: Path, recipe: Recipe) -> None:
     """Replace the recipe of the run by ``recipe``. Durable when it returns."""
     text = dump_recipe(recipe)
     write_durable(run_directory / "recipe.toml", text.encode())
-    _write(run_directory, structs.replace(_read_inputs(run_directory), recipe=text))
+    _write(run_directory, replace(_read_inputs(run_directory), recipe=text))
 
 
 def refuse_changes(

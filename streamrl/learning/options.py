@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from msgspec import structs
+from msgspec.structs import asdict
 
 from streamrl.base.run_process import usable_cores
 from streamrl.base.types import SamplingSettings
@@ -91,7 +91,7 @@ def trainer_options(
         "routing_replay": replays_routing(recipe),
     }
     return TrainerOptions(
-        **structs.asdict(training) | overrides,
+        **asdict(training) | overrides,
         model_path=recipe.model.path,
         run_id=run_id,
         seed=recipe.run.seed,

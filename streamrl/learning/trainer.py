@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from msgspec import structs
+from msgspec.structs import asdict
 
 from streamrl.base.errors import ModelRefused, StreamBroken, StreamRLError
 from streamrl.base.messages import (
@@ -191,7 +191,7 @@ class TorchTrainer:
             policy_version=close.policy_version,
             metrics=metrics,
             probe_logprobs=canary_logprobs,
-            **structs.asdict(published),
+            **asdict(published),
         )
 
     # ---- weights and checkpoints -----------------------------------------------------------------
@@ -213,7 +213,7 @@ class TorchTrainer:
             anchor = self._publisher.publish_anchor(policy_version)
         self._anchor_was_requested = True
         published = anchor or self._published or self._publish(policy_version)
-        return AnchorPublished(rank=self._options.rank, policy_version=policy_version, **structs.asdict(published))
+        return AnchorPublished(rank=self._options.rank, policy_version=policy_version, **asdict(published))
 
     def acknowledge(self, policy_version: int) -> None:
         """Note that every engine holds this version: later deltas may be made against it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CloseBatch, SaveCheckpoint
@@ -59,7 +59,7 @@ class Updates:
     def __init__(self, options: TrainerOptions, device: torch.device) -> None:
         self.policy, self.reference, self.critic, self.by_layer = load_models(options, device)
         self.weights = make_weights(options, self.policy)
-        options = structs.replace(options, parameters=self.weights.total_elements)
+        options = replace(options, parameters=self.weights.total_elements)
         self._options = options
         self._device = device
         self.row_tokens = options.row_tokens(device.type, options.parameters)

@@ -5,7 +5,7 @@ events of the trace (``report/trace_events.py``) are sinks as well."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from streamrl.base.line_file import LineFile
 from streamrl.base.messages import Message
 from streamrl.base.run_events import EvaluationFinished, StepFinished
-from streamrl.base.types import Metrics
+from streamrl.base.types import Clock, Metrics
 from streamrl.contracts import Sink
 from streamrl.observe.telemetry import finite_or_none
 
@@ -74,7 +74,7 @@ class JsonlSink:
 
     ``clock``: seconds since 1970. ``most_bytes``: size at which the file is rotated, as in ``LineFile``."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, most_bytes: int = 0) -> None:
+    def __init__(self, path: Path, *, clock: Clock = time.time, most_bytes: int = 0) -> None:
         self._lines = LineFile(path, most_bytes=most_bytes)
         self._clock = clock
 

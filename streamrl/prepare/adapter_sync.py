@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.engines.vllm.options import engine_options
@@ -35,7 +35,7 @@ def with_adapter_sync(recipe: Recipe) -> tuple[Recipe, str]:
     lora = recipe.lora
     if not lora.rank or lora.sync is LoraSync.MERGED:
         return recipe, ""
-    candidate = structs.replace(recipe, lora=structs.replace(lora, sync=LoraSync.ADAPTER))
+    candidate = replace(recipe, lora=replace(lora, sync=LoraSync.ADAPTER))
     problem = next(_obstacles(recipe, candidate), "")
     if lora.sync is LoraSync.ADAPTER:
         if problem and recipe.engines.kind is EngineKind.VLLM:
@@ -48,7 +48,7 @@ def with_adapter_sync(recipe: Recipe) -> tuple[Recipe, str]:
         f'lora.sync = "auto" merges the adapters, since {problem}. Merged weights are rounded: at '
         f"training.learning_rate = {rate:g} engines have about {arrived_share(rate):.0%} of a change after 30 steps"
     )
-    return structs.replace(recipe, lora=structs.replace(lora, sync=LoraSync.MERGED)), text
+    return replace(recipe, lora=replace(lora, sync=LoraSync.MERGED)), text
 
 
 def arrived_share(rate: float) -> float:
@@ -66,7 +66,7 @@ def _obstacles(recipe: Recipe, candidate: Recipe) -> Iterator[str]:
     if recipe.engines.kind is EngineKind.SIMULATED:
         yield "simulated engines have no model"
         return
-    without = structs.replace(recipe, lora=structs.replace(recipe.lora, sync=LoraSync.MERGED))
+    without = replace(recipe, lora=replace(recipe.lora, sync=LoraSync.MERGED))
     rules = set(broken_rules(without))
     yield from (f"{path}: {text}" for path, text in broken_rules(candidate) if (path, text) not in rules)
     try:

@@ -4,7 +4,7 @@ The dry run calls it in the process of the command, since a function that can be
 from __future__ import annotations
 
 import anyio
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.types import (
     FinishReason,
@@ -32,7 +32,7 @@ def call_rewards(recipe: Recipe, prompt: Prompt, tokenizer: Tokenizer) -> tuple[
     notes about those that fail for one of them. Rewards that ask a model, and those of an environment, are not called.
     Blocking: as long as the slowest reward, at most its time limit. Raises ``RecipeError`` for a reward that cannot be
     loaded."""
-    rewards = [structs.replace(reward, retries=0) for reward in recipe.rewards if reward.function not in _MODELS]
+    rewards = [replace(reward, retries=0) for reward in recipe.rewards if reward.function not in _MODELS]
     if recipe.environment.configured or not rewards:
         return [], []
     answer = prompt.columns.get("answer")

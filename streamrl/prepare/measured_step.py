@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CloseBatch
@@ -48,7 +49,7 @@ def measure_step(recipe: Recipe, groups: Sequence[Sequence[Trajectory]], timeout
 
     Rewards of 0 and 1 alternate within a group, so that every group has a signal: the trainer skips groups without one.
     Several ranks are measured as one rank, which holds the whole model."""
-    recipe = structs.replace(recipe, training=structs.replace(recipe.training, ranks=1))
+    recipe = replace(recipe, training=replace(recipe.training, ranks=1))
     batch = [
         TrainingGroup(
             group_id=number,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.problems import short_toml
@@ -36,6 +36,6 @@ def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:
     text = f"epochs      {short_toml(epochs)} of {size:,} prompts: run.prompts = {prompts}, {steps} steps of {batch}"
     if recipe.rollout.rounds is not RoundKind.SYNCHRONOUS or recipe.group_sizing.varies:
         text += ", fewer or more where rounds or groups take other numbers of prompts"
-    run = structs.replace(recipe.run, steps=steps, prompts=prompts)
-    training = structs.replace(recipe.training, epochs=0.0)
-    return structs.replace(recipe, run=run, training=training), text
+    run = replace(recipe.run, steps=steps, prompts=prompts)
+    training = replace(recipe.training, epochs=0.0)
+    return replace(recipe, run=run, training=training), text

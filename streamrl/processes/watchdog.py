@@ -29,6 +29,7 @@ from streamrl.base.messages import EngineLoad
 from streamrl.base.run_events import StallSeen
 from streamrl.base.run_process import RUN_MARKER
 from streamrl.base.stage_messages import RolloutStatistics
+from streamrl.base.types import Clock
 from streamrl.base.waits import Waits
 from streamrl.control.run_state import RunState
 from streamrl.processes.exit_reason import ExitKind, ExitReason, write_reason
@@ -77,7 +78,7 @@ class Watchdog:
         run_directory: Path,
         emit: Callable[[StallSeen], Awaitable[None]],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.waits = Waits(clock)
         self._directory = run_directory

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import anyio
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.rewards import Reward
@@ -60,7 +60,7 @@ class RewardQueue:
             await anyio.sleep(pause_s * random.uniform(0.75, 1.25))
         self._observe(key, result)
         waited_s = max(anyio.current_time() - requested_at - result.seconds, 0.0)
-        return structs.replace(result, waited_s=waited_s)
+        return replace(result, waited_s=waited_s)
 
     @asynccontextmanager
     async def _turn(self, rank: int) -> AsyncIterator[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from msgspec import structs
+from msgspec.structs import asdict
 
 from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.base.types import Record
@@ -48,8 +48,8 @@ def fresh_rewards(recipe: Recipe) -> RewardsSnapshot:
 def rewards_file(snapshot: RewardsSnapshot) -> dict[str, bytes]:
     """Name and content of the file."""
     # Fields that have their default are written too: another version of streamrl may have other defaults.
-    fields = structs.asdict(snapshot) | {
-        name: [structs.asdict(reward) for reward in rewards]
+    fields = asdict(snapshot) | {
+        name: [asdict(reward) for reward in rewards]
         for name, rewards in (("rewards", snapshot.rewards), ("of_recipe", snapshot.of_recipe))
     }
     return {REWARDS_FILE: msgspec.msgpack.encode(fields)}

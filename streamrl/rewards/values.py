@@ -34,6 +34,9 @@ class CheckedValue(Struct, frozen=True, array_like=True):
     failure: CallFailure | None = None
 
 
+CheckedValues = tuple[CheckedValue, ...]
+"""The values of a call, one for each completion."""
+
 NOT_APPLICABLE = CheckedValue()
 
 
@@ -41,18 +44,18 @@ class CallResult(Struct, frozen=True):
     """Result of one call: one value for each completion. ``seconds``: wall time inside of the function; ``waited_s``:
     seconds between the request and the start of the call; ``limit_s``: time limit of the call."""
 
-    values: tuple[CheckedValue, ...]
+    values: CheckedValues
     seconds: float = 0.0
     waited_s: float = 0.0
     limit_s: float = 0.0
 
 
-def failed(kind: RewardFailureKind, message: str, count: int = 1) -> tuple[CheckedValue, ...]:
+def failed(kind: RewardFailureKind, message: str, count: int = 1) -> CheckedValues:
     """The same failure for each of ``count`` completions."""
     return (CheckedValue(failure=CallFailure(kind, message)),) * count
 
 
-def check_returned(returned: Any, count: int, *, per_group: bool) -> tuple[CheckedValue, ...]:
+def check_returned(returned: Any, count: int, *, per_group: bool) -> CheckedValues:
     """``count`` checked values from the return value of one call. ``per_group``: whether the function scores all
     completions of a group in one call, and so returns a list."""
     if not per_group:

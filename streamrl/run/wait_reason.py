@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from streamrl.base.types import Metrics
+from streamrl.base.types import Clock, Metrics
 
 if TYPE_CHECKING:
     from streamrl.control.run_state import RunState
@@ -127,7 +127,7 @@ class RunWaits:
     reason at the first of them: ``update`` is to be called whenever control has handled an event, and a few times a
     second. ``shell``: function that returns the present ``ShellView``."""
 
-    def __init__(self, clock: Callable[[], float], shell: Callable[[], ShellView]) -> None:
+    def __init__(self, clock: Clock, shell: Callable[[], ShellView]) -> None:
         self._clock = clock
         self.shell = shell
         self._state: RunState | None = None

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import StreamBroken
@@ -133,7 +133,7 @@ class EnvironmentStage:
             workers = f"{len(_EPISODES_AT_ONCE)} environment workers"
             message = f"{workers} ended while they ran it: see logs/environment-*.log of the run"
             end = _failed(0, message)
-        return structs.replace(end, policy=self._reward.failure_policy(late=end.kind is RewardFailureKind.TIMED_OUT))
+        return replace(end, policy=self._reward.failure_policy(late=end.kind is RewardFailureKind.TIMED_OUT))
 
     async def _run_on(
         self, worker: _Worker, trajectory: OpenTrajectory, returned_calls: list[ReturnedCall], limit: float

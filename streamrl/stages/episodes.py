@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, nullcontext
 
 import anyio
 from anyio.abc import TaskGroup
-from msgspec import structs
+from msgspec.structs import asdict, replace
 
 from streamrl.base.errors import RequestRefused
 from streamrl.base.messages import EpisodeEnd, Generate, ReturnedCall
@@ -293,15 +293,15 @@ class OpenTrajectory:
         if follows_newest and number:
             request = without_unverified_tokens(self.turns[-1].request)  # it ends with the newest turn's tokens
         elif not follows_newest:
-            request = structs.replace(request, token_ids=request.token_ids + self._tokens_until(after))
+            request = replace(request, token_ids=request.token_ids + self._tokens_until(after))
         if number:
             seed = derive_seed(order.seed, "turn", number)
             # prefix_length 0: the earlier turns are context, no part of this completion.
-            request = structs.replace(request, prefix_length=0, seed=seed)
+            request = replace(request, prefix_length=0, seed=seed)
         if not request.token_ids and not appended:
             raise ValueError("an episode samples from an empty prompt: append tokens to it")
         limit = min(filter(None, (self.first_request.max_tokens, room)))
-        request = structs.replace(
+        request = replace(
             request,
             request_id=part_id(str(order.id), self._parts),
             token_ids=request.token_ids + appended,
@@ -382,7 +382,7 @@ class OpenTrajectory:
             (len(turn.appended), round(turn.outside_s, 4), turn.tokens, round(turn.seconds, 4)) for turn in self.turns
         ]
         last_s = round(anyio.current_time() - self.outside_since, 4)
-        return structs.replace(result, turns=(*turns, (0, last_s, 0, 0.0)), notes=result.notes | self._dropped)
+        return replace(result, turns=(*turns, (0, last_s, 0, 0.0)), notes=result.notes | self._dropped)
 
 
 Episode = Callable[[OpenTrajectory], Awaitable[EpisodeEnd | None]]
@@ -425,7 +425,7 @@ class Episodes:
         self._has_environment = episode is not one_completion
         self._engine_lock = anyio.Semaphore(1) if one_at_a_time else nullcontext()
         self._cancelled_completions = CancelledCompletions() if verifies_deferred else None
-        self._sampling = structs.asdict(sampling)
+        self._sampling = asdict(sampling)
         self._open = dict[TrajectoryId, OpenTrajectory]()
         self._sampling_now = 0
         self._in_turns = 0  # with paused ones, which ``_sampling_now`` leaves out

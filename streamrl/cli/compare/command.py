@@ -15,7 +15,7 @@ from typing import Annotated
 import anyio
 import msgspec
 from anyio import to_thread
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.atomic_files import make_directory, write_durable
 from streamrl.base.errors import RecipeError, StreamRLError, leaves
@@ -133,10 +133,10 @@ async def compare(plan: Sequence[tuple[str, int, Recipe]], comparison: Compariso
             except* StreamRLError as errors:
                 reason = next(str(error) for error in leaves(errors))
                 failures = (*comparison.failures, f"{system}, repeat {repeat}: {reason}")
-                comparison = structs.replace(comparison, failures=failures)
+                comparison = replace(comparison, failures=failures)
                 screen.line(failures[-1])
             else:
-                comparison = structs.replace(comparison, runs=(*comparison.runs, run))
+                comparison = replace(comparison, runs=(*comparison.runs, run))
                 screen.line(f"{title}: {run.sample_ms:.1f} ms a sample, {len(run.measured)} steps")
             write_durable(out / FIGURES, msgspec.json.format(msgspec.json.encode(comparison), indent=1))
             if comparison.runs:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.run_events import EvaluationFinished, RunWarning, StepFinished
@@ -52,13 +52,13 @@ def measured_recipe(recipe: Recipe, samples: int, repeat: int, name: str, direct
     batch_shapes = recipe.group_sizing.batches(rollout.prompts_per_batch, rollout.group_size)
     steps = WARM_UP_STEPS + math.ceil(samples / min(groups * size for groups, size in batch_shapes)) + SPARE_STEPS
     seed = run.seed + repeat - 1
-    evaluation = structs.replace(recipe.evaluation, at_start=False, at_end=False, every=0, limit=0)
-    return structs.replace(
+    evaluation = replace(recipe.evaluation, at_start=False, at_end=False, every=0, limit=0)
+    return replace(
         recipe,
-        run=structs.replace(run, name=f"{name}-{repeat}", directory=str(directory), seed=seed, steps=steps),
-        training=structs.replace(recipe.training, epochs=0.0),
+        run=replace(run, name=f"{name}-{repeat}", directory=str(directory), seed=seed, steps=steps),
+        training=replace(recipe.training, epochs=0.0),
         evaluation=evaluation,
-        checkpoint=structs.replace(recipe.checkpoint, every=0, keep_best=0, at_end=False),
+        checkpoint=replace(recipe.checkpoint, every=0, keep_best=0, at_end=False),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from msgspec import structs
+from msgspec.structs import asdict
 
 from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.cli.control import ask_run
@@ -28,7 +28,7 @@ class Status(Command, frozen=True):
     def run(self) -> int:
         answer = ask_run(self.run_directory, ReadStatus(), changes=False)
         assert isinstance(answer, SteeringStatus), answer
-        fields = structs.asdict(answer)
+        fields = asdict(answer)
         del fields["request_id"]
         return self.print({"run": str(self.run_directory), **fields}, *_lines(answer))
 

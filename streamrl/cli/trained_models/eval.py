@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import structs
+from msgspec.structs import replace
 from rich.table import Table
 
 from streamrl.base.atomic_files import PRIVATE
@@ -84,9 +84,9 @@ class Eval(Command, frozen=True, kw_only=True):
             raise RecipeError(f"-n {self.limit}: write a number of prompts, or 0 for all")
         if recipe.judge.model:
             raise RecipeError(f"{path} has a judge.model, which eval does not start: leave it out, or name an endpoint")
-        train = structs.replace(recipe.prompts, train=next(iter(recipe.evaluation.sets.values())).prompts)
-        evaluation = structs.replace(recipe.evaluation, limit=self.limit)
-        recipe = with_hub_folders(structs.replace(recipe, prompts=train, evaluation=evaluation, lora=Lora()))
+        train = replace(recipe.prompts, train=next(iter(recipe.evaluation.sets.values())).prompts)
+        evaluation = replace(recipe.evaluation, limit=self.limit)
+        recipe = with_hub_folders(replace(recipe, prompts=train, evaluation=evaluation, lora=Lora()))
         check_model(recipe)
         return recipe, saved.version if saved else None
 

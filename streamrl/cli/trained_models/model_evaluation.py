@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
 import anyio
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.errors import EngineError, RecipeError
 from streamrl.base.stage_messages import EndedOutcome, Scored
@@ -78,7 +79,7 @@ async def evaluate_model(
     engine does not start or dies."""
     passes = [recipe.evaluation]
     if greedy:
-        passes.append(structs.replace(recipe.evaluation, samples=1, temperature=0.0))
+        passes.append(replace(recipe.evaluation, samples=1, temperature=0.0))
     longest = max_model_len(recipe, model_config(recipe.model.path)) - recipe.sampling.max_tokens
     async with opened_rewards(recipe.rewards, recipe.reward_limits, tokenizer) as rewards:
         columns = needed_columns(rewards.signatures)
@@ -88,19 +89,13 @@ async def evaluate_model(
             raise RecipeError(*problems)
         held_out = await read_held_out(recipe, tokenizer, in_flight=recipe.engines.max_num_seqs)
         limited = {"every": 1, "limit": recipe.evaluation.limit}  # the limits of sets apply to the steps of a run
-        sets = {name: (structs.replace(settings, **limited), size) for name, (settings, size) in held_out.sets.items()}
-        held_out = structs.replace(held_out, sets=sets)
+        sets = {name: (replace(settings, **limited), size) for name, (settings, size) in held_out.sets.items()}
+        held_out = replace(held_out, sets=sets)
         on_start()
         async with started_engine(recipe) as engine, _episode(recipe, tokenizer) as episode:
             return [
                 await _pass(
-                    recipe,
-                    structs.replace(held_out, settings=settings),
-                    version,
-                    engine,
-                    rewards,
-                    on_completion,
-                    episode,
+                    recipe, replace(held_out, settings=settings), version, engine, rewards, on_completion, episode
                 )
                 for settings in passes
             ]
@@ -193,7 +188,7 @@ async def started_engine(recipe: Recipe) -> AsyncIterator[WatchedEngine]:
     """An engine of ``recipe``, vLLM's or a simulated one, with the weights of the model's folder, open for the block.
     Its own output is shown only where it fails. Raises ``RecipeError`` for a model that cannot be used, ``EngineError``
     when it does not start or dies."""
-    single = structs.replace(recipe, engines=structs.replace(recipe.engines, count=1, sets=()))
+    single = replace(recipe, engines=replace(recipe.engines, count=1, sets=()))
     with tempfile.TemporaryDirectory(prefix="streamrl-") as sockets, tempfile.TemporaryFile("w+") as output:
         engine = engine_of(single, ProcessPlan(role=Role.ENGINE, index=0), Path(sockets))
         try:

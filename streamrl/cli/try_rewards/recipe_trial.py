@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import RecipeError
@@ -135,7 +135,7 @@ async def try_recipe(
     columns = first_prompt.columns
     plain_text = isinstance(columns.get("prompt"), str) and columns.get("messages") is None
     unused_template = plain_text and bool(chat_format(recipe.model.path).templates)
-    return structs.replace(trial, advice=tuple(advice_of(trial, recipe, unused_template=unused_template)))
+    return replace(trial, advice=tuple(advice_of(trial, recipe, unused_template=unused_template)))
 
 
 def _rewards_to_try(recipe: Recipe, completions: int) -> list[Reward]:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.base.messages import Generate
@@ -160,8 +161,8 @@ async def groups_from_engine(
     concurrency = min(_MOST_AT_ONCE, len(prompts) * samples)
     context = longest + recipe.sampling.max_tokens
     capacity = asyncio.Semaphore(concurrency)
-    engines = structs.replace(recipe.engines, max_num_seqs=concurrency, max_model_len=context)
-    async with started_engine(structs.replace(recipe, engines=engines)) as engine:
+    engines = replace(recipe.engines, max_num_seqs=concurrency, max_model_len=context)
+    async with started_engine(replace(recipe, engines=engines)) as engine:
         sampled_count = 0
 
         async def sample(group: int, index: int, prompt: Prompt) -> Trajectory:
@@ -169,7 +170,7 @@ async def groups_from_engine(
                 request_id=f"{group}.{index}",
                 token_ids=prompt.token_ids,
                 seed=group * samples + index,
-                **structs.asdict(recipe.sampling),
+                **asdict(recipe.sampling),
             )
             nonlocal sampled_count
             async with capacity:

@@ -27,6 +27,7 @@ from streamrl.control.round_policy import (
     Candidate,
     Launch,
     Observation,
+    PolicyState,
     Remainder,
     RoundPolicy,
     RoundView,
@@ -181,11 +182,11 @@ class AutoRounds(StatelessRounds):
             pace.add(min(step_s, _SURPRISING * predicted_s), predicted_s)
         state.untimed = {later: rounds for later, rounds in state.untimed.items() if later > version}
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> PolicyState:
         """Complete state: a restored policy decides as this one would."""
         return asdict(self._state)
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: PolicyState) -> None:
         """Restore the state of this policy. The state of another policy, or of a candidate that no longer exists, is
         ignored."""
         if state.get("current") in self._policies:

@@ -15,7 +15,7 @@ from msgspec.structs import asdict, replace
 
 from streamrl.base.seeds import derive_seed
 from streamrl.control.policies import sagc
-from streamrl.control.round_policy import FixedSize, GroupSizer, SizingDecision
+from streamrl.control.round_policy import FixedSize, GroupSizer, PolicyState, SizingDecision
 from streamrl.control.run_state import GroupLengths
 from streamrl.recipe.scheduling import GroupSizing, SizingKind
 
@@ -70,10 +70,10 @@ class RandomSize:
             reason = f"{self.size} by chance: draw {sum(self._draws.drawn.values())}"
         return SizingDecision(size=self.size, reason=reason, figures=_figures(self.size, rate))
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> PolicyState:
         return asdict(self._draws)
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: PolicyState) -> None:
         """Continue after the draws of ``state``; the state of another kind of sizing is ignored."""
         if "drawn" not in state:
             return
@@ -166,10 +166,10 @@ class StragglerAwareSize:
         reason = f"{message}; {choice}" if message else choice
         return self._decision(rate, reason, notify=bool(message))
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> PolicyState:
         return asdict(self._memory)
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: PolicyState) -> None:
         """Continue with ``state``; the state of another kind of sizing is ignored.
 
         Where the recipe no longer has the current size, the sizer starts with its initial size. Where the recipe has

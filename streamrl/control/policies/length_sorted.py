@@ -25,6 +25,7 @@ from streamrl.control.round_policy import (
     GroupObserved,
     Launch,
     Observation,
+    PolicyState,
     Remainder,
     RoundView,
     Source,
@@ -124,10 +125,10 @@ class LengthSortedRounds(StatelessRounds):
             longest = observation.round_longest if deferred else max(observation.lengths)
             self._predictor.observe(observation.prompt_id, observation.prompt_tokens, longest, stopped=deferred)
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> PolicyState:
         return asdict(self._predictor) | {"away": self._in_environments}
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: PolicyState) -> None:
         """Restore the state of this policy; the state of another policy is ignored."""
         if "buckets" in state:
             self._predictor = msgspec.convert(state, PromptLengthPredictor, str_keys=True)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.dedicated_thread import DedicatedThread
 from streamrl.base.errors import EngineError, ModelRefused, RequestRefused, WeightError
@@ -189,12 +189,12 @@ class VllmEngine(ABC):
         """Sample ``request``. ``changes``: parameters of vLLM's ``SamplingParams`` that replace ours."""
         pauses = self._pauses  # read before the first await: the same number as in the cache salt of the request
         output = await self._output(request, **changes)
-        completion = structs.replace(completion_of(output.outputs[0]), routed=routed_of(request, output.outputs[0]))
+        completion = replace(completion_of(output.outputs[0]), routed=routed_of(request, output.outputs[0]))
         if not self._vllm_options.prefix_caching:
             return completion
         tokens = output.num_cached_tokens or 0
         block = self._block_tokens
-        return structs.replace(completion, cached=CachedPrefix(tokens=tokens, block_tokens=block, pauses=pauses))
+        return replace(completion, cached=CachedPrefix(tokens=tokens, block_tokens=block, pauses=pauses))
 
     async def _score(self, request: Generate) -> Completion:
         """Return the last ``scored_tokens`` tokens of ``request`` with their logprobs. vLLM runs one prefill and

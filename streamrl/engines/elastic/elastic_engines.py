@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from streamrl.base.errors import EngineError, StreamRLError
 from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost, TrajectoryOutcome, TrajectoryPaused
-from streamrl.base.types import Metrics, TrajectoryId
+from streamrl.base.types import Clock, Metrics, TrajectoryId
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import Observer, PushReport
 from streamrl.control.actions import ControlAction, Decision, LaunchGroup, StepOptimizer
@@ -84,7 +84,7 @@ class ElasticEngines(Observer):
         freeing: Freeing | None = None,
         block_tokens: int = 16,
         share_cores: Callable[[int], Awaitable[None]] | None = None,
-        clock: Callable[[], float] = anyio.current_time,
+        clock: Clock = anyio.current_time,
     ) -> None:
         self._pool = pool
         self._processes = processes

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from streamrl.base.errors import EngineError, RequestRefused, WeightError
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.base.types import Completion, FinishReason, VersionSpan
+from streamrl.base.types import Clock, Completion, FinishReason, VersionSpan
 from streamrl.engines.resumption import accepted_prefix, empty_completion, remaining_tokens, without_unverified_tokens
 from streamrl.engines.simulated.text import LengthMixture, SampledText, UniformText
 from streamrl.engines.step_cost import StepCost
@@ -112,7 +112,7 @@ class SimulatedEngine:
         *,
         text: SampledText | None = None,
         weights: HeldWeights | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
         self._options = options

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from msgspec import structs
+from msgspec.structs import asdict, replace
 
 from streamrl.base.concurrent_calls import all_of
 from streamrl.base.messages import Generate
@@ -25,7 +25,7 @@ PROBE_TOKENS = 64
 async def batch_invariant(engine: Sampler, prompts: Sequence[TokenArray], sampling: Sampling) -> bool:
     """Sample ``PROBES`` completions one by one, then all at once, and return whether tokens and logprobs are the same,
     bit for bit. Raises ``EngineError`` and ``RequestRefused``."""
-    sampling_fields = structs.asdict(structs.replace(sampling, max_tokens=PROBE_TOKENS, min_tokens=0))
+    sampling_fields = asdict(replace(sampling, max_tokens=PROBE_TOKENS, min_tokens=0))
     requests = [
         Generate(
             request_id=f"probe-{number}",

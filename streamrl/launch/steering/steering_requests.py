@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 import anyio
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.comm.conversation import Conversation
@@ -45,7 +45,7 @@ class SteeringRequests(Conversation[SteeringRequest, SteeringReply]):
         if isinstance(reply, SteeringTaken) and reply.problems:
             raise RecipeError(*reply.problems)
         if isinstance(reply, SteeringStatus):
-            return structs.replace(reply, processes=_processes(supervisor))
+            return replace(reply, processes=_processes(supervisor))
         return reply
 
 

@@ -24,7 +24,7 @@ from streamrl.base.run_events import (
     StepFinished,
 )
 from streamrl.base.stage_messages import RolloutStatistics, Scored, TrajectoryOutcome
-from streamrl.base.types import DropReason, Metrics, ScoredTrajectory
+from streamrl.base.types import Clock, DropReason, Metrics, ScoredTrajectory
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import Observer, PushReport
 from streamrl.control import actions as do
@@ -106,7 +106,7 @@ class RunReport(Observer):
         trace: TrajectoryTrace | None = None,
         samples: TrainingSamples | None = None,
         words: PromptWords | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         length_limit: int = 0,
     ) -> None:
         self._emit = emit

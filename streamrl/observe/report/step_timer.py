@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import RolloutStatistics
-from streamrl.base.types import Metrics
+from streamrl.base.types import Clock, Metrics
 from streamrl.contracts import PushReport
 from streamrl.control.events import EnginesMeasured
 from streamrl.observe.report.trajectory_trace import EnginesLine
@@ -51,7 +51,7 @@ class StepTimer:
     """Notes the moments of the open step. ``rollout``: reads the counters of the episodes. ``capacity``: trajectories
     that the engines can run at once."""
 
-    def __init__(self, clock: Callable[[], float], rollout: Callable[[], RolloutStatistics], capacity: int) -> None:
+    def __init__(self, clock: Clock, rollout: Callable[[], RolloutStatistics], capacity: int) -> None:
         self._clock = clock
         self._rollout = rollout
         self._capacity = capacity

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from msgspec import structs
+from msgspec.structs import asdict
 
 from streamrl.recipe.rewards import Reward, with_current_keys
 from streamrl.recipe.toml_text import parse_toml
@@ -86,7 +86,7 @@ def run_redaction(variables: Mapping[str, str], recipe_toml: str = "", attached:
     except (ValueError, RecursionError):
         recipe = {}
     secrets = {value: name for name, value in variables.items() if is_secret_name(name) and not _is_path(value)}
-    rewards = [*map(with_current_keys, recipe.get("rewards", ())), *map(structs.asdict, attached)]
+    rewards = [*map(with_current_keys, recipe.get("rewards", ())), *map(asdict, attached)]
     for name in _variables_of_rewards(rewards):  # a recipe names the variables by which a function identifies itself
         if name in variables and not _is_path(variables[name]):
             secrets[variables[name]] = name

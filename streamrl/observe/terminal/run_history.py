@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, variance
 
 from streamrl.base.run_events import RunStarted, StepFinished
-from streamrl.base.types import JsonMapping, JsonObject, Metrics
+from streamrl.base.types import Clock, JsonMapping, JsonObject, Metrics
 from streamrl.control.actions import ALL_STEPS_DONE
 from streamrl.observe.run_files.run_reader import RunFiles, set_size
 from streamrl.observe.terminal.curve import Curve, terminal_plot
@@ -34,7 +33,7 @@ MOST_POINTS = 4096
 class RunHistory:
     """Rewards and evaluations by step, and how long steps take. ``clock``: seconds, monotonic."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._intervals: deque[float] = deque(maxlen=RECENT_STEPS)
         self._began = self._last = clock()

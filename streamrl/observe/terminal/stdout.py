@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from textwrap import TextWrapper
 from types import TracebackType
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from streamrl.base import run_events
 from streamrl.base.printable import printable
-from streamrl.base.types import Metrics
+from streamrl.base.types import Clock, Metrics
 from streamrl.observe.terminal.run_history import RunHistory
 from streamrl.observe.terminal.step_line import (
     LEGEND,
@@ -47,7 +46,7 @@ class PlainScreen:
 
     is_table = False
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+    def __init__(self, stream: TextIO, clock: Clock) -> None:
         self._stream = stream
         self._clock = clock
         self._printed = clock()
@@ -125,7 +124,7 @@ class StdoutReporter:
     """Shows each ``RunEvent`` that it is called with. Use it as a context manager, which restores the terminal."""
 
     def __init__(
-        self, stream: TextIO | None = None, *, terminal: bool | None = None, clock: Callable[[], float] = time.monotonic
+        self, stream: TextIO | None = None, *, terminal: bool | None = None, clock: Clock = time.monotonic
     ) -> None:
         stream = sys.stdout if stream is None else stream
         wants_table = stream.isatty() if terminal is None else terminal

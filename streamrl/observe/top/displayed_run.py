@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from streamrl.base import run_events
 from streamrl.base.printable import one_line
-from streamrl.base.types import JsonMapping, Metrics
+from streamrl.base.types import Clock, JsonMapping, Metrics
 from streamrl.observe.run_files.run_reader import MetricLine, set_size
 from streamrl.observe.telemetry import Telemetry, to_run_event
 from streamrl.observe.terminal.step_line import duration, evaluation_line
@@ -42,7 +42,7 @@ class Picture:
 
     ``listens``: returns whether a process publishes at the endpoint. ``clock``: monotonic seconds."""
 
-    def __init__(self, listens: Callable[[], bool] = lambda: True, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, listens: Callable[[], bool] = lambda: True, clock: Clock = time.monotonic) -> None:
         self._listens = listens
         self._clock = clock
         self.run_id = ""

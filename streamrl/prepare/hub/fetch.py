@@ -18,7 +18,8 @@ from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_downl
 from huggingface_hub.errors import CachedRepoTreeNotFoundError, HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from huggingface_hub.repocard import metadata_load
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from streamrl.base.atomic_files import SHARED, make_directory, write_durable
@@ -98,7 +99,7 @@ def _repository(name: HubName, send: Send) -> _Files:
             raise
         kind = "of the cache" if listed else "as far as it is in the cache"
         notice = f"{kind} (the Hub could not say which is the newest: {type(error).__name__})"
-        return structs.replace(cached, notice=notice)
+        return replace(cached, notice=notice)
     send(messages.Asking(answered=True))
     if name.revision != info.sha:
         with suppress(OSError):  # a cache that this user may not write
@@ -146,7 +147,7 @@ def _cached_without_list(name: HubName) -> _Files | None:
 def _files_at(name: HubName, commit: str, sizes: Iterable[tuple[str, int | None]]) -> _Files:
     """Files of a commit, without files whose names lead out of the folder."""
     inside = {path: size or 0 for path, size in sizes if ".." not in path and not path.startswith("/")}
-    return _Files(name=structs.replace(name, revision=commit), sizes=inside)
+    return _Files(name=replace(name, revision=commit), sizes=inside)
 
 
 def _choose(request: WantedFiles, send: Send) -> _Files:
@@ -161,12 +162,12 @@ def _choose(request: WantedFiles, send: Send) -> _Files:
                 raise RecipeError(_lacks(repository, [f"{WEIGHTS} weights"]))
             remedy = "name a repository that has them, or convert it and name the folder"
             raise RecipeError(f"{name} of the Hub has no {WEIGHTS} weights, and pickles are not read: {remedy}")
-        return structs.replace(repository, names=names)
+        return replace(repository, names=names)
     try:
         data = _data_files(request, repository)
         if name.revision in _MAIN and not data.read_as_they_are:
             try:
-                converted = _repository(structs.replace(name, revision=_CONVERTED), send)
+                converted = _repository(replace(name, revision=_CONVERTED), send)
                 in_parquet = choose_converted(converted.sizes, request.config, request.split)
                 if in_parquet.names:
                     repository = converted
@@ -181,7 +182,7 @@ def _choose(request: WantedFiles, send: Send) -> _Files:
         present = ", ".join(list(data.names or repository.sizes)[:5])
         problem = f"{name} of the Hub has no parquet, JSON or CSV files there (it has {present})"
         raise RecipeError(f"{problem}, and no parquet copy: convert it, and name the file")
-    return structs.replace(repository, names=data.names, patterns=compact(data.names, repository.sizes))
+    return replace(repository, names=data.names, patterns=compact(data.names, repository.sizes))
 
 
 def _data_files(request: WantedFiles, repository: _Files) -> DataFiles:
@@ -212,7 +213,7 @@ def _download(key: str, repository: _Files, stand_ins: str, send: Send) -> messa
     if (constants.HF_HUB_OFFLINE or repository.notice) and not name.dataset:
         # Other programs do not need the README, and not all files of a tokenizer; who reads these says what is missing.
         names = [file for file in repository.names if file.endswith(WEIGHTS) or (repository.folder / file).exists()]
-        repository = structs.replace(repository, names=names)
+        repository = replace(repository, names=names)
     names = [file_name for file_name in repository.names if not (stand_ins and file_name.endswith(WEIGHTS))]
     if missing := repository.missing(names):
         if constants.HF_HUB_OFFLINE or repository.notice:

@@ -19,7 +19,8 @@ from typing import Protocol
 import anyio
 import msgspec
 from anyio.abc import TaskGroup
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.atomic_files import write_atomic, write_durable
 from streamrl.base.errors import RecipeError
@@ -152,7 +153,7 @@ class ClusterLauncher:
         new_topology = plan_topology(self._recipe, self._sockets, places)
         earlier_plans = {plan.name: plan for plan in topology.processes}
         processes = [plan if plan.host else earlier_plans[plan.name] for plan in new_topology.processes]
-        self._topology = structs.replace(new_topology, processes=tuple(processes))
+        self._topology = replace(new_topology, processes=tuple(processes))
         return self._topology
 
     async def _assigned(self) -> dict[str, ProcessPlace]:
@@ -311,7 +312,7 @@ class ClusterLauncher:
         for name, place in self._places.items():
             if place.host == lost.name:
                 gpus = tuple(successor_of[gpu] for gpu in place.gpus)
-                self._places[name] = structs.replace(place, host=joined.name, address=address, gpus=gpus)
+                self._places[name] = replace(place, host=joined.name, address=address, gpus=gpus)
         self._write_topology(joined.facts)
         if not self._placing:
             self.on_join()
@@ -326,13 +327,13 @@ class ClusterLauncher:
         for plan in self._topology.processes:
             place = self._places.get(plan.name)
             if plan.role is Role.ENGINE and place is not None and place.host == joined.name:
-                plan = structs.replace(plan, host=place.host, address=place.address, gpus=place.gpus)
+                plan = replace(plan, host=place.host, address=place.address, gpus=place.gpus)
                 endpoints.pop(f"{plan.name}.weights", None)
                 port = next(ports, None)
                 if port is not None:  # without a port other engines get their weights from the trainer
                     endpoints[f"{plan.name}.weights"] = f"tcp://{at_port(place.address, port)}"
             plans.append(plan)
-        self._topology = structs.replace(self._topology, processes=tuple(plans), endpoints=endpoints)
+        self._topology = replace(self._topology, processes=tuple(plans), endpoints=endpoints)
         write_atomic(self._run_directory / TOPOLOGY_FILE, msgspec.json.encode(self._topology))
 
     def _plan_of(self, name: str) -> ProcessPlan:
@@ -441,7 +442,7 @@ def _rooms(offers: Sequence[HostOffer]) -> list[HostRoom]:
 
 
 def _on_any_hosts(recipe: Recipe) -> Recipe:
-    return structs.replace(recipe, cluster=structs.replace(recipe.cluster, hosts=0))
+    return replace(recipe, cluster=replace(recipe.cluster, hosts=0))
 
 
 def _gpus_on(host: str, places: Mapping[str, ProcessPlace]) -> int:

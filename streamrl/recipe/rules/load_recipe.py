@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import structs
+from msgspec.structs import asdict, replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import JsonObject
@@ -86,7 +86,7 @@ def check_recipe(recipe: Recipe, source: str = "recipe") -> None:
     """Check the fields of a ``Recipe`` that was made in Python, and the rules between them. ``source``: name of the
     recipe in problems. Raises ``RecipeError``."""
     origin = Origin(file=source, lines={})
-    checked = CheckedTable(as_table(structs.asdict(recipe)), origin, foreign_answer)
+    checked = CheckedTable(as_table(asdict(recipe)), origin, foreign_answer)
     rules = broken_rules(_recipe(checked), checked.bad_paths)
     problems = checked.problems + [problem(origin, path, text) for path, text in rules]
     if problems:
@@ -98,7 +98,7 @@ def overridden_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     problems."""
     if not overrides:
         return recipe
-    table = as_table(structs.asdict(recipe))
+    table = as_table(asdict(recipe))
     return _check(table, Origin(file="recipe", lines={}), overrides, Path.cwd())[0]
 
 
@@ -166,7 +166,7 @@ def _check(table: JsonObject, origin: Origin, overrides: Sequence[str], director
     if "environment" in table:
         table = {"rewards": [{"function": ENVIRONMENT_REWARD}]} | table
     overridden = [_override(table, text, problems) for text in overrides]
-    origin = structs.replace(origin, overridden=frozenset(path for path in overridden if path))
+    origin = replace(origin, overridden=frozenset(path for path in overridden if path))
     origin, contradictions, system = apply_system(table, origin)
     checked = CheckedTable(table, origin, foreign_answer)
     problems += contradictions + checked.problems
@@ -196,32 +196,30 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         resume_from = _absolute_if_set(resume_from, Path.cwd())
     environment = recipe.environment
     observers = tuple(resolve_function(observer, directory) for observer in recipe.run.observers)
-    return structs.replace(
+    return replace(
         recipe,
-        run=structs.replace(recipe.run, observers=observers),
-        model=structs.replace(recipe.model, path=resolve_model(recipe.model.path, directory)),
-        prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
-        rollout=structs.replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),
+        run=replace(recipe.run, observers=observers),
+        model=replace(recipe.model, path=resolve_model(recipe.model.path, directory)),
+        prompts=replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
+        rollout=replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),
         rewards=tuple(resolved_reward(reward, directory) for reward in recipe.rewards),
-        environment=structs.replace(
+        environment=replace(
             environment,
             episode=resolve_function(environment.episode, directory),
             env=resolve_function(environment.env, directory),
             tools=tuple(_resolved_tool(tool, directory) for tool in environment.tools),
             agent=tuple(_file_of_agent(word, directory) for word in environment.agent),
         ),
-        engines=structs.replace(
+        engines=replace(
             recipe.engines,
             args=_arguments(recipe.engines.args, directory),
-            sets=tuple(structs.replace(shape, args=_arguments(shape.args, directory)) for shape in recipe.engines.sets),
+            sets=tuple(replace(shape, args=_arguments(shape.args, directory)) for shape in recipe.engines.sets),
         ),
-        judge=structs.replace(recipe.judge, model=resolve_model(recipe.judge.model, directory)),
-        reward_limits=structs.replace(
-            recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)
-        ),
-        evaluation=structs.replace(recipe.evaluation, prompts=_resolved_sets(recipe.evaluation.prompts, directory)),
-        transport=structs.replace(recipe.transport, keys=_absolute_if_set(recipe.transport.keys, directory)),
-        checkpoint=structs.replace(recipe.checkpoint, resume_from=resume_from),
+        judge=replace(recipe.judge, model=resolve_model(recipe.judge.model, directory)),
+        reward_limits=replace(recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)),
+        evaluation=replace(recipe.evaluation, prompts=_resolved_sets(recipe.evaluation.prompts, directory)),
+        transport=replace(recipe.transport, keys=_absolute_if_set(recipe.transport.keys, directory)),
+        checkpoint=replace(recipe.checkpoint, resume_from=resume_from),
     )
 
 
@@ -232,7 +230,7 @@ def resolved_reward(reward: Reward, directory: Path) -> Reward:
         if _is_path(reward.function, name, value):
             resolve = resolve_model if name == "path" else _absolute_if_set
             options[name] = resolve(value, directory)
-    return structs.replace(reward, function=resolve_function(reward.function, directory), options=options)
+    return replace(reward, function=resolve_function(reward.function, directory), options=options)
 
 
 def _resolved_tool(tool: str, directory: Path) -> str:
@@ -298,7 +296,7 @@ def _resolved_sets(prompts: Any, directory: Path) -> Any:
     if isinstance(prompts, dict):
         return {name: _resolved_sets(held_out, directory) for name, held_out in prompts.items()}
     if isinstance(prompts, EvaluationSet):
-        return structs.replace(prompts, prompts=resolve_spec(prompts.prompts, directory))
+        return replace(prompts, prompts=resolve_spec(prompts.prompts, directory))
     return resolve_spec(prompts, directory)
 
 

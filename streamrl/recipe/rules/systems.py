@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.recipe.problems import Origin, problem, short_toml
@@ -137,7 +137,7 @@ def apply_system(table: JsonObject, origin: Origin) -> tuple[Origin, list[str], 
             if holder[last] != published:
                 text += f" (yours, not {short_toml(published)})"
             rows.append((key, text, setting.source))
-    return structs.replace(origin, implied=implied), problems, _columns(rows)
+    return replace(origin, implied=implied), problems, _columns(rows)
 
 
 def _holders(table: JsonObject, key: str) -> Iterator[tuple[str, JsonObject]]:

@@ -21,7 +21,7 @@ from streamrl.base.errors import UNDECODABLE
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.rewards import Reward
 from streamrl.rewards.signature import RewardSignature
-from streamrl.rewards.values import CheckedValue, failed
+from streamrl.rewards.values import CheckedValue, CheckedValues, failed
 
 LARGEST_FRAME = 1 << 30
 _LENGTH = struct.Struct("<I")
@@ -143,7 +143,7 @@ def to_frame(content: Any) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def answered_values(answer: CallAnswer, count: int) -> tuple[CheckedValue, ...]:
+def answered_values(answer: CallAnswer, count: int) -> CheckedValues:
     """The values of a call about ``count`` completions. An answer that no call process of streamrl sends is a failure
     of all completions: user code wrote it to the socket."""
     if len(answer.values) != count:

@@ -60,7 +60,7 @@ from streamrl.rewards.calls.frames import (
 from streamrl.rewards.calls.process import late_message
 from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.user_variables import variables_of_user_code
-from streamrl.rewards.values import CallResult, CheckedValue, failed
+from streamrl.rewards.values import CallResult, CheckedValues, failed
 
 LOAD_LIMIT_S = 120.0
 _READY_LIMIT_S = LOAD_LIMIT_S  # a process imports the functions itself where the fork server would have threads
@@ -102,7 +102,7 @@ class Call(Struct, eq=False):
     was_exhausted: bool = False
     result: CallResult | None = None
 
-    def finish(self, values: tuple[CheckedValue, ...], seconds: float) -> None:
+    def finish(self, values: CheckedValues, seconds: float) -> None:
         """Set the result. ``seconds``: time of the function as the process reports it. A negative time, or one longer
         than the time since the call was sent, is replaced by the time since the call was sent."""
         since_sent_s = anyio.current_time() - self.sent_at if self.sent_at else 0.0

@@ -28,7 +28,7 @@ from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.user_code import describe_error
 from streamrl.rewards.calls.frames import READY, CallAnswer, CallOrder, Clock, FrameReader, SharedStatus, to_frame
 from streamrl.rewards.signature import RewardFunction
-from streamrl.rewards.values import CheckedValue, check_returned, failed
+from streamrl.rewards.values import CheckedValues, check_returned, failed
 
 _MOST_CALLS = 20_000  # the process is replaced after them, which frees what user code leaks in small portions
 # Usage is read after each of the first calls, then after every 64th: reading it takes 50 us.
@@ -181,7 +181,7 @@ class SyncServer:
 
 async def values_of_coroutine(
     function: RewardFunction, completion: Any, arguments: Mapping[str, Any], count: int
-) -> tuple[tuple[CheckedValue, ...], bool]:
+) -> tuple[CheckedValues, bool]:
     """The values of a call, and whether the process was exhausted. Raises nothing except ``CancelledError``."""
     try:
         returned = await function.call(completion, **arguments)
@@ -279,7 +279,7 @@ class LoopServer:
 
         timer = loop.call_later(order.limit_s, answer_late_call)
 
-        def answer_call(task: asyncio.Task[tuple[tuple[CheckedValue, ...], bool]]) -> None:
+        def answer_call(task: asyncio.Task[tuple[CheckedValues, bool]]) -> None:
             timer.cancel()
             seconds = Clock.perf_counter() - started
             if task.cancelled():
@@ -292,20 +292,14 @@ class LoopServer:
 
         task.add_done_callback(answer_call)
 
-    async def _call(self, order: CallOrder) -> tuple[tuple[CheckedValue, ...], bool]:
+    async def _call(self, order: CallOrder) -> tuple[CheckedValues, bool]:
         call = values_of_coroutine(self._functions[order.function], order.completion, order.arguments, count_of(order))
         observed = _ObservedCoroutine(call.__await__(), self._page, order.sequence)
-        result: tuple[tuple[CheckedValue, ...], bool] = await observed
+        result: tuple[CheckedValues, bool] = await observed
         return result
 
     def _answer(
-        self,
-        order: CallOrder,
-        seconds: float,
-        values: tuple[CheckedValue, ...],
-        *,
-        retire: bool = False,
-        exhausted: bool = False,
+        self, order: CallOrder, seconds: float, values: CheckedValues, *, retire: bool = False, exhausted: bool = False
     ) -> None:
         answer = CallAnswer(order.sequence, seconds, list(values), retire or self._recycling.is_due(), exhausted)
         self._answers.append(to_frame(answer))

@@ -21,7 +21,7 @@ from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.user_code import describe_error
 from streamrl.rewards.calls.process import late_message, values_of_coroutine
 from streamrl.rewards.signature import RewardFunction
-from streamrl.rewards.values import CallResult, CheckedValue, check_returned, failed
+from streamrl.rewards.values import CallResult, CheckedValues, check_returned, failed
 
 _CLOSE_LIMIT_S = 1.0
 _BLOCKED_S = 0.25  # a timer that is so late shows that an import or another call blocked the loop
@@ -57,7 +57,7 @@ class TrustedCoroutines:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self._late: set[asyncio.Task[tuple[tuple[CheckedValue, ...], bool]]] = set()
+        self._late: set[asyncio.Task[tuple[CheckedValues, bool]]] = set()
 
     @property
     def stuck(self) -> int:

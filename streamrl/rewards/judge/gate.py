@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import anyio
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.messages import Message
 from streamrl.base.notifier import Notifier
@@ -49,7 +49,7 @@ class JudgeReport(Message, frozen=True):
     def after(self, past: JudgeReport) -> JudgeReport:
         """The report with the counters of a judge before this one added."""
         counters = ("questions", "batches", "waited_s", "awake_s")
-        return structs.replace(self, **{name: getattr(self, name) + getattr(past, name) for name in counters})
+        return replace(self, **{name: getattr(self, name) + getattr(past, name) for name in counters})
 
 
 JudgeOrder = ActorLoad

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from streamrl.base.atomic_files import make_directory
 from streamrl.base.errors import RecipeError, StoreError, StreamRLError
@@ -36,7 +36,7 @@ def with_fetched_checkpoint(recipe: Recipe) -> Recipe:
         directory = fetch_checkpoint(url, Path(recipe.run.directory).absolute() / FOLDER)
     except (StreamRLError, OSError) as error:
         raise RecipeError(f"checkpoint.resume_from: {error}") from error
-    return structs.replace(recipe, checkpoint=structs.replace(recipe.checkpoint, resume_from=str(directory)))
+    return replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=str(directory)))
 
 
 def whole_copy(url: str, **limits: float) -> tuple[ObjectStore, str, bytes]:
