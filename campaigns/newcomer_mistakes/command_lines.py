@@ -72,6 +72,11 @@ MISTAKES: dict[str, Mistake] = {
         "init new --from trl.yaml", "trl.yaml:1:", '"beta" is there 2 times', "leave one",
         change=written("trl.yaml", "beta: 0.1\nlr: 1e-6\nbeta: 0.2\n"),
     ),
+    "completions in no folder": command(
+        "eval model recipe.toml --out done/rows.jsonl", "--out done/rows.jsonl: there is no directory", "make it"
+    ),
+    "a report in no folder": command("report model --out pages/a.html", "--out pages/a.html", "make it"),
+    "a trace in no folder": command("trace model --out pages/a.json", "--out pages/a.json", "make it"),
     "less than a group": command("try recipe.toml --completions 2", "--completions 2", "give as many at least"),
     "a page in no folder": command("try recipe.toml --page out/page.html", "--page out/page.html", "make it"),
     "a reward that is not there": command(

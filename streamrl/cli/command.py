@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 import msgspec
 from msgspec import Struct
 
+from streamrl.base.errors import RecipeError
 from streamrl.base.printable import printable_json
 from streamrl.cli.dialects.command_line import normalized_arguments, unknown_words
 from streamrl.cli.help_texts.examples import EXAMPLES
@@ -69,6 +70,12 @@ RunPath = Annotated[Path, Argument("the directory of a run, such as runs/latest"
 def print_json(value: Any) -> None:
     """Print ``value`` as indented JSON on stdout."""
     print(printable_json(msgspec.json.format(msgspec.json.encode(value)).decode()))
+
+
+def refuse_no_folder(flag: str, file: Path | None) -> None:
+    """Raise ``RecipeError`` where the folder of a ``file`` that a command would write is not there."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise RecipeError(f"{flag} {file}: there is no directory {file.absolute().parent}: make it")
 
 
 def recipe_file(path: Path) -> Path:

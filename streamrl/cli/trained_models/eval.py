@@ -15,7 +15,7 @@ from rich.table import Table
 
 from streamrl.base.atomic_files import PRIVATE
 from streamrl.base.errors import RecipeError
-from streamrl.cli.command import Argument, Command, Overrides, print_json, recipe_file
+from streamrl.cli.command import Argument, Command, Overrides, print_json, recipe_file, refuse_no_folder
 from streamrl.cli.run_for_report import run_for_report
 from streamrl.cli.trained_models.model_evaluation import EvaluatedPass, EvaluationPass, evaluate_model
 from streamrl.cli.trained_models.saved_model import find_model
@@ -52,6 +52,7 @@ class Eval(Command, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """1 when no completion got a score."""
+        refuse_no_folder("--out", self.out)
         recipe, version = self._recipe()
         if self.out is not None:
             self.out.touch(PRIVATE)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import FinishReason, Prompt
-from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
+from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file, refuse_no_folder
 from streamrl.cli.run_for_report import run_for_report
 from streamrl.cli.try_rewards.recipe_report import RecipeTrial, advice_of, proposed_rate, report_page, rich_trial
 from streamrl.cli.try_rewards.trial_completions import groups_from_engine
@@ -52,8 +52,7 @@ class Try(Command, frozen=True):
 
     def run(self) -> int:
         """1 when no completion got a value."""
-        if self.page is not None and not self.page.absolute().parent.is_dir():
-            raise RecipeError(f"--page {self.page}: there is no directory {self.page.absolute().parent}: make it")
+        refuse_no_folder("--page", self.page)
         trial = run_for_report(self._try)
         if self.page is not None:
             write_durable(self.page, report_page(trial).encode())

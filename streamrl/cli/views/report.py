@@ -8,7 +8,7 @@ from typing import Annotated
 
 from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import InputError, StreamRLError
-from streamrl.cli.command import Argument, Command, RunPath
+from streamrl.cli.command import Argument, Command, RunPath, refuse_no_folder
 from streamrl.observe.dashboard.chrome_trace import trace_run
 from streamrl.observe.dashboard.report_page import report_page
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
@@ -26,6 +26,7 @@ class Report(Command, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """Write the page. Raises ``StreamRLError`` for a place that is no run."""
+        refuse_no_folder("--out", self.out)
         places = [Path(name) for name in self.runs]
         if not places:
             raise InputError("streamrl report needs a run: name one, such as runs/latest")
@@ -44,6 +45,7 @@ class Trace(Command, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """Write the trace. Raises ``StreamRLError`` for a place that is no run, or a run without a trace."""
+        refuse_no_folder("--out", self.out)
         files = run_files(self.run_directory)
         path = self.out or self.run_directory / "timeline.json"
         timeline = TimelineColumns(files)
