@@ -16,7 +16,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -177,6 +177,10 @@ class EnvironmentStage:
         returned_calls: list[ReturnedCall],
     ) -> EpisodeEnd | None:
         """Answer the worker's requests for turns until the episode ends. ``returned_calls`` is extended."""
+
+        async def reply(turn: Any) -> None:
+            worker.order(TurnReply(episode=number, turn=await trajectory.complete(turn)))
+
         async with anyio.create_task_group() as sampling:
             async for event in events:
                 match event:
@@ -191,25 +195,15 @@ class EnvironmentStage:
                     case DropTurn():
                         trajectory.drop(event.turn)
                     case TurnRequest():
-                        sampling.start_soon(self._sample, worker, event, trajectory)
+                        try:
+                            turn = trajectory.next_turn(
+                                event.appended, event.after, event.max_tokens, event.stop, event.room
+                            )
+                        except ValueError as error:
+                            worker.order(StopEpisode(episode=number))
+                            return _failed(number, str(error))
+                        sampling.start_soon(reply, turn)
         return None
-
-    async def _sample(self, worker: _Worker, request: TurnRequest, trajectory: OpenTrajectory) -> None:
-        """Sample a turn for the worker. The episode fails where it cannot be sampled."""
-        number = request.episode
-        try:
-            turn = await trajectory.sample(
-                request.appended,
-                after=request.after,
-                max_tokens=request.max_tokens,
-                stop=request.stop,
-                room=request.room,
-            )
-        except ValueError as error:
-            worker.order(StopEpisode(episode=number))
-            worker.episodes[number].events.send_nowait(_failed(number, str(error)))
-        else:
-            worker.order(TurnReply(episode=number, turn=turn))
 
     async def _serve(self, open_worker: OpenEnvironment) -> None:
         """Serve one worker, and the workers that replace it when it ends."""

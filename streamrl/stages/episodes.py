@@ -229,12 +229,13 @@ class OpenTrajectory:
         after: int | None = None,
         max_tokens: int = 0,
         stop: tuple[str, ...] = (),
-        room: int = 0,
     ) -> Turn | None:
-        """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeCancelled``, ``RequestRefused`` where no engine
-        serves it, and ``ValueError`` for a turn that cannot be sampled. ``room``: limit of the turn's tokens by the
-        recipe, besides that of any completion; 0: none. Returns None where the turn was dropped meanwhile."""
-        turn = self.next_turn(appended, after, max_tokens, stop, room)
+        """Sample a turn, as ``TurnSampler`` says: ``next_turn``, then ``complete``."""
+        return await self.complete(self.next_turn(appended, after, max_tokens, stop))
+
+    async def complete(self, turn: _Turn) -> Turn | None:
+        """Sample the turn that ``next_turn`` returned; None: it was dropped meanwhile. Raises ``EpisodeCancelled``, and
+        ``RequestRefused`` where no engine serves it."""
         number = self.requested_turns - 1
         if len(self.ends) < len(self.turns) or turn.completion is None:
             await self._sample_turn(self, turn)
@@ -272,8 +273,9 @@ class OpenTrajectory:
     def next_turn(
         self, appended: TokenArray, after: int | None, max_tokens: int, stop: tuple[str, ...], room: int = 0
     ) -> _Turn:
-        """Begin a turn; arguments as in ``sample``. An episode that has begun again gets the turn that it had, if
-        its request is the same. Raises ``ValueError`` for a turn that cannot be sampled."""
+        """Begin a turn; arguments as in ``TurnSampler``. ``room``: limit of the turn's tokens by the recipe, besides
+        that of any completion; 0: none. An episode that has begun again gets the turn that it had, if its request is
+        the same. Raises ``ValueError`` for a turn that cannot be sampled."""
         order = self.order
         number = self.requested_turns
         if self.is_sampling:
@@ -329,13 +331,15 @@ class OpenTrajectory:
 
     def drop(self, number: int) -> None:
         """Drop turn ``number`` and all later ones, for which nobody waits. One that is being sampled is aborted."""
-        turns = self.turns[number:]
-        if not turns:
-            return
-        if self.is_sampling:
-            turns[-1].is_dropped = True
+        if number < len(self.turns) and len(self.ends) < len(self.turns):
+            self.turns[-1].is_dropped = True
             self._abort([self])
-            return
+        elif number < len(self.turns):
+            self.remove(number)
+
+    def remove(self, number: int) -> None:
+        """Remove and count turn ``number`` and all later ones, none of which is being sampled."""
+        turns = self.turns[number:]
         self._dropped.update(abandoned_turns=len(turns), abandoned_tokens=sum(turn.tokens for turn in turns))
         self._parts += turns[-1].parts
         self.drop_turns(number)
@@ -599,7 +603,7 @@ class Episodes:
             self._in_turns -= 1
             trajectory.is_sampling = False
         if turn.is_dropped and not trajectory.cancel_reason:
-            trajectory.drop(len(trajectory.ends))
+            trajectory.remove(len(trajectory.ends))
             return
         if trajectory.cancel_reason or turn.completion is None:
             raise EpisodeCancelled(trajectory.cancel_reason)

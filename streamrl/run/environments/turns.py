@@ -5,8 +5,10 @@ within the limits of the recipe.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import anyio
 
@@ -35,7 +37,7 @@ class OpenEpisode:
     ``printed_reward``: reward that an agent has printed; it counts, too, where the agent does not end in time;
     ``remark``: words about the reward, for its trajectory;
     ``spent_s``: seconds that user code ran, without the time in which turns were sampled;
-    ``send_turn``, ``turns``: both ends of the stream of sampled turns."""
+    ``replies``: sampled turns; None: the turn was dropped, or the episode has ended."""
 
     def __init__(
         self, order: BeginEpisode, environment: Environment, send: Callable[[TurnRequest | DropTurn], None]
@@ -59,7 +61,7 @@ class OpenEpisode:
         self._lengths: list[int] = []
         """Number of tokens of the conversation up to the end of each turn."""
         self._running_since = anyio.current_time()
-        self.send_turn, self.turns = anyio.create_memory_object_stream[Turn | None](math.inf)
+        self.replies = asyncio.Queue[Turn | None]()  # unlike a stream, it loses none to a reader that is cancelled
 
     @property
     def turns_sampled(self) -> int:
@@ -121,17 +123,19 @@ class OpenEpisode:
         self.pause_clock()
         try:
             if self._awaits_reply:  # the reply to a turn that was dropped
-                await self.turns.receive()
+                await self.replies.get()
             self._awaits_reply = True
             self._send(request)
-            turn = await self.turns.receive()
+            turn = await self.replies.get()
             self._awaits_reply = False
-            assert turn is not None, "only a turn that was dropped is None"
+            if turn is None:
+                raise RuntimeError("the episode has ended while a turn was sampled")
             return turn
         finally:
-            if self._awaits_reply and not self.finished:
+            if self._awaits_reply:
                 self._dropped_turns += 1
-                self._send(DropTurn(episode=request.episode, turn=len(self._lengths)))
+                with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the worker ends
+                    self._send(DropTurn(episode=request.episode, turn=len(self._lengths)))
             self.resume_clock()
             self._is_sampling = False
 

@@ -188,7 +188,7 @@ class _Worker:
             return
         match order:
             case TurnReply() if not open_episode.finished:
-                open_episode.send_turn.send_nowait(order.turn)
+                open_episode.replies.put_nowait(order.turn)
             case StopEpisode():
                 open_episode.stop()
 
@@ -208,9 +208,11 @@ class _Worker:
             evaluation=order.evaluation,
             system=self._environment.system,
         )
-        with episode.send_turn, episode.turns:
+        try:
             end = await self._outcome_in_time(episode, model)
+        finally:
             episode.finished = True
+            episode.replies.put_nowait(None)
         if self._used_up and self._owns_process:
             await _end_process(self._used_up)  # the episode begins again elsewhere
         if model.failure:

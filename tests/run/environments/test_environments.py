@@ -214,6 +214,20 @@ async def gives_up(model, **columns):
     await asyncio.wait([asking])
     return float((await chat.say("two")).turn == 0)
 
+GOT = {}
+async def gives_up_at_times(model):
+    chat, got = model.chat(), []
+    for number in range(8):
+        asking = asyncio.create_task(chat.say(f"<{number}>"))
+        if number < 7 and model.random.random() < 0.5:
+            for _ in range(model.random.randrange(40)):
+                await asyncio.sleep(0)
+            asking.cancel()
+        await asyncio.wait([asking])
+        if not asking.cancelled():
+            got.append((f"<{number}>", asking.result().text, asking.result().turn))
+    GOT[model.seed] = got
+
 async def two_chats(model, **columns):
     first, second = model.chat(system="A"), model.chat(system="B")
     await second.say("to B")
@@ -934,6 +948,38 @@ async def test_a_turn_that_nobody_waits_for_is_aborted(
     assert "not end" not in shown(qwen, trajectory)
     if form != "goes_on":  # its two conversations are no one sequence
         assert_tokens_are_those_of_the_engine(run, trajectory)
+
+
+class SaysLater(SaysUntilAborted):
+    """An engine that takes a moment, and then or when it is aborted returns."""
+
+    async def generate(self, request: Generate) -> Completion:
+        completion = await Says.generate(self, request)
+        for _ in range(len(self.asked) * 7 % 10):
+            await anyio.sleep(0.001)
+            if request.request_id in self.aborted:
+                return structs.replace(completion, finish_reason=FinishReason.ABORT)
+        return completion
+
+
+async def test_turns_that_are_given_up_at_any_moment_are_dropped(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    """A trajectory has the turns that its coroutine got, whenever it cancelled the others."""
+    run = Run(Environment(episode=code("gives_up_at_times"), max_turns=99), qwen, lambda text: f"{text.count('<')}!")
+    run.engine = SaysLater(qwen, run.engine.answer)
+    with anyio.fail_after(60):
+        async with run.running() as episodes:
+            for sample in range(40):
+                run.launch(episodes, {}, sample)
+    abandoned_turns = 0
+    for outcome in run.outcomes:
+        trajectory = outcome.outcome.trajectory
+        got = next(got for seed, got in module_of(code).GOT.items() if seed == 7 + trajectory.id.sample)
+        assert [turn for _, _, turn in got] == list(range(len(got)))
+        turns = [qwen.decode(segment.token_ids) for segment in trajectory.segments if segment.trained]
+        assert turns == [text for _, text, _ in got]
+        assert re.findall("<[0-9]>", shown(qwen, trajectory)) == [question for question, _, _ in got]
+        abandoned_turns += trajectory.environment.notes.get("abandoned_turns", 0)
+    assert len(run.outcomes) == 40 and abandoned_turns > 40
 
 
 async def test_nothing_is_sampled_for_an_episode_that_has_ended(qwen: Tokenizer, code: Callable[[str], str]) -> None:
