@@ -24,6 +24,11 @@ MOMENT_BYTES = {"adamw": 8, "adamw_offloaded": 8, "adamw_8bit": 2}
 ADAPTED_PROJECTIONS = 2  # peft adapts the query and the value projection where ``lora.targets`` is empty
 LINEAR_PROJECTIONS = 7  # of a layer: four of the attention, three of the gated network
 LOGIT_COPIES = 3  # logits, log-softmax and their gradient
+LOGITS_IN_A_CHUNK = 1 << 24
+"""Largest number of logits that exist at once (64 MiB of float32): the head runs over chunks of trained positions."""
+CARD_SHARE = 64
+"""Share of a GPU's memory, 1/64, that logits may take where it is more. Larger chunks are faster: each chunk reads the
+head again, and adds to its gradient."""
 STEP_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements of the masters that a step reads, moves and writes at once, with temporaries of 4 to 12 bytes an element.
 A multiple of the block of 8-bit optimizers (256), and below 2**31: their CUDA kernel counts in 32 bits."""
@@ -164,13 +169,29 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered, activations: int = 
     )
 
 
+def logits_at_once(card_bytes: int) -> int:
+    """Return the number of float32 logits that the head makes at a time on a GPU with ``card_bytes`` of memory (0: on a
+    CPU)."""
+    return max(LOGITS_IN_A_CHUNK, card_bytes // CARD_SHARE // 4)
+
+
 def activation_bytes(facts: ModelFacts, training: Training, tokens: int, logits: int, *, sixteen_bit: bool) -> int:
     """Bytes that ``tokens`` of a row take on a rank until the backward, and of ``logits`` that exist at one time."""
     whole_layers = 1 if training.activation_checkpointing else facts.layers
-    # A rank keeps its own keys and values twice, and those of each other rank of its context group once.
-    keys = facts.key_value_bytes // 8 // max(1, facts.layers) * 2 * (training.context_parallel_size + 1)
-    split = (4 * facts.inner + 5 * facts.hidden + keys) // training.tensor_parallel_size
-    elements = tokens * ((split + 6 * facts.hidden) * whole_layers + facts.hidden * (facts.layers - whole_layers))
+    keys = facts.key_value_bytes // 8 // max(1, facts.layers)
+    tensor = training.tensor_parallel_size
+    if sixteen_bit:
+        # What autograd keeps of a layer: the MLP's 4 values, queries, keys and values before and after their rotation,
+        # and for each norm its input in float32 and its result twice (tests/learning/test_kept_activations.py).
+        heads = 2 * facts.queries + 2 * keys * training.context_parallel_size
+        if facts.norms_heads:
+            heads += 3 * (facts.queries + keys)
+        in_layer = (4 * facts.inner + heads) // tensor + (5 + 4 * facts.norms) * facts.hidden
+    else:
+        # A rank keeps its own keys and values twice, and those of each other rank of its context group once.
+        heads = 5 * facts.queries + 2 * keys * (training.context_parallel_size + 1)
+        in_layer = (4 * facts.inner + heads) // tensor + 6 * facts.hidden
+    elements = tokens * (in_layer * whole_layers + facts.hidden * (facts.layers - whole_layers))
     return (2 if sixteen_bit else 4) * elements + 4 * LOGIT_COPIES * logits
 
 

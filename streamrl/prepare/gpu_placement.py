@@ -4,8 +4,9 @@ process of the command: by the checks before a run, by the start of the run, and
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
-from streamrl.engines.vllm.options import max_model_len, model_config
+from streamrl.engines.vllm.options import OWN_GPU_SHARE, max_model_len, model_config
 from streamrl.engines.vllm.visible_gpus import Gpu, visible_gpus
 from streamrl.prepare.memory import device_bytes
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
@@ -23,6 +24,11 @@ from streamrl.recipe.topology import JUDGE, PreparedSet, Topology, prepared_sets
 
 CONTEXT_BYTES = 1 << 30
 """Memory of a process that is no engine, beside its tensors: CUDA's context, kernels, NCCL's buffers, fragmentation."""
+
+
+_SLACK = 0.04
+"""Share of a GPU that stays free where engines take what other processes leave: vLLM's start wants its share whole."""
+_SMALLER = 'use more GPUs or fewer engines, a smaller model, lora.rank, or training.optimizer = "adamw_offloaded"'
 
 
 class Demand(Struct, frozen=True, kw_only=True):
@@ -58,10 +64,12 @@ class GpuPlacement(Struct, kw_only=True):
 
     ``tenants``: processes that use GPUs, by name.
     ``problems``: reasons why the run does not fit, each with its remedy.
-    ``engine_share``: share of a GPU that all engines of one set may take."""
+    ``shares``: share of each GPU, by its name, that all engines of one set may take.
+    ``is_share_fixed``: whether the recipe names the share."""
 
     gpus: tuple[Gpu, ...] = ()
-    engine_share: float = 1.0
+    shares: dict[str, float] = {}
+    is_share_fixed: bool = False
     tenants: dict[str, Tenant] = {}
     problems: list[str] = []
 
@@ -72,9 +80,12 @@ class GpuPlacement(Struct, kw_only=True):
     def used(self, gpu: Gpu) -> int:
         """Bytes in use on one GPU. Only one of the prepared sets of engines is awake at a time."""
         tenants = self.on(gpu).values()
-        return int(min(sum(tenant.share for tenant in tenants), self.engine_share) * gpu.memory) + sum(
-            tenant.size for tenant in tenants
-        )
+        engine_share = min(sum(tenant.share for tenant in tenants), self.shares.get(gpu.name, 0.0))
+        return int(engine_share * gpu.memory) + self.used_by_others(gpu)
+
+    def used_by_others(self, gpu: Gpu) -> int:
+        """Bytes in use on one GPU by processes that are no engines."""
+        return sum(tenant.size for tenant in self.on(gpu).values())
 
     def room_order(self, gpu: Gpu) -> tuple[bool, int]:
         """Key that sorts GPUs: first those that no process uses, then those with most memory left."""
@@ -105,8 +116,24 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand) -> GpuPlacement:
     """GPUs for the processes that this run starts.
 
     Engines come first, then ranks, the judge and reward models, each on GPUs of its own. Where GPUs are too few,
-    engines share them evenly, and each other process takes the GPU that has most memory left."""
-    placement = GpuPlacement(gpus=tuple(gpus), engine_share=recipe.engines.gpu_memory_utilization)
+    engines share them evenly, and each other process takes the GPU that has most memory left. Where the recipe names no
+    share for engines, those beside other processes get what these leave."""
+    fixed_share = recipe.engines.gpu_memory_utilization
+    shares = {gpu.name: fixed_share or OWN_GPU_SHARE for gpu in gpus}
+    placement = _place_with(recipe, gpus, demand, shares)
+    if fixed_share or not gpus:
+        return placement
+    for gpu in gpus:
+        if gpu.memory:
+            left = 1 - placement.used_by_others(gpu) / gpu.memory - _SLACK
+            shares[gpu.name] = min(OWN_GPU_SHARE, max(0.01, math.floor(100 * left) / 100))
+    return _place_with(recipe, gpus, demand, shares)
+
+
+def _place_with(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand, shares: Mapping[str, float]) -> GpuPlacement:
+    """Place all processes where engines take ``shares`` of the GPUs, by their names."""
+    is_share_fixed = recipe.engines.gpu_memory_utilization > 0
+    placement = GpuPlacement(gpus=tuple(gpus), shares=dict(shares), is_share_fixed=is_share_fixed)
     if not gpus:
         return placement
     if recipe.engines.kind is EngineKind.VLLM and recipe.on_one_host:
@@ -136,7 +163,7 @@ def _place_engines(placement: GpuPlacement, prepared_set: PreparedSet, least: in
     on_group = Counter(number % len(groups) for number in range(prepared_set.count))
     for number, name in enumerate(prepared_set.engines):
         group = number % len(groups)
-        share = placement.engine_share / on_group[group]
+        share = min(placement.shares[gpu.name] for gpu in groups[group]) / on_group[group]
         placement.tenants[name] = Tenant(gpus=groups[group], share=share, least=least // width)
 
 
@@ -182,12 +209,11 @@ def _memory_problems(placement: GpuPlacement) -> Iterator[str]:
     engines = [tenant for tenant in placement.on(gpu).values() if tenant.share]
     bytes_used = placement.used(gpu)
     if gpu.memory and bytes_used > gpu.memory:
-        share = int(100 * (1 - sum(tenant.size for tenant in placement.on(gpu).values()) / gpu.memory)) / 100
-        remedy = 'use more GPUs or fewer engines, a smaller model, lora.rank, or training.optimizer = "adamw_offloaded"'
-        if engines and all(
-            tenant.share * share / placement.engine_share * gpu.memory > tenant.least for tenant in engines
-        ):
-            remedy = f"set engines.gpu_memory_utilization = {share:g} or less"
+        left = int(100 * (1 - placement.used_by_others(gpu) / gpu.memory)) / 100
+        remedy = _SMALLER
+        scale = left / placement.shares[gpu.name]
+        if engines and all(tenant.share * scale * gpu.memory > tenant.least for tenant in engines):
+            remedy = f"set engines.gpu_memory_utilization = {left:g} or less, or remove it"
         yield (
             f"memory: GPU {gpu.name} has {_gib(gpu.memory)} GiB, and {placement.text(gpu)} need {_gib(bytes_used)}: "
             f"{remedy}"
@@ -196,10 +222,12 @@ def _memory_problems(placement: GpuPlacement) -> Iterator[str]:
     for name, engine in placement.tenants.items():
         bytes_given = engine.bytes_on(engine.gpus[0])
         if 0 < bytes_given < engine.least:
+            remedy = _SMALLER
+            if placement.is_share_fixed or not placement.used_by_others(engine.gpus[0]):
+                remedy = "raise engines.gpu_memory_utilization or tensor_parallel_size, or lower count"
             yield (
                 f"memory: {name} may take {_gib(bytes_given)} GiB of GPU {engine.gpus[0].name}, and its weights and "
-                f"one request need {_gib(engine.least)}: raise engines.gpu_memory_utilization or tensor_parallel_size, "
-                "or lower count"
+                f"one request need {_gib(engine.least)}: {remedy}"
             )
             return
 
@@ -211,11 +239,12 @@ def _gib(size: int) -> str:
 def gpu_placement(recipe: Recipe) -> GpuPlacement:
     """GPUs of this host for the processes of ``recipe`` (see ``place``)."""
     gpus = visible_gpus()
-    return place(recipe, gpus, _demand(recipe) if gpus else Demand())
+    return place(recipe, gpus, _demand(recipe, gpus) if gpus else Demand())
 
 
-def _demand(recipe: Recipe) -> Demand:
-    """Memory that the models need; 0 for a model that cannot be read, which ``preflight`` reports."""
+def _demand(recipe: Recipe, gpus: Sequence[Gpu]) -> Demand:
+    """Memory that the models need on ``gpus``; 0 for a model that cannot be read, which ``preflight`` reports."""
+    smallest_card = min(gpu.memory for gpu in gpus)
     model = facts_of(recipe.model.path)
     context = recipe.engines.max_model_len
     with suppress(RecipeError):
@@ -228,7 +257,7 @@ def _demand(recipe: Recipe) -> Demand:
     reward_gpus = max((reward.worker_gpus for reward in recipe.rewards), default=0)
     return Demand(
         engine=_bytes(model, recipe.engines.dtype, context) if model else 0,
-        rank=device_bytes(recipe, model, context) + CONTEXT_BYTES if model else 0,
+        rank=device_bytes(recipe, model, context, smallest_card) + CONTEXT_BYTES if model else 0,
         rewards=sum(scorers) + CONTEXT_BYTES,
         reward_gpus=reward_gpus,
     )

@@ -6,7 +6,14 @@ it computes with (the replica), the trainer to compare the next version with the
 
 from __future__ import annotations
 
-from streamrl.learning.rank_memory import SHADOW_BYTES, RankBytes, activation_bytes, bytes_per_rank, training_sizes
+from streamrl.learning.rank_memory import (
+    SHADOW_BYTES,
+    RankBytes,
+    activation_bytes,
+    bytes_per_rank,
+    logits_at_once,
+    training_sizes,
+)
 from streamrl.pretrained.model_facts import ModelFacts
 from streamrl.recipe.judge import JUDGE_CONTEXT
 from streamrl.recipe.sections import EngineKind, Gathered, Recipe
@@ -26,7 +33,6 @@ REWARD_WORKER_BYTES = 80 * MIB
 ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the replica
 JUDGE_BYTES_PER_PARAMETER = 4  # float32 on CPU, in vLLM's own packed form
 LARGEST_CACHE_BYTES = GIB
-LARGEST_LOGITS = 1 << 24  # the trainer's head runs over this many logits at a time
 
 
 def gib(size: float) -> str:
@@ -73,19 +79,21 @@ def _engine_bytes(recipe: Recipe, engine_set: PreparedSet, facts: ModelFacts, co
 
 
 def rank_bytes(
-    recipe: Recipe, facts: ModelFacts, context: int, gathered: Gathered, *, on_device: bool = False
+    recipe: Recipe, facts: ModelFacts, context: int, gathered: Gathered, *, on_device: bool = False, card_bytes: int = 0
 ) -> RankBytes:
-    """Bytes of one trainer rank at its peak, in rows of which the longest has ``context`` tokens."""
+    """Bytes of one trainer rank at its peak, in rows of which the longest has ``context`` tokens. ``card_bytes``:
+    memory of its GPU (0: unknown, or there is none)."""
     training = recipe.training
     sizes = training_sizes(training, recipe.lora, recipe.objective_settings, facts, on_device=on_device)
     row_share = -(-context // training.context_parallel_size)
     tokens = max(training.row_tokens("cuda", facts.parameters, context), row_share)  # cuda: never shorter rows
-    logits = min(tokens * facts.vocabulary, LARGEST_LOGITS)
+    logits = min(tokens * facts.vocabulary, logits_at_once(card_bytes))
     activations = activation_bytes(facts, training, tokens, logits, sixteen_bit=sizes.sixteen_bit)
     return bytes_per_rank(sizes, gathered, activations)
 
 
-def device_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
-    """GPU memory that a trainer rank needs at least, layer by layer where ``training.advanced.gathered`` allows it."""
+def device_bytes(recipe: Recipe, facts: ModelFacts, context: int, card_bytes: int) -> int:
+    """GPU memory that a trainer rank needs at least on a GPU with ``card_bytes``, layer by layer where
+    ``training.advanced.gathered`` allows it."""
     gathered = Gathered.BATCH if recipe.training.gathered is Gathered.BATCH else Gathered.LAYER
-    return rank_bytes(recipe, facts, context, gathered, on_device=True).total
+    return rank_bytes(recipe, facts, context, gathered, on_device=True, card_bytes=card_bytes).total

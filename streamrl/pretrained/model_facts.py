@@ -26,6 +26,7 @@ _OTHER_NAMES = {
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 LAYER = re.compile(r"(.*\b(?:layers|h|blocks))\.(\d+)\.")
+_HEAD_NORM = re.compile(r"\b(q|k|query|key)_?(layer)?norm\b")
 ADAPTER_FILE = "adapter_config.json"
 MERGED = "merge the adapter into its base model (peft: merge_and_unload) and save that with save_pretrained"
 
@@ -39,7 +40,10 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     ``inner``: width of a layer's MLP, summed over the experts that a token goes through;
     ``layers``: number of layers;
     ``vocabulary``: number of tokens;
-    ``key_value_bytes``: bytes of a token's KV cache in float32, over all layers."""
+    ``key_value_bytes``: bytes of a token's KV cache in float32, over all layers;
+    ``queries``: width of a layer's queries, over all heads;
+    ``norms``: number of norms of the residual stream in a layer;
+    ``norms_heads``: whether queries and keys are normed."""
 
     parameters: int
     outside: int
@@ -48,6 +52,9 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     layers: int
     vocabulary: int
     key_value_bytes: int
+    queries: int
+    norms: int
+    norms_heads: bool
 
 
 class Experts(NamedTuple):
@@ -88,7 +95,8 @@ def read_model_facts(directory: Path) -> ModelFacts:
     config = read_model_config(directory)
     if unsafe := unsafe_content(directory):
         raise ModelDirectoryError(unsafe)
-    sizes = {name: math.prod(tensor.shape) for name, tensor in stored_tensors(directory).items()}
+    tensors = stored_tensors(directory)
+    sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
     parameters = sum(sizes.values())
     if not parameters:
         raise ModelDirectoryError("has safetensors files without a single parameter")
@@ -100,6 +108,15 @@ def read_model_facts(directory: Path) -> ModelFacts:
     experts = experts_of(config)
     expert_inner = _size(config, "moe_intermediate_size") if experts else 0
     inner = expert_inner or _size(config, "intermediate_size")
+    norms_heads = any(_HEAD_NORM.search(name) for name in tensors)
+    of_first_layer = {
+        name: tensor for name, tensor in tensors.items() if (layer := LAYER.match(name)) and layer[2] == "0"
+    }
+    norms = [
+        name
+        for name, tensor in of_first_layer.items()
+        if tensor.shape == (hidden,) and name.endswith(".weight") and not _HEAD_NORM.search(name)
+    ]
     return ModelFacts(
         parameters=parameters,
         outside=sum(size for name, size in sizes.items() if not LAYER.match(name)),
@@ -108,6 +125,9 @@ def read_model_facts(directory: Path) -> ModelFacts:
         layers=layers,
         vocabulary=_size(config, "vocab_size"),
         key_value_bytes=2 * layers * key_value_heads * head_size * 4,
+        queries=heads * head_size,
+        norms=len(norms),
+        norms_heads=norms_heads,
     )
 
 

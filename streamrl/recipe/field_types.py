@@ -19,6 +19,7 @@ from msgspec import Meta, Struct, inspect
 from streamrl.base.types import JsonObject
 
 Share = Annotated[float, Meta(gt=0, le=1)]
+ShareOrAuto = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NaturalFloat = Annotated[float, Meta(ge=0)]
 Factor = Annotated[float, Meta(ge=1)]

@@ -23,7 +23,7 @@ from streamrl.recipe.field_types import (
     Positive,
     PositiveFloat,
     Section,
-    Share,
+    ShareOrAuto,
     advanced,
 )
 from streamrl.recipe.judge import Judge
@@ -336,7 +336,11 @@ class Engines(Section, frozen=True):
         "auto"
     )
     cores: Annotated[tuple[str, ...], 'cores of each engine on a CPU, such as ["0-3", "4-7"]'] = ()
-    gpu_memory_utilization: Annotated[Share, "share of a GPU's memory for all engines on it"] = 0.85
+    gpu_memory_utilization: Annotated[
+        ShareOrAuto,
+        "share of a GPU's memory for all engines on it (0: 0.85 of a GPU of their own; beside other processes what "
+        "these leave)",
+    ] = 0.0
     args: Annotated[
         dict[str, Any],
         "arguments of vLLM's engine (AsyncEngineArgs) that no other key sets, such as speculative_config",

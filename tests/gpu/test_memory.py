@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from gpu_cases import HALF_B, ON_BOTH, ONE_AND_A_HALF_B, TINY, samples_of, shared_model  # noqa: E402
 from training_steps import train_steps  # noqa: E402
 
+from streamrl.learning.model.policy import card_bytes  # noqa: E402
 from streamrl.prepare.memory import device_bytes  # noqa: E402
 from streamrl.pretrained.model_facts import read_model_facts  # noqa: E402
 from streamrl.recipe.sections import Lora, Model, OptimizerKind, Prompts, Recipe, Reward, Training  # noqa: E402
@@ -43,7 +44,7 @@ def test_the_peak_of_a_step_is_as_predicted(
         training=Training(micro_batch_tokens=256, **{n: v for n, v in VARIANTS[variant].items() if n != "lora"}),
         lora=VARIANTS[variant].get("lora", Lora()),
     )
-    predicted = device_bytes(recipe, read_model_facts(Path(path)), 256)
+    predicted = device_bytes(recipe, read_model_facts(Path(path)), 256, card_bytes(torch.device(device)))
     record_property("parameters", done.parameters)
     record_property("peak_gib", done.peak / 2**30)
     record_property("predicted_gib", predicted / 2**30)

@@ -112,7 +112,7 @@ class Trainers:
     def run(self) -> None:
         """Start the processes and wait for them; those that hang are killed at the end."""
         (self.directory / "model").mkdir()
-        (self.directory / "model" / "config.json").write_text("{}")
+        (self.directory / "model" / "config.json").write_text('{"model_type": "odd"}')
         save_file({}, self.directory / "model" / "model.safetensors")  # every tensor of the odd weights is trained
         phases = [phases for _, phases in sorted(self.phases.items())]
         (self.directory / "phases.json").write_bytes(msgspec.json.encode(phases))

@@ -220,7 +220,9 @@ def test_the_dry_run_shows_gpus_and_refuses_misfits(cuda: Any, capsys: pytest.Ca
     assert shown[1] == "  GPU 1      68.0 of 80.0 GiB: engine-1 68.0"
     assert shown[2].startswith("  GPU 2       1.") and "of 80.0 GiB: trainer-0 1." in shown[2]
     cuda.gib = [4.0]
-    assert main(asked) != 0
+    assert main(asked) == 0
+    assert "  GPU 0       3.8 of 4.0 GiB: engine-0 1." in capsys.readouterr().out
+    assert main([*asked, "--set", "engines.gpu_memory_utilization=0.85"]) != 0
     error = capsys.readouterr().err
     assert "memory: GPU 0 has 4.0 GiB, and engine-0 1.7, engine-1 1.7, trainer-0 1." in error
     assert "set engines.gpu_memory_utilization = 0." in error

@@ -55,8 +55,9 @@ from streamrl.recipe.topology import plan_topology
 
 RECIPE = small_recipe()
 FACTS = ModelFacts(
-    parameters=300_000, outside=6144, hidden=96, inner=256, layers=4, vocabulary=32, key_value_bytes=1024
-)
+    parameters=300_000, outside=6144, hidden=96, inner=256, layers=4, vocabulary=32, key_value_bytes=1024, queries=96,
+    norms=2, norms_heads=True,
+)  # fmt: skip
 
 
 def test_counts() -> None:

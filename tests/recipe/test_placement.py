@@ -66,6 +66,9 @@ def test_engines_of_one_gpu_divide_its_share() -> None:
     made = recipe(2, 1)
     found = place(made, gpus(1), SMALL)
     assert found.lines() == ["  GPU 0      76.0 of 80.0 GiB: engine-0 34.0, engine-1 34.0, trainer-0 8.0"]
+    assert place(made, gpus(1), Demand(rank=20 * GIB)).lines() == [
+        "  GPU 0      76.8 of 80.0 GiB: engine-0 28.4, engine-1 28.4, trainer-0 20.0"
+    ]
     plans = {one.name: one for one in found.placed(plan_topology(made, Path("/s"))).processes}
     assert [
         (plans[name].gpus, plans[name].gpu_memory_utilization) for name in ("engine-0", "engine-1", "trainer-0")
@@ -132,21 +135,21 @@ def test_prepared_sets_share_gpus_and_memory() -> None:
     ("made", "there", "demand", "problem"),
     [
         (
-            recipe(2, 1),
+            recipe(2, 1, gpu_memory_utilization=0.85),
             1,
             Demand(rank=20 * GIB),
             (
                 "memory: GPU 0 has 80.0 GiB, and engine-0 34.0, engine-1 34.0, trainer-0 20.0 need 88.0: "
-                "set engines.gpu_memory_utilization = 0.75 or less"
+                "set engines.gpu_memory_utilization = 0.75 or less, or remove it"
             ),
         ),
         (
-            recipe(1, 0, judge="j", device="cpu"),
+            recipe(1, 0, judge="j", device="cpu", gpu_memory_utilization=0.85),
             1,
             SMALL,
             (
                 "memory: GPU 0 has 80.0 GiB, and engine-0 68.0, judge-0 24.0 need 92.0: "
-                "set engines.gpu_memory_utilization = 0.7 or less"
+                "set engines.gpu_memory_utilization = 0.7 or less, or remove it"
             ),
         ),
         (
@@ -199,3 +202,17 @@ def test_what_does_not_fit_is_one_sentence_with_a_remedy(
 def test_a_gpu_of_unknown_memory_is_used() -> None:
     """A GPU whose memory is unknown is used and does not count in the arithmetic."""
     assert names(place(recipe(), [Gpu("0", 0)], SMALL)) == {"engine-0": "0", "trainer-0": "0"}
+
+
+def test_engines_take_what_other_processes_leave() -> None:
+    """Engines beside a rank get the rest of its GPU where the recipe names no share, those on other GPUs 0.85."""
+    wide = place(recipe(3, 1), gpus(3), Demand(engine=GIB, rank=50 * GIB))
+    assert wide.problems == []
+    assert all(wide.used(gpu) <= gpu.memory for gpu in wide.gpus)
+    assert [wide.tenants[f"engine-{number}"].share for number in range(3)] == [0.33, 0.85, 0.85]
+    both = place(recipe(1, 1, tensor_parallel_size=2), gpus(2), Demand(engine=GIB, rank=50 * GIB))
+    assert both.tenants["engine-0"].share == 0.33
+    tight = place(recipe(1, 1), gpus(1), Demand(engine=10 * GIB, rank=75 * GIB))
+    (problem,) = tight.problems
+    assert problem.startswith("memory: engine-0 may take 1.6 GiB of GPU 0, and its weights and one request need 10.0: ")
+    assert problem.endswith('a smaller model, lora.rank, or training.optimizer = "adamw_offloaded"')

@@ -38,6 +38,8 @@ CPU_TURN_BLOCK_TOKENS = 32
 """Tokens of a KV block on a CPU in runs with an environment, vLLM's smallest. The last block of each turn is computed
 again in the next turn, so small blocks save prefill."""
 CUDA_BLOCK_TOKENS = 16
+OWN_GPU_SHARE = 0.85
+"""Share of the memory of a GPU that engines take where no other process is on it, and the recipe names none."""
 LARGE_CARD_BYTES = 70 << 30
 LARGE_CARD_TOKENS = 16_384
 """Tokens of one step on a GPU with ``LARGE_CARD_BYTES`` of memory or more."""
@@ -123,7 +125,7 @@ def engine_options(
         max_num_seqs=engine_set.max_num_seqs,
         cache_blocks=blocks,
         block_tokens=block_tokens,
-        gpu_memory_utilization=gpu_memory_utilization or recipe.engines.gpu_memory_utilization,
+        gpu_memory_utilization=gpu_memory_utilization or recipe.engines.gpu_memory_utilization or OWN_GPU_SHARE,
         workers=engine_set.workers,
         sleeps=not on_cpu and bool(recipe.engines.sets) and recipe.engines.sleep_level > 0,
         variables=_variables(recipe, index, engine_set, socket_directory, config, on_cpu),

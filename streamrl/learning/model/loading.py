@@ -44,14 +44,14 @@ from streamrl.learning.model.packing_check import check_packing
 from streamrl.learning.model.parallel import UNSPLIT, Split, refuse_without_plan, split_of, split_tensors
 from streamrl.learning.model.policy import (
     PackedPolicy,
+    card_bytes,
     computes_in_sixteen_bits,
     gather_once,
-    logits_at_once,
     set_sharded,
     shard,
 )
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.rank_memory import activation_bytes, choose_gathered, training_sizes
+from streamrl.learning.rank_memory import activation_bytes, choose_gathered, logits_at_once, training_sizes
 from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.trainable_models import refuse_untrainable
 from streamrl.pretrained.weight_files import stored_tensors
@@ -304,7 +304,7 @@ def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
     facts = read_model_facts(Path(options.model_path))
     sizes = training_sizes(options, options.lora, options.objective, facts, on_device=device.type != "cpu")
     tokens = options.row_tokens(device.type, facts.parameters, options.max_tokens)
-    logits = min(tokens * facts.vocabulary, logits_at_once(device))
+    logits = min(tokens * facts.vocabulary, logits_at_once(card_bytes(device)))
     activations = activation_bytes(facts, options, tokens, logits, sixteen_bit=sizes.sixteen_bit)
     free_bytes = process_group.all_reduce([_free_bytes(device, options.ranks)], device, dist.ReduceOp.MIN)[0]
     gathered, reason = choose_gathered(options.gathered, sizes, round(free_bytes), activations)

@@ -25,13 +25,8 @@ from streamrl.learning.model.context_parallel import ContextGroup
 from streamrl.learning.model.routers import RoutedRow, routers_of
 from streamrl.learning.objective.objectives import TokenInputs
 from streamrl.learning.options import TrainerOptions
+from streamrl.learning.rank_memory import logits_at_once
 from streamrl.recipe.sections import ComputeDtype, Gathered
-
-LOGITS_IN_A_CHUNK = 1 << 24
-"""Largest number of logits that exist at once (64 MiB of float32): the head runs over chunks of trained positions."""
-CARD_SHARE = 64
-"""Share of a GPU's memory, 1/64, that logits may take where it is more. Larger chunks are faster: each chunk reads the
-head again, and adds to its gradient."""
 
 
 class FullRow(NamedTuple):
@@ -250,12 +245,12 @@ def compute_context(options: TrainerOptions, device: torch.device) -> contextlib
 def chunks(policy: PackedPolicy, tokens: int) -> list[slice]:
     """Ranges of trained tokens whose logits may exist at once; one range at least."""
     vocabulary = policy.hugging_face.config.get_text_config().vocab_size
-    size = max(1, logits_at_once(policy.hugging_face.device) // vocabulary)
+    size = max(1, logits_at_once(card_bytes(policy.hugging_face.device)) // vocabulary)
     return [slice(start, start + size) for start in range(0, max(1, tokens), size)]
 
 
-def logits_at_once(device: torch.device) -> int:
-    """Number of float32 logits that the head makes at a time on this device."""
+def card_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU in bytes; 0 for a CPU."""
     if device.type != "cuda":
-        return LOGITS_IN_A_CHUNK
-    return max(LOGITS_IN_A_CHUNK, torch.cuda.get_device_properties(device).total_memory // CARD_SHARE // 4)
+        return 0
+    return int(torch.cuda.get_device_properties(device).total_memory)

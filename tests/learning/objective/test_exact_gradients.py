@@ -39,6 +39,7 @@ from streamrl.base.types import (  # noqa: E402
     to_training_sample,
     token_array,
 )
+from streamrl.learning import rank_memory  # noqa: E402
 from streamrl.learning.model import policy  # noqa: E402
 from streamrl.recipe.environment import Credit  # noqa: E402
 from streamrl.recipe.objective import (  # noqa: E402
@@ -641,7 +642,7 @@ def test_sequences_in_chunks_of_logits_give_the_same(
     start_trainer: StartTrainer, tiny_model: str, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With so few logits at once every sequence is cut; GSPO needs whole ones all the same."""
-    monkeypatch.setattr(policy, "LOGITS_IN_A_CHUNK", 32 * 5)
+    monkeypatch.setattr(rank_memory, "LOGITS_IN_A_CHUNK", 32 * 5)
     check(start_trainer, tiny_model, batch, CASES["k2 in gspo, entropy, three updates"])
 
 
@@ -650,8 +651,8 @@ def test_a_large_card_makes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(
             "torch.cuda.get_device_properties", lambda _, t=total_memory: SimpleNamespace(total_memory=t)
         )
-        assert policy.logits_at_once(torch.device("cuda", 0)) == expected
-    assert policy.logits_at_once(torch.device("cpu")) == 1 << 24
+        assert rank_memory.logits_at_once(policy.card_bytes(torch.device("cuda", 0))) == expected
+    assert rank_memory.logits_at_once(policy.card_bytes(torch.device("cpu"))) == 1 << 24
 
 
 def test_the_cohort_compares_with_earlier_batches(start_trainer: StartTrainer, tiny_model: str, batch: Batch) -> None:
