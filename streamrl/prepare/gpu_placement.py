@@ -125,8 +125,8 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand) -> GpuPlacement:
         return placement
     for gpu in gpus:
         if gpu.memory:
-            left = 1 - placement.used_by_others(gpu) / gpu.memory - _SLACK
-            shares[gpu.name] = min(OWN_GPU_SHARE, max(0.01, math.floor(100 * left) / 100))
+            free_share = 1 - placement.used_by_others(gpu) / gpu.memory - _SLACK
+            shares[gpu.name] = min(OWN_GPU_SHARE, max(0.01, math.floor(100 * free_share) / 100))
     return _place_with(recipe, gpus, demand, shares)
 
 
@@ -209,11 +209,11 @@ def _memory_problems(placement: GpuPlacement) -> Iterator[str]:
     engines = [tenant for tenant in placement.on(gpu).values() if tenant.share]
     bytes_used = placement.used(gpu)
     if gpu.memory and bytes_used > gpu.memory:
-        left = int(100 * (1 - placement.used_by_others(gpu) / gpu.memory)) / 100
+        free_share = int(100 * (1 - placement.used_by_others(gpu) / gpu.memory)) / 100
         remedy = _SMALLER
-        scale = left / placement.shares[gpu.name]
+        scale = free_share / placement.shares[gpu.name]
         if engines and all(tenant.share * scale * gpu.memory > tenant.least for tenant in engines):
-            remedy = f"set engines.gpu_memory_utilization = {left:g} or less, or remove it"
+            remedy = f"set engines.gpu_memory_utilization = {free_share:g} or less, or remove it"
         yield (
             f"memory: GPU {gpu.name} has {_gib(gpu.memory)} GiB, and {placement.text(gpu)} need {_gib(bytes_used)}: "
             f"{remedy}"
