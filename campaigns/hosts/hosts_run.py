@@ -112,7 +112,7 @@ class HostsRun:
 
     def driver_processes(self) -> list[psutil.Process]:
         """The command, on its host."""
-        return self.hosts[0].processes("-m streamrl ")
+        return self.hosts[0].processes("-m streamrl ", f"{self.folder}/")
 
     def ended(self) -> None:
         """End everything of it by force."""

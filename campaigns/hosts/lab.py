@@ -30,6 +30,8 @@ while True:
     except ChildProcessError: pass
 """
 """The first process of a host, which reaps: a namespace of pids dies with it."""
+DISK_MIB = 1024
+"""Size of the folder for temporary files of a host."""
 Command = Sequence[object]
 
 
@@ -49,13 +51,15 @@ class Host:
     def __init__(self, lab: Lab, number: int) -> None:
         self.lab, self.number = lab, number
         self.name, self.address, self.port = f"h{number}", f"{lab.subnet}.{number + 1}", f"v{number}"
+        self.moves = 0
         self._wire: subprocess.Popen[bytes] | None = None
         self.boot()
 
     def boot(self) -> None:
         """Begin a life of this host."""
         tmp = self.lab.tmp
-        mounts = f"mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {tmp}"
+        disk = f"mount -t tmpfs -o size={DISK_MIB}m tmpfs {tmp}"
+        mounts = f"mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm && {disk}"
         line = f"{mounts} && hostname {self.name} && exec {sys.executable} -S -c '{INIT}'"
         flags = ("-n", "-m", "-p", "-u", "-i", "--fork", "--kill-child", "--propagation", "private")
         self._unshare = subprocess.Popen(
@@ -81,6 +85,20 @@ class Host:
         self._unshare.wait()
         with suppress(subprocess.CalledProcessError):
             self._ip("link", "del", self.port)  # the kernel removes it, too, a moment later
+
+    def move(self) -> None:
+        """Have another address from the next boot on."""
+        self.moves += 1
+        self.address = f"{self.lab.subnet}.{self.number + 1 + 20 * self.moves}"
+
+    def fill_disk(self) -> None:
+        """Leave no byte in the folder for temporary files."""
+        with suppress(RuntimeError):  # dd fails as soon as the disk is full
+            self.run(["dd", "if=/dev/zero", f"of={self.lab.tmp}/filled", "bs=1M"])
+
+    def free_disk(self) -> None:
+        """Remove what fills the disk."""
+        self.run(["rm", "-f", f"{self.lab.tmp}/filled"])
 
     def popen(self, command: Command, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
         """Start a command here, in the working directory of the caller, with ``env`` in addition."""

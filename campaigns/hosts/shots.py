@@ -54,10 +54,18 @@ PROCESSES = {
     "raylet": ("raylet/raylet",),
     "gcs": ("gcs_server",),
 }
-WIRES = {"cut": "cut 1", "loss": "loss 0.05", "delay": "delay 0.1", "rate": "rate 20e6"}
-HEAD = "engine 0 -, rank 0 -, controller 0 -, reward 0 -, driver 0 -, daemon 0 -, head 0 -, gcs 0 -"
+WIRES = {
+    "cut": ("cut 1",),
+    "loss": ("loss 0.05",),
+    "delay": ("delay 0.1",),
+    "rate": ("rate 20e6",),
+    "far": ("delay 0.1", "loss 0.03"),
+    "large": ("largest 1400",),
+}
+HEAD = "engine 0 -, rank 0 -, controller 0 -, reward 0 -, driver 0 -, daemon 0 -, head 0 -, gcs 0 -, two 0 -"
 EACH = """daemon 0, raylet 0, host 0, host 15, lease 0, stop 5, stop 15, engine 0, rank 0, loss 10, delay 10, rate 10,
-cut 5, cut 5 out, cut 5 in, cut 15, cut 15 out, cut 15 in"""
+cut 5, cut 5 out, cut 5 in, cut 15, cut 15 out, cut 15 in, cut 20 out, cut 20 in, cut 180 out, cut 180 in, stop 60,
+far 30, large 20, moved 0, full 20"""
 """Kinds, seconds and ways of shots at the head, and of those at a host with an engine and at one with a rank."""
 
 
@@ -76,13 +84,16 @@ def fire(run: HostsRun, shot: Shot) -> Hit:
     special: dict[str, Callable[[HostsRun, Host, Shot], Hit]] = {
         "stop": _stop,
         "host": _kill_host,
+        "moved": _kill_host,
+        "full": _fill_disk,
+        "two": _run_another,
         "raylet": _kill_raylet,
         "gcs": _end_cluster,
         "head": _end_cluster,
         "driver": _kill_driver,
     }
     if shot.kind in WIRES:
-        return _while(shot, host, partial(host.impair, WIRES[shot.kind], *shot.ways), host.heal)
+        return _while(shot, host, partial(_impair, host, shot), host.heal)
     if shot.kind in special:
         return special[shot.kind](run, host, shot)
     wait_until(lambda: bool(aim(run, shot.at).processes(*PROCESSES[shot.kind])), 30.0)
@@ -90,6 +101,36 @@ def fire(run: HostsRun, shot: Shot) -> Hit:
     victims = aim(run, shot.at).processes(*PROCESSES[shot.kind])
     end(victims)
     return Hit(from_s=began, missed=not victims)
+
+
+def _impair(host: Host, shot: Shot) -> None:
+    for what in WIRES[shot.kind]:
+        host.impair(what, *shot.ways)
+
+
+def _fill_disk(run: HostsRun, host: Host, shot: Shot) -> Hit:
+    """The disk of temporary files is full for some time. A run need not stop for that."""
+    host.fill_disk()
+    time.sleep(shot.seconds)
+    host.free_disk()
+    return Hit(from_s=time.monotonic())
+
+
+def _run_another(run: HostsRun, host: Host, shot: Shot) -> Hit:
+    """Another run on the same cluster, which is drained as soon as it has worked."""
+    other = HostsRun(run.ray, run.folder.with_name(f"other-{time.monotonic_ns()}"))
+    began = time.monotonic()
+    other.train()
+    hit = Hit()
+    if other.works_after(began) is None:
+        hit.faults.append(f"the other run did not start: {other.said()}")
+    end(other.driver_processes(), signal.SIGTERM)
+    code = other.exit_code(90.0)
+    if code != 0:
+        hit.faults.append(f"the other run ended with {code}: {other.said()}")
+    hit.faults += [f"the other run: {fault}" for fault in other.faults()]
+    hit.from_s = time.monotonic()
+    return hit
 
 
 def _stop(run: HostsRun, host: Host, shot: Shot) -> Hit:
@@ -102,7 +143,8 @@ def _while(shot: Shot, host: Host, begin: Callable[[], None], over: Callable[[],
     """A fault that lasts: where it is longer than the lease, the host has no process of the run in time."""
     before, began = _of_agent(host), time.monotonic()
     begin()
-    hit = _gone([host], began, before) if shot.seconds > LEASE_S else Hit()
+    ends_lease = shot.seconds > LEASE_S and shot.kind not in ("far", "large")
+    hit = _gone([host], began, before) if ends_lease else Hit()
     time.sleep(max(began + shot.seconds - time.monotonic(), 0.0))
     over()
     hit.from_s = time.monotonic()
@@ -110,8 +152,10 @@ def _while(shot: Shot, host: Host, begin: Callable[[], None], over: Callable[[],
 
 
 def _kill_host(run: HostsRun, host: Host, shot: Shot) -> Hit:
-    """The host is gone, and another life of it joins."""
+    """The host is gone, and another life of it joins, at another address where it is ``moved``."""
     host.kill()
+    if shot.kind == "moved":
+        host.move()
     time.sleep(shot.seconds)
     host.boot()
     run.ray.start([host])

@@ -2,8 +2,8 @@
 
     wire.py PORT TAP      # in the network namespace of the bridge; the port is out of the bridge then, the TAP in it
 
-Each line of stdin sets one direction: ``out cut 1``, ``in delay 0.1``, ``out loss 0.05``, ``in rate 20e6`` (``out``:
-what the host sends). Ends with its stdin."""
+Each line of stdin sets one direction: ``out cut 1``, ``in delay 0.1``, ``out loss 0.05``, ``in rate 20e6``,
+``out largest 1400`` (``out``: what the host sends). Ends with its stdin."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ QUEUE_S = 0.5
 
 
 class Direction:
-    """What happens to frames of one direction. ``delay`` in seconds, ``loss`` of 1, ``rate`` in bit/s."""
+    """What happens to frames of one direction. ``delay`` in seconds, ``loss`` of 1, ``rate`` in bit/s; ``largest``:
+    bytes of the largest frame that arrives (0: any)."""
 
     def __init__(self) -> None:
-        self.delay = self.loss = self.rate = self.cut = self.free_at = 0.0
+        self.delay = self.loss = self.rate = self.cut = self.largest = self.free_at = 0.0
 
     def due(self, size: int, now: float) -> float | None:
         """When a frame of ``size`` bytes arrives; None: never."""
         if self.cut or random.random() < self.loss:
+            return None
+        if self.largest and size > self.largest:
             return None
         at = max(now, self.free_at)
         if at > now + QUEUE_S:
