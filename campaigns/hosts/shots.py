@@ -15,6 +15,8 @@ from campaigns.hosts.lab import Host, end
 
 LEASE_S = 10.0
 MARGIN_S = 2.0
+RAY_PATIENCE_S = 40.0
+"""After how long Ray takes a node that does not answer for dead, at most."""
 SEEN_S = 1.0
 """How late this process may see that something is gone."""
 
@@ -93,7 +95,7 @@ def fire(run: HostsRun, shot: Shot) -> Hit:
         "driver": _kill_driver,
     }
     if shot.kind in WIRES:
-        return _while(shot, host, partial(_impair, host, shot), host.heal)
+        return _while(run, shot, host, partial(_impair, host, shot), host.heal)
     if shot.kind in special:
         return special[shot.kind](run, host, shot)
     wait_until(lambda: bool(aim(run, shot.at).processes(*PROCESSES[shot.kind])), 30.0)
@@ -136,10 +138,10 @@ def _run_another(run: HostsRun, host: Host, shot: Shot) -> Hit:
 def _stop(run: HostsRun, host: Host, shot: Shot) -> Hit:
     """SIGSTOP of a daemon, for less or more than its lease."""
     daemons = host.processes(*PROCESSES["daemon"])
-    return _while(shot, host, partial(end, daemons, signal.SIGSTOP), partial(end, daemons, signal.SIGCONT))
+    return _while(run, shot, host, partial(end, daemons, signal.SIGSTOP), partial(end, daemons, signal.SIGCONT))
 
 
-def _while(shot: Shot, host: Host, begin: Callable[[], None], over: Callable[[], None]) -> Hit:
+def _while(run: HostsRun, shot: Shot, host: Host, begin: Callable[[], None], over: Callable[[], None]) -> Hit:
     """A fault that lasts: where it is longer than the lease, the host has no process of the run in time."""
     before, began = _of_agent(host), time.monotonic()
     begin()
@@ -147,6 +149,12 @@ def _while(shot: Shot, host: Host, begin: Callable[[], None], over: Callable[[],
     hit = _gone([host], began, before) if ends_lease else Hit()
     time.sleep(max(began + shot.seconds - time.monotonic(), 0.0))
     over()
+    if (
+        shot.seconds > RAY_PATIENCE_S
+    ):  # Ray has given the node up and ends it; the program of a launcher starts it again
+        wait_until(lambda: not host.processes(*PROCESSES["raylet"]), RAY_PATIENCE_S)
+        if not host.processes(*PROCESSES["raylet"]):
+            run.ray.start([host])
     hit.from_s = time.monotonic()
     return hit
 
