@@ -218,12 +218,9 @@ class Agents:
 
 def _failure(end: str, errors: bytearray) -> AgentFailedError:
     """Return an error with the end of stderr. Its last line, the message of an exception, comes first."""
-    lines = errors.decode(errors="replace").strip()[-_MESSAGE_CHARACTERS:].splitlines()
-    message = f"the agent {end}"
-    if not lines:
-        return AgentFailedError(message)
-    *earlier_lines, last_line = lines
-    return AgentFailedError("\n".join([f"{message}: {last_line}", *earlier_lines]))
+    text = errors.decode(errors="replace").strip()[-_MESSAGE_CHARACTERS:]
+    earlier_lines, _, last_line = text.rpartition("\n")
+    return AgentFailedError(f"the agent {end}: {last_line}\n{earlier_lines}".rstrip("\n: "))
 
 
 class _Task(NamedTuple):

@@ -29,25 +29,33 @@ class PrintedReward:
         self.value: float | None = None
         self.problem = ""
         self.last_line = ""
+        self._object = bytearray()
+        """Lines of an object that stands in several lines: inner lines are indented."""
 
     @property
     def remark(self) -> str:
         """Reason why there is no reward, with what was read; empty: there is one."""
         if self.value is not None:
             return ""
-        remedy = f'print a number, or an object with "reward", in a line of JSON of at most {LARGEST_LINE} bytes'
+        remedy = f'print a number, or an object with "reward", in JSON and at most {LARGEST_LINE} bytes'
         return f'the agent {self.problem or "printed no reward"}; its last line is "{self.last_line}": {remedy}'
 
     def read(self, line: bytes) -> None:
         """Take the reward of ``line``, if it has one."""
+        if self._object and line.startswith((b" ", b"\t")):
+            self._object += line
+            return
         text = line.strip()
         if not text:
             return
         self.last_line = one_line(text[-_SHOWN_CHARACTERS:].decode(errors="replace"))
+        if text == b"}":
+            text = bytes(self._object) + text
+        self._object = bytearray(text[: text == b"{"])
         value: Any = ""
         if len(text) <= _LARGEST_NUMBER:  # Python's True and nan are no JSON
             value = text.decode(errors="replace")
-        is_reward = text == b"}" or (text.startswith(b"{") and b"reward" in text)
+        is_reward = text.startswith(b"{") and b"reward" in text
         if len(line) <= LARGEST_LINE:
             with suppress(*UNDECODABLE):
                 value = msgspec.json.decode(text)
