@@ -201,7 +201,7 @@ class OpenTrajectory:
         self.scope = anyio.CancelScope()
         if order.episode_so_far is not None:
             for complete_turn in order.episode_so_far.turns:
-                turn = self.next_turn(complete_turn.appended, complete_turn.after, 0, complete_turn.stop)
+                turn = self.next_turn(complete_turn.appended, complete_turn.after, stop=complete_turn.stop)
                 turn.restore(complete_turn.completion, 1, complete_turn.seconds)
                 turn.is_capped = complete_turn.is_capped
                 self.add(turn)
@@ -222,16 +222,9 @@ class OpenTrajectory:
         reasons += [turn.finish_reason for number, turn in enumerate(turns) if number not in followed_turns]
         return FinishReason.LENGTH if FinishReason.LENGTH in reasons else reasons[-1]
 
-    async def sample(
-        self,
-        appended: TokenArray = _NOTHING,
-        *,
-        after: int | None = None,
-        max_tokens: int = 0,
-        stop: tuple[str, ...] = (),
-    ) -> Turn | None:
+    async def sample(self, appended: TokenArray = _NOTHING, *, after: int | None = None) -> Turn | None:
         """Sample a turn, as ``TurnSampler`` says: ``next_turn``, then ``complete``."""
-        return await self.complete(self.next_turn(appended, after, max_tokens, stop))
+        return await self.complete(self.next_turn(appended, after))
 
     async def complete(self, turn: _Turn) -> Turn | None:
         """Sample the turn that ``next_turn`` returned; None: it was dropped meanwhile. Raises ``EpisodeCancelled``, and
@@ -271,7 +264,7 @@ class OpenTrajectory:
             self.scope.cancel()
 
     def next_turn(
-        self, appended: TokenArray, after: int | None, max_tokens: int, stop: tuple[str, ...], room: int = 0
+        self, appended: TokenArray, after: int | None, max_tokens: int = 0, stop: tuple[str, ...] = (), room: int = 0
     ) -> _Turn:
         """Begin a turn; arguments as in ``TurnSampler``. ``room``: limit of the turn's tokens by the recipe, besides
         that of any completion; 0: none. An episode that has begun again gets the turn that it had, if its request is

@@ -89,8 +89,9 @@ class OpenEpisode:
         """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeLimit``, and ``RuntimeError`` where the user's code
         may not request a turn now."""
         number = len(self._lengths)
-        if number + self._dropped_turns >= self._environment.max_turns:
-            self._refuse(FinishReason.TURNS, f"it has {number} turns (environment.max_turns)")
+        turns = number + self._dropped_turns
+        if turns >= self._environment.max_turns:
+            self._refuse(FinishReason.TURNS, f"it has {turns} turns (environment.max_turns)")
         before = 0
         if number and after != -1:
             before = self._lengths[number - 1 if after is None else after]

@@ -857,17 +857,32 @@ async def test_truncated_is_what_a_limit_of_the_run_cut(
     ("limits", "limit", "finish"),
     [
         ({"max_turns": 1}, "it has 1 turns (environment.max_turns)", FinishReason.TURNS),
+        ({"max_turns": 2}, "it has 2 turns (environment.max_turns)", FinishReason.TURNS),
         ({"max_tokens": 60}, "tokens leave no room of 60 (environment.max_tokens) for a turn", FinishReason.LENGTH),
     ],
 )
 async def test_an_agent_at_its_limit_has_the_reward_of_a_key(
-    limits: dict[str, Any], limit: str, finish: FinishReason, qwen: Tokenizer, tmp_path: Path
+    limits: dict[str, Any],
+    limit: str,
+    finish: FinishReason,
+    qwen: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An agent that ends because a limit refused it a turn has a reward, and the limit is named."""
     (tmp_path / "agent.py").write_text(ASKS.replace('return "refused"', "raise"))
     environment = Environment(agent=("python", str(tmp_path / "agent.py")), limit_reward=-1.0, **limits)
     long = {"messages": [{"role": "user", "content": "long " * 60}]}
-    trajectory = await Run(environment, qwen, lambda text: "abc").one({"asked": [{}, long], "said": []})
+    row: dict[str, Any] = {"asked": [{}, long], "said": []}
+    run = Run(environment, qwen, lambda text: "abc")
+    if limits == {"max_turns": 2}:  # a turn that is given up counts, too
+        (tmp_path / "agent.py").write_text(ABANDONS)
+        monkeypatch.setattr(endpoint_server, "ABANDONED_S", 0.1)
+        endless = {"messages": [{"role": "user", "content": "Do not end."}]}
+        row |= {"asked": [{}, endless, {}], "timeout": 2.0}
+        run = Run(environment, qwen, lambda text: "..." if "Do not end." in text else "abc")
+        run.engine = SaysUntilAborted(qwen, run.engine.answer)
+    trajectory = await run.one(row)
     assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
     assert (trajectory.environment.reward, trajectory.finish_reason) == (-1.0, finish)
     assert trajectory.environment.notes["limit_reward"] == 1
