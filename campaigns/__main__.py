@@ -13,6 +13,7 @@
     python -m campaigns hosts equality [--kinds hsdp2x2]   # over hosts, and on one: the same model bit for bit
     python -m campaigns chaos [--kills N] [--engines vllm]   # processes of real runs that are killed or stopped
     python -m campaigns soak [--minutes N]           # whether a long run with faults grows
+    python -m campaigns agent_soak [--minutes N]     # whether games, and agents that leave things behind, make it grow
     python -m campaigns twins --out FOLDER [--kills N]   # killed and resumed runs, beside one that is left alone
     python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
     python -m campaigns learning [WORD ...]          # rewards of turns, passes, meanings of checkpoints, experts
@@ -51,6 +52,7 @@ MODULES = {
     "suite_faults": "suite_faults",
     "chaos": "chaos.campaign",
     "soak": "soak",
+    "agent_soak": "chaos.agent_soak",
     "twins": "resume_twins",
     "trl_scripts": "trl_scripts",
     "learning": "learning_inputs",

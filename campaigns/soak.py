@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import signal
 import statistics
@@ -34,6 +35,7 @@ from campaigns.chaos.chaos_processes import (
     labelled,
     living,
     mapped_segments,
+    numbers_of_processes,
     residue,
     send,
     shared_memory,
@@ -70,12 +72,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Whole(msgspec.Struct, frozen=True, kw_only=True):
-    """Files in shared memory that processes of the run mapped at some time and that are still there, and files in its
-    temporary directory, at one moment."""
+    """Files in shared memory that processes of the run mapped at some time and that are still there, files in its
+    temporary directory, and its processes, at one moment."""
 
     t: float
     shared_files: int
     temporary_files: int
+    processes: int
+    zombies: int
 
 
 class Series:
@@ -109,8 +113,12 @@ class Series:
                 continue
             self.samples.append(sample)
             self.shared |= mapped_segments(process.pid)
-        shared, files = self.shared & shared_memory(), sum(1 for _ in temporary.rglob("*"))
-        self.whole.append(Whole(t=now, shared_files=len(shared), temporary_files=files))
+        shared = self.shared & shared_memory()
+        files = sum(len(folders) + len(names) for _, folders, names in os.walk(temporary))  # some vanish meanwhile
+        processes, zombies = numbers_of_processes()
+        self.whole.append(
+            Whole(t=now, shared_files=len(shared), temporary_files=files, processes=processes, zombies=zombies)
+        )
 
     def names(self) -> list[str]:
         """Of all processes that lived long enough to say anything."""
@@ -173,7 +181,7 @@ def table(series: Series) -> tuple[list[str], list[str]]:
         level = f"{min(sizes):.0f} to {max(sizes):.0f}"
         lines.append(f"| {name} | {len(lives)} | {minutes:.1f} | {level} | {' | '.join(cells)} | {picture(sizes)} |")
     warm = [whole for whole in series.whole if whole.t > WARM_S]
-    for field in ("shared_files", "temporary_files"):
+    for field in ("shared_files", "temporary_files", "processes", "zombies"):
         found = fit([[(w.t / 60, float(getattr(w, field))) for w in warm]])
         what = field.replace("_", " ")
         lines.append(f"{what}: {'-' if found is None else f'{found.slope:+.2f} ± {found.error:.2f}'} a minute")

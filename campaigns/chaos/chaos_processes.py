@@ -39,6 +39,20 @@ def living(excluded: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
     return [process for process in found if process not in set(excluded)]
 
 
+def numbers_of_processes() -> tuple[int, int]:
+    """Count the living processes that this process started, and the zombies among their children."""
+    living_count = zombies = 0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                zombies += process.ppid() != os.getpid()
+            else:
+                living_count += 1
+        except psutil.Error:
+            continue
+    return living_count, zombies
+
+
 def reap() -> None:
     """Take the exit codes of orphans that became ours; call it when nobody waits for a child of its own."""
     try:
