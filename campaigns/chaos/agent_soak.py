@@ -30,6 +30,8 @@ START_S = 300.0
 DRAIN_S = 300.0
 GAMES = 10_000
 PROGRAMS = 1_500
+BATCH = {"game": 256, "agents": 64}
+"""Trajectories of a step of the recipes."""
 
 AGENT = """
 import json, os, subprocess, sys, tempfile, threading, time, urllib.request
@@ -90,7 +92,7 @@ def play(kind: str, minutes: float, trajectories: int, faults: list[str]) -> Non
         trained = 0
         while not run.over:
             series.take(process.pid, temporary)
-            trained = sum(int(step["metrics"].get("control/samples", 0)) for step in run.steps()) or len(run.steps())
+            trained = BATCH[kind] * len(run.steps())
             if time.monotonic() > begin + 60 * minutes and trained >= trajectories:
                 break
             if time.monotonic() > begin + 120 * minutes + START_S:
