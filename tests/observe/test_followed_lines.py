@@ -126,7 +126,7 @@ def test_a_run_directory_is_read_whatever_is_left_of_it(tmp_path: Path) -> None:
     (run / "recipe.toml").write_text("half a reci")
     assert (run_files(run).recipe(), found.state(last)) == ({}, "stopped")
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(StreamRLError, match=r"sort-20261101-101500 is not the directory of a run .*runs/latest"):
+    with pytest.raises(StreamRLError, match=r"sort-20261101-101500 is not the directory of a run: .*runs/latest"):
         run_files(run)
     assert RunFiles(tmp_path / "exp-12345678-123456").started() is None
     assert [*RunFiles(run / "gone").metric_lines()] == [] and RunFiles(run / "gone").logs() == {}

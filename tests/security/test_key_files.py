@@ -48,7 +48,7 @@ def test_key_files_are_private_and_never_printed(tmp_path: Path, capsys: pytest.
     assert len(set(contents)) == 8, "all are different"
     printed = "".join(capsys.readouterr())
     assert not [key for key in contents if key in printed]
-    assert main(["keys", str(directory)]) == 1
+    assert main(["keys", str(directory)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert [file.read_text().strip() for file in files] == contents, "nothing was written over"
 
