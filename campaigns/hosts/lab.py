@@ -30,7 +30,7 @@ while True:
     except ChildProcessError: pass
 """
 """The first process of a host, which reaps: a namespace of pids dies with it."""
-DISK_MIB = 1024
+DISK_MIB = 2048
 """Size of the folder for temporary files of a host."""
 Command = Sequence[object]
 

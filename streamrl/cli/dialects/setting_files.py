@@ -89,7 +89,7 @@ def _yaml(path: Path, text: str) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        table = yaml.load(text, Loader)
+        table = Loader(text).get_single_data()  # as yaml.safe_load does, with the loader above
     except yaml.YAMLError as error:
         raise ValueError(error) from error
     if is_nested_deeper(table):
