@@ -137,7 +137,8 @@ def shoot(run: HostsRun, shot: Shot, *, waits: bool) -> Result:
         return result
     works = run.works_after(from_s)
     if works is None and run.over and not hit.ended:
-        result.faults.append(f"the command ended with {run.exit_code(0)}: {run.said()}")
+        if shot.kind != "full" or not run.has_said("because the disk is full (free space, then resume"):
+            result.faults.append(f"the command ended with {run.exit_code(0)}: {run.said()}")
         result.outcome, from_s = "resumed", time.monotonic()
         run.resume()
         works = run.works_after(from_s)

@@ -78,6 +78,10 @@ class HostsRun:
         lines = (self.folder / "output").read_text(errors="replace").splitlines()
         return " | ".join(line for line in lines[-6:] if "⠀" not in line)[-600:]
 
+    def has_said(self, text: str) -> bool:
+        """Whether ``text`` is in what the command printed."""
+        return text in (self.folder / "output").read_text(errors="replace")
+
     def read(self) -> list[dict[str, Any]]:
         """New lines of the witnesses."""
         path = self.folder / "tap.jsonl"

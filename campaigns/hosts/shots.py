@@ -111,7 +111,7 @@ def _impair(host: Host, shot: Shot) -> None:
 
 
 def _fill_disk(run: HostsRun, host: Host, shot: Shot) -> Hit:
-    """The disk of temporary files is full for some time. A run need not stop for that."""
+    """The disk of temporary files is full for some time. A run goes on, or ends with the words and can be resumed."""
     host.fill_disk()
     time.sleep(shot.seconds)
     host.free_disk()
