@@ -11,30 +11,33 @@ import asyncio
 import resource
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the choice between the protocols of httptools and h11 is made when it runs
-    from uvicorn.protocols.http.h11_impl import H11Protocol as AutoHTTPProtocol
+if TYPE_CHECKING:  # without httptools it is the protocol of h11, which bounds heads itself
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as AutoHTTPProtocol
 else:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEAD_S = 10.0
-"""Seconds for the head of a request, from the connection or from an answer without a key."""
+"""Seconds for the head of a request to arrive: on a new connection, or after a request without the right key."""
 KEPT_S = 75.0
 """Seconds for the head of the next request after one that had a key."""
 LARGEST_HEAD = 16 << 10
-"""Largest number of bytes of the head of a request. httptools has no limit, and h11 one for a head in several parts."""
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-MOST = 4096
+"""Largest number of bytes of the head of a request, for which httptools has no limit."""
+MOST_CONNECTIONS = 4096
 """Largest number of connections of one server."""
 
 
+_FINDS_PARTS = AutoHTTPProtocol.__module__.endswith("httptools_impl")
+
+
 class Connections:
-    """The connections of one server: at most half as many as the process may open files, and ``MOST``."""
+    """The connections of one server: at most half as many as the process may open files, and
+    ``MOST_CONNECTIONS``."""
 
     def __init__(self) -> None:
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._limit = MOST
+        self._limit = MOST_CONNECTIONS
         if open_files != resource.RLIM_INFINITY:
-            self._limit = min(MOST, open_files // 2)
+            self._limit = min(MOST_CONNECTIONS, open_files // 2)
         self._idle: dict[str, dict[Connection, None]] = {}  # by address of the peer; the longest idle first
 
     def open(self, *arguments: Any, **options: Any) -> Connection:
@@ -42,8 +45,8 @@ class Connections:
         return Connection(self, *arguments, **options)
 
     def make_room(self, number: int) -> bool:
-        """Close an idle connection where ``number`` are open and more would be too many: the longest idle one of the
-        peer that has most. Returns whether another connection may be opened."""
+        """Close an idle connection where ``number`` are open and more would be too many: the one that is idle longest
+        of the address that has most idle ones. Returns whether another connection may be opened."""
         if number < self._limit:
             return True
         idle = max(self._idle.values(), key=len, default={})
@@ -73,7 +76,8 @@ class Connection(AutoHTTPProtocol):
         self.peer = ""
         self._all = connections
         self._answers = 0
-        self._head: bytearray | None = bytearray()  # None: a request is being answered
+        self._head_size = 0
+        self._unread = 0  # bytes since the parser has last found something in them
         self._timer: asyncio.TimerHandle | None = None
         self._application: Any = self.app
         self.app = self._answer
@@ -88,16 +92,34 @@ class Connection(AutoHTTPProtocol):
             self.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._head is not None:
-            self._head += data
-            end = self._head.find(b"\r\n\r\n")
-            if end > LARGEST_HEAD or (end < 0 and len(self._head) > LARGEST_HEAD):
-                self.transport.write(_TOO_LARGE)
-                self.transport.close()
-                return
-            if end >= 0:
-                self._head = None
+        self._unread += len(data)
         super().data_received(data)
+        if self._unread > LARGEST_HEAD and _FINDS_PARTS and not self.transport.is_closing():
+            self.send_400_response(f"a part of the head has more than {LARGEST_HEAD} bytes")
+
+    # httptools calls these; an error in one of them is an invalid request to uvicorn.
+
+    def on_message_begin(self) -> None:
+        self._head_size = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_in_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_in_head(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._unread = 0
+        super().on_body(body)
+
+    def _count_in_head(self, size: int) -> None:
+        self._unread = 0
+        self._head_size += size
+        if self._head_size > LARGEST_HEAD:
+            raise ValueError(f"the head has more than {LARGEST_HEAD} bytes")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._become_busy()
@@ -123,7 +145,6 @@ class Connection(AutoHTTPProtocol):
 
     def _become_idle(self, seconds: float) -> None:
         self._all.add_idle(self)
-        self._head = bytearray()
         self._timer = self.loop.call_later(seconds, self.abort)
 
     def _become_busy(self) -> None:

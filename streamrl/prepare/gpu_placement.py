@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,7 +46,8 @@ class Demand(Struct, frozen=True, kw_only=True):
 
 
 class Tenant(Struct, frozen=True, kw_only=True):
-    """A process and its GPUs, all of one host. An engine takes ``share`` of each GPU, any other process ``size`` bytes.
+    """A process and its GPUs, all of one host. An engine takes ``share`` of each GPU, any other process, the judge too,
+    ``size`` bytes.
     ``least``: bytes of each GPU without which an engine cannot run."""
 
     gpus: tuple[Gpu, ...]
@@ -120,20 +121,7 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand) -> GpuPlacement:
     share for engines, those beside other processes get what these leave."""
     fixed_share = recipe.engines.gpu_memory_utilization
     shares = {gpu.name: fixed_share or OWN_GPU_SHARE for gpu in gpus}
-    placement = _place_with(recipe, gpus, demand, shares)
-    if fixed_share or not gpus:
-        return placement
-    for gpu in gpus:
-        if gpu.memory:
-            free_share = 1 - placement.used_by_others(gpu) / gpu.memory - _SLACK
-            shares[gpu.name] = min(OWN_GPU_SHARE, max(0.01, math.floor(100 * free_share) / 100))
-    return _place_with(recipe, gpus, demand, shares)
-
-
-def _place_with(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand, shares: Mapping[str, float]) -> GpuPlacement:
-    """Place all processes where engines take ``shares`` of the GPUs, by their names."""
-    is_share_fixed = recipe.engines.gpu_memory_utilization > 0
-    placement = GpuPlacement(gpus=tuple(gpus), shares=dict(shares), is_share_fixed=is_share_fixed)
+    placement = GpuPlacement(gpus=tuple(gpus), shares=shares, is_share_fixed=fixed_share > 0)
     if not gpus:
         return placement
     if recipe.engines.kind is EngineKind.VLLM and recipe.on_one_host:
@@ -145,8 +133,22 @@ def _place_with(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand, shares: Map
         best = _best(placement, gpus)
         placement.tenants[JUDGE] = Tenant(gpus=(best,), size=int(recipe.judge.gpu_memory_utilization * best.memory))
     _place_reward_workers(placement, recipe, demand)
+    if not placement.is_share_fixed:
+        _leave_room_for_others(placement)
     placement.problems += _memory_problems(placement)
     return placement
+
+
+def _leave_room_for_others(placement: GpuPlacement) -> None:
+    """Give the engines of each GPU what other processes leave of it."""
+    for gpu in placement.gpus:
+        if gpu.memory:
+            free_share = 1 - placement.used_by_others(gpu) / gpu.memory - _SLACK
+            placement.shares[gpu.name] = min(OWN_GPU_SHARE, max(0.01, math.floor(100 * free_share) / 100))
+    for name, tenant in placement.tenants.items():
+        if tenant.share:
+            scale = min(placement.shares[gpu.name] for gpu in tenant.gpus) / OWN_GPU_SHARE
+            placement.tenants[name] = replace(tenant, share=tenant.share * scale)
 
 
 def _place_engines(placement: GpuPlacement, prepared_set: PreparedSet, least: int) -> None:
@@ -212,7 +214,7 @@ def _memory_problems(placement: GpuPlacement) -> Iterator[str]:
         free_share = int(100 * (1 - placement.used_by_others(gpu) / gpu.memory)) / 100
         remedy = _SMALLER
         scale = free_share / placement.shares[gpu.name]
-        if engines and all(tenant.share * scale * gpu.memory > tenant.least for tenant in engines):
+        if placement.is_share_fixed and all(tenant.share * scale * gpu.memory > tenant.least for tenant in engines):
             remedy = f"set engines.gpu_memory_utilization = {free_share:g} or less, or remove it"
         yield (
             f"memory: GPU {gpu.name} has {_gib(gpu.memory)} GiB, and {placement.text(gpu)} need {_gib(bytes_used)}: "

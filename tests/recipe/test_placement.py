@@ -212,6 +212,9 @@ def test_engines_take_what_other_processes_leave() -> None:
     assert [wide.tenants[f"engine-{number}"].share for number in range(3)] == [0.33, 0.85, 0.85]
     both = place(recipe(1, 1, tensor_parallel_size=2), gpus(2), Demand(engine=GIB, rank=50 * GIB))
     assert both.tenants["engine-0"].share == 0.33
+    # Processes stay where they are placed first: the judge, with 24 GiB, on the GPU without the rank.
+    judged = place(recipe(2, 1, judge="j"), gpus(2), Demand(engine=GIB, rank=10 * GIB))
+    assert names(judged) == {"engine-0": "0", "engine-1": "1", "trainer-0": "0", "judge-0": "1"}
     tight = place(recipe(1, 1), gpus(1), Demand(engine=10 * GIB, rank=75 * GIB))
     (problem,) = tight.problems
     assert problem.startswith("memory: engine-0 may take 1.6 GiB of GPU 0, and its weights and one request need 10.0: ")

@@ -85,7 +85,7 @@ async def test_a_connection_without_a_whole_head_is_closed(
 async def test_idle_connections_make_room_for_those_that_ask(
     peers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connections, "MOST", 8)
+    monkeypatch.setattr(http_connections, "MOST_CONNECTIONS", 8)
     async with served() as server:
         async with httpx.AsyncClient(base_url=server.base_url, timeout=20) as client:
             for _ in range(3):
@@ -100,7 +100,7 @@ async def test_idle_connections_make_room_for_those_that_ask(
 async def test_answers_under_way_are_never_cut_for_others(
     peers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connections, "MOST", 4)
+    monkeypatch.setattr(http_connections, "MOST_CONNECTIONS", 4)
     async with served() as server:
         asking = [connected(server, f"{HEAD}Content-Length: 2\r\n\r\n") for _ in range(4)]  # bodies that are to come
         peers += asking
@@ -124,7 +124,34 @@ async def test_a_head_has_a_size(peers: list[socket.socket]) -> None:
             peers.append(peer)
             with anyio.fail_after(20):
                 await anyio.wait_readable(peer)
-            assert peer.recv(64).startswith(b"HTTP/1.1 431")
+            assert peer.recv(64).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("key", ["b" * 32, KEY])
+async def test_an_unread_body_is_no_head_of_the_next_request(key: str) -> None:
+    """A connection that is kept answers the next request also after one that was refused before its body."""
+    async with served() as server, httpx.AsyncClient(base_url=server.base_url, timeout=20) as client:
+        for _ in range(5):
+            path = CHAT if key != KEY else "/v1/nothing"
+            refusal = await client.post(path, content=b"x" * 300_000, headers={"x-api-key": key})
+            assert refusal.status_code == (401 if key != KEY else 404)
+            answer = await client.get("/v1/models", headers={"x-api-key": KEY})
+            assert answer.status_code == 200
+
+
+async def test_requests_may_come_before_the_answer_of_another(peers: list[socket.socket]) -> None:
+    body = b"x" * 40_000
+    head = f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode()
+    async with served() as server:
+        first = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: {KEY}\r\n\r\n"
+        peers.append(connected(server, first + head.decode()))
+        await anyio.sleep(0.2)
+        peers[0].setblocking(True)
+        await anyio.to_thread.run_sync(peers[0].sendall, body)
+        await anyio.sleep(0.5)
+        answers = peers[0].recv(1 << 16)
+    assert answers.count(b"HTTP/1.1 200") == 1
+    assert answers.count(b"HTTP/1.1 400") == 1 and b"cannot be read" in answers
 
 
 async def test_a_body_has_a_time(peers: list[socket.socket]) -> None:

@@ -270,7 +270,7 @@ class _Process:
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
             async for part in stream:
                 written += len(part)
-                if written > MOST_OUTPUT and (self._printed or output is not None):
+                if written > MOST_OUTPUT and self._printed:  # of a process for many trajectories the end is held alone
                     self.limit.cancel()
                 if output is not None:
                     output += part

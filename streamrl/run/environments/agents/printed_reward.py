@@ -55,7 +55,7 @@ class PrintedReward:
         value: Any = ""
         if len(text) <= _LARGEST_NUMBER:  # Python's True and nan are no JSON
             value = text.decode(errors="replace")
-        is_reward = text.startswith(b"{") and b"reward" in text
+        is_reward = text.startswith(b"{") and b'"reward"' in text  # such as {"reward": NaN}, which is no JSON
         if len(line) <= LARGEST_LINE:
             with suppress(*UNDECODABLE):
                 value = msgspec.json.decode(text)
