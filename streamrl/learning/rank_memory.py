@@ -176,13 +176,15 @@ def logits_at_once(card_bytes: int) -> int:
 
 
 def activation_bytes(facts: ModelFacts, training: Training, tokens: int, logits: int, *, sixteen_bit: bool) -> int:
-    """Bytes that ``tokens`` of a row take on a rank until the backward, and of ``logits`` that exist at one time."""
+    """Return the bytes of activations that autograd keeps for ``tokens`` of a row on one rank, and those of ``logits``
+    float32 logits that exist at one time, with their copies."""
     whole_layers = 1 if training.activation_checkpointing else facts.layers
     keys = facts.key_value_bytes // 8 // max(1, facts.layers)
     tensor = training.tensor_parallel_size
     if sixteen_bit:
-        # What autograd keeps of a layer: the MLP's 4 values, queries, keys and values before and after their rotation,
-        # and for each norm its input in float32 and its result twice (tests/learning/test_kept_activations.py).
+        # What autograd keeps of a layer: the MLP's 4 values, rotated queries and keys, values, the attention's output,
+        # for each norm its input and result in float32, and inputs of projections
+        # (tests/learning/test_kept_activations.py).
         heads = 2 * facts.queries + 2 * keys * training.context_parallel_size
         if facts.norms_heads:
             heads += 3 * (facts.queries + keys)

@@ -2,7 +2,7 @@
 
 ``agent_process.Agents`` opens one server in each environment worker process whose recipe has an ``agent``; uvicorn runs
 it in the worker's event loop. The key of a request names its trajectory: ``Authorization: Bearer KEY``,
-``x-api-key: KEY``, or the path ``/sessions/KEY/v1/...``, which alone counts where it has a key."""
+``x-api-key: KEY``, or the path ``/sessions/KEY/v1/...``, where a key in the path takes precedence."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _BYTES_IN_LOOP = 128 << 10
 _WAITING = 1024
 """Connections that the system keeps until they are accepted."""
 _ACCEPTED_AT_ONCE = 64
-"""Connections that are accepted before data of others is read. With many, one that has sent its request could be closed
-for a new one before its request is read."""
+"""Connections that are accepted in one pass of the event loop (asyncio's backlog). With many, one that has sent its
+request could be closed for a new one before the request is read."""
 _UNTIL_STREAM_S = 0.25
 """Seconds until the headers of a stream are sent. A request that fails earlier gets the status of its failure, and one
 that fails later an event in its stream."""
