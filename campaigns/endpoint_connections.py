@@ -1,9 +1,9 @@
 """Connections with something wrong on them, at the endpoint for agents as a process serves it.
 
 Each connection follows from the seed: it says nothing, half a head, junk, another protocol, a body that does not end,
-or a request with a mutation. Meanwhile an agent asks, on a new connection each time, and is answered in
-``LONGEST_S`` with 200, or with 401 where its trajectory has just ended. The server has 1,024 files. At the end it has the descriptors that it began with, and has grown by less
-than ``MOST_GROWTH``."""
+or a request with a mutation. Meanwhile an agent asks, on a new connection each time, and is answered in ``LONGEST_S``
+with 200, or with 401 where its trajectory has just ended. The server has 1,024 files. At the end it has the
+descriptors that it began with, and has grown by less than ``MOST_GROWTH``."""
 
 from __future__ import annotations
 
