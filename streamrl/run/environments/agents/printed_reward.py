@@ -55,7 +55,8 @@ class PrintedReward:
         value: Any = ""
         if len(text) <= _LARGEST_NUMBER:  # Python's True and nan are no JSON
             value = text.decode(errors="replace")
-        is_reward = text.startswith(b"{") and b'"reward"' in text  # such as {"reward": NaN}, which is no JSON
+        # Also where it is no JSON, such as {"reward": NaN}: its author meant it as the reward.
+        is_reward = text.startswith(b"{") and (b'"reward"' in text or b"'reward'" in text)
         if len(line) <= LARGEST_LINE:
             with suppress(*UNDECODABLE):
                 value = msgspec.json.decode(text)
