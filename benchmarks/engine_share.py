@@ -54,7 +54,7 @@ def core_alone(batches: int, model: str) -> dict[str, float]:
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
         tokenizer = load_tokenizer(recipe.model.path)
         ends = list(end_tokens(recipe.model.path).ids)
-        rows = [json.loads(line)["prompt"] for line in Path(recipe.prompts.train).read_text().splitlines()]
+        rows = [json.loads(line)["prompt"] for line in Path(recipe.prompts.sets[""].prompts).read_text().splitlines()]
         sampling, group = recipe.sampling, recipe.rollout.group_size
         size = recipe.rollout.prompts_per_batch * group
 

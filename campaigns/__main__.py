@@ -4,6 +4,9 @@
     python -m campaigns fuzz [--target NAME] [--replay FILE]
     python -m campaigns messages | rewards | surroundings [WORD ...]     # cases with one of the words in their names
     python -m campaigns families [NAME ...]
+    python -m campaigns packed_families [NAME ...]   # tiny models of 36 families against transformers
+    python -m campaigns family_runs [NAME ...]       # 20 steps of tiny models on vLLM, whose engine is killed twice
+    python -m campaigns family_pushes [NAME ...] --out FOLDER   # 20 pushes of each family with a kill, to real engines
     python -m campaigns walks [--events N] [--seed N] [--plant BUG]      # control, with trajectories of several turns
     python -m campaigns endpoint [--requests N] [--seed N]   # requests of agents with something wrong in them
     python -m campaigns connections [--connections N] [--seed N]   # peers of the endpoint of agents that hold it up
@@ -21,6 +24,8 @@
     python -m campaigns trl_scripts                  # constructors of public TRL scripts, as objects
     python -m campaigns foreign_inputs [KIND ...]    # data, caches, rewards and chats of strangers
     python -m campaigns mistakes [WORD ...]          # of a newcomer: each is refused in one sentence
+    python -m campaigns pretended_gpu [NAME ...] [--cards H100] [--plant]   # a trainer where torch says it has a GPU
+    python -m campaigns quantised_layers [--card H100]   # pushes to layers that vLLM quantises, with its own Python
     python -m campaigns suite_faults [NAME ...]      # faults of the product that the tests must see
 
 The exit code is 1 where something failed. ``--help`` behind a name lists its options."""
@@ -42,6 +47,9 @@ MODULES = {
     "faults": "faults.campaign",
     "fuzz": "fuzz.campaign",
     "families": "model_families",
+    "packed_families": "packed_families",
+    "family_runs": "family_runs",
+    "family_pushes": "family_pushes",
     "front_door": "front_door.campaign",
     "followers": "followers",
     "endpoint": "endpoint_requests",
@@ -49,6 +57,8 @@ MODULES = {
     "harnesses": "harnesses.campaign",
     "walks": "control_walks",
     "hosts": "hosts.campaign",
+    "pretended_gpu": "pretended_gpu.campaign",
+    "quantised_layers": "pretended_gpu.quantised_layers",
     "suite_faults": "suite_faults",
     "chaos": "chaos.campaign",
     "soak": "soak",

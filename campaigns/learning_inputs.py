@@ -7,13 +7,14 @@ import argparse
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from campaigns.cases import Case, add_case_arguments
 from streamrl.base.types import FinishReason
 from streamrl.control import actions as do
 from streamrl.control import events as on
@@ -25,14 +26,6 @@ from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Lora
 
 DEMO = Path(__file__).parents[1] / "examples" / "sort" / "recipe.toml"
-
-
-class Case(NamedTuple):
-    """``found`` is compared with ``right``."""
-
-    name: str
-    found: Callable[[], object]
-    right: object
 
 
 # ---- turns: (rewards of the turns, what the trajectory earned beside them) of each sibling ------------------------
@@ -228,20 +221,4 @@ def cases() -> Iterator[Case]:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    command.add_argument("words", nargs="*", help="only cases that have one of these in their names")
-    command.set_defaults(work=work)
-
-
-def work(arguments: argparse.Namespace) -> int:
-    """Print one line for each case. Returns 1 where a case is not as it should be."""
-    failed = 0
-    for case in cases():
-        if arguments.words and not any(word in case.name for word in arguments.words):
-            continue
-        found = case.found()
-        failed += found != case.right
-        print(f"{'held  ' if found == case.right else 'BROKEN'} {case.name}: {found}", flush=True)
-        if found != case.right:
-            print(f"       right is {case.right}")
-    print(f"{failed} cases failed")
-    return int(failed > 0)
+    add_case_arguments(command, cases)

@@ -4,6 +4,8 @@
     python -m campaigns twins --out twins_vllm --engines vllm --kills 10
 
     python -m campaigns twins --out twins_all --engines vllm --rounds rollpacker --victims parts --kills 1
+    python -m campaigns twins --out twins_qwen --engines vllm --family qwen3_5 --rounds synchronous --kills 3
+    python -m campaigns twins --out twins_lora --engines vllm --family qwen3_5 --lora merged --rounds synchronous
 
 Every twin is a real run with ``run.deterministic``, whose whole process tree is killed with SIGKILL at a random moment
 (some of them twice: a resume is resumed) and which ``streamrl resume`` ends; with ``--victims parts`` an engine is
@@ -12,7 +14,8 @@ engines, freed engines, presubmission, restarts, races, streaming, SAGC, DAPO, a
 Compared with the run that was left alone:
 the groups of every batch in the order of training with reward and length of each member, and every tensor of the
 weights and of the trainer's state in every checkpoint, bit for bit. ``rollpacker`` is not among the default rounds: its
-dynamic sampling drops every group of the simulated engines' random text.
+dynamic sampling drops every group of the simulated engines' random text. ``--family``: the model is the tiny one of a
+family, which learns digits (``campaigns/family_runs.py``), with ``--lora`` by adapters; else it is the demo.
 Resumable: a finished twin is a JSON file in ``--out``."""
 
 from __future__ import annotations
@@ -96,6 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engines", choices=("simulated", "vllm"), default="simulated")
     parser.add_argument("--rounds", nargs="+", choices=list(ROUNDS), default=list(ROUNDS)[:3])
+    parser.add_argument("--family", default="", help="a table of streamrl/learning/families")
+    parser.add_argument("--lora", choices=("adapter", "merged"), default="", help="train adapters of a --family")
     parser.add_argument("--victims", choices=("tree", "parts"), default="tree")
     parser.add_argument("--kills", type=int, default=50, help="twins; every fifth is killed twice")
     parser.add_argument("--steps", type=int, default=8)
@@ -107,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Kill twins, then compare them with the runs that were left alone; 1 where one differs."""
     options.out.mkdir(parents=True, exist_ok=True)
+    options.recipe = _recipe_of(options)
     whole = {name: _unkilled(options, name) for name in options.rounds}
     twins = []
     for seed in range(options.first_seed, options.first_seed + options.kills):
@@ -124,6 +130,15 @@ def run(options: argparse.Namespace) -> int:
     different = [twin for twin in twins if twin.differences]
     print(f"{len(twins)} twins, {sum(len(twin.at_s) for twin in twins)} kills, {len(different)} different")
     return 1 if different else 0
+
+
+def _recipe_of(options: argparse.Namespace) -> Path:
+    if not options.family:
+        return RECIPE
+    from campaigns.family_runs import write_project
+
+    project: Path = options.out.resolve() / options.family
+    return write_project(options.family, project, lora=options.lora)
 
 
 def _unkilled(options: argparse.Namespace, rounds: str) -> Fingerprint:
@@ -215,7 +230,7 @@ def _train(options: argparse.Namespace, directory: Path, rounds: str) -> list[st
         "evaluation.at_end": "false",
         **ROUNDS[rounds],
     }
-    command = [sys.executable, "-m", "streamrl", "train", str(RECIPE)]
+    command = [sys.executable, "-m", "streamrl", "train", str(options.recipe)]
     return command + [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
 
 

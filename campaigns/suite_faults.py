@@ -9,13 +9,13 @@ import argparse
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from campaigns.planted_copy import copy_of_the_tree, planted
+
 TIERS = {"quick": "not long", "long": "long"}
 """Marks that select the tests of a tier."""
 LONGEST_TEST_S = 100
@@ -196,10 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise SystemExit(f"no fault has the name {unknown[0]!r}: {', '.join(FAULTS)}")
     names = arguments.names or list(FAULTS)
     caught: dict[str, list[str]] = {tier: [] for tier in TIERS}
-    with tempfile.TemporaryDirectory(prefix="suite-faults-") as folder:
-        copy = Path(folder) / "streamrl"
-        subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(copy)], check=True)
-        (copy / ".venv").symlink_to(sys.prefix)
+    with copy_of_the_tree() as copy:
         for name in names:
             for tier in [arguments.tier] if arguments.tier else TIERS:
                 began = time.monotonic()
@@ -217,19 +214,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _test_that_sees(copy: Path, fault: Fault, marks: str, workers: int) -> str:
     """Return a test that fails with ``fault`` and passes without it; empty where no test does."""
-    path = copy / "streamrl" / fault.file
-    text = path.read_text()
-    if text.count(fault.line) != 1:
-        raise SystemExit(
-            f"{fault.file} has this line {text.count(fault.line)} times, and a fault needs it once: {fault.line!r}"
-        )
     # Likely places one after the other: pytest's workers begin with what takes longest.
     for place in fault.tests.split():
-        path.write_text(text.replace(fault.line, fault.planted))
-        try:
+        with planted(copy, fault.file, fault.line, fault.planted):
             failures = _failures(copy, [copy / "tests" / place], marks, workers)
-        finally:
-            path.write_text(text)
         if failures:
             also_without = _failures(copy, failures, marks, workers)
             failures = [test for test in failures if test not in also_without]

@@ -30,20 +30,13 @@ from typing import Any, Literal, NamedTuple, Optional, Union
 import anyio
 import numpy as np
 
+from campaigns.cases import Case, add_case_arguments
 from streamrl.base.errors import StreamRLError
 from streamrl.pretrained.turns.tool_calls import ToolCall, parse_turn
 from streamrl.run.environments.chat import _messages
 from streamrl.run.environments.tools import MachineError, ToolBox, ToolContext, ToolLimits
 
 CONTEXT = ToolContext(trajectory="p/0", turn=0, seed=1)
-
-
-class Case(NamedTuple):
-    """``found`` is compared with ``right``; a ``right`` that is a function is asked about it."""
-
-    name: str
-    found: Callable[[], Any]
-    right: Any
 
 
 # ---- what a tool returns ------------------------------------------------------------------------------------------
@@ -602,7 +595,7 @@ def cases() -> Iterator[Case]:
     for name, (raising, begin) in ERRORS.items():
         yield Case(f"error: {name}", partial(told, raising), lambda text, begin=begin: text.startswith(begin))
     for case in THREADS:
-        yield Case(f"thread: {case.name}", case.found, case.right)
+        yield Case(f"thread: {case.name}", case.value, case.right)
     for name, (observation, right) in OBSERVED.items():
         right_text = (lambda text, right=right: text.startswith(right)) if right.startswith("refused") else right
         yield Case(f"observed: {name}", partial(said, observation), right_text)
@@ -616,23 +609,4 @@ def cases() -> Iterator[Case]:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    command.add_argument("words", nargs="*", help="only cases that have one of these in their names")
-    command.set_defaults(work=work)
-
-
-def work(arguments: argparse.Namespace) -> int:
-    """Print one line for each case. Returns 1 where a case is not as it should be."""
-    failed = 0
-    count = 0
-    for case in cases():
-        if arguments.words and not any(word in case.name for word in arguments.words):
-            continue
-        count += 1
-        found = case.found()
-        held = case.right(found) if callable(case.right) else found == case.right
-        failed += not held
-        print(f"{'held  ' if held else 'BROKEN'} {case.name}: {str(found)[:160]!r}", flush=True)
-        if not held and not callable(case.right):
-            print(f"       right is {case.right!r}")
-    print(f"{failed} of {count} cases failed")
-    return int(failed > 0)
+    add_case_arguments(command, cases)

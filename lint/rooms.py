@@ -18,7 +18,7 @@ ORDER = (
 )  # fmt: skip
 """A room imports only rooms before it. ``contracts`` is a file, which stands between two rooms as one would."""
 
-PARTS = {f"learning/{part}" for part in ("objective", "model", "state", "batches")}
+PARTS = {f"learning/{part}" for part in ("objective", "model", "layers", "state", "batches")}
 PARTS |= {"recipe/objectives", "recipe/schedules", "weights/codec"}
 """Folders that belong to the files of their room."""
 
@@ -35,17 +35,27 @@ WINGS = {
         "engines/vllm", "observe/run_files", "observe/terminal", "prepare/hub", "recipe/rules", "rewards/calls",
         "run/environments", "run/evaluate", "run/prompts",
     ),
+    "cli/families": ("engines/families", "learning/families"),
     "cli/init": ("cli/dialects", "recipe/rules", "run/prompts"),
+    "cli/objective": ("learning/custom_objective", "recipe/rules"),
     "cli/steering": ("launch/steering",),
     "cli/submit": ("observe/run_files", "processes/cluster", "recipe/rules"),
     "cli/try_rewards": (
         "cli/trained_models", "observe/terminal", "prepare/hub", "recipe/rules", "rewards/calls", "run/evaluate",
         "run/prompts",
     ),
-    "cli/views": ("launch/steering", "observe/dashboard", "observe/run_files", "observe/top", "observe/trackers"),
+    "cli/views": (
+        "launch/steering", "observe/dashboard", "observe/run_files", "observe/top", "observe/trackers", "prepare/hub",
+        "recipe/rules",
+    ),
     "control/policies": ("control/steering",),
     "engines/elastic": ("engines/push",),
+    "engines/families": (
+        "engines/async_llm", "engines/push", "engines/vllm", "learning/families", "weights/publish", "weights/pull",
+        "weights/vllm",
+    ),
     "engines/vllm": ("engines/async_llm", "weights/pull", "weights/vllm"),
+    "learning/families": ("learning/small_model",),
     "launch/steering": ("control/steering", "recipe/rules", "run/journal"),
     "observe/dashboard": ("observe/run_files", "observe/report"),
     "observe/run_files": ("run/journal",),
@@ -58,7 +68,9 @@ WINGS = {
     "recipe/rules": ("recipe/cells", "recipe/dialects"),
     "rewards/builtin": ("rewards/judge", "rewards/sandbox"),
     "rewards/calls": ("rewards/builtin",),
-    "rewards/judge": ("engines/async_llm", "engines/vllm"),
+    "rewards/teacher": ("rewards/served",),
+    "rewards/judge": ("rewards/served",),
+    "rewards/served": ("engines/async_llm", "engines/vllm"),
     "run/environments": ("pretrained/turns", "rewards/calls"),
     "run/evaluate": ("run/prompts",),
     "weights/publish": ("weights/pull", "weights/store"),

@@ -17,7 +17,11 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_LOCK, CUDA_LOCK = (ROOT / "requirements" / f"{device}.lock" for device in ("cpu", "cuda"))
@@ -63,7 +67,31 @@ def resolve(requirements: list[str], *options: str) -> dict[str, str]:
         dry = ["--dry-run", "--quiet", "--ignore-installed", "--report", str(report)]
         subprocess.run([sys.executable, "-m", "pip", *options, "install", *dry, *requirements], check=True)
         entries = json.loads(report.read_text())["install"]
+    if missing := absent({one["metadata"]["name"]: one["metadata"].get("requires_dist", []) for one in entries}):
+        raise SystemExit("pip left out what it has to install:\n" + "\n".join(missing))
     return {entry["metadata"]["name"]: entry["metadata"]["version"] for entry in entries}
+
+
+def absent(requirements: Mapping[str, Sequence[str]]) -> list[str]:
+    """Sentences about packages that some of ``requirements`` (lines of metadata, by package) ask for on this platform
+    and that are not among them. Extras of a package count where another one asks for them."""
+    known = {canonicalize_name(name): lines for name, lines in requirements.items()}
+    pending = [(name, "") for name in known]
+    seen = set(pending)
+    found = set[str]()
+    while pending:
+        name, extra = pending.pop()
+        for requirement in map(Requirement, known[name]):
+            if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+                continue
+            needed = canonicalize_name(requirement.name)
+            if needed not in known:
+                found.add(f"{name} asks for {requirement.name}, which is not there")
+                continue
+            asked = {(needed, one) for one in requirement.extras} - seen
+            seen |= asked
+            pending += asked
+    return sorted(found)
 
 
 def locked(versions: dict[str, str], left_out: frozenset[str]) -> list[str]:

@@ -30,6 +30,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.messages import (
     EngineLoad,
     EngineReady,
+    FirstProbe,
     Generate,
     Message,
     OrderDone,
@@ -121,10 +122,10 @@ class WatchedEngine(Engine, Protocol):
     """An engine in its engine process, which can put it to sleep and watch for its death."""
 
     async def sleep(self) -> None:
-        """Release the device's memory until ``wake``."""
+        """Abort the requests, pause, and release the device's memory until ``wake``."""
 
     async def wake(self) -> None:
-        """Allocate the device's memory again."""
+        """Allocate the device's memory again. The engine stays paused until ``resume``."""
 
     async def watch(self) -> None:
         """Never return; raise ``EngineError`` when the engine died."""
@@ -170,6 +171,7 @@ class PushReport(Struct, frozen=True, kw_only=True):
     ``payload_bytes``: bytes that the engines fetched;
     ``changed_share``: share of the weights that differ from the base version;
     ``reanchored``: number of engines that needed an anchor;
+    ``from_memory``: number of engines that took the version from the trainer's memory;
     ``canary``: comparison of an earlier version (None: no engine answered)."""
 
     policy_version: int
@@ -179,6 +181,7 @@ class PushReport(Struct, frozen=True, kw_only=True):
     payload_bytes: int = 0
     changed_share: float = 0.0
     reanchored: int = 0
+    from_memory: int = 0
     canary: CanaryReport | None = None
 
 
@@ -191,11 +194,31 @@ class WeightPush(Protocol):
     async def push(self, announced: WeightAnnouncement) -> PushReport:
         """Make ``announced`` live on every engine; the engines then sample again."""
 
+    async def check_first_tokens(self, probe: FirstProbe) -> None:
+        """Compare what an engine computes with the trainer's logprobs, before the first step. Raises ``EngineError``
+        where they differ by more than rounding does."""
+
     async def pause(self) -> None:
         """Pause every engine ahead of a push."""
 
     async def resume(self) -> None:
         """End the pause without a push."""
+
+
+class Turns:
+    """Turns of engines and trainer ranks (``engines.elastic.turns``). This base class is for engines and ranks that
+    have memory of their own."""
+
+    @property
+    def figures(self) -> Metrics:
+        """Metrics of the last switches."""
+        return {}
+
+    async def train(self) -> None:
+        """Free the engines' memory for the ranks. Nothing may be sampled. Does nothing in the turn of the ranks."""
+
+    async def sample(self) -> None:
+        """Make the last pushed version live on engines that slept. The ranks must have given their memory back."""
 
 
 # ---- prompts, episodes, rewards, observers, sinks ------------------------------------------------
@@ -204,10 +227,11 @@ class WeightPush(Protocol):
 class PromptSource(Protocol):
     """The prompts that a run trains on, in order."""
 
-    async def draw(self, count: int) -> list[Prompt]:
+    async def draw(self, count: int, sets: Sequence[str] = ()) -> list[Prompt]:
         """Return the next ``count`` prompts, or fewer where the source is exhausted (stored rows never are: epochs
-        repeat). Raises ``StreamRLError`` with the row and the remedy where a row is no prompt or user code fails. Where
-        a draw is cancelled, the next draw returns its prompts."""
+        repeat). ``sets``: training set of each of them (empty: there is a single source). Raises ``StreamRLError`` with
+        the row and the remedy where a row is no prompt or user code fails. Where a draw is cancelled, the next draw
+        returns its prompts."""
 
 
 TakeOutcome = Callable[[TrajectoryOutcome], Awaitable[None]]

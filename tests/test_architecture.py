@@ -23,6 +23,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BASE = {"base", "recipe"}
 # What owns a vLLM, or runs inside of vLLM's own processes.
 WORKER_SIDE = ("streamrl/engines/async_llm/", "streamrl/engines/vllm/", "streamrl/weights/vllm/")
+WORKER_SIDE += ("streamrl/engines/families/",)
 # In a reward's own process, once the first completion comes.
 REWARD_MODEL = "streamrl/rewards/builtin/classifier_scores.py"
 # For mypy alone: an objective is read where there is no torch, and given tensors where there is.
@@ -37,15 +38,17 @@ CONFINED = {
     "transformers": (
         "streamrl/learning/model/hugging_face.py",
         "streamrl/learning/small_model/",
+        "streamrl/learning/families/tiny_checkpoint.py",
         REWARD_MODEL,
         "streamrl/prepare/first_prompt.py",
+        "streamrl/engines/async_llm/image_packages.py",
         "streamrl/learning/model/parallel.py",
         "streamrl/cli/dialects/recorded_script.py",
     ),
     # Where a user's script asks for it.
     "trl": ("streamrl/trl.py", "streamrl/cli/dialects/recorded_script.py"),
     # Extras of their own: who does not ask for them starts without.
-    "httpx": ("streamrl/rewards/judge/",),
+    "httpx": ("streamrl/rewards/served/",),
     "mcp": ("streamrl/run/environments/mcp_tools.py",),
     "reasoning_gym": (),
     "math_verify": (),

@@ -88,6 +88,9 @@ def judge(
     if verdict.called_again > CALLS_AGAIN * len(cell.shots):
         verdict.faults.append(f"{verdict.called_again} calls of tools were made again")
     verdict.commits = sum(r["kind"] == "commit done" for r in records)
+    untaught = sum(record.get("untaught", 0) for record in records if record["kind"] == "train_group")
+    if cell.teacher and untaught:
+        verdict.faults.append(f"{untaught} trajectories were trained without the logprobs of the teacher")
     verdict.faults += _wrong_weights(cell, run_directory)
     verdict.faults += _wrong_steps(run_directory, final)
     return verdict

@@ -81,11 +81,15 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     shots: tuple[Shot, ...]
     talks: bool = False
+    teacher: bool = False
 
 
-def plan(engines: str, kills: int, seed: int, shots_per_run: int = 3, *, talks: bool = False) -> list[Cell]:
+def plan(
+    engines: str, kills: int, seed: int, shots_per_run: int = 3, *, talks: bool = False, teacher: bool = False
+) -> list[Cell]:
     """Cells with ``kills`` shots in all, ``shots_per_run`` in each. ``engines``: ``simulated`` or ``vllm``; ``talks``:
-    trajectories have several turns, and an environment worker is shot, too."""
+    trajectories have several turns, and an environment worker is shot, too; ``teacher``: the run serves a teacher on
+    vLLM, and nothing but its processes is shot."""
     cells: list[Cell] = []
     left = kills
     while left > 0:
@@ -94,7 +98,8 @@ def plan(engines: str, kills: int, seed: int, shots_per_run: int = 3, *, talks: 
         ranks = 2 if engines == "simulated" and source.random() < 0.25 else 1
         count = 2 if engines == "simulated" or source.random() < 0.3 else 1
         shots = tuple(
-            _shot(source, targets(engines, count, ranks, talks), place) for place in range(min(shots_per_run, left))
+            _shot(source, targets(engines, count, ranks, talks, teacher), place)
+            for place in range(min(shots_per_run, left))
         )
         left -= len(shots)
         cells.append(
@@ -107,13 +112,16 @@ def plan(engines: str, kills: int, seed: int, shots_per_run: int = 3, *, talks: 
                 ranks=ranks,
                 shots=shots,
                 talks=talks,
+                teacher=teacher,
             )
         )
     return cells
 
 
-def targets(engines: str, engine_count: int, ranks: int, talks: bool = False) -> list[str]:
-    """Everything that can be killed in such a run."""
+def targets(engines: str, engine_count: int, ranks: int, talks: bool = False, teacher: bool = False) -> list[str]:
+    """Everything that can be killed in such a run; of one with a teacher, the teacher alone."""
+    if teacher:
+        return ["teacher-0", "teacher-0/EngineCore"]
     found = ["controller", "reward-0", "reward-0/python", "supervisor", TREE]
     found += ["environment-0"] * 2 if talks else []
     found += [f"engine-{index}" for index in range(engine_count)]
@@ -127,7 +135,7 @@ def _shot(source: random.Random, known: Sequence[str], place: int) -> Shot:
     weights = [1.0 if name in MUST_RESUME else 2.0 for name in known]
     first = source.choices(known, weights)[0]
     victims = [first]
-    if first not in MUST_RESUME and source.random() < 0.2:
+    if first not in MUST_RESUME and source.random() < 0.2 and "teacher-0" not in known:
         victims.append(source.choice([name for name in known if name not in (first, TREE)]))
     method = source.choices(list(Method), [8, 1, 1])[0]
     if not MUST_RESUME.isdisjoint(victims):

@@ -74,7 +74,7 @@ class ChaosRun(StreamrlCommand):
         super().__init__(folder, {"PYTHONPATH": path, "STREAMRL_CHAOS_TAP": str(tap), "TMPDIR": str(temporary)})
         self.cell, self.temporary, self.steps = cell, temporary, steps
         self.witness = Witness(tap, self.ledger)
-        self.patience_s = PATIENCE_S[cell.engines]
+        self.patience_s = PATIENCE_S["vllm" if cell.teacher else cell.engines]
         self.shared: set[str] = set()
 
     @property
@@ -254,6 +254,7 @@ WORK = {
     "trainer": ("train_group", "close_batch done"),
     "reward": ("scored",),
     "environment": ("called",),
+    "teacher": ("_admit done",),
 }
 
 
@@ -322,6 +323,19 @@ max_tokens = 500
 """
 
 
+def _teacher() -> str:
+    """A teacher that the run serves beside any engines; its batches are small, so that it is asked all the time."""
+    return f"""
+[objective]
+algorithm = "distillation"
+[teacher]
+model = "{EXAMPLE / "model"}"
+[teacher.advanced]
+batch = 4
+restarts = 100
+"""
+
+
 def _recipe(cell: Cell, folder: Path, ledger: Path, steps: int) -> str:
     function = "ledgered_sort" if steps else "ledgered"
     evaluation = f'prompts = "{EXAMPLE / "held_out.jsonl"}"\nat_start = false' if steps else ""
@@ -368,5 +382,6 @@ every = 4
 [checkpoint.advanced]
 min_free_gib = 0.1
 {_environment() if cell.talks else ""}
+{_teacher() if cell.teacher else ""}
 [evaluation]
 {evaluation}"""

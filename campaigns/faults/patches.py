@@ -23,6 +23,7 @@ from campaigns.faults import simulated_parts as parts
 from campaigns.faults.simulated_machine import Machine, SimulatedLauncher
 from campaigns.faults.simulated_trainer import SimulatedTrainer
 from campaigns.faults.stamped_engine import StampedEngine
+from campaigns.faults.virtual_time import places_of
 from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
 from campaigns.faults.world_state import WorldState
 from streamrl.base.atomic_files import hold_lock
@@ -36,7 +37,8 @@ from streamrl.engines.elastic.freeing import Freeing, FreeingSettings
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulationOptions
 from streamrl.engines.step_cost import StepCost
-from streamrl.engines.vllm.options import expected_room, installed_device
+from streamrl.engines.vllm.options import dtype_of_engines, expected_room
+from streamrl.engines.vllm.visible_gpus import installed_device
 from streamrl.launch import pipeline as run_module
 from streamrl.launch import roles, run_controller
 from streamrl.launch.control_socket import serving_control
@@ -75,19 +77,6 @@ LOOKED_EVERY = {"POLL_S": 1.0, "MEASURING_INTERVAL_S": 20.0}
 """Clockwork that does nothing but look: in virtual time it would be most of the work. In ``Shape.poll_s``."""
 LOAD_SECONDS = 5.0
 
-_PLACES: dict[int, list[tuple[Any, str]]] = {}
-
-
-def _places_of(original: Any) -> list[tuple[Any, str]]:
-    """Every module of the product that has ``original`` under some name."""
-    if id(original) not in _PLACES:
-        modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "streamrl"]
-        _PLACES[id(original)] = [
-            (module, name) for module in modules for name, value in vars(module).items() if value is original
-        ]
-    assert _PLACES[id(original)], original
-    return _PLACES[id(original)]
-
 
 @contextmanager
 def patched_product(world: WorldState, machine: Machine) -> Iterator[None]:
@@ -98,7 +87,9 @@ def patched_product(world: WorldState, machine: Machine) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, value))
 
         def put_for(original: Any, value: Any) -> None:
-            for owner, name in _places_of(original):
+            places = places_of(original)
+            assert places, original
+            for owner, name in places:
                 put(owner, name, value)
 
         def hello(*, window: int, **others: Any) -> Any:
@@ -175,6 +166,7 @@ def _files_and_user_code(world: WorldState, put: Any, put_for: Any) -> None:
     put_for(prompts_module.open_prompts, open_prompts)
     put_for(TelemetryPublisher, parts.SilentSink)
     put_for(installed_device, lambda: "cuda" if world.shape.seed % 2 else "cpu")
+    put_for(dtype_of_engines, lambda *_: "bfloat16")
     put_for(expected_room, lambda recipe, _: {one.name: KV_TOKENS for one in topology_module.prepared_sets(recipe)})
     put_for(inspect_in_subprocess, inspect)
 
@@ -202,7 +194,7 @@ def _processes(world: WorldState, machine: Machine, put: Any, put_for: Any) -> N
     put_for(hold_lock, SimulatedLock)
     put_for(ask_for_stacks, lambda _: [])
     put_for(write_crash_bundle, lambda *_, **__: "no crash bundle: simulated")
-    put(engine_process, "os", SimpleNamespace(getpid=machine.getpid))
+    put(engine_process, "getpid", machine.getpid)
     put_for(with_checkpoint_rewards, lambda recipe: (recipe, None))
     put_for(_PLAN, plan_topology)
     put(run_module, "_make_run_directory", make_run_directory)

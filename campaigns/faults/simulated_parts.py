@@ -26,6 +26,7 @@ class StubTokenizer:
     end_notice = ""
     eos_token_ids = (1,)
     special_token_ids: frozenset[int] = frozenset()
+    chat_templates: dict[str, str] = {}
 
     def decode(self, token_ids: Any, skip_special: bool = True) -> str:
         return ""

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar, copy_context
 from random import Random
 from typing import Any
@@ -324,6 +324,19 @@ class Clock:
         return EPOCH_S + self._loop.now + self.jump_s
 
 
+_PLACES: dict[int, list[tuple[Any, str]]] = {}
+
+
+def places_of(original: Any) -> list[tuple[Any, str]]:
+    """Every module of the product that has ``original`` under some name."""
+    if id(original) not in _PLACES:
+        modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "streamrl"]
+        _PLACES[id(original)] = [
+            (module, name) for module in modules for name, value in vars(module).items() if value is original
+        ]
+    return _PLACES[id(original)]
+
+
 @contextmanager
 def virtual_clock(loop: VirtualLoop, random: Random) -> Iterator[Clock]:
     """Everybody's clock is virtual, and what a thread would do takes a moment of it."""
@@ -334,12 +347,17 @@ def virtual_clock(loop: VirtualLoop, random: Random) -> Iterator[Clock]:
             await asyncio.sleep(random.expovariate(1 / 0.002))
         return func(*arguments)
 
-    with (
-        mock.patch.object(time, "monotonic", clock.monotonic),
-        mock.patch.object(time, "monotonic_ns", clock.monotonic_ns),
-        mock.patch.object(time, "perf_counter", clock.monotonic),
-        mock.patch.object(time, "time", clock.wall),
-        mock.patch("anyio.to_thread.run_sync", run_sync),
-        mock.patch.object(sniffio.thread_local, "name", "asyncio"),  # anyio asks a hundred thousand times a minute
-    ):
+    clocks = {
+        time.monotonic: clock.monotonic,
+        time.monotonic_ns: clock.monotonic_ns,
+        time.perf_counter: clock.monotonic,
+        time.time: clock.wall,
+    }
+    with ExitStack() as stack:
+        for real, virtual in clocks.items():
+            for owner, name in [(time, real.__name__), *places_of(real)]:
+                stack.enter_context(mock.patch.object(owner, name, virtual))
+        stack.enter_context(mock.patch("anyio.to_thread.run_sync", run_sync))
+        # anyio asks a hundred thousand times a minute
+        stack.enter_context(mock.patch.object(sniffio.thread_local, "name", "asyncio"))
         yield clock

@@ -21,7 +21,7 @@ from streamrl.launch import control_protocol
 from streamrl.launch.control_protocol import ParentMessage
 from streamrl.recipe.rewards import Reward
 from streamrl.rewards import reward_messages
-from streamrl.rewards.judge import gate as judge_gate
+from streamrl.rewards.served import gate as judge_gate
 
 _RAW_FROM = 256  # bytes: small arrays travel in frames of their own too
 _HEADER = fixed_fields(4, 2, 1, 1, 8)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
 from task import held_out_lists, random_lists, sorting_trace
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3_5TextConfig
 
 from streamrl.learning.small_model.characters import BOS, EOS, PAD, Characters
 from streamrl.learning.small_model.imitation import Demonstration, completion_losses, imitate
@@ -26,6 +27,15 @@ CHARACTERS = Characters("0123456789+-=:;.,> cn*/<()[]", context=1024)
 """The task needs digits, colon, semicolon and full stop; the others round the vocabulary up to 32."""
 
 BATCH, BATCHES_PER_BUCKET = 64, 8
+HYBRID = partial(
+    Qwen3_5TextConfig,
+    layer_types=["linear_attention", "linear_attention", "full_attention"],
+    head_dim=32,
+    linear_num_key_heads=1,
+    linear_num_value_heads=1,
+    linear_key_head_dim=64,  # vLLM's kernel of a CPU takes 64 or 128
+    linear_value_head_dim=64,
+)
 
 
 def impatient_trace(digits: str, rng: random.Random, give_up: float) -> str:
@@ -61,9 +71,10 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=480, help="warm-up steps")
     arguments.add_argument("--give-up", type=float, default=0.06, help="chance that the teacher stops before a swap")
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--hybrid", action="store_true", help="Gated DeltaNet in two of three layers, as Qwen3.5")
     options = arguments.parse_args()
     torch.set_num_threads(1)  # more threads sum in another order, and the weights would differ
-    policy = CHARACTERS.policy(options.seed, architecture=Qwen2Config)
+    policy = CHARACTERS.policy(options.seed, architecture=HYBRID if options.hybrid else Qwen2Config)
 
     def loss_of(batch: Sequence[Demonstration]) -> torch.Tensor:
         return completion_losses(policy, batch, CHARACTERS.ids[PAD])[0].mean()

@@ -28,11 +28,10 @@ from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.contracts import Engine, Evaluations, Journal, Observer, PushReport, RoundPolicy
-from streamrl.control.continuous import ContinuousRounds
 from streamrl.control.machine import Control
+from streamrl.control.plain_rounds import ContinuousRounds, SynchronousRounds
 from streamrl.control.round_policy import FixedSize
 from streamrl.control.settings import control_settings
-from streamrl.control.synchronous import SynchronousRounds
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
@@ -78,7 +77,7 @@ class SortPrompts:
         rows = (json.loads(line) for line in (HERE / "train.jsonl").read_text().splitlines())
         self._rows = (Prompt(f"row-{n}", tokenizer.encode(row["prompt"]), row) for n, row in enumerate(rows))
 
-    async def draw(self, count: int) -> list[Prompt]:
+    async def draw(self, count: int, sets: Sequence[str] = ()) -> list[Prompt]:
         return list(islice(self._rows, count))
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from signal import SIGTERM
+from time import monotonic
 from typing import IO
 
 from streamrl.base.errors import RecipeError, StreamRLError
@@ -105,7 +107,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
         raise RecipeError(text, outcome="nothing was written")
     target = directory.absolute()
     make_directory(target.parent)
-    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    previous_handler = signal.signal(SIGTERM, lambda *_: sys.exit(128 + SIGTERM))
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield partial
@@ -116,7 +118,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous_handler)
+        signal.signal(SIGTERM, previous_handler)
 
 
 def _occupied(directory: Path) -> str:
@@ -205,12 +207,12 @@ def take_sidecar(directory: Path, into: Path, digests: Mapping[str, bytes]) -> N
 def _open_late(path: Path) -> BufferedReader:
     """Open a file of another host. Its name may appear late: an NFS client caches that the file was absent until it
     reads the changed folder."""
-    deadline = time.monotonic() + _SEEN_LATE_S
+    deadline = monotonic() + _SEEN_LATE_S
     while True:
         try:
             return path.open("rb")
         except FileNotFoundError:
-            if path.name not in os.listdir(path.parent) and time.monotonic() > deadline:
+            if path.name not in os.listdir(path.parent) and monotonic() > deadline:
                 raise
         time.sleep(0.2)
 

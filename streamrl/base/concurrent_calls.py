@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-import anyio
+from anyio import Event, create_task_group
 from anyio.abc import TaskGroup
 
 from streamrl.base.errors import leaves
@@ -24,7 +24,7 @@ async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
         results[index] = await call()
 
     try:
-        async with anyio.create_task_group() as group:
+        async with create_task_group() as group:
             for index, call in enumerate(calls):
                 group.start_soon(run, index, call)
     except BaseExceptionGroup as errors:
@@ -38,7 +38,7 @@ class BackgroundCall(Generic[T]):
 
     def __init__(self, nursery: TaskGroup, call: Callable[[], Awaitable[T]]) -> None:
         self._results: list[T] = []
-        self._finished = anyio.Event()
+        self._finished = Event()
         nursery.start_soon(self._run, call)
 
     async def result(self) -> T:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import threading
+from asyncio import Future, get_running_loop
 from collections.abc import Callable
+from threading import Thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,14 +22,14 @@ class DedicatedThread:
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Thread(target=self._run, name=name, daemon=True)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` in the thread and return its result. Cancelling abandons the result, not the call."""
         if not self._thread.is_alive():
             self._thread.start()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        loop = get_running_loop()
+        future: Future[T] = loop.create_future()
         self._work.put((loop, future, function))
         return await future
 
@@ -50,7 +51,7 @@ class DedicatedThread:
             del work, future, function, result, error  # keep no engine alive while waiting
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def _settle(future: Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return
     if error is None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
+from msgspec import json
 
 from streamrl.base.atomic_files import append_whole
 from streamrl.base.errors import UNDECODABLE
@@ -45,7 +45,7 @@ class LineFile:
             self._file.close()
             self._path.replace(older(self._path))
             self._open("wb")
-        append_whole(self._file, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        append_whole(self._file, b"".join(json.encode(line) + b"\n" for line in lines))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -54,7 +54,7 @@ class LineFile:
     def _open(self, mode: str) -> None:
         self._file: IO[bytes] = self._path.open(mode, buffering=0)
         if self._head is not None and not self._path.stat().st_size:
-            append_whole(self._file, msgspec.json.encode(self._head) + b"\n")
+            append_whole(self._file, json.encode(self._head) + b"\n")
 
 
 def _remove_torn_line(path: Path) -> None:
@@ -120,7 +120,7 @@ def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 def decoded_lines(lines: Iterable[bytes], kind: Any = Any) -> Iterator[Any]:
     """Yield ``lines``, decoded as ``kind``, without those that cannot be decoded."""
-    decode = msgspec.json.Decoder(kind).decode
+    decode = json.Decoder(kind).decode
     for line in lines:
         with suppress(*UNDECODABLE):
             yield decode(line)

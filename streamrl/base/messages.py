@@ -22,6 +22,7 @@ from streamrl.base.types import (
     SamplingSettings,
     TokenArray,
     TrainingGroup,
+    TrainingSample,
     Turn,
 )
 
@@ -36,15 +37,33 @@ HASH_MODULUS = 2**64
 """The state hash of a version is the sum of the state hashes of its parts, modulo this number."""
 
 
+class MemoryHandle(Record, frozen=True):
+    """Shared memory in which a trainer rank has the bits of its newest version (``weights.pull.trainer_memory``).
+
+    ``host``: identity of the host, and of its table of processes, in which ``pid`` is a number;
+    ``pid``, ``descriptor``: the rank's process, and the number of the memory's file in it;
+    ``inode``, ``size``: identity of this file, and its bytes;
+    ``device``: UUID of the GPU that has the bits, too (empty: none)."""
+
+    host: str
+    pid: int
+    descriptor: int
+    inode: int
+    size: int
+    device: str = ""
+
+
 class WeightSource(Record, frozen=True):
     """One trainer rank's part of a weight version, and the place to fetch it from. Made by the rank's publisher
     (``weights.publish``), read by the engines.
 
     ``endpoint``: address at which the rank serves the manifest and the payload;
-    ``manifest_digest``: digest of the manifest's bytes, which an engine fetches from ``endpoint``;
+    ``manifest_digest``: digest of the manifest's bytes, which an engine fetches from ``endpoint`` (empty: the part is
+    in ``memory`` only);
     ``payload_bytes``: bytes of the part on the wire;
     ``changed_elements``: number of weights that differ from the base version;
-    ``total_elements``: number of weights of the part."""
+    ``total_elements``: number of weights of the part;
+    ``memory``: memory of the rank with the version, for engines of the same host (None: the rank shares none)."""
 
     rank: int
     endpoint: str
@@ -52,6 +71,7 @@ class WeightSource(Record, frozen=True):
     payload_bytes: int
     changed_elements: int
     total_elements: int
+    memory: MemoryHandle | None = None
 
 
 class Published(Record, frozen=True):
@@ -206,13 +226,16 @@ class OrderDone(Message, frozen=True):
 
     ``state_hash``: hash that a commit computed from the live weights (0: another order);
     ``payload_bytes``: bytes that a stage fetched;
-    ``checksums``: the answer of ``checksums``, by name of the parameter."""
+    ``checksums``: the answer of ``checksums``, by name of the parameter;
+    ``mover``: way on which a stage got the version (``weights.distance.Mover``; empty: another engine of the host had
+    it, or another order)."""
 
     order_id: int
     seconds: float
     state_hash: int = 0
     payload_bytes: int = 0
     checksums: dict[str, str] = {}
+    mover: str = ""
 
 
 class OrderFailed(Message, frozen=True):
@@ -259,6 +282,14 @@ class TrainGroup(Message, frozen=True):
     group: TrainingGroup
 
 
+class ImitatedSet(Record, frozen=True):
+    """Rows of one set that a step imitates. ``weight``: weight of the mean cross-entropy of their imitated tokens."""
+
+    name: str
+    weight: float
+    samples: tuple[TrainingSample, ...]
+
+
 class CloseBatch(Message, frozen=True):
     """Close the open batch: step the optimizer and publish ``policy_version``; every rank answers with ``StepReport``.
 
@@ -269,7 +300,8 @@ class CloseBatch(Message, frozen=True):
     ``engines_idle``: whether nothing is sampled until the next version is live; the trainer may then use the engines'
     cores;
     ``steps``: length of the run in steps, at which the schedule of the learning rate ends;
-    ``learning_rate``: learning rate in place of the recipe's (None: the recipe's)."""
+    ``learning_rate``: learning rate in place of the recipe's (None: the recipe's);
+    ``imitated``: rows to imitate of all ranks."""
 
     batch_id: int
     policy_version: int
@@ -280,6 +312,7 @@ class CloseBatch(Message, frozen=True):
     engines_idle: bool = False
     steps: int = 0
     learning_rate: float | None = None
+    imitated: tuple[ImitatedSet, ...] = ()
 
 
 class WeightsAcknowledged(Message, frozen=True):
@@ -367,15 +400,24 @@ class StepReport(Message, frozen=True):
     probe_logprobs: tuple[float, ...] = ()
 
 
+class FirstProbe(Message, frozen=True):
+    """Logprobs by which engines are checked before the first step. ``logprobs``: the trainer's, of the canary tokens,
+    by the weights that it publishes. ``rounding``: median difference, in nats, from those of a forward in bfloat16."""
+
+    logprobs: tuple[float, ...]
+    rounding: float
+
+
 class AnchorPublished(Message, frozen=True):
     """Answer to ``PublishAnchor``. ``base_version``: None for an anchor. The first answer of a run may be a delta
-    instead: on the checkpoint that engines load (-1), or on the version before."""
+    instead: on the checkpoint that engines load (-1), or on the version before; with it come ``first_probe``."""
 
     rank: int
     policy_version: int
     state_hash: int
     source: WeightSource
     base_version: int | None = None
+    first_probe: FirstProbe | None = None
 
 
 class CheckpointSaved(Message, frozen=True):

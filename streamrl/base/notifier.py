@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-import anyio
+from anyio import Event, Lock
 from anyio.lowlevel import checkpoint
 
 
@@ -14,7 +14,7 @@ class Notifier:
     nothing while nobody waits, which is the usual case under load."""
 
     def __init__(self) -> None:
-        self._event: anyio.Event | None = None
+        self._event: Event | None = None
 
     def notify(self) -> None:
         """Wake all waiting coroutines."""
@@ -26,7 +26,7 @@ class Notifier:
         """Wait for the next ``notify``. The caller must not await anything else between the check of its condition and
         this call."""
         if self._event is None:
-            self._event = anyio.Event()
+            self._event = Event()
         await self._event.wait()
 
 
@@ -42,7 +42,7 @@ class SerialGate:
 
     def __init__(self, changed: Callable[[], Awaitable[None]]) -> None:
         self._changed = changed
-        self._lock = anyio.Lock(fast_acquire=True)
+        self._lock = Lock(fast_acquire=True)
         self._quick = 0
 
     async def take(self, ready: Callable[[], bool]) -> None:

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 from typing import TextIO
 
@@ -72,9 +73,9 @@ def also_log_to(path: Path) -> Iterator[None]:
     """Append the records of this process to ``path``, too, within the block. The first record makes the file."""
     handler = logging.FileHandler(path, encoding="utf-8", delay=True)
     handler.setFormatter(PrintableFormatter(_LAYOUT))
-    logging.getLogger().addHandler(handler)
+    getLogger().addHandler(handler)
     try:
         yield
     finally:
-        logging.getLogger().removeHandler(handler)
+        getLogger().removeHandler(handler)
         handler.close()

@@ -96,6 +96,14 @@ class ShownMessage(Struct, frozen=True, omit_defaults=True):
     again: bool = False
 
 
+class NumberedText(Struct, frozen=True, array_like=True):
+    """A ``number`` that the function ``reward`` gave to ``text``, a step or tokens of a completion."""
+
+    reward: str
+    number: float
+    text: str
+
+
 class CompletionSampled(Message, frozen=True):
     """One completion as text, which step ``step`` trained, or which the evaluation of this version sampled.
 
@@ -106,7 +114,9 @@ class CompletionSampled(Message, frozen=True):
     ``tokens``: number of sampled tokens;
     ``sample``: number of the completion among those of its prompt;
     ``chosen``: reason to store it among the batch: ``best``, ``worst`` or ``random`` (empty: all are stored);
-    ``turns``: messages of a trajectory with an environment (empty: no environment, or too many messages)."""
+    ``turns``: messages of a trajectory with an environment (empty: no environment, or too many messages);
+    ``numbers``: numbers that rewards gave to steps or tokens, in their order;
+    ``set``: set of its prompt, where there are several."""
 
     step: int
     prompt_id: str
@@ -120,6 +130,8 @@ class CompletionSampled(Message, frozen=True):
     chosen: str = ""
     turns: tuple[ShownMessage, ...] = ()
     question: str = ""
+    numbers: tuple[NumberedText, ...] = ()
+    set: str = ""
 
     def shortened(self, limit: int) -> CompletionSampled:
         """Return the event with at most ``limit`` characters of each text, from its start and its end (a quarter of it

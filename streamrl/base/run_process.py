@@ -18,7 +18,10 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import process, shared_memory
+from os import environ
 from pathlib import Path
+from signal import SIGKILL
+from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
 PARENT_PID = "STREAMRL_PARENT_PID"
@@ -46,7 +49,7 @@ def die_with_parent() -> None:
     The child calls this itself, because ``preexec_fn`` can deadlock in a parent that has threads. The signal follows
     the parent's *thread* that started this process, so the supervisor starts processes only from the thread of its
     event loop."""
-    parent = os.environ.get(PARENT_PID)
+    parent = environ.get(PARENT_PID)
     if parent is not None:
         die_with(int(parent))
 
@@ -56,7 +59,7 @@ def die_with(parent: int | None) -> None:
     Linux."""
     if sys.platform != "linux":
         return
-    set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
+    set_process_option(PR_SET_PDEATHSIG, SIGKILL)
     # The parent may have died before the call: then no signal will ever come.
     if os.getppid() != parent:
         os._exit(1)
@@ -68,26 +71,26 @@ def set_process_option(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def start_session(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+def start_session(command: Sequence[str], **options: Any) -> Popen[bytes]:
     """Start a child that leads a session of its own: no signal of a terminal or of this process's group reaches it.
     ``options``: options of ``Popen``; where they do not say otherwise, the child reads nothing, and stderr goes where
     stdout goes. Raises ``OSError``."""
-    usual: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
-    return subprocess.Popen(command, **(usual | options))
+    usual: dict[str, Any] = {"stdin": DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+    return Popen(command, **(usual | options))
 
 
-def end_session(child: subprocess.Popen[bytes], patience_s: float = 0.0) -> bool:
+def end_session(child: Popen[bytes], patience_s: float = 0.0) -> bool:
     """Give a child of ``start_session`` ``patience_s`` seconds to end by itself, then kill it with all processes of its
     group, also where the wait is interrupted. Returns whether it ended by itself. Blocking; idempotent."""
     try:
         child.wait(patience_s)
         return True
-    except subprocess.TimeoutExpired:
+    except TimeoutExpired:
         return False
     finally:
         with suppress(ProcessLookupError, PermissionError):  # nothing of the group is left, or it is another user's
-            os.killpg(child.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # it may be in a call to a disk that does not answer
+            os.killpg(child.pid, SIGKILL)
+        with suppress(TimeoutExpired):  # it may be in a call to a disk that does not answer
             child.wait(1.0)
 
 
@@ -114,7 +117,7 @@ def memory_prefix(marker: str, session: int) -> str:
 def name_shared_memory() -> str:
     """Have ``multiprocessing`` name its shared memory and semaphores in this process with the marker of the run and the
     id of the session. Returns the prefix of the names; in a process of no run nothing changes, and it is empty."""
-    marker = os.environ.get(RUN_MARKER)
+    marker = environ.get(RUN_MARKER)
     if not marker:
         return ""
     prefix = memory_prefix(marker, os.getsid(0))
@@ -146,17 +149,17 @@ def ensure_home() -> None:
     try:
         pwd.getpwuid(user)
     except KeyError:
-        os.environ.setdefault("LOGNAME", f"uid-{user}")
+        environ.setdefault("LOGNAME", f"uid-{user}")
     home = Path(os.path.expanduser("~"))
     usable = home.is_absolute() and os.access(home, os.W_OK | os.X_OK)
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    caches = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
     caches_usable = usable
     if caches.exists() and home.is_absolute():
         caches_usable = os.access(caches, os.W_OK | os.X_OK)
     if not caches_usable:
         with suppress(OSError):
             private = private_directory(Path(tempfile.gettempdir()) / f"streamrl-home-{user}")
-            os.environ["XDG_CACHE_HOME" if usable else "HOME"] = str(private)
+            environ["XDG_CACHE_HOME" if usable else "HOME"] = str(private)
 
 
 def private_directory(directory: Path) -> Path:

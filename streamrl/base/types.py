@@ -44,11 +44,29 @@ JsonMapping = Mapping[str, Any]
 JsonObjects = Sequence[JsonMapping]
 """JSON objects that are only read: messages of a chat, or schemas of tools."""
 
+Texts = tuple[str, ...]
+"""Names, lines or keys in their order."""
+
+TextsByName = dict[str, str]
+"""A text for each name."""
+
+TextMapping = Mapping[str, str]
+"""``TextsByName`` that are only read."""
+
+AnyFunction = Callable[..., Any]
+"""A function with any parameters, such as one of the user's."""
+
 Clock = Callable[[], float]
 """Returns a time in seconds."""
 
 Metrics = dict[str, float]
 """Values of metrics by name."""
+
+MetricsMapping = Mapping[str, float]
+"""``Metrics`` that are only read."""
+
+WeightedRewards = dict[str, tuple[float, float]]
+"""(weight, value) of rewards by name."""
 
 
 class FinishReason(StrEnum):
@@ -91,6 +109,15 @@ class TokenDistribution(Struct, frozen=True, kw_only=True):
         "sample from tokens with at least this share of the probability of the most likely token",
     ] = 0.0
 
+    @property
+    def removes_tokens(self) -> bool:
+        """Whether some tokens of a step are never sampled (``removed_tokens``)."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+UNCHANGED = TokenDistribution()
+"""The model's own distribution: temperature 1, and no token is removed."""
+
 
 class SamplingSettings(TokenDistribution, frozen=True, kw_only=True):
     """All settings by which a completion is sampled: ``TokenDistribution``, and where a completion ends.
@@ -100,9 +127,7 @@ class SamplingSettings(TokenDistribution, frozen=True, kw_only=True):
 
     max_tokens: Annotated[int, Meta(gt=0), "limit of the tokens of a completion"] = 512
     min_tokens: Annotated[int, Meta(ge=0), "number of tokens before which a completion does not end"] = 0
-    stop: Annotated[
-        tuple[str, ...], "texts that end a completion; their tokens are its last ones, and are trained"
-    ] = ()
+    stop: Annotated[Texts, "texts that end a completion; their tokens are its last ones, and are trained"] = ()
 
 
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -111,11 +136,22 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Prompt(Record, frozen=True):
-    """One row of the prompts: token ids, and the columns for rewards and environments."""
+    """One row of the prompts: token ids, and the columns for rewards and environments.
+
+    ``set``: name of its training set (empty: the run has a single source);
+    ``rewards``: names of the rewards that score it (empty: all);
+    ``max_tokens``: limit of the tokens of a completion, besides that of the run (0: none)."""
 
     prompt_id: str
     token_ids: TokenArray
     columns: JsonObject = {}
+    set: str = ""
+    rewards: Texts = ()
+    max_tokens: int = 0
+
+    def token_limit(self, limit: int) -> int:
+        """Return the limit of the tokens of a completion. ``limit``: limit of the run."""
+        return min(self.max_tokens or limit, limit)
 
 
 class TrajectoryId(Record, frozen=True, order=True):
@@ -324,7 +360,10 @@ class ScoredTrajectory(Record, frozen=True, tag=True):
     ``calls``: calls of the reward functions;
     ``reward_version``: version of the set of reward functions, which can be changed while the run goes on;
     ``separate_rewards``: (weight, value) of each reward that is compared with the same reward of the siblings;
-    ``turn_rewards``: parts of ``reward``, by turn (empty: no turn has a reward of its own)."""
+    ``turn_rewards``: parts of ``reward``, by turn (empty: no turn has a reward of its own);
+    ``token_values``: values of the sampled tokens by name, such as the logprobs of a teacher, or the numbers that a
+    reward gave to steps or tokens (``number_names``): float32, an entry for each token of the sampled segments, in
+    their order."""
 
     trajectory: Trajectory
     reward: float
@@ -332,8 +371,9 @@ class ScoredTrajectory(Record, frozen=True, tag=True):
     reward_seconds: float = 0.0
     calls: tuple[RewardCall, ...] = ()
     reward_version: int = 0
-    separate_rewards: dict[str, tuple[float, float]] = {}
+    separate_rewards: WeightedRewards = {}
     turn_rewards: tuple[float, ...] = ()
+    token_values: dict[str, FloatArray] = {}
 
 
 class RewardFailure(Record, frozen=True, tag=True):
@@ -353,12 +393,17 @@ class RewardFailure(Record, frozen=True, tag=True):
     policy: str = "drop_sample"
 
 
+TRAINED = b"\1"
+IMITATED = b"\2"
+
+
 class TrainingSample(Record, frozen=True):
     """One trajectory as the trainer gets it: prompt and segments joined, with a loss mask. Made in the controller
     (``to_training_sample``), sent to a trainer rank within a ``TrainingGroup``.
 
     ``token_ids``: int32 [T], the prompt first;
-    ``loss_mask``: uint8 [T], 1 for a token that is trained;
+    ``loss_mask``: uint8 [T], 1 (``TRAINED``) for a token that is trained, 2 (``IMITATED``) for one whose cross-entropy
+    is a part of the loss;
     ``behavior_logprobs``: float32 [T], 0 for a token that is not trained;
     ``oldest_version``, ``newest_version``: bounds of the policy versions of the trained tokens;
     ``truncated``: whether the trajectory reached its limit of tokens;
@@ -368,7 +413,9 @@ class TrainingSample(Record, frozen=True):
     ``sequence_starts``: position at which each sequence of a tree begins, with the prompt again (empty: one sequence);
     ``turn_rewards``: reward of each turn, by number of the turn; later turns earned 0;
     ``turns``: (number, sampled tokens) of each turn, in the order of ``token_ids``;
-    ``routed``: experts by position; where two entries have the same token, the first counts."""
+    ``routed``: experts by position; where two entries have the same token, the first counts;
+    ``token_values``: values of the trained tokens by name, an entry for each, in the order of ``token_ids``;
+    ``max_tokens``: limit of its sampled tokens (0: that of the run)."""
 
     id: TrajectoryId
     token_ids: TokenArray
@@ -378,31 +425,58 @@ class TrainingSample(Record, frozen=True):
     oldest_version: int
     newest_version: int
     truncated: bool = False
-    separate_rewards: dict[str, tuple[float, float]] = {}
+    separate_rewards: WeightedRewards = {}
     version_spans: tuple[VersionSpan, ...] = ()
     temperature: float | None = None
     sequence_starts: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
     turns: tuple[tuple[int, int], ...] = ()
     routed: tuple[RoutedTokens, ...] = ()
+    token_values: dict[str, FloatArray] = {}
+    max_tokens: int = 0
 
     @property
     def trained_tokens(self) -> int:
-        """Number of tokens under the loss."""
-        return self.loss_mask.count(1)
+        """Number of sampled tokens under the loss."""
+        return self.loss_mask.count(TRAINED)
+
+    @property
+    def imitated_tokens(self) -> int:
+        """Number of tokens whose cross-entropy is a part of the loss."""
+        return self.loss_mask.count(IMITATED)
+
+
+class Baseline(Record, frozen=True):
+    """Discounted mean of the earlier rewards of a prompt, before a group of it is trained.
+
+    ``total``, ``weight``: discounted sum of the rewards, and discounted number of them;
+    ``deviation``: standard deviation of the differences between rewards and their baselines in earlier batches, above
+    0."""
+
+    total: float
+    weight: float
+    deviation: float
 
 
 class TrainingGroup(Record, frozen=True):
-    """The samples of one prompt, whose rewards are compared. Groups of a batch may differ in size."""
+    """The samples of one prompt, whose rewards are compared. Groups of a batch may differ in size. ``baseline``:
+    earlier rewards of the prompt, where the objective tracks them."""
 
     group_id: int
     batch_id: int
     samples: tuple[TrainingSample, ...]
+    baseline: Baseline | None = None
 
 
-def to_training_sample(scored: ScoredTrajectory, temperature: float | None = None) -> TrainingSample:
-    """Join prompt and segments of a scored trajectory, sequence after sequence, with a loss mask. ``temperature``:
-    sampling temperature (None: the recipe's). Raises ``ValueError`` for a segment that follows a later one."""
+def to_training_sample(
+    scored: ScoredTrajectory, temperature: float | None = None, *, imitates_observations: bool = False
+) -> TrainingSample:
+    """Join prompt and segments of a scored trajectory, sequence after sequence, with a loss mask. Raises ``ValueError``
+    for a segment that follows a later one.
+
+    ``temperature``: sampling temperature (None: the recipe's);
+    ``imitates_observations``: whether tokens that the environment wrote behind a sampled turn are ``IMITATED``, in the
+    first sequence that has them."""
     trajectory = scored.trajectory
     prompt = scored.trajectory.prompt.token_ids
     token_ids = token_array()
@@ -413,23 +487,33 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
     turns: list[tuple[int, int]] = []
     routed: list[RoutedTokens] = []
     numbers = list(accumulate(segment.trained for segment in trajectory.segments))
-    for path, trained in _sequences(trajectory):
+    lengths = (len(segment.token_ids) if segment.trained else 0 for segment in trajectory.segments)
+    places = list(accumulate(lengths, initial=0))
+    token_values = {name: float_array() for name in scored.token_values}
+    sampled = {index for index, segment in enumerate(trajectory.segments) if segment.trained and segment.token_ids}
+    observed: set[int] = set()
+    for path, trained in paths_of(trajectory):
         starts.append(len(token_ids))
         token_ids.extend(prompt)
         loss_mask.extend(bytes(len(prompt)))
         logprobs.extend(float_array([0.0]) * len(prompt))
-        for index in path:
+        for place, index in enumerate(path):
             segment = trajectory.segments[index]
             before = len(token_ids)
             count = len(segment.token_ids)
             token_ids.extend(segment.token_ids)
             if index not in trained:
-                loss_mask.extend(bytes(count))
+                may_be_imitated = imitates_observations and not segment.trained and index not in observed
+                imitated = may_be_imitated and any(earlier in sampled for earlier in path[:place])
+                observed.add(index)
+                loss_mask.extend(count * (IMITATED if imitated else bytes(1)))
                 logprobs.extend(float_array([0.0]) * count)
                 continue
-            loss_mask.extend(b"\x01" * count)
+            loss_mask.extend(TRAINED * count)
             logprobs.extend(segment.behavior_logprobs)
             turns.append((numbers[index] - 1, count))
+            for name, values in scored.token_values.items():
+                token_values[name].extend(values[places[index] : places[index] + count])
             spans += [
                 VersionSpan(start=before + span.start, end=before + span.end, policy_version=span.policy_version)
                 for span in segment.version_spans
@@ -456,10 +540,13 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
         turn_rewards=scored.turn_rewards,
         turns=tuple(turns),
         routed=tuple(routed),
+        token_values=token_values,
+        # The prompt of an episode has no tokens, and its limit is of a turn.
+        max_tokens=trajectory.prompt.max_tokens if prompt else 0,
     )
 
 
-def _sequences(trajectory: Trajectory) -> list[tuple[list[int], set[int]]]:
+def paths_of(trajectory: Trajectory) -> list[tuple[list[int], set[int]]]:
     """Indices of the segments from the prompt to each leaf, and the subset that is trained in this sequence: a sampled
     segment is trained in the first sequence that has it. A sequence that trains nothing is left out, unless it is the
     only one.

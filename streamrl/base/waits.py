@@ -5,18 +5,18 @@ of each log (``start_phases``) to show it."""
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 
 from msgspec import Struct
 
 from streamrl.base.types import Clock
 
-_phase_log = logging.getLogger("streamrl.start")
+_phase_log = getLogger("streamrl.start")
 _PHASE = re.compile(r"(\S+ \S+) INFO streamrl\.start: (.*)")
 _LOG_TIME = "%Y-%m-%d %H:%M:%S"
 _LAST_CHARACTERS = 1 << 14

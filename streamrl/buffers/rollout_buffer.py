@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from streamrl.base.types import DropReason, FinishReason, TrajectoryId
+from streamrl.base.types import Baseline, DropReason, FinishReason, TrajectoryId
 
 
 class Accounting(Struct, frozen=True, kw_only=True):
@@ -50,6 +50,7 @@ class Member(Struct, kw_only=True, omit_defaults=True):
     ``tokens``: number of sampled tokens;
     ``separate_rewards``: rewards by name, of which each gets an advantage of its own (empty: ``reward`` gets one);
     ``turn_rewards``: parts of ``reward`` by turn, up to the last one that is not 0 (empty: turns get no advantages);
+    ``signal``: whether it has a gradient whatever the siblings' rewards are;
     ``seconds``: time from launch to score."""
 
     oldest_version: int
@@ -59,6 +60,7 @@ class Member(Struct, kw_only=True, omit_defaults=True):
     separate_rewards: dict[str, float] = {}
     turn_rewards: tuple[float, ...] = ()
     seconds: float = 0.0
+    signal: bool = False
 
     @property
     def scored(self) -> bool:
@@ -79,7 +81,8 @@ class Group(Struct, kw_only=True, omit_defaults=True):
     ``open``: number of members without a reward;
     ``paused``: whether the open members are paused and keep their tokens;
     ``queued``: whether the prompt came from the queue of deferred prompts, not from a draw;
-    ``sampling``: sampling parameters that differ from the recipe's."""
+    ``sampling``: sampling parameters that differ from the recipe's;
+    ``baseline``: earlier rewards of the prompt, from when the group joins a batch, where the objective tracks them."""
 
     group_id: int
     prompt: PromptRef
@@ -94,6 +97,7 @@ class Group(Struct, kw_only=True, omit_defaults=True):
     paused: bool = False
     queued: bool = False
     sampling: dict[str, int | float] = {}
+    baseline: Baseline | None = None
 
     @property
     def seed_base(self) -> int:
@@ -120,6 +124,8 @@ class Group(Struct, kw_only=True, omit_defaults=True):
         """Return whether all members have the same rewards, so that a baseline of the group leaves no signal."""
         first: dict[str, float] = {}
         if len({member.turn_rewards for member in self.members.values()}) > 1:
+            return False
+        if any(member.signal for member in self.members.values()):
             return False
         for member in self.members.values():
             rewards = member.separate_rewards or {"": member.reward}
@@ -204,13 +210,14 @@ class RolloutBuffer(Struct, kw_only=True):
         oldest: int,
         separate: dict[str, float] | None = None,
         turns: tuple[float, ...] = (),
+        signal: bool = False,
         seconds: float = 0.0,
     ) -> Group | None:
         """Record a reward and return the group. Returns None, and changes nothing, where the trajectory has ended or
         has a reward.
 
         ``reason``: reason to stop sampling; ``oldest``: oldest policy version of its tokens; ``separate``,
-        ``turns``: see ``Member.separate_rewards`` and ``turn_rewards``."""
+        ``turns``, ``signal``: see ``Member``."""
         member = self.member(trajectory)
         if member is None or member.scored:
             return None
@@ -222,6 +229,7 @@ class RolloutBuffer(Struct, kw_only=True):
         rewarded_turns = [number for number, turn_reward in enumerate(turns, start=1) if turn_reward]
         member.turn_rewards = turns[: max(rewarded_turns, default=0)]
         member.seconds = seconds
+        member.signal = signal
         if oldest != member.oldest_version:
             member.oldest_version = oldest
             self._update_oldest_version(group)

@@ -11,6 +11,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import ReturnedCall
 from streamrl.base.stage_messages import EpisodeSoFar, SampledSoFar, TurnSoFar
 from streamrl.base.types import (
+    Baseline,
     Completion,
     Prompt,
     ScoredTrajectory,
@@ -30,10 +31,12 @@ Content = SampledSoFar | EpisodeSoFar | Trajectory | ScoredTrajectory
 class TrajectoryStore:
     """Prompts and trajectories by id.
 
+    ``imitates_observations``: whether the trainer imitates what environments wrote;
     ``prompts``: prompts that control may launch, and at most as many others;
     ``trajectories``: newest content of each trajectory that was sampled and is neither trained nor dropped."""
 
     def __init__(self) -> None:
+        self.imitates_observations = False
         self.prompts: dict[str, Prompt] = {}
         self.trajectories: dict[TrajectoryId, Content] = {}
         self._last_draw: tuple[str, ...] = ()
@@ -121,14 +124,27 @@ class TrajectoryStore:
         return [content for content in contents if isinstance(content, ScoredTrajectory)]
 
     def training_group(
-        self, group_id: int, batch_id: int, ids: Collection[TrajectoryId], temperature: float | None = None
+        self,
+        group_id: int,
+        batch_id: int,
+        ids: Collection[TrajectoryId],
+        temperature: float | None = None,
+        baseline: Baseline | None = None,
     ) -> TrainingGroup:
-        """Return a group as the trainer gets it. ``ids``: trajectories of the group; ``temperature``: sampling
-        temperature (None: the recipe's). Raises ``StreamRLError`` where one of ``ids`` has no reward in the store."""
-        samples = tuple(to_training_sample(member, temperature) for member in self.scored(ids))
+        """Return a group as the trainer gets it.
+
+        ``ids``: trajectories of the group
+        ``temperature``: sampling temperature (None: the recipe's)
+        ``baseline``: earlier rewards of the prompt
+
+        Raises ``StreamRLError`` where one of ``ids`` has no reward in the store."""
+        samples = tuple(
+            to_training_sample(member, temperature, imitates_observations=self.imitates_observations)
+            for member in self.scored(ids)
+        )
         if len(samples) < len(ids):
             raise StreamRLError(
                 f"the journal lacks samples of group {group_id} of batch {batch_id}: it cannot be trained again; "
                 "start from a checkpoint (checkpoint.resume_from)"
             )
-        return TrainingGroup(group_id=group_id, batch_id=batch_id, samples=samples)
+        return TrainingGroup(group_id=group_id, batch_id=batch_id, samples=samples, baseline=baseline)

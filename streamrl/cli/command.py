@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.printable import printable_json
+from streamrl.base.types import Texts
 from streamrl.cli.dialects.command_line import normalized_arguments, unknown_words
 from streamrl.cli.help_texts.examples import EXAMPLES
 
@@ -55,7 +56,7 @@ class Command(Struct, frozen=True, kw_only=True):
 
 SET = "--set"
 Overrides = Annotated[
-    tuple[str, ...],
+    Texts,
     Argument(
         "override one value, such as rollout.group_size=4 or rewards.0.weight=2; may be repeated; also without --set, "
         "and as --rollout.group_size 4",

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import anyio
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import Texts
 from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.launch import control_socket
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, ControlRefused, DrainRun
@@ -40,10 +41,10 @@ AttachedName = Annotated[str, Argument("as `list` calls it", metavar="NAME", pos
 class RewardOptions(Command, frozen=True):
     """Options of a reward function's calls, common to the commands that name a function."""
 
-    option: Annotated[tuple[str, ...], Argument("one of rewards.options; may be repeated", metavar="KEY=VALUE")] = ()
+    option: Annotated[Texts, Argument("one of rewards.options; may be repeated", metavar="KEY=VALUE")] = ()
     timeout: Annotated[float, Argument("of a call (default 30)", metavar="S")] = 30.0
     memory: Annotated[int, Argument("of its process (default 1024)", metavar="MIB")] = 1024
-    variable: Annotated[tuple[str, ...], Argument("that the function may see; may be repeated", metavar="NAME")] = ()
+    variable: Annotated[Texts, Argument("that the function may see; may be repeated", metavar="NAME")] = ()
     trusted: Annotated[bool, Argument("in the loop of the reward worker, as rewards.trusted")] = False
     special_tokens: Annotated[bool, Argument("it sees special tokens, as rewards.advanced.special_tokens")] = False
 

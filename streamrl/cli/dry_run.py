@@ -13,13 +13,14 @@ import anyio
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
+from streamrl.launch.weight_movers import mover_lines
 from streamrl.prepare.adapter_sync import with_adapter_sync
 from streamrl.prepare.called_rewards import call_rewards
 from streamrl.prepare.data_summary import data_lines
 from streamrl.prepare.first_prompt import first_prompt_lines
 from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.hub.resolution import HubRecipe, hub_looked_up
-from streamrl.prepare.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
+from streamrl.prepare.preflight import check_model, preflight, with_checkpoint_rewards
 from streamrl.prepare.recipe_probe import PROBE_TIMEOUT_S, difference_of_prompt, problem_of_model
 from streamrl.prepare.run_length import with_steps_of_epochs
 from streamrl.prepare.summary import arithmetic_lines, process_lines
@@ -30,7 +31,7 @@ from streamrl.recipe.sections import EngineKind, LoraSync, Recipe
 from streamrl.recipe.topology import plan_topology
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot
 from streamrl.run.prompts.open_prompts import stored_rows
-from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.prompt_spec import held_out_sources, training_path, with_settings
 from streamrl.run.prompts.row_notes import RowNotes
 
 
@@ -49,14 +50,17 @@ def _dry_run(hub: HubRecipe, system: Sequence[str]) -> int:
     if recipe.lora.sync is LoraSync.AUTO:
         recipe, merging = with_adapter_sync(recipe)
         serves_adapters = recipe.lora.sync is LoraSync.ADAPTER
+    resolved = recipe  # another host may share its GPUs in another way
+    placement = gpu_placement(recipe)
+    recipe = placement.decided(recipe)
     topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
-    model: CheckedModel | None = None
+    model = None
     with suppress(RecipeError):  # ``preflight`` reports it at the end, with all other problems
         model = check_model(recipe)
     facts = model.facts if model else None
     context = model.context if model else 0
     print("# the resolved recipe\n")
-    print(dump_recipe(hub.pinned(recipe)))
+    print(dump_recipe(hub.pinned(resolved)))
     if hub.lines:
         print("# models and data of the Hub\n", *hub.lines, "", sep="\n")
     if system:
@@ -65,10 +69,11 @@ def _dry_run(hub: HubRecipe, system: Sequence[str]) -> int:
     print("\n".join([*filter(None, [length, merging]), *arithmetic_lines(recipe, facts, context, _held_out(recipe))]))
     print("\n# what would be started\n")
     print("\n".join(process_lines(recipe, topology)))
+    print("\n".join(mover_lines(recipe, placement.placed(topology))))
     if hosts := anyio.run(hosts_of, recipe):
         print("\n# hosts of the cluster\n")
         print("\n".join(hosts))
-    if gpus := gpu_placement(recipe).lines():
+    if gpus := placement.lines():
         print("\n# memory of the GPUs\n")
         print("\n".join(gpus))
     prompts = _checked_prompts(recipe, snapshot)
@@ -83,7 +88,7 @@ def _checked_prompts(recipe: Recipe, snapshot: RewardsSnapshot | None) -> list[P
     """Check the recipe, print what its rows are, and call its rewards. Returns the first prompt, where the model sees
     it. Raises ``RecipeError`` with all problems."""
     notes: dict[str, RowNotes] = {}
-    problems: list[str] = []
+    problems = []
     try:
         preflight(recipe, snapshot, notes)
     except RecipeError as error:
@@ -91,20 +96,28 @@ def _checked_prompts(recipe: Recipe, snapshot: RewardsSnapshot | None) -> list[P
     if notes:
         print("\n# the rows\n")
         print("\n".join(data_lines(recipe, notes)))
-    first = notes.get("prompts.train", RowNotes()).first
-    prompts: list[Prompt] = []
-    if first and len(first.token_ids):
-        prompts = [first]
-        tokenizer = load_tokenizer(recipe.model.path)
-        print("\n# the prompt of the first row, as the model will see it\n")
-        print("\n".join(first_prompt_lines(first, tokenizer)))
-        if not any(problem.startswith(("reward", "prompts.train")) for problem in problems):
-            reward_problems, reward_notes = call_rewards(recipe, first, tokenizer)
-            problems = [*problems, *reward_problems]
-            for note in reward_notes:
-                print(f"warning: {note}")
-    elif first:
-        print(f"\nthe environment writes the prompts, from the columns {', '.join(first.columns)} of a row")
+    prompts = []
+    tokenizer = None
+    callable_rewards = not any(problem.startswith(("reward", "prompts.train")) for problem in problems)
+    for name in recipe.prompts.sets:
+        first = notes.get(training_path(recipe, name), RowNotes()).first
+        of_set = ""
+        if len(recipe.prompts.sets) > 1:
+            of_set = f" of {training_path(recipe, name)}"
+        if first and len(first.token_ids):
+            prompts.append(first)
+            tokenizer = tokenizer or load_tokenizer(recipe.model.path)
+            print(f"\n# the prompt of the first row{of_set}, as the model will see it\n")
+            print("\n".join(first_prompt_lines(first, tokenizer)))
+            if callable_rewards:
+                scored = with_settings(first, recipe.prompts.sets[name])
+                reward_problems, reward_notes = call_rewards(recipe, scored, tokenizer)
+                problems = [*problems, *reward_problems]
+                for note in reward_notes:
+                    print(f"warning: {note}")
+        elif first:
+            columns = ", ".join(first.columns)
+            print(f"\nthe environment writes the prompts{of_set}, from the columns {columns} of a row")
     if problems:
         raise RecipeError(*problems)
     return prompts
@@ -129,12 +142,15 @@ def _try_model(recipe: Recipe, prompts: Sequence[Prompt], *, answered: bool) -> 
         targets = recipe.lora.named_targets
     options = engine_options(recipe, 0, tempfile.gettempdir())
     split = recipe.training.tensor_parallel_size, recipe.training.expert_parallel_size
-    problem, difference = problem_of_model(options, PROBE_TIMEOUT_S, targets, *prompts, split=split)
-    print({None: "not found out", "": "works"}.get(problem, "refused"))
-    _print_difference(difference)
-    if problem:
-        raise RecipeError(problem if problem.startswith("engines.") else f"model.path: {problem}")
-    return problem is not None
+    trial = problem_of_model(options, PROBE_TIMEOUT_S, targets, *prompts, split=split)
+    if trial.failure:
+        print(f"not found out ({trial.failure})")
+        return False
+    print("refused" if trial.problem else "works")
+    _print_difference(trial.differs)
+    if trial.problem:
+        raise RecipeError(trial.problem if trial.problem.startswith("engines.") else f"model.path: {trial.problem}")
+    return True
 
 
 def _print_difference(difference: str) -> None:
@@ -144,9 +160,8 @@ def _print_difference(difference: str) -> None:
 
 def _held_out(recipe: Recipe) -> dict[str, int]:
     """Return the number of held-out prompts by set, where they can be counted; ``preflight`` reports the problems."""
-    _, *sources = prompt_sources(recipe).values()
     row_counts = {}
-    for name, spec in zip(recipe.evaluation.sets, sources, strict=True):
+    for name, spec in held_out_sources(recipe).items():
         with suppress(RecipeError, OSError):
             row_counts[name] = stored_rows(spec) or 0
     return row_counts

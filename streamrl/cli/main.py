@@ -7,6 +7,7 @@ import argparse
 import errno
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,7 +33,9 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "init": ("init.command:Init", "write a folder that trains: recipe, reward, prompts, a model"),
     "check": ("check:Check", "what this machine can run, with a remedy for what it cannot"),
+    "families": ("families.command:Families", "what trains of each model family, tried on tiny models"),
     "explain": ("explain:Explain", "what a recipe key means, its default and what it may be"),
+    "memory": ("views.memory:Memory", "whether a recipe fits GPUs that are not here"),
     "try": ("try_rewards.recipe_trial:Try", "sample, score and measure a recipe before any training"),
     "train": ("train:Train", "run a recipe"),
     "watch": ("watch:Watch", "follow a running run through its metrics socket"),
@@ -60,9 +63,10 @@ COMMANDS = {
     "reward replace": ("control:Replace", "score with another function"),
     "reward detach": ("control:Detach", "score without a function"),
     "reward list": ("control:ListAttached", "what scores now, and since which version of the rewards"),
+    "objective test": ("objective.command:TestObjective", "whether a loss of your own keeps the promises of a run"),
     "simulate": ("simulate:Simulate", "what a recipe would do on a cluster, in virtual time"),
     "calibrate": ("simulate:Calibrate", "fit a cluster model to a recorded run"),
-    "what-if": ("what_if:WhatIf", "which rounds would bring most within bounds of staleness and bias"),
+    "what-if": ("what_if:WhatIf", "which rounds would bring most, at bounded staleness and bias"),
     "compare": ("compare.command:Compare", "a recipe under several systems, alternately, as one report"),
     "completion": ("help_texts.completion:PrintCompletion", "print the completion of a shell"),
     "launch slurm": ("submit.command:Slurm", "submit a run as a job of Slurm"),
@@ -75,6 +79,7 @@ COMMANDS = {
 name of two words belongs to a group."""
 GROUPS = {
     "reward": "try a reward function alone; change the rewards of a running run",
+    "objective": "try a loss, or advantages, of your own",
     "launch": "start Ray on the hosts of a cluster, and a run on them",
 }
 
@@ -117,7 +122,13 @@ def load_command(name: str) -> type[Command]:
 
 def outline(fill: Callable[[str, argparse.ArgumentParser], None] = lambda *_: None) -> argparse.ArgumentParser:
     """Return the parser of the names of all commands; ``fill`` may add the arguments of each command."""
-    parser = argparse.ArgumentParser(prog="streamrl", description="RL post-training as one long-lived pipeline.")
+    parser = argparse.ArgumentParser(
+        prog="streamrl",
+        description="RL post-training as one long-lived pipeline.",
+        formatter_class=partial(
+            argparse.HelpFormatter, indent_increment=1
+        ),  # names of 9 letters have their help beside
+    )
     parser.add_argument("--version", action="version", version=f"streamrl {_version()}")
     commands: dict[str, Any] = {"": parser.add_subparsers(required=True, metavar="COMMAND")}
     for name, (_, text) in COMMANDS.items():

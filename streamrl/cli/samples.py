@@ -38,27 +38,33 @@ class Samples(Command, frozen=True):
         return self.print(records, printable("\n\n".join(blocks)))
 
 
+_ByKind = dict[tuple[str, str], CompletionSampled]
+"""Samples by set (empty: there is one) and kind."""
+
+
 def _samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> list[tuple[str, CompletionSampled]]:
     """Return the samples of ``kinds`` (``best``, ``worst``, ``random``) of ``steps`` (empty: the last step that was
     trained, and the last evaluation), each with the name of its source. Raises ``StreamRLError`` where there are none.
     """
     if not (run_directory / "recipe.toml").is_file():
         raise InputError(f"{run_directory} is not the directory of a run: name one, such as runs/latest")
-    trained: dict[int, dict[str, CompletionSampled]] = {}
+    trained: dict[int, _ByKind] = {}
     run = RunFiles(run_directory)
     for sample in read_lines(run.samples, CompletionSampled):
         if sample.step < max(trained, default=0):  # a resumed run discards or repeats later steps
             trained = {step: samples for step, samples in trained.items() if step < sample.step}
-        trained.setdefault(sample.step, {})[sample.chosen] = sample
+        trained.setdefault(sample.step, {})[sample.set, sample.chosen] = sample
     files = run.evaluations()
     last_steps = {*list(trained)[-1:], *list(files)[-1:]}
-    samples: list[tuple[str, CompletionSampled]] = []
+    samples = []
     for step in sorted(set(steps) or last_steps):
-        by_kind = {"training": trained.get(step, {})}
+        by_source = {"training": trained.get(step, {})}
         if step in files:
-            by_kind["evaluation"] = _evaluation_samples(files[step], step)
-        for source, candidates in by_kind.items():
-            samples += [(source, candidates[kind]) for kind in kinds if kind in candidates]
+            by_source["evaluation"] = _evaluation_samples(files[step], step)
+        for source, candidates in by_source.items():
+            for name in sorted({name for name, _ in candidates}):
+                source_of_set = f"{source} of {name}" if name else source
+                samples += [(source_of_set, candidates[name, kind]) for kind in kinds if (name, kind) in candidates]
     if not samples:
         available = f"training has steps {min(trained)} to {max(trained)}" if trained else "it has trained no step"
         if files:
@@ -67,11 +73,13 @@ def _samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) ->
     return samples
 
 
-def _evaluation_samples(path: Path, step: int) -> dict[str, CompletionSampled]:
-    """Return the best, the worst and a random completion of an evaluation."""
-    scored = read_lines(path, CompletionSampled)  # skips lines without a reward
-    ordered = sorted(scored, key=lambda sample: sample.reward)
-    if not ordered:
-        return {}
-    by_kind = {"best": ordered[-1], "worst": ordered[0], "random": random.Random(step).choice(ordered)}
-    return {kind: replace(sample, step=step, chosen=kind) for kind, sample in by_kind.items()}
+def _evaluation_samples(path: Path, step: int) -> _ByKind:
+    """Return the best, the worst and a random completion of each set of an evaluation."""
+    by_kind = {}
+    scored = list(read_lines(path, CompletionSampled))  # skips lines without a reward
+    for name in sorted({sample.set for sample in scored}):
+        ordered = sorted((sample for sample in scored if sample.set == name), key=lambda sample: sample.reward)
+        by_kind[name, "best"] = ordered[-1]
+        by_kind[name, "worst"] = ordered[0]
+        by_kind[name, "random"] = random.Random(step).choice(ordered)
+    return {(name, kind): replace(sample, step=step, chosen=kind) for (name, kind), sample in by_kind.items()}

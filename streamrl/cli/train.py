@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, TextIO
 
 import anyio
-import msgspec
+from msgspec import json
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.printable import also_log_to, log_to
@@ -112,7 +112,7 @@ def run_in_foreground(recipe: Recipe, make: Callable[[], Pipeline], *, as_json: 
     """Run the pipeline with its lines on the terminal, drain at signals, and return the exit code. ``as_json``: whether
     the lines for people go to stderr, and the run in the form of ``streamrl runs --json`` to stdout."""
     log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
-    pipelines: list[Pipeline] = []
+    pipelines = []
 
     def make_and_keep() -> Pipeline:
         pipelines.append(make())
@@ -124,7 +124,7 @@ def run_in_foreground(recipe: Recipe, make: Callable[[], Pipeline], *, as_json: 
         finished = anyio.run(_follow_it, recipe, make_and_keep, screen, backend_options=uvloop)
     finally:
         if as_json and pipelines and pipelines[0].run_directory.name:
-            print(msgspec.json.encode(listed_run(pipelines[0].run_directory)).decode())
+            print(json.encode(listed_run(pipelines[0].run_directory)).decode())
     return 0 if finished else 130
 
 
@@ -209,11 +209,10 @@ class _Run:
         if notice := insecure_notice(self._recipe):
             self._report.line(notice)
         processes = plan_topology(self._recipe, Path()).processes
-        names = [
-            process.name for process in processes if not process.starts_inactive and process.role is not Role.CONTROLLER
-        ]
+        planned = [process for process in processes if self._recipe.in_turns or not process.starts_inactive]
+        names = [process.name for process in planned if process.role is not Role.CONTROLLER]
         while not self._started.is_set():
-            phases: dict[str, str] = {}
+            phases = {}
             if self._pipeline is not None:
                 run = self._pipeline.run_directory
                 phases = start_phases(run / "logs", names, run / TOPOLOGY_FILE)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
+from msgspec import json
 
 from streamrl.base.errors import InputError
 from streamrl.base.printable import printable_json
@@ -74,7 +74,7 @@ def _watch(endpoint: str, *, as_json: bool) -> int:
                     continue
                 quiet = False
                 if as_json:
-                    print(printable_json(msgspec.json.encode(message).decode()), flush=True)
+                    print(printable_json(json.encode(message).decode()), flush=True)
                 elif (event := to_run_event(message)) is not None:
                     report(event)
                 if message.topic == "run" and message.fields.get("state") == "finished":

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
+from msgspec import to_builtins
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError
@@ -157,7 +157,7 @@ def _as_json(advice: Advice, fleet: str, budget: Budget, notes: list[str], world
     def row(candidate: TriedRecipe) -> JsonObject:
         return {
             "name": candidate.name,
-            "figures": msgspec.to_builtins(candidate.figures),
+            "figures": to_builtins(candidate.figures),
             "problem": candidate.problem,
             "unknown": candidate.unknown,
             "steps_a_gradient": candidate.steps_a_gradient,
@@ -166,7 +166,7 @@ def _as_json(advice: Advice, fleet: str, budget: Budget, notes: list[str], world
 
     return {
         "fleet": fleet,
-        "budget": msgspec.to_builtins(budget),
+        "budget": to_builtins(budget),
         "notes": notes,
         "mismatch": world.agreement.mismatch if world.agreement else None,
         "recommended": row(advice.recommended),

@@ -6,11 +6,11 @@ are not sent again."""
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
+from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
-import anyio
+from anyio import CancelScope, EndOfStream, Event, create_memory_object_stream
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -36,12 +36,12 @@ class Conversation(Generic[Request, Reply]):
     def __init__(self, requests: Any, name: str) -> None:
         self._requests = requests
         self._name = name
-        self._sender, self._receiver = anyio.create_memory_object_stream[tuple[int, Request]](math.inf)
-        self._waiting: dict[int, tuple[anyio.Event, list[Reply]]] = {}
+        self._sender, self._receiver = create_memory_object_stream[tuple[int, Request]](inf)
+        self._waiting: dict[int, tuple[Event, list[Reply]]] = {}
         self._last_id = 0
         self._closed = False
         self._running = False
-        self._conversation = anyio.CancelScope()
+        self._conversation = CancelScope()
 
     async def ask(self, request: Request) -> Reply:
         """Send ``request`` and return its reply. Raises ``StreamRLError`` where the run or the controller ends
@@ -50,7 +50,7 @@ class Conversation(Generic[Request, Reply]):
             raise StreamRLError("the run has ended: it answers nothing any more, and nothing can be changed")
         self._last_id += 1
         number = self._last_id
-        settled = anyio.Event()
+        settled = Event()
         replies = list[Reply]()
         self._waiting[number] = (settled, replies)
         self._sender.send_nowait((number, replace(request, request_id=number)))
@@ -66,9 +66,9 @@ class Conversation(Generic[Request, Reply]):
         """Send requests to the controller, or its successor, which connects to ``endpoint``. Runs until ``close`` or
         cancellation."""
         self._running = True
-        with self._receiver, suppress(anyio.EndOfStream):  # ``close`` ends the queue
+        with self._receiver, suppress(EndOfStream):  # ``close`` ends the queue
             while True:
-                with anyio.CancelScope() as self._conversation, suppress(StreamBroken):
+                with CancelScope() as self._conversation, suppress(StreamBroken):
                     await self._converse(endpoint)
 
     async def _converse(self, endpoint: str) -> None:

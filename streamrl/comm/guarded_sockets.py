@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 import zmq
+from zmq import Context
 from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.base.errors import StreamRLError
@@ -27,7 +28,7 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _FAILED = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-class GuardedContext(zmq.Context["zmq.Socket[bytes]"]):
+class GuardedContext(Context["zmq.Socket[bytes]"]):
     """A ZeroMQ context with at most one gate, which is made with the first socket that needs it."""
 
     _instance = None  # not shared with zmq.Context.instance(), which vllm uses in the same process
@@ -174,7 +175,7 @@ def _try_handshake(kind: int, endpoint: str, keys: tuple[bytes, bytes, bytes] | 
     """Outcome of the handshake of an unknown peer, as an event of libzmq; 0 where no handshake ended in time. ``keys``:
     public key of the server, public and secret key of the unknown peer; None for a peer without keys."""
     with (
-        zmq.Context(io_threads=1) as context,
+        Context(io_threads=1) as context,
         make_socket(context, _PARTNERS[kind], endpoint=endpoint, max_frame_bytes=SMALL_FRAME) as peer,
     ):
         peer.setsockopt(zmq.RECONNECT_IVL, -1)

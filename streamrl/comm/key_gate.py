@@ -8,13 +8,13 @@ is let in (``ZAP_ENFORCE_DOMAIN``); ``ended_fd`` then ends every process that re
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
-import threading
 from collections.abc import Sequence
+from logging import getLogger
 from pathlib import Path
+from threading import Thread
 
-import zmq
+from zmq import POLLIN, Poller
 from zmq.utils import z85
 
 from streamrl.base.errors import StreamRLError
@@ -24,7 +24,7 @@ from streamrl.comm.transport_keys import KeyRole, public_keys
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_VERSION = b"1.0"
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 
 class KeyGate:
@@ -39,7 +39,7 @@ class KeyGate:
         self._refused = 0
         self._unknown_keys: frozenset[bytes] = frozenset()
         requests.bind(ZAP_ENDPOINT)
-        self._thread = threading.Thread(target=self._serve, name="key gate", daemon=True)
+        self._thread = Thread(target=self._serve, name="key gate", daemon=True)
         self._thread.start()
 
     def admit(self, directory: Path, role: KeyRole) -> bytes:
@@ -73,9 +73,9 @@ class KeyGate:
 
     def _serve(self) -> None:
         try:
-            poller = zmq.Poller()
-            poller.register(self._requests, zmq.POLLIN)
-            poller.register(self._stop_fd, zmq.POLLIN)
+            poller = Poller()
+            poller.register(self._requests, POLLIN)
+            poller.register(self._stop_fd, POLLIN)
             while self._stop_fd not in dict(poller.poll()):
                 self._requests.send_multipart(self._answer(self._requests.recv_multipart()))
         except BaseException as failure:  # noqa: BLE001 - check() raises it in the threads that rely on the gate

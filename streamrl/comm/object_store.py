@@ -7,7 +7,6 @@ pass is tried again for ``give_up_s``. obstore reads credentials from the variab
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import secrets
 import time
@@ -15,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar
 
 from streamrl.base.errors import StoreError
@@ -124,7 +125,7 @@ class ObjectStore:
                 ) from error
 
         def send() -> str:
-            digest = hashlib.sha256()
+            digest = sha256()
             file.seek(0)
 
             def parts() -> Iterator[bytes]:
@@ -177,7 +178,7 @@ class ObjectStore:
         """Return the result of ``call``, tried again until it succeeds or ``give_up_s`` are over. Raises
         ``StoreError``, ``AlreadyExistsError``, and with ``absent`` (the object may be missing)
         ``FileNotFoundError``."""
-        deadline = time.monotonic() + self._give_up_s
+        deadline = monotonic() + self._give_up_s
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -190,7 +191,7 @@ class ObjectStore:
                 raise
             except (self._errors.BaseError, NotImplementedError, OSError) as error:
                 lasting = isinstance(error, self._lasting) or any(sign in str(error) for sign in _NO_CREDENTIALS)
-                if lasting or time.monotonic() + pause_s > deadline:
+                if lasting or monotonic() + pause_s > deadline:
                     raise self._failure(key, error, lasting) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import anyio
+from anyio import CancelScope, create_task_group
 
 from streamrl.base.errors import StreamBroken, StreamEnded
 
@@ -78,7 +78,7 @@ async def converse(*halves: Callable[[], Awaitable[None]]) -> None:
             errors.append(error)
             tasks.cancel_scope.cancel()
 
-    async with anyio.create_task_group() as tasks:
+    async with create_task_group() as tasks:
         for half in halves:
             tasks.start_soon(until_broken, half)
     if errors:
@@ -100,5 +100,5 @@ async def exchange_hello(exchange: Callable[[], Awaitable[None]], other: SendStr
         await exchange()
         scope.cancel()
 
-    with anyio.CancelScope() as scope:
+    with CancelScope() as scope:
         await converse(first, other.watch)

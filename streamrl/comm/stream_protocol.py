@@ -28,8 +28,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum, StrEnum
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, msgpack
 from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, WireError
@@ -101,8 +100,8 @@ _NO_ROUTING_ID = b""
 
 Transmit = Callable[[bytes, Sequence[Buffer]], None]
 
-_encode_hello = msgspec.msgpack.Encoder().encode
-_decode_hello = msgspec.msgpack.Decoder(Hello).decode
+_encode_hello = msgpack.Encoder().encode
+_decode_hello = msgpack.Decoder(Hello).decode
 
 
 class StreamEnd(ABC):

@@ -26,8 +26,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
 from streamrl.base.errors import UNDECODABLE, WireError
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
@@ -142,8 +141,8 @@ class WireCodec(Generic[T]):
         self.item_type_name = item_type_name(item_type)
         self._item_types = _record_types(item_type)
         self._raw_frame_bytes = raw_frame_bytes
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
-        self._decoder = msgspec.msgpack.Decoder(item_type, ext_hook=self._decode_array)
+        self._encoder = msgpack.Encoder(enc_hook=self._encode_array)
+        self._decoder = msgpack.Decoder(item_type, ext_hook=self._decode_array)
         self._outgoing: list[Buffer] = []
         self._incoming: Sequence[Buffer] = ()
         self._incoming_used = 0
@@ -189,7 +188,7 @@ class WireCodec(Generic[T]):
             raise WireError(f"{unused} raw frames of a {self.item_type_name} belong to no array")
         return cast("T", item)
 
-    def _encode_array(self, value: Any) -> msgspec.msgpack.Ext:
+    def _encode_array(self, value: Any) -> msgpack.Ext:
         if not isinstance(value, array):
             raise TypeError(f"objects of type {type(value).__name__} do not travel on streams")
         if value.typecode not in ARRAY_ITEM_SIZES:
@@ -198,9 +197,9 @@ class WireCodec(Generic[T]):
         # Header and body are the other two frames. An array stays in the body where a frame of its own would be one too
         # many for the limit.
         if value.itemsize * len(value) < self._raw_frame_bytes or len(self._outgoing) + 2 >= self.limits.frames:
-            return msgspec.msgpack.Ext(INLINE_ARRAY, code + value.tobytes())
+            return msgpack.Ext(INLINE_ARRAY, code + value.tobytes())
         self._outgoing.append(memoryview(value).cast("B"))
-        return msgspec.msgpack.Ext(RAW_ARRAY, code + _RAW_INDEX.pack(len(self._outgoing) - 1))
+        return msgpack.Ext(RAW_ARRAY, code + _RAW_INDEX.pack(len(self._outgoing) - 1))
 
     def _decode_array(self, kind: int, content: memoryview) -> array[Any]:
         code = bytes(content[:1]).decode("latin-1")

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import anyio
 import zmq
+from anyio import CancelScope, create_task_group, sleep
+from zmq import NOBLOCK, ZMQError
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.notifier import Notifier
@@ -47,7 +49,7 @@ class StreamConnection:
         self._unreachable = False
         self._departure_sent = False
         self._changed = Notifier()
-        self._running = anyio.CancelScope(shield=True)
+        self._running = CancelScope(shield=True)
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -93,7 +95,7 @@ class StreamConnection:
     async def run(self) -> None:
         """Move messages until ``stop``. Shielded, so that an owner that is cancelled can still tell its peer."""
         with self._running:
-            async with anyio.create_task_group() as tasks:
+            async with create_task_group() as tasks:
                 if self._monitor is not None:
                     tasks.start_soon(self._watch, self._monitor.fd)
                 if self._socket is not None:
@@ -119,7 +121,7 @@ class StreamConnection:
 
     async def _keep(self, path: zmq_sockets.IpcPath) -> None:
         while True:
-            await anyio.sleep(zmq_sockets.KEEP_S)
+            await sleep(zmq_sockets.KEEP_S)
             if self._attached and self._socket is not None:
                 path.keep()
 
@@ -139,8 +141,8 @@ class StreamConnection:
             return
         message = [peer, *frames] if self._binds else frames
         try:
-            self._socket.send_multipart(message, flags=zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
+            self._socket.send_multipart(message, flags=NOBLOCK, copy=False)
+        except ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             if self.end.peer is not None and peer == self.end.peer.routing_id:
@@ -176,7 +178,7 @@ class StreamConnection:
         received = False
         assert self._socket is not None
         while zmq_sockets.has_message(self._socket):
-            message = self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+            message = self._socket.recv_multipart(flags=NOBLOCK, copy=False)
             received = True
             routing_id = b""
             if self._binds:
@@ -187,7 +189,7 @@ class StreamConnection:
             elif accept_unknown_peers:
                 try:
                     connection = self._connection_of(message)
-                except zmq.ZMQError:  # a peer of ZMTP 1.0 or 2.0, or random bytes that parse as such: no metadata
+                except ZMQError:  # a peer of ZMTP 1.0 or 2.0, or random bytes that parse as such: no metadata
                     self.end.unknown_peers += 1
                     continue
                 self.end.on_message(MessageOrigin(routing_id, connection), [frame.buffer for frame in message])
@@ -227,7 +229,7 @@ class StreamConnection:
                 self._socket.unbind(self.endpoint)
             else:
                 self._socket.disconnect(self.endpoint)
-        except zmq.ZMQError as error:
+        except ZMQError as error:
             if error.errno != errno.ENOENT:  # already gone with the connection
                 raise
         if self._path is not None and self._monitor is not None:

@@ -6,22 +6,23 @@ may connect. Weight servers and commands use single functions about addresses.""
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import socket as sockets
 import stat
-import time
 from collections.abc import Iterator
+from logging import getLogger
+from time import monotonic
 from typing import Any
 
 import zmq
+from zmq import NOBLOCK, POLLIN, Context, ZMQError
 from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.base.errors import InputError, StreamRLError
 from streamrl.base.host_addresses import wrong_port
 from streamrl.comm.socket_options import ByteSocket, make_socket
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 IPC_PATH_BYTES = 107
 """Longest path of a unix socket: an address has 108 bytes with the closing zero."""
@@ -59,14 +60,14 @@ def transport_of(endpoint: str) -> str:
     return transport
 
 
-class StreamContext(zmq.Context["zmq.Socket[bytes]"]):
+class StreamContext(Context["zmq.Socket[bytes]"]):
     """The context of streams that stay on this host."""
 
     _instance = None  # not shared with zmq.Context.instance(), which vllm uses in the same process
 
 
 def create_socket(
-    context: zmq.Context[Any], kind: int, endpoint: str, *, max_frame_bytes: int, receive_high_water_mark: int
+    context: Context[Any], kind: int, endpoint: str, *, max_frame_bytes: int, receive_high_water_mark: int
 ) -> ByteSocket:
     """Make the socket of a stream. A frame above ``max_frame_bytes`` ends the connection. Sending has no high-water
     mark, since a sender queues nothing without credit; the mark for receiving limits a peer that ignores credit."""
@@ -89,7 +90,7 @@ def bind(socket: ByteSocket, endpoint: str) -> str:
         raise StreamRLError(f"cannot bind {endpoint}: {_bind_remedy(errno.EADDRINUSE)}")
     try:
         socket.bind(endpoint)
-    except zmq.ZMQError as error:
+    except ZMQError as error:
         raise StreamRLError(
             f"cannot bind {endpoint}: {zmq.strerror(error.errno or 0)}; {_bind_remedy(error.errno)}"
         ) from error
@@ -100,7 +101,7 @@ def connect(socket: ByteSocket, endpoint: str) -> None:
     """Start connecting; libzmq retries until somebody binds. Raises ``StreamRLError`` for an impossible address."""
     try:
         socket.connect(endpoint)
-    except zmq.ZMQError as error:
+    except ZMQError as error:
         raise StreamRLError(
             f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}; check host and port"
         ) from error
@@ -110,7 +111,7 @@ def has_message(socket: ByteSocket) -> bool:
     """Return whether a receive would not wait."""
     events = socket.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
-    return bool(events & zmq.POLLIN)
+    return bool(events & POLLIN)
 
 
 def _bind_remedy(number: int | None) -> str:
@@ -155,14 +156,14 @@ class IpcPath:
         self._socket = socket
         self._endpoint = endpoint
         self._identity = _ipc_path_identity(endpoint)
-        self._looked_s = time.monotonic()
+        self._looked_s = monotonic()
 
     def keep(self) -> None:
         """Renew the times of the file, and bind the socket again where the file is gone. Its connections go on. Call it
         every ``KEEP_S`` seconds or more often; it looks no more often."""
-        if self._identity is None or time.monotonic() < self._looked_s + KEEP_S:
+        if self._identity is None or monotonic() < self._looked_s + KEEP_S:
             return
-        self._looked_s = time.monotonic()
+        self._looked_s = monotonic()
         path = self._endpoint.removeprefix("ipc://")
         try:
             os.utime(path)
@@ -244,8 +245,8 @@ class ConnectionMonitor:
     def wait_until_unbound(self, seconds: float) -> bool:
         """Block until the listener is closed, which takes about a millisecond, so that the address can be bound again.
         Returns whether it is closed."""
-        deadline = time.monotonic() + seconds
-        while self.listening and (remaining_s := deadline - time.monotonic()) > 0:
+        deadline = monotonic() + seconds
+        while self.listening and (remaining_s := deadline - monotonic()) > 0:
             self._events.poll(int(remaining_s * 1000) + 1)
             self.read()
         return not self.listening
@@ -257,5 +258,5 @@ class ConnectionMonitor:
 
     def _pending(self) -> Iterator[tuple[int, int]]:
         while has_message(self._events):
-            event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
+            event = parse_monitor_message(self._events.recv_multipart(NOBLOCK))
             yield int(event["event"]), int(event["value"])

@@ -16,13 +16,13 @@ After leaving, the address is free: a new context manager can bind it."""
 
 from __future__ import annotations
 
-import os
 import uuid
 from abc import ABC, abstractmethod
+from os import environ
 from types import TracebackType
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
-import anyio
+from anyio import CancelScope, Event, create_task_group, move_on_after
 from anyio.abc import TaskGroup
 
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded, WireError
@@ -80,7 +80,7 @@ class _ZmqStream(ABC, Generic[T]):
             message_bytes=self._limits.message_bytes,
             session=uuid.uuid4().hex,
             name=options.get("name", ""),
-            epoch=int(os.environ.get(RUN_EPOCH) or 0),
+            epoch=int(environ.get(RUN_EPOCH) or 0),
         )
         self._tasks: TaskGroup
         self._gate = SerialGate(lambda: self._connection.changed())  # one send or receive at a time, in order of calls
@@ -98,7 +98,7 @@ class _ZmqStream(ABC, Generic[T]):
         return self._connection.end.unknown_peers
 
     async def __aenter__(self) -> Self:
-        self._tasks = anyio.create_task_group()
+        self._tasks = create_task_group()
         self._connection.open()
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._connection.run)
@@ -131,7 +131,7 @@ class _ZmqStream(ABC, Generic[T]):
         self._connection.end.fail(reason)
         self._connection.service()
         self._connection.wake()
-        with anyio.CancelScope(shield=True):
+        with CancelScope(shield=True):
             await self._part(PARTING_SECONDS)
 
     async def watch(self) -> None:
@@ -141,7 +141,7 @@ class _ZmqStream(ABC, Generic[T]):
 
     async def _part(self, seconds: float) -> None:
         """Wait until the peer has disconnected, at most ``seconds``."""
-        with anyio.move_on_after(seconds):
+        with move_on_after(seconds):
             while not self._connection.end.disconnected:
                 await self._connection.changed()
 
@@ -162,7 +162,7 @@ class ZmqSendStream(_ZmqStream[T]):
         super().__init__(item_type, endpoint, StreamRole.SENDER, bind, options)
         self._end = SendingEnd(self._hello, binds=bind, limits=self._limits, transmit=self._connection.transmit)
         self._connection.end = self._end
-        self._closing: anyio.Event | None = None
+        self._closing: Event | None = None
 
     async def send(self, item: T) -> None:
         """Wait for credit and send one item. A cancelled call has sent nothing. Raises ``WireError`` for an item that
@@ -192,7 +192,7 @@ class ZmqSendStream(_ZmqStream[T]):
                 await self._closing.wait()
             return
         self._closed = True
-        self._closing = anyio.Event()
+        self._closing = Event()
         try:
             await self._end_stream()
         finally:
@@ -200,7 +200,7 @@ class ZmqSendStream(_ZmqStream[T]):
 
     async def _end_stream(self) -> None:
         self._connection.wake()
-        with anyio.move_on_after(self._close_seconds):
+        with move_on_after(self._close_seconds):
             # END is sent after the handshake, when the receiver has granted its first credit.
             while self._end.phase is Phase.WAITING or (self._end.phase is Phase.OPEN and not self._end.has_credit):
                 await self._connection.changed()

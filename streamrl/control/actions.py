@@ -5,7 +5,7 @@ process, ``simulate.simulation`` in virtual time. Each action has all data that 
 
 from __future__ import annotations
 
-from streamrl.base.types import DropReason, Record, TrajectoryId
+from streamrl.base.types import Baseline, DropReason, Record, TrajectoryId
 
 
 class Action(Record, frozen=True, tag=True):
@@ -13,9 +13,11 @@ class Action(Record, frozen=True, tag=True):
 
 
 class DrawPrompts(Action, frozen=True):
-    """Draw ``count`` prompts from the source; the answer is ``PromptsDrawn``."""
+    """Draw ``count`` prompts from the source; the answer is ``PromptsDrawn``. ``sets``: training set of each prompt
+    (empty: the run has a single source)."""
 
     count: int
+    sets: tuple[str, ...] = ()
 
 
 class LaunchGroup(Action, frozen=True):
@@ -70,13 +72,15 @@ class Decision(Action, frozen=True):
 
 class TrainGroupNow(Action, frozen=True):
     """Hand a ready group to training as part of batch ``batch_id``. The trainer may start with it at once.
-    ``temperature``: sampling temperature of the group, where it differs from the recipe's."""
+    ``temperature``: sampling temperature of the group, where it differs from the recipe's;
+    ``baseline``: earlier rewards of the prompt, where the objective tracks them."""
 
     batch_id: int
     group_id: int
     ids: tuple[TrajectoryId, ...]
     round_kind: str = ""
     temperature: float | None = None
+    baseline: Baseline | None = None
 
 
 class StepOptimizer(Action, frozen=True):

@@ -16,12 +16,16 @@ slot        right of one trajectory to be in flight. A group holds ``size`` slot
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from streamrl.base.types import DropReason, FinishReason, TrajectoryId
 from streamrl.buffers.rollout_buffer import Group, Member, PromptRef
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
+from streamrl.control.admission import admit
 from streamrl.control.events import ControlEvent
+from streamrl.control.mixture import no_set_left, note_reward, take_drawn
 from streamrl.control.round_policy import GroupObserved, Rules
 from streamrl.control.run_state import Batch, GroupLengths, RunState
 from streamrl.control.settings import ControlSettings
@@ -42,7 +46,7 @@ def apply(state: RunState, event: ControlEvent, rules: Rules, out: Actions) -> b
         case on.TrajectoryFailed():
             return _fail_trajectory(state, event, rules, out)
         case on.PromptsDrawn():
-            _add_prompts(state, event)
+            _add_prompts(state, event, rules, out)
         case on.RunBegan():
             _begin_run(state, event, rules.settings, out)
         case on.BatchTrained():
@@ -59,7 +63,9 @@ def apply(state: RunState, event: ControlEvent, rules: Rules, out: Actions) -> b
             _continue_run(state, event)
         case on.EnginesMeasured():
             rules.policy.observe(event)
-            return event.environment > 0  # trajectories in environments leave engine slots free for launches
+            admit(state, event, rules, out)
+            # Trajectories in environments leave engine slots free for launches, and KV caches may have room.
+            return event.environment > 0 or rules.settings.kv_admission is not None
         case on.RoundTimed() | on.RoundsAdvised():
             rules.policy.observe(event)
             return False
@@ -121,12 +127,15 @@ def end_run(state: RunState, action: do.End, out: Actions) -> None:
 # ---- prompts and trajectories --------------------------------------------------------------------
 
 
-def _add_prompts(state: RunState, event: on.PromptsDrawn) -> None:
+def _add_prompts(state: RunState, event: on.PromptsDrawn, rules: Rules, out: Actions) -> None:
     state.pending.draw = 0
     lengths = event.prompt_tokens or (0,) * len(event.prompt_ids)
     drawn = zip(event.prompt_ids, lengths, strict=True)
     refs = [PromptRef(prompt_id=prompt_id, tokens=tokens) for prompt_id, tokens in drawn]
-    state.prompts.add(refs, exhausted=event.exhausted)
+    pool = state.prompts
+    settings = rules.settings
+    in_turn = take_drawn(pool, refs, event, settings, out)
+    pool.add(in_turn, drawn=len(refs), exhausted=event.exhausted or no_set_left(pool, settings.shares))
 
 
 def _score_trajectory(state: RunState, event: on.TrajectoryScored, rules: Rules, out: Actions) -> bool:
@@ -144,6 +153,7 @@ def _score_trajectory(state: RunState, event: on.TrajectoryScored, rules: Rules,
         oldest=event.oldest_version,
         separate=event.separate_rewards,
         turns=turn_rewards,
+        signal=event.signal,
         seconds=event.seconds,
     )
     if group is None:  # the trajectory was dropped before its result arrived
@@ -220,6 +230,9 @@ def _check_group(
         return False
     _observe_complete(state, group, lost_race, rules)
     settings = rules.settings
+    if settings.pools:
+        rewards = [member.reward for member in group.members.values()]
+        note_reward(state.prompts, group.prompt.prompt_id, fmean(rewards), settings.shares)
     if settings.compares_siblings and group.keep > 1 and len(group.members) == 1:
         drop_group(state, group, DropReason.REWARD_FAILED, out)
     elif settings.dynamic_sampling and group.keep > 1 and group.zero_variance:
@@ -291,13 +304,18 @@ def _finish_step(state: RunState, event: on.BatchTrained, rules: Rules, out: Act
     step = state.pending.step
     state.pending.step = None
     assert step is not None
+    earlier_samples = 0.0
+    if rules.settings.tracked is not None:
+        groups = state.buffer.batched.values()
+        earlier_samples = fmean([group.baseline.weight for group in groups if group.baseline is not None] or [0.0])
+        state.tracker.learn(groups, event.change, rules.settings.tracked)
     state.slots.consume(event.policy_version, state.buffer.train())
     state.trainer_version = event.policy_version
     state.batch = state.next_batch or batch_after(state, rules.settings)
     state.next_batch = None
     state.dropped_in_a_row = 0
     last_size = rules.sizer.size
-    decision = rules.sizer.observe(state.lengths, step.batches)
+    decision = rules.sizer.observe(state.lengths, step.batches, earlier_samples)
     state.lengths = []
     state.sizing_figures = decision.figures
     if decision.size != last_size or decision.notify:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from streamrl.base.types import DropReason
 from streamrl.buffers.rollout_buffer import Group
 from streamrl.buffers.slots import staleness
+from streamrl.control.admission import admission_limit, running_groups
+from streamrl.control.reward_tracker import RewardTracker
 from streamrl.control.round_policy import Rules
 from streamrl.control.run_state import RunState
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
@@ -157,6 +159,32 @@ def _orders(state: RunState, rules: Rules) -> Claims:
     yield pause_fits, f"engines are paused for version {pending.paused_for}, and {version_in_making} is made"
 
 
+def _turns(state: RunState, rules: Rules) -> Claims:
+    """The ranks have the memory of the GPUs from the order of a step until its version is published, and the engines
+    sleep until it is live."""
+    if rules.settings.in_turns:
+        running = [group.group_id for group in state.buffer.untrained.values() if group.open and not group.paused]
+        message = f"it is the ranks' turn, and groups {running} and {state.pending.evaluation} are sampled"
+        yield not (state.has_rank_work and state.has_engine_work), message
+        yield state.pending.paused_for is None, f"engines are paused for version {state.pending.paused_for}"
+
+
+def _mixture(state: RunState, rules: Rules) -> Claims:
+    """Each training set has its share of the prompts that were drawn, to within one."""
+    shares = rules.settings.shares
+    drawn = state.prompts.sets
+    open_shares = {name: share for name, share in shares.items() if name not in drawn or not drawn[name].exhausted}
+    counts = {name: drawn[name].counted if name in drawn else 0 for name in open_shares}
+    for name, share in open_shares.items():
+        exact = share / sum(open_shares.values()) * sum(counts.values())
+        yield abs(counts[name] - exact) < 1, f"{counts[name]} prompts of set {name} are drawn, its share is {exact:.3f}"
+    total = sum(position.drawn for position in drawn.values())
+    skipped = sum(position.skipped for position in drawn.values())
+    by_pools = sum(count.drawn - count.launched for count in state.prompts.pools.values())
+    yield skipped == by_pools, f"sets have skipped {skipped} prompts, pools {by_pools}"
+    yield total <= state.prompts.drawn, f"sets have given {total} prompts, {state.prompts.drawn} were drawn"
+
+
 def _drain(state: RunState, rules: Rules) -> Claims:
     buffer = state.buffer
     end = state.pending.end
@@ -168,6 +196,27 @@ def _drain(state: RunState, rules: Rules) -> Claims:
     yield end is None or not under_way, f"the run has ended ({end and end.reason}), and something is under way"
 
 
+def _admission(state: RunState, rules: Rules) -> Claims:
+    """No more trajectories are in flight than admission allows, and something runs where groups are paused by it."""
+    if rules.settings.kv_admission is None or state.ending or state.finished:
+        return
+    running = running_groups(state)
+    in_flight = sum(group.open for group in running)
+    limit = admission_limit(state, rules)
+    yield in_flight <= limit, f"{in_flight} trajectories are in flight, and {limit} may be"
+    yield bool(running or not state.buffer.paused), f"groups {state.buffer.paused} are paused, and nothing runs"
+
+
+def _tracker(state: RunState, rules: Rules) -> Claims:
+    tracked = rules.settings.tracked is not None
+    for group in state.buffer.batched.values():
+        has_baseline = group.baseline is not None
+        yield has_baseline == tracked, f"group {group.group_id} in a batch has the baseline {group.baseline}"
+    prompts = len(state.tracker.prompts)
+    is_empty = state.tracker == RewardTracker()
+    yield tracked or is_empty, f"knows {prompts} prompts of an objective that tracks none"
+
+
 INVARIANTS: dict[str, Callable[[RunState, Rules], Claims]] = {
     "accounting": _accounting,
     "groups": _groups,
@@ -177,5 +226,9 @@ INVARIANTS: dict[str, Callable[[RunState, Rules], Claims]] = {
     "slots": _slots,
     "versions": _versions,
     "orders": _orders,
+    "turns": _turns,
+    "mixture": _mixture,
+    "tracker": _tracker,
+    "admission": _admission,
     "drain": _drain,
 }

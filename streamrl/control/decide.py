@@ -11,6 +11,7 @@ from streamrl.base.types import DropReason, TrajectoryId
 from streamrl.buffers.rollout_buffer import Group, oldest_first
 from streamrl.buffers.slots import last_version
 from streamrl.control import actions as do
+from streamrl.control.admission import resume_when_idle
 from streamrl.control.apply import Actions, drop_group, end_run, observe_deferred, order_checkpoint, order_evaluation
 from streamrl.control.launch import launch, view
 from streamrl.control.round_policy import Candidate, Remainder, Rules
@@ -31,9 +32,10 @@ def decide(state: RunState, rules: Rules, out: Actions) -> None:
         return
     drop_stale(state, rules, out)
     fill(state, rules, out)
+    resume_when_idle(state, rules, out)
     close(state, rules, out)
     publish(state, out)
-    if not state.steering.paused:
+    if not state.steering.paused and not (rules.settings.in_turns and state.has_rank_work):
         launch(state, rules, out)
     if _starved(state):
         if state.prompts.limit:
@@ -84,6 +86,8 @@ def _fill_once(state: RunState, rules: Rules, out: Actions) -> bool:
             continue
         buffer.batch(group)
         batch.take(group)
+        if rules.settings.tracked is not None:
+            group.baseline = state.tracker.baseline(group.prompt.prompt_id, rules.settings.tracked)
         joined = True
         round_view = view(state, rules)
         out.append(train_order(batch, group))
@@ -104,6 +108,8 @@ def close(state: RunState, rules: Rules, out: Actions) -> None:
     # written, since the checkpoint has the trainer's current weights.
     if state.live_version < state.trainer_version or state.pending.checkpoint is not None:
         return
+    if rules.settings.in_turns and state.has_engine_work:
+        return  # the engines sleep during the step
     _predict_steps(state)
     nothing_runs = all(group.paused for group in state.buffer.untrained.values())
     state.pending.step = do.StepOptimizer(
@@ -113,7 +119,7 @@ def close(state: RunState, rules: Rules, out: Actions) -> None:
         samples=batch.samples,
         trained_tokens=batch.tokens,
         batches=max(1, round(batch.filled / rules.settings.batch_weight)),
-        engines_idle=state.pending.evaluation is None and nothing_runs,
+        engines_idle=rules.settings.in_turns or (state.pending.evaluation is None and nothing_runs),
         round_kind=state.round_kind,
         last=state.trainer_version + 1 >= state.steps,
         steps=state.steps,
@@ -129,7 +135,7 @@ def _predict_steps(state: RunState) -> None:
     pool = state.prompts
     if not pool.limit:
         return
-    refs = [*pool.waiting, *pool.queue, *(group.prompt for group in state.buffer.untrained.values())]
+    refs = [*pool.waiting, *pool.reserved, *pool.queue, *(group.prompt for group in state.buffer.untrained.values())]
     remaining = max(pool.limit - pool.drawn, 0) + len({ref.prompt_id for ref in refs})
     step = state.trainer_version + 1
     state.steps = step + math.ceil(remaining * step / max(pool.limit - remaining, 1))

@@ -25,12 +25,17 @@ class RunBegan(Event, frozen=True):
 
 
 class PromptsDrawn(Event, frozen=True):
-    """Answer to ``DrawPrompts``. An exhausted source gives fewer prompts than ordered. ``prompt_tokens``: length of
-    each prompt, or empty where lengths are not known."""
+    """Answer to ``DrawPrompts``. An exhausted source gives fewer prompts than ordered.
+
+    ``prompt_tokens``: length of each prompt, or empty where lengths are not known;
+    ``sets``: training set of each prompt (empty: the run has a single source);
+    ``exhausted_sets``: sets that gave fewer prompts than ordered."""
 
     prompt_ids: tuple[str, ...]
     exhausted: bool = False
     prompt_tokens: tuple[int, ...] = ()
+    sets: tuple[str, ...] = ()
+    exhausted_sets: tuple[str, ...] = ()
 
 
 class TrajectoryScored(Event, frozen=True):
@@ -40,6 +45,7 @@ class TrajectoryScored(Event, frozen=True):
     ``reward_version``: version of the set of reward functions;
     ``separate_rewards``: rewards by name, where each is compared with the same reward of the siblings alone;
     ``turn_rewards``: parts of ``reward``, by turn;
+    ``signal``: whether numbers of its steps or tokens have a gradient, whatever the siblings' rewards are;
     ``seconds``: time from launch to score, in engine and reward."""
 
     id: TrajectoryId
@@ -52,6 +58,7 @@ class TrajectoryScored(Event, frozen=True):
     separate_rewards: dict[str, float] = {}
     turn_rewards: tuple[float, ...] = ()
     seconds: float = 0.0
+    signal: bool = False
 
 
 class TrajectoryFailed(Event, frozen=True):
@@ -70,7 +77,8 @@ class EnginesMeasured(Event, frozen=True):
     """Load of the engines since the last such event; reported at most a few times a second, and only if a policy asks.
     ``running``: mean number of running requests; ``token_s``: seconds of one decode step at that number (0: unknown).
     ``kv_usage``: largest share of an engine's KV blocks in use. ``environment``: trajectories that are in their
-    environments now, and hold no engine slot."""
+    environments now, and hold no engine slot. ``contexts``: tokens of the contexts of open trajectories, by group id,
+    where admission depends on them."""
 
     running: float
     waiting: int
@@ -78,6 +86,7 @@ class EnginesMeasured(Event, frozen=True):
     kv_usage: float
     preemptions: int
     environment: int = 0
+    contexts: dict[int, int] = {}
 
 
 class RoundTimed(Event, frozen=True):
@@ -101,10 +110,12 @@ class RoundsAdvised(Event, frozen=True):
 
 
 class BatchTrained(Event, frozen=True):
-    """The trainer has stepped and holds ``policy_version``."""
+    """The trainer has stepped and holds ``policy_version``. ``change``: mean absolute change of a token's logprob by
+    the step, where the objective tracks prompts."""
 
     batch_id: int
     policy_version: int
+    change: float = 0.0
 
 
 class WeightsLive(Event, frozen=True):

@@ -12,7 +12,9 @@ from streamrl.base.types import TrajectoryId
 from streamrl.buffers.rollout_buffer import Group, Member, PromptRef
 from streamrl.buffers.slots import last_version
 from streamrl.control import actions as do
+from streamrl.control.admission import free_slots
 from streamrl.control.apply import Actions, batch_after
+from streamrl.control.mixture import draw_order
 from streamrl.control.round_policy import Launch, RoundView, Rules, Source
 from streamrl.control.run_state import Batch, RunState
 from streamrl.control.unanswered_orders import launch_order
@@ -45,7 +47,7 @@ def view(state: RunState, rules: Rules) -> RoundView:
         paused=paused,
         queue=tuple(state.prompts.queue),
         exhausted=state.prompts.exhausted and not state.prompts.waiting,
-        free_slots=rules.slots - state.slots.in_use,
+        free_slots=free_slots(state, rules),
         steps_left=state.steps - state.trainer_version - int(state.batch_closed),
         when_stale=settings.when_stale,
         due=due,
@@ -62,7 +64,7 @@ def launch(state: RunState, rules: Rules, out: Actions) -> None:
         if plan.because is not None:
             out.append(plan.because)
         if plan.source is Source.COHORT:
-            ask_again = _load_cohort(state, plan, round_view.group_size, out)
+            ask_again = _load_cohort(state, plan, rules, round_view.group_size, out)
         elif plan.source is Source.PAUSED:
             ask_again = _resume(state, plan, rules, round_view.group_size, out)
         else:
@@ -71,12 +73,12 @@ def launch(state: RunState, rules: Rules, out: Actions) -> None:
             return
 
 
-def _load_cohort(state: RunState, plan: Launch, size: int, out: Actions) -> bool:
+def _load_cohort(state: RunState, plan: Launch, rules: Rules, size: int, out: Actions) -> bool:
     """Queue the prompts of a cohort once they are drawn: ``plan.copies`` of each, for groups of ``size``. Returns
     whether the queue has prompts, so that the policy can launch them."""
     pool = state.prompts
     if len(pool.waiting) < plan.groups and not pool.exhausted:
-        _draw(state, plan.groups - len(pool.waiting), out)
+        _draw(state, plan.groups - len(pool.waiting), rules, out)
         return False
     cohort = pool.waiting[: plan.groups]
     pool.waiting = pool.waiting[plan.groups :]
@@ -108,7 +110,7 @@ def _launch_groups(state: RunState, plan: Launch, rules: Rules, size: int, out: 
             f"the rounds launch groups of {plan.size} trajectories of which {plan.keep} are kept: "
             "answer a size of 1 or more, and keep as many or fewer"
         )
-    limit = min(plan.groups, (rules.slots - state.slots.in_use) // plan.size)
+    limit = min(plan.groups, free_slots(state, rules) // plan.size)
     launched = 0
     while launched < limit:
         ref = _take_prompt(state, plan, rules)
@@ -118,7 +120,7 @@ def _launch_groups(state: RunState, plan: Launch, rules: Rules, size: int, out: 
         _launch_group(state, plan, ref, rules, out)
         launched += 1
     if launched < limit and plan.source is Source.FRESH and not state.prompts.exhausted:
-        _draw(state, limit - launched, out)
+        _draw(state, limit - launched, rules, out)
     if not launched:
         return False
     return launched == plan.groups or plan.source is Source.QUEUE
@@ -182,12 +184,12 @@ def _trajectories_of_a_unit(size: int, rules: Rules) -> int:
     return size // rules.settings.weight_of(size)
 
 
-def _draw(state: RunState, count: int, out: Actions) -> None:
+def _draw(state: RunState, count: int, rules: Rules, out: Actions) -> None:
     pool = state.prompts
     if pool.limit:
         count = min(count, pool.limit - pool.drawn)
     state.pending.draw = count
-    out.append(do.DrawPrompts(count=count))
+    out.append(draw_order(pool, rules.settings.shares, count))
 
 
 def _launch_batch(state: RunState, rules: Rules) -> Batch:

@@ -14,8 +14,9 @@ from streamrl.control.actions import ControlAction
 from streamrl.control.apply import apply
 from streamrl.control.decide import decide
 from streamrl.control.events import ControlEvent, RunContinued
+from streamrl.control.mixture import note_reward
 from streamrl.control.round_policy import GroupSizer, RoundPolicy, Rules
-from streamrl.control.run_state import SNAPSHOT_SCHEMA, Batch, RunState, Snapshot, requeue_interrupted
+from streamrl.control.run_state import SNAPSHOT_SCHEMA, Batch, DrawnSet, RunState, Snapshot, requeue_interrupted
 from streamrl.control.settings import ControlSettings
 from streamrl.control.unanswered_orders import unanswered_orders
 
@@ -78,7 +79,7 @@ class Control:
 
     def unanswered_orders(self) -> list[ControlAction]:
         """Orders without an answer (``unanswered_orders``), for a shell with nothing in flight."""
-        return unanswered_orders(self.state)
+        return unanswered_orders(self.state, self.settings.shares)
 
     def snapshot(self) -> Snapshot:
         """Complete state of control. Encode it before the next event, which changes it."""
@@ -99,9 +100,16 @@ def fork(snapshot: Snapshot, settings: ControlSettings) -> Snapshot:
     state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_weight))
     state.next_group_id = origin.next_group_id
     state.prompts.drawn = origin.prompts.drawn
+    # The recipe may have other shares: they hold from here on.
+    state.prompts.sets = {name: DrawnSet(drawn=position.drawn) for name, position in origin.prompts.sets.items()}
+    if settings.tracked is not None:
+        state.tracker = origin.tracker
+    if settings.pools:
+        for prompt_id, mean_reward in origin.prompts.rewards.items():
+            note_reward(state.prompts, prompt_id, mean_reward, settings.shares)
     for group in origin.buffer.groups():
         requeue_interrupted(state, group)
-    state.prompts.waiting += origin.prompts.waiting
+    state.prompts.waiting += origin.prompts.waiting + origin.prompts.reserved
     sizes = settings.group_sizes
     state.prompts.queue = [
         ref if ref.group_size in sizes else replace(ref, group_size=sizes[0])

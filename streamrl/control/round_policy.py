@@ -275,9 +275,10 @@ class GroupSizer(Protocol):
     def size(self) -> int:
         """Group size of the next round."""
 
-    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1, earlier_samples: float = 0.0) -> SizingDecision:
         """Learn from all complete groups of one step, before any filter, and decide on the size. Called at most once a
-        step. ``batches``: number of batches that the step trained."""
+        step. ``batches``: number of batches that the step trained; ``earlier_samples``: mean number of samples in
+        the baselines of its prompts beside siblings, where the objective tracks prompts."""
 
     def snapshot(self) -> PolicyState:
         """State that a resumed run needs."""
@@ -296,7 +297,7 @@ class FixedSize:
     def size(self) -> int:
         return self._size
 
-    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1, earlier_samples: float = 0.0) -> SizingDecision:
         return SizingDecision(size=self._size, reason="fixed by the recipe", figures={})
 
     def snapshot(self) -> PolicyState:

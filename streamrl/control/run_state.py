@@ -16,6 +16,7 @@ from streamrl.buffers.rollout_buffer import Accounting, Group, PromptRef, Rollou
 from streamrl.buffers.slots import Slots
 from streamrl.control import events as on
 from streamrl.control.actions import End, Evaluate, StepOptimizer
+from streamrl.control.reward_tracker import RewardTracker
 
 SNAPSHOT_SCHEMA = 4
 
@@ -71,8 +72,8 @@ class Pending(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def awaited(self) -> dict[type[on.Answer], tuple[int, ...]]:
-        """Types of the answers that control waits for, in the order of ``Answer``, each with the values of its fields.
-        ``PromptsDrawn`` may have any values."""
+        """Types of the answers that control waits for, in the order of ``Answer``, each with the values of its first
+        fields; the others are measured. ``PromptsDrawn`` may have any values."""
         step = self.step
         evaluation = self.evaluation
         awaited: dict[type[on.Answer], tuple[int, ...]] = {}
@@ -92,7 +93,35 @@ class Pending(Struct, kw_only=True, omit_defaults=True):
         """Return whether control waits for exactly this answer; False for one that it has taken before."""
         if isinstance(answer, on.PromptsDrawn):
             return bool(self.draw)
-        return self.awaited.get(type(answer)) == msgspec.structs.astuple(answer)
+        values = self.awaited.get(type(answer))
+        return values is not None and values == msgspec.structs.astuple(answer)[: len(values)]
+
+
+class DrawnSet(Struct, kw_only=True, omit_defaults=True):
+    """Prompts of one training set.
+
+    ``drawn``: number of prompts that its source has given so far;
+    ``reserve``: drawn prompts that wait for the turn of their set;
+    ``counted``: number of prompts whose turn has come, since the run began or a set was exhausted;
+    ``exhausted``: whether its source has no more, or no other prompts than those that are always skipped;
+    ``skipped``: number of prompts that pools have skipped;
+    ``skipped_in_a_row``: number of the newest prompts that all are in pools which keep none;
+    ``prompts_known``: number of prompts of which the last mean reward is known."""
+
+    drawn: int = 0
+    reserve: list[PromptRef] = []
+    counted: int = 0
+    exhausted: bool = False
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    prompts_known: int = 0
+
+
+class PoolCount(Struct, kw_only=True, omit_defaults=True):
+    """Prompts of a pool that were drawn again. ``launched``: number of those that were not skipped."""
+
+    drawn: int = 0
+    launched: int = 0
 
 
 class PromptPool(Struct, kw_only=True, omit_defaults=True):
@@ -101,7 +130,10 @@ class PromptPool(Struct, kw_only=True, omit_defaults=True):
     ``waiting``: prompts drawn from the source and not launched yet;
     ``queue``: prompts that were deferred by a race, stopped at the end of a round, or loaded with a cohort;
     ``unsorted``: whether the queue has changed since the policy sorted it;
-    ``drawn``: number of prompts that the source has given so far;
+    ``drawn``: number of prompts that all sources have given so far;
+    ``sets``: prompts of each training set (of a single source: empty, or ``ONE_SET`` where there are pools);
+    ``pools``: prompts of each pool by difficulty;
+    ``rewards``: mean reward of the last group of each prompt, where there are pools;
     ``limit``: number of prompts that the run draws in all (0: no limit);
     ``exhausted``: whether the source has no more, or the limit is reached."""
 
@@ -109,6 +141,9 @@ class PromptPool(Struct, kw_only=True, omit_defaults=True):
     queue: list[PromptRef] = []
     unsorted: bool = False
     drawn: int = 0
+    sets: dict[str, DrawnSet] = {}
+    pools: dict[str, PoolCount] = {}
+    rewards: dict[str, float] = {}
     limit: int = 0
     exhausted: bool = False
 
@@ -119,11 +154,21 @@ class PromptPool(Struct, kw_only=True, omit_defaults=True):
         self.limit = limit
         self.exhausted = self.exhausted or 0 < limit <= self.drawn
 
-    def add(self, refs: list[PromptRef], *, exhausted: bool) -> None:
-        """Add prompts that were drawn. ``exhausted``: whether the source has no more."""
+    def add(self, refs: list[PromptRef], *, drawn: int, exhausted: bool) -> None:
+        """Add prompts that may be launched. ``drawn``: number of all prompts that were drawn; ``exhausted``: whether
+        the source has no more."""
         self.waiting += refs
-        self.drawn += len(refs)
+        self.drawn += drawn
         self.exhausted = exhausted or 0 < self.limit <= self.drawn
+        if self.exhausted:
+            self.waiting += self.reserved
+            for position in self.sets.values():
+                position.reserve = []
+
+    @property
+    def reserved(self) -> list[PromptRef]:
+        """Prompts that wait for the turn of their set."""
+        return [ref for position in self.sets.values() for ref in position.reserve]
 
     @property
     def empty(self) -> bool:
@@ -159,6 +204,20 @@ class Steering(Struct, kw_only=True, omit_defaults=True):
     recipe_steps: int = 0
 
 
+class Admission(Struct, kw_only=True, omit_defaults=True):
+    """State of the admission by KV caches (``control.admission``).
+
+    ``limit``: largest number of trajectories in flight (0: as many as there are slots);
+    ``ends``: number of trajectories that had ended when the limit last changed;
+    ``pauses``: number of trajectories that were paused so far;
+    ``usage``: used share of the KV caches, smoothed over measurements."""
+
+    limit: int = 0
+    ends: int = 0
+    pauses: int = 0
+    usage: float = 0.0
+
+
 class RunState(Struct, kw_only=True, omit_defaults=True):
     """Everything that control knows, except what policies learn.
 
@@ -174,7 +233,9 @@ class RunState(Struct, kw_only=True, omit_defaults=True):
     ``recent_failures``: whether each of the newest trajectories failed;
     ``dropped_in_a_row``: groups dropped since the last step;
     ``stop_reason``: reason of a requested drain;
-    ``starved``: whether no prompts are left."""
+    ``starved``: whether no prompts are left;
+    ``tracker``: rewards of prompts, where the objective tracks them;
+    ``admission``: limit of the trajectories in flight, where KV caches decide on it."""
 
     steps: int
     batch: Batch
@@ -195,6 +256,8 @@ class RunState(Struct, kw_only=True, omit_defaults=True):
     dropped_in_a_row: int = 0
     stop_reason: str | None = None
     starved: bool = False
+    tracker: RewardTracker = field(default_factory=RewardTracker)
+    admission: Admission = field(default_factory=Admission)
 
     @property
     def batch_closed(self) -> bool:
@@ -225,6 +288,18 @@ class RunState(Struct, kw_only=True, omit_defaults=True):
     def busy(self) -> bool:
         """Return whether an evaluation or a checkpoint is under way."""
         return self.pending.evaluation is not None or self.pending.checkpoint is not None
+
+    @property
+    def has_engine_work(self) -> bool:
+        """Return whether engines have work: an evaluation, or trajectories that are neither paused nor complete."""
+        return self.pending.evaluation is not None or any(
+            group.open and not group.paused for group in self.buffer.untrained.values()
+        )
+
+    @property
+    def has_rank_work(self) -> bool:
+        """Return whether a version is in the making, or not live yet."""
+        return self.batch_closed or self.live_version < self.trainer_version
 
     @property
     def round_kind(self) -> str:
@@ -265,7 +340,7 @@ class Snapshot(Record, frozen=True):
 def prompts_needed(state: RunState) -> set[str]:
     """Ids of prompts that may still be launched, and of prompts of unfinished groups."""
     pool = state.prompts
-    prompt_ids = {ref.prompt_id for ref in (*pool.waiting, *pool.queue)}
+    prompt_ids = {ref.prompt_id for ref in (*pool.waiting, *pool.queue, *pool.reserved)}
     prompt_ids.update(group.prompt.prompt_id for group in state.buffer.groups())
     return prompt_ids
 

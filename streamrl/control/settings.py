@@ -6,8 +6,18 @@ from __future__ import annotations
 from msgspec import Struct
 
 from streamrl.recipe.environment import Credit
-from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, StalePolicy, TailBatching, largest_batch
-from streamrl.recipe.sections import Recipe
+from streamrl.recipe.objectives.spo import TrackedBaseline
+from streamrl.recipe.scheduling import (
+    AdmissionKind,
+    GroupSizing,
+    KvAdmission,
+    LengthSorted,
+    RoundKind,
+    StalePolicy,
+    TailBatching,
+    largest_batch,
+)
+from streamrl.recipe.sections import Pool, Recipe
 
 
 class ControlSettings(Struct, frozen=True, kw_only=True):
@@ -16,12 +26,18 @@ class ControlSettings(Struct, frozen=True, kw_only=True):
     ``prompts``: prompts after which the run ends, in place of ``steps`` (0: ``steps``);
     ``batch_groups``: ``rollout.prompts_per_batch``;
     ``policy``: class of ``rounds = "custom"``;
+    ``shares``: share of each training set, which together are 1 (empty: a single source);
+    ``pools``: pools by difficulty, which skip prompts (``prompts.gates``);
     ``failure_window``, ``max_failed_share``: limits of failed trajectories (``reward_limits``);
     ``seed``: seed of random group sizes;
     ``evaluate_every``, ``evaluate_limit``: steps between evaluations, and prompts of each;
     ``deterministic``: whether decisions do not depend on the order of answers (``control.policies.deterministic``);
+    ``in_turns``: whether nothing is sampled from the order of an optimizer step until its version is live
+    (``engines.gpu_sharing``);
     ``compares_siblings``: whether a sample alone in its group has no advantage;
     ``compares_turns``: whether turns have advantages of their own (``environment.credit``);
+    ``tracked``: rule of the baselines of prompts, where the objective tracks them (None: it does not);
+    ``kv_admission``: marks of the admission by KV caches (None: as many trajectories as there are slots);
     ``learning_rate``, ``sampling``: values changed by a user since the start."""
 
     steps: int
@@ -40,6 +56,8 @@ class ControlSettings(Struct, frozen=True, kw_only=True):
     group_sizing: GroupSizing = GroupSizing()
     seed: int = 0
     prompts: int = 0
+    shares: dict[str, float] = {}
+    pools: dict[str, Pool] = {}
     evaluate_every: int = 0
     evaluate_limit: int = 0
     evaluate_at_start: bool = False
@@ -47,8 +65,11 @@ class ControlSettings(Struct, frozen=True, kw_only=True):
     checkpoint_every: int = 0
     checkpoint_at_end: bool = False
     deterministic: bool = False
+    in_turns: bool = False
     compares_siblings: bool = True
     compares_turns: bool = False
+    tracked: TrackedBaseline | None = None
+    kv_admission: KvAdmission | None = None
     learning_rate: float | None = None
     sampling: dict[str, int | float] = {}
 
@@ -58,6 +79,11 @@ class ControlSettings(Struct, frozen=True, kw_only=True):
         clock."""
         bounded = self.rounds is RoundKind.LENGTH_SORTED and self.length_sorted.oversubscription > 0
         return bounded and not self.deterministic
+
+    @property
+    def reads_load(self) -> bool:
+        """Return whether every measurement of the engines is reported to control."""
+        return self.rounds is RoundKind.CUSTOM or self.kv_admission is not None
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:
@@ -88,9 +114,12 @@ class ControlSettings(Struct, frozen=True, kw_only=True):
 def control_settings(recipe: Recipe) -> ControlSettings:
     """Take the settings of control from the recipe."""
     has_held_out = bool(recipe.evaluation.prompts)
+    objective = recipe.objective_settings
     return ControlSettings(
         steps=recipe.run.steps,
         prompts=recipe.run.prompts,
+        shares=recipe.prompts.shares,
+        pools=recipe.prompts.gates,
         batch_groups=recipe.rollout.prompts_per_batch,
         group_size=recipe.rollout.group_size,
         rounds=recipe.rollout.rounds,
@@ -112,6 +141,9 @@ def control_settings(recipe: Recipe) -> ControlSettings:
         checkpoint_every=recipe.checkpoint_every,
         checkpoint_at_end=recipe.checkpoint.at_end,
         deterministic=recipe.run.deterministic,
-        compares_siblings=recipe.objective_settings.estimator.compares_siblings,
+        in_turns=recipe.in_turns,
+        compares_siblings=objective.estimator.compares_siblings,
+        tracked=objective.tracked if objective.estimator.tracks_prompts else None,
+        kv_admission=recipe.kv_admission if recipe.rollout.admission is AdmissionKind.KV else None,
         compares_turns=recipe.environment.credit is not Credit.TRAJECTORY,
     )

@@ -10,7 +10,7 @@ launched and paused again; the shell gives them the tokens that they had."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from streamrl.base.types import TrajectoryId
 from streamrl.buffers.rollout_buffer import Group
@@ -18,17 +18,20 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
+from streamrl.control.mixture import draw_order
 from streamrl.control.run_state import Batch, RunState
 
 
 def unanswered_orders(
     state: RunState,
+    shares: Mapping[str, float],
     waiting_answers: Collection[type[ControlEvent]] = (),
     waiting_outcomes: Collection[TrajectoryId] = (),
 ) -> list[ControlAction]:
     """Actions that bring a shell with nothing in flight to the state of the old shell, in an order that the new one can
     carry out. Its engines hold the live version, its ranks the trainer's version without gradients of an open batch.
 
+    ``shares``: share of each training set;
     ``waiting_answers``, ``waiting_outcomes``: types of answers, and trajectories with an outcome, that have arrived and
     that control has not taken yet (in a deterministic run)."""
     pending = state.pending
@@ -51,7 +54,7 @@ def unanswered_orders(
         if state.draining:  # the drain cancelled the evaluation and waits for its answer
             actions.append(do.CancelEvaluation(policy_version=pending.evaluation.policy_version))
     if pending.draw and on.PromptsDrawn not in waiting_answers:
-        actions.append(do.DrawPrompts(count=pending.draw))
+        actions.append(draw_order(state.prompts, shares, pending.draw))
     return actions
 
 
@@ -68,6 +71,7 @@ def train_order(batch: Batch, group: Group) -> do.TrainGroupNow:
         ids=group.ids,
         round_kind=group.round_kind,
         temperature=group.sampling.get("temperature"),
+        baseline=group.baseline,
     )
 
 

@@ -5,12 +5,12 @@ controller's end of the streams is ``remote_engine``."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from os import getpid
+from time import monotonic
 
-import anyio
+from anyio import CancelScope, create_task_group, move_on_after, sleep
 from msgspec.structs import replace
 
 from streamrl.base import messages
@@ -42,19 +42,19 @@ async def serve_engine(
     Raises ``EngineError`` when the engine died, after its cause was sent as the last event, and ``StreamBroken`` when
     the controller died. No error is in an exception group."""
     try:
-        ready = replace(await engine.start(), pid=os.getpid())
+        ready = replace(await engine.start(), pid=getpid())
         async with streams as (orders, events):
             try:
                 await _serve(engine, ready, orders, events, routed)
             except EngineError as error:
-                with anyio.move_on_after(LAST_EVENT_SECONDS, shield=True):
+                with move_on_after(LAST_EVENT_SECONDS, shield=True):
                     await _send_last(events, str(error))
                 raise
-            with anyio.CancelScope(shield=True):
+            with CancelScope(shield=True):
                 await engine.aclose()  # before the events end: the controller waits for both by waiting for their end
                 await events.aclose()
     finally:
-        with anyio.CancelScope(shield=True):
+        with CancelScope(shield=True):
             await engine.aclose()
 
 
@@ -69,7 +69,7 @@ async def _serve(
     engine: WatchedEngine, ready: messages.EngineReady, orders: Orders, events: Events, routed: Routed
 ) -> None:
     try:
-        async with anyio.create_task_group() as group:
+        async with create_task_group() as group:
             group.start_soon(engine.watch)  # the engine may die before the controller has connected
             await send_hello(events, orders, ready)
             group.start_soon(_report_load, engine, events)
@@ -93,29 +93,29 @@ async def _serve(
 async def _report_load(engine: WatchedEngine, events: Events) -> None:
     while True:
         await events.send(engine.load())
-        await anyio.sleep(LOAD_SECONDS)
+        await sleep(LOAD_SECONDS)
 
 
 async def _generate(engine: WatchedEngine, request: messages.Generate, events: Events) -> None:
-    began = time.monotonic()
+    began = monotonic()
     try:
         completion = await engine.generate(request)
     except RequestRefused as error:
         await events.send(messages.GenerationFailed(request_id=request.request_id, reason=str(error)))
         return
-    seconds = time.monotonic() - began
+    seconds = monotonic() - began
     await events.send(messages.Generated(request_id=request.request_id, completion=completion, seconds=seconds))
 
 
 async def _call(engine: WatchedEngine, order: messages.EngineCall, events: Events) -> None:
     """Call the method that ``order`` names, and answer with its result."""
-    began = time.monotonic()
+    began = monotonic()
     try:
         returned = await getattr(engine, order.method)(**order.arguments)
     except (WeightError, RequestRefused) as error:
         await events.send(messages.OrderFailed(order_id=order.order_id, reason=str(error)))
         return
-    seconds = time.monotonic() - began
+    seconds = monotonic() - began
     answer = messages.OrderDone(order_id=order.order_id, seconds=seconds)
     if order.method == "checksums":
         answer = replace(answer, checksums=returned)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
-import anyio
+from anyio import Event, current_time, move_on_after
 from msgspec.structs import replace
 
 from streamrl.base.concurrent_calls import all_of
@@ -70,10 +70,10 @@ class EnginePool:
         self.prefix_hits = PrefixHits()
         self._engines = dict(engines)
         self._drained = {name: {UNAVAILABLE} for name in unavailable}  # reasons by engine
-        self._emptied = {name: anyio.Event() for name in self.names}
+        self._emptied = {name: Event() for name in self.names}
         self._router = Router(self.names)
         self._choose_serving()
-        self._waiting: dict[str, anyio.Event] = {}  # by the id of a request that waits for a serving engine
+        self._waiting: dict[str, Event] = {}  # by the id of a request that waits for a serving engine
         self._first_ready: EngineReady | None = None  # every other engine must have the same model
         self._past = EngineLoad()  # counters of detached engines
         self._fatal_deaths = fatal_deaths
@@ -173,7 +173,7 @@ class EnginePool:
     async def _until_one_serves(self, request_id: str) -> bool:
         """Wait for a serving engine. Returns False for a request that was aborted while it waited."""
         while not self.serving:
-            event = self._waiting[request_id] = anyio.Event()
+            event = self._waiting[request_id] = Event()
             try:
                 await event.wait()
                 if request_id not in self._waiting:
@@ -213,9 +213,9 @@ class EnginePool:
         of a lost engine end without an abort."""
         self.withdraw([name], reason)
         while self._router.open_on(name) and name in self._drained and name in self._engines:
-            self._emptied[name] = anyio.Event()
+            self._emptied[name] = Event()
             await self._engines[name].abort(self._router.served_by(name))
-            with anyio.move_on_after(ABORT_AGAIN_SECONDS):
+            with move_on_after(ABORT_AGAIN_SECONDS):
                 if self._router.open_on(name):
                     await self._emptied[name].wait()
 
@@ -316,7 +316,7 @@ def _served_request(request: Generate, engine: str) -> ServedRequest[str]:
         prompt=prompt,
         sampled=request.prefix_length,
         max_tokens=prompt + request.max_tokens,
-        since=anyio.current_time(),
+        since=current_time(),
     )
 
 

@@ -6,13 +6,13 @@ streams is
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+from asyncio import CancelledError, Future, get_running_loop
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import anyio
+from anyio import Event, move_on_after
 
 from streamrl.base import messages
 from streamrl.base.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, StreamEnded, WeightError
@@ -36,9 +36,9 @@ class RemoteEngine:
         self._orders = orders
         self._events = events
         self._order_ids = itertools.count(ENGINE_FAILURE + 1)
-        self._requests: dict[str, asyncio.Future[Completion]] = {}
-        self._pending_orders: dict[int, tuple[asyncio.Future[messages.OrderDone], type[EngineError | WeightError]]] = {}
-        self._ready = anyio.Event()
+        self._requests: dict[str, Future[Completion]] = {}
+        self._pending_orders: dict[int, tuple[Future[messages.OrderDone], type[EngineError | WeightError]]] = {}
+        self._ready = Event()
         self.readiness: messages.EngineReady | None = None
         """First message of the engine process, when it was ready."""
         self._load = messages.EngineLoad()
@@ -49,7 +49,7 @@ class RemoteEngine:
         self._answered = 0
         self.events_received = 0
         """Number of events from the engine process."""
-        self.failed = anyio.Event()
+        self.failed = Event()
         """Set when the engine serves no more: see ``failure``."""
         self.lost_requests = 0
         """Number of requests that were open when the engine failed."""
@@ -95,13 +95,13 @@ class RemoteEngine:
         self._require_alive()
         if request.request_id in self._requests:
             raise RequestRefused(f"request {request.request_id} is already open; give every request its own id")
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        future: Future[Completion] = get_running_loop().create_future()
         self._requests[request.request_id] = future
         try:
             await self._send(request)
             return await future
-        except asyncio.CancelledError:
-            with anyio.move_on_after(CANCEL_SECONDS, shield=True):
+        except CancelledError:
+            with move_on_after(CANCEL_SECONDS, shield=True):
                 await self.abort([request.request_id])
             raise
         finally:
@@ -156,7 +156,7 @@ class RemoteEngine:
         """Have the engine process call ``method``. Raises ``error`` for a call that failed there."""
         self._require_alive()
         order_id = next(self._order_ids)
-        future: asyncio.Future[messages.OrderDone] = asyncio.get_running_loop().create_future()
+        future: Future[messages.OrderDone] = get_running_loop().create_future()
         self._pending_orders[order_id] = future, error
         try:
             await self._send(messages.EngineCall(order_id=order_id, method=method, arguments=arguments))
@@ -210,7 +210,7 @@ class RemoteEngine:
         if not self.failure:
             self.lost_requests = len(self._requests)
             self.failure = reason if reason.startswith(f"{self.name}:") else f"{self.name}: {reason}"
-        pending: list[asyncio.Future[Any]] = list(self._requests.values())
+        pending: list[Future[Any]] = list(self._requests.values())
         pending += [future for future, _ in self._pending_orders.values()]
         for future in pending:
             _settle(future, EngineError(self.failure))
@@ -222,14 +222,14 @@ class RemoteEngine:
             raise EngineError(self.failure)
 
 
-def _retrieve_exception(future: asyncio.Future[Any]) -> None:
+def _retrieve_exception(future: Future[Any]) -> None:
     """Retrieve the exception of a future that is not awaited any more, so that asyncio does not log it: the engine may
     have died before the order was sent."""
     if future.done() and not future.cancelled():
         future.exception()
 
 
-def _settle(future: asyncio.Future[Any] | None, outcome: Any) -> None:
+def _settle(future: Future[Any] | None, outcome: Any) -> None:
     if future is None or future.done():
         return
     if isinstance(outcome, Exception):

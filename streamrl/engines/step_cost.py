@@ -5,7 +5,7 @@ The simulated engine (an engine process), the choice of the set of engines (``el
 
 from __future__ import annotations
 
-import math
+from math import sqrt
 
 from msgspec import Struct
 
@@ -21,5 +21,5 @@ class StepCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def step_s(self, running: float, context: float = 0.0) -> float:
         """Return the seconds of a step of ``running`` requests with ``context`` tokens."""
-        root_s = self.per_root_running_s * math.sqrt(running) if self.per_root_running_s else 0.0
+        root_s = self.per_root_running_s * sqrt(running) if self.per_root_running_s else 0.0
         return self.base_s + self.per_running_s * running + root_s + self.per_context_token_s * context

@@ -80,7 +80,9 @@ class AttachedRewards:
     async def _carry_out(self, change: reward_messages.RewardChange, note: Note) -> reward_messages.RewardsChanged:
         try:
             rewards = changed(self._snapshot.rewards, change)
-            recipe = replace(self._recipe, rewards=rewards)
+            if isinstance(change, reward_messages.ReplaceReward):
+                self._refuse_another_name(change)
+            recipe = self._recipe.with_rewards(rewards)
             check_recipe(recipe, "rewards")
             if not isinstance(change, reward_messages.DetachReward):
                 await self._check(recipe, change.reward)
@@ -90,6 +92,15 @@ class AttachedRewards:
         except RecipeError as error:
             return self._answer(change, tuple(error.problems))
         return self._answer(change)
+
+    def _refuse_another_name(self, change: reward_messages.ReplaceReward) -> None:
+        """Raise ``RecipeError`` where training sets choose their rewards by name, and the reward has another one."""
+        sets = [name for name, training_set in self._recipe.prompts.sets.items() if training_set.rewards]
+        if sets and change.reward.label != change.name:
+            raise RecipeError(
+                f'"{change.reward.label}" in place of "{change.name}": prompts.train.{sets[0]} chooses rewards by '
+                f'name: give it the name "{change.name}"'
+            )
 
     def _changed_snapshot(self, change: reward_messages.RewardChange, rewards: tuple[Reward, ...]) -> RewardsSnapshot:
         """The snapshot after ``change``, with ``rewards``."""

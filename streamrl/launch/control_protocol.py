@@ -14,7 +14,7 @@ import hmac
 import struct
 from typing import Literal
 
-import msgspec
+from msgspec import msgpack
 
 from streamrl.base.errors import UNENCODABLE, WireError
 from streamrl.base.messages import Message
@@ -197,7 +197,7 @@ def encode(message: ControlRequest | ControlAnswer) -> bytes:
     """Encode a message with its length. Raises ``WireError`` for one that is too large."""
     largest = LARGEST_REQUEST if isinstance(message, ControlRequest) else LARGEST_ANSWER
     try:
-        body = msgspec.msgpack.encode(message)
+        body = msgpack.encode(message)
     except UNENCODABLE as error:
         raise WireError(f"a {type(message).__name__} cannot be sent: {error}") from error
     if len(body) > largest:

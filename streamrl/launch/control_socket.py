@@ -19,9 +19,19 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
+from anyio import (
+    BrokenResourceError,
+    ClosedResourceError,
+    EndOfStream,
+    create_task_group,
+    fail_after,
+    move_on_after,
+    sleep,
+)
 from anyio.abc import SocketAttribute, TaskGroup
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from streamrl.base.atomic_files import PRIVATE, create_file
 from streamrl.base.errors import RecipeError, StreamRLError, WireError
 from streamrl.comm.zmq_sockets import IPC_PATH_BYTES, KEEP_S
 from streamrl.launch import control_protocol as protocol
@@ -38,13 +48,7 @@ REQUESTS_A_SECOND = 20.0
 """How many requests are answered at once, and how many more each second: asking without pause slows nothing."""
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
-_CONNECTION_ERRORS = (
-    anyio.EndOfStream,
-    anyio.IncompleteRead,
-    anyio.BrokenResourceError,
-    anyio.ClosedResourceError,
-    OSError,
-)
+_CONNECTION_ERRORS = (EndOfStream, anyio.IncompleteRead, BrokenResourceError, ClosedResourceError, OSError)
 
 log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)  # orders are in supervisor.log, not in the terminal of the run
@@ -55,10 +59,8 @@ CarryOut = Callable[[protocol.ControlOperation], Awaitable[protocol.ControlAnswe
 def write_key(run_directory: Path) -> str:
     """Make a new key for this life of a run. The file is created such that only this user may read it."""
     key = secrets.token_hex(32)
-    (run_directory / KEY_FILE).unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(run_directory / KEY_FILE, flags, 0o600), "w") as file:
-        file.write(key)
+    with create_file(run_directory / KEY_FILE, PRIVATE) as file:
+        file.write(key.encode())
     return key
 
 
@@ -100,9 +102,12 @@ class ControlServer:
 
     async def open(self) -> None:
         """Make the socket. Raises ``StreamRLError`` where it cannot be made."""
-        check_path(self._path)
+        # Between bind and listen a connection is refused, so the file gets its name when the socket listens.
+        unready = self._path.with_name(f"{self._path.name}~")
+        check_path(unready)
         try:
-            self._listener = await anyio.create_unix_listener(self._path, mode=0o600, backlog=MOST_CONNECTIONS)
+            self._listener = await anyio.create_unix_listener(unready, mode=0o600, backlog=MOST_CONNECTIONS)
+            unready.rename(self._path)
         except OSError as error:
             raise StreamRLError(f"the control socket {self._path} cannot be made: {error.strerror}") from error
 
@@ -110,10 +115,10 @@ class ControlServer:
         """Serve connections after ``open`` until cancelled, and remove the socket."""
         assert self._listener is not None, "open comes before run"
         try:
-            async with anyio.create_task_group() as connections:
+            async with create_task_group() as connections:
                 connections.start_soon(self._take_connections, self._listener, connections)
                 while True:
-                    await anyio.sleep(KEEP_S)
+                    await sleep(KEEP_S)
                     try:
                         os.utime(self._path)  # cleaners of temporary files take what is old
                     except OSError:
@@ -129,9 +134,9 @@ class ControlServer:
             while True:
                 try:
                     stream = await listener.accept()
-                except anyio.BrokenResourceError as error:  # no file descriptors left, for example
+                except BrokenResourceError as error:  # no file descriptors left, for example
                     log.warning("the control socket cannot take a connection: %s", error.__cause__)
-                    await anyio.sleep(1)
+                    await sleep(1)
                     continue
                 connections.start_soon(self._serve, stream)
 
@@ -143,7 +148,7 @@ class ControlServer:
                 async with stream:
                     answer = await self._answer(stream)
                     content = _encoded_answer(answer)
-                    with anyio.move_on_after(self._limit_s):
+                    with move_on_after(self._limit_s):
                         await stream.send(content)
         finally:
             self._open_connections -= 1
@@ -158,7 +163,7 @@ class ControlServer:
         if not self._has_budget():
             return _refused(f"more than {REQUESTS_A_SECOND:g} requests a second: try again later")
         try:
-            with anyio.fail_after(self._limit_s):
+            with fail_after(self._limit_s):
                 body = await _receive(stream, protocol.LARGEST_REQUEST)
                 request = protocol.decode_request(body)
         except TimeoutError:
@@ -207,7 +212,7 @@ async def serving_control(path: Path, run_directory: Path, carry_out: CarryOut) 
     try:
         server = ControlServer(path, key, carry_out)
         await server.open()
-        async with anyio.create_task_group() as tasks:
+        async with create_task_group() as tasks:
             tasks.start_soon(server.run)
             try:
                 yield
@@ -224,7 +229,7 @@ async def ask_control(
     run listens there, or it does not answer in time."""
     check_path(path)
     try:
-        with anyio.fail_after(timeout_s):
+        with fail_after(timeout_s):
             async with await anyio.connect_unix(path) as stream:
                 _, user = peer_of(stream)
                 if user not in (os.getuid(), 0):

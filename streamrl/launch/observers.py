@@ -13,8 +13,9 @@ from streamrl.control.actions import Decision
 from streamrl.engines.elastic.elastic_engines import ElasticEngines, set_chooser
 from streamrl.engines.elastic.freeing import Freeing
 from streamrl.engines.push.verify import WeightAudit
-from streamrl.engines.vllm.options import cpu_block_tokens, expected_room, installed_device
+from streamrl.engines.vllm.options import cpu_block_tokens, dtype_of_engines, expected_room
 from streamrl.engines.vllm.statistics import DraftFigures
+from streamrl.engines.vllm.visible_gpus import installed_device
 from streamrl.launch.processes import Emit, Processes
 from streamrl.launch.run_record import JournalledRun
 from streamrl.launch.sampling import capacity
@@ -51,12 +52,15 @@ def run_observers(
     """Return the report, and all observers: elastic engines, the audit of weights, the report, the trace, missing
     samples, live figures, the resumption of a resumed run, and ``users``."""
     recovered = record.recovered
-    resumption = Resumption(recovered, processes.trainer, watch.waits) if recovered is not None else None
+    resumption = None
+    if recovered is not None:
+        resumption = Resumption(recovered, processes.trainer, watch.waits, processes.turns)
     elastic = _elastic_engines(recipe, processes, record, emit)
     audits = run_directory / "audits.jsonl"
     interval = recipe.weights.audit_interval
     mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0  # simulated engines need not agree
-    canary = canary_bounds(recipe.training, recipe.engines, installed_device()).alarm
+    device = installed_device()
+    canary = canary_bounds(recipe.training, recipe.engines, device, dtype_of_engines(recipe, device)).alarm
     pool = processes.pool
     header = _trace_header(recipe, run_directory.name, processes)
     drafts = DraftFigures(pool.load)
@@ -70,7 +74,14 @@ def run_observers(
         serving=lambda: len(pool.serving),
         rewards_in_flight=processes.reward.in_flight,
         loop_lag=watch.take_loop_lag,
-        more_metrics=lambda: elastic.figures | drafts.take() | pool.prefix_hits.take() | observer_figures(users),
+        contexts=episodes.contexts,
+        more_metrics=lambda: (
+            elastic.figures
+            | processes.turns.figures
+            | drafts.take()
+            | pool.prefix_hits.take()
+            | observer_figures(users)
+        ),
     )
     report = RunReport(
         emit,

@@ -7,20 +7,30 @@ watches the processes, and yields the events of the controller. It needs neither
 from __future__ import annotations
 
 import itertools
-import logging
-import math
-import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from logging import getLogger
+from math import inf
+from os import getpid
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 import anyio
 import anyio.to_thread
+from anyio import (
+    CancelScope,
+    ClosedResourceError,
+    Event,
+    create_memory_object_stream,
+    create_task_group,
+    move_on_after,
+    sleep,
+    sleep_forever,
+)
 from msgspec.structs import replace
 
 from streamrl.base.atomic_files import make_directory, write_durable, write_link
@@ -73,7 +83,7 @@ from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.reward_messages import ListRewards, RewardReply, RewardRequest
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, rewards_file
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 PROGRESS_BACKLOG = 1000
 """Events that a slow reader may leave unread before progress is dropped; steps never are."""
@@ -128,13 +138,13 @@ class Pipeline:
         self._lock: IO[bytes] | None = None
         self._drain_s = drain_s
         self._failure: ProcessDied | None = None
-        self._run_over = anyio.Event()
-        self._all_events_received = anyio.Event()
+        self._run_over = Event()
+        self._all_events_received = Event()
         self._rewards = RewardAttachments(partial(name_of_code, directory=cells))
         self._steering = SteeringRequests()
         self._resources = AsyncExitStack()
-        self._steps_scope = anyio.CancelScope()  # of the stream from the present controller
-        self._steps_bound = anyio.Event()
+        self._steps_scope = CancelScope()  # of the stream from the present controller
+        self._steps_bound = Event()
 
     @classmethod
     def of_run(
@@ -195,6 +205,8 @@ class Pipeline:
             log.warning("%s", merging)
         self.recipe, rewards = await to_thread(with_checkpoint_rewards, self.recipe)
         await to_thread(preflight, self.recipe, rewards)
+        placement = await to_thread(gpu_placement, self.recipe)
+        self.recipe = placement.decided(self.recipe)
         await hosts_of(self.recipe)
         self.run_directory = await to_thread(_make_run_directory, self.recipe, rewards)
         self._lock = lock_run(self.run_directory)
@@ -214,7 +226,7 @@ class Pipeline:
 
     async def _start(self) -> Self:
         sockets = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))  # short: a socket path has at most 107 bytes
-        self._sender, self._receiver = anyio.create_memory_object_stream[RunEvent](math.inf)
+        self._sender, self._receiver = create_memory_object_stream[RunEvent](inf)
         topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
         async with AsyncExitStack() as entered:
             # A run on a cluster that goes on with fewer ranks saves its recipe by ``write_changed_recipe``.
@@ -241,7 +253,7 @@ class Pipeline:
             await entered.enter_async_context(
                 serving_control(control_socket(topology), self.run_directory, self._carry_out)
             )
-            self._tasks = await entered.enter_async_context(anyio.create_task_group())
+            self._tasks = await entered.enter_async_context(create_task_group())
             self._tasks.start_soon(self._watch)
             self._tasks.start_soon(self._receive, topology.endpoint("controller", "steps"))
             self._tasks.start_soon(self._rewards.run, rewards_endpoint(topology))
@@ -255,10 +267,10 @@ class Pipeline:
         try:
             if kind is None and not self._run_over.is_set():
                 self.drain()
-                with anyio.move_on_after(self._drain_s):
+                with move_on_after(self._drain_s):
                     await self._run_over.wait()
             await self._supervisor.kill(GRACE_S if kind is None else 0.0)
-            with anyio.CancelScope(shield=True):
+            with CancelScope(shield=True):
                 for failure in await anyio.to_thread.run_sync(remove_half_written, self.run_directory):
                     log.warning("%s", failure)
             self._tasks.cancel_scope.cancel()
@@ -305,7 +317,7 @@ class Pipeline:
     async def _watch(self) -> None:
         try:
             await self._supervisor.watch()
-            with anyio.move_on_after(LAST_EVENTS_S):  # the last events of the controller may not be read yet
+            with move_on_after(LAST_EVENTS_S):  # the last events of the controller may not be read yet
                 await self._all_events_received.wait()
         except ProcessDied as died:
             await self._note_failure(died)
@@ -317,8 +329,8 @@ class Pipeline:
 
     async def _note_failure(self, died: ProcessDied) -> None:
         """End all processes, and write the crash bundle."""
-        if ask_for_stacks(os.getpid()):  # the children of this process
-            await anyio.sleep(STACKS_S)
+        if ask_for_stacks(getpid()):  # the children of this process
+            await sleep(STACKS_S)
         await self._supervisor.kill()
         note = await anyio.to_thread.run_sync(_crash_note, self.run_directory, str(died), abandon_on_cancel=True)
         self._failure = ProcessDied(f"{died}\n{note}")
@@ -326,7 +338,7 @@ class Pipeline:
     async def _receive(self, endpoint: str) -> None:
         """Receive the events of the controller and of its successors."""
         while not self._all_events_received.is_set():
-            with anyio.CancelScope() as self._steps_scope:
+            with CancelScope() as self._steps_scope:
                 async with zmq_receiver(ParentMessage, endpoint, bind=True, name="controller.steps") as steps:
                     self._steps_bound.set()
                     await self._listen(steps)
@@ -335,7 +347,7 @@ class Pipeline:
 
     async def _rebind_events(self) -> None:
         """Close the stream from the controller that died, and bind it for the next one, before the run is resumed."""
-        self._steps_bound = anyio.Event()
+        self._steps_bound = Event()
         self._steps_scope.cancel()
         self._rewards.controller_replaced()
         self._steering.controller_replaced()
@@ -361,11 +373,11 @@ class Pipeline:
                 backlog = self._sender.statistics().current_buffer_used
                 if not isinstance(event, RunProgress) or backlog < PROGRESS_BACKLOG:
                     await self._sender.send(event)
-        except anyio.ClosedResourceError:
+        except ClosedResourceError:
             return
         except StreamBroken:
             # The controller is gone: the supervisor reports its death or starts a successor.
-            await anyio.sleep_forever()
+            await sleep_forever()
 
 
 async def carry_out(

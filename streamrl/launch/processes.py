@@ -1,16 +1,15 @@
 """Connections of the controller to the other processes of a run: engines, trainer ranks, reward workers, environment
-workers, judge. ``run_controller`` makes them at the start, in the controller's process."""
+workers, judge, teacher. ``run_controller`` makes them at the start, in the controller's process."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from logging import getLogger
 from pathlib import Path
 
-import anyio
-from anyio import to_thread
+from anyio import current_time, to_thread
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
@@ -29,9 +28,11 @@ from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.stream import exchange_hello
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.contracts import Turns
 from streamrl.engines.elastic.engine_processes import EngineProcesses
+from streamrl.engines.elastic.turns import EngineTurns
 from streamrl.engines.pool import EnginePool
-from streamrl.engines.vllm.options import installed_device
+from streamrl.engines.vllm.visible_gpus import installed_device
 from streamrl.launch.attached_rewards import AttachedRewards
 from streamrl.launch.control_protocol import ParentMessage, SteeringReply
 from streamrl.launch.reward_workers import open_reward_stage
@@ -39,13 +40,13 @@ from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_diff
 from streamrl.recipe.environment import ENVIRONMENT_REWARD
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Role, Topology, prepared_sets
-from streamrl.rewards.judge.link import JudgeLink
 from streamrl.rewards.reward_messages import RewardReply
+from streamrl.rewards.served.link import ServedModelLink
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.stages.environment import EnvironmentStage, EnvironmentStreams
 from streamrl.stages.reward import RewardStage
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 SayReady = Callable[[Iterable[str]], Awaitable[None]]
 Emit = Callable[[RunEvent | RewardReply | SteeringReply], Awaitable[None]]
@@ -54,8 +55,10 @@ Emit = Callable[[RunEvent | RewardReply | SteeringReply], Awaitable[None]]
 class Processes(Struct, frozen=True, kw_only=True):
     """Connections to the processes of a run that are ready. ``ready``: summary of the engines of the first set, which
     started within ``start_s`` seconds; ``rank``: hello of the first trainer rank; ``environment``: stage of the
-    environment workers, or None."""
+    environment workers, or None; ``turns``: turns of engines and ranks; ``models``: judge and teacher, where the run
+    serves them."""
 
+    turns: Turns
     tokenizer: Tokenizer
     reward: RewardStage
     attached: AttachedRewards
@@ -65,14 +68,15 @@ class Processes(Struct, frozen=True, kw_only=True):
     start_s: float
     trainer: TrainerRanks
     rank: TrainerReady
-    judge: JudgeLink
+    models: Sequence[ServedModelLink]
     environment: EnvironmentStage | None
 
     async def aclose(self) -> None:
         """End the streams of orders: a process ends when its orders end. The controller has ended the ranks' orders."""
         await self.engine_processes.aclose()
         await self.pool.aclose()
-        self.judge.retire()
+        for model in self.models:
+            model.retire()
 
 
 async def connect_ranks(recipe: Recipe, topology: Topology, streams: AsyncExitStack) -> TrainerRanks:
@@ -88,7 +92,7 @@ async def connect_processes(
     run_directory: Path,
     *,
     trainer: TrainerRanks,
-    judge: JudgeLink,
+    models: Sequence[ServedModelLink],
     order: Callable[[ParentMessage], Awaitable[None]],
     emit: Emit,
     waits: Waits,
@@ -96,10 +100,10 @@ async def connect_processes(
 ) -> Processes:
     """Wait, concurrently, until every process is ready. ``order``: sends an order to the supervisor; ``nursery``: task
     group in which the connections are served. Raises ``StreamRLError`` for processes with different tokenizers."""
-    began_s = anyio.current_time()
+    began_s = current_time()
 
     async def say_ready(names: Iterable[str]) -> None:
-        seconds = anyio.current_time() - began_s
+        seconds = current_time() - began_s
         await emit(StartProgress(process=", ".join(names), state="ready", seconds=seconds))
 
     async def ready_ranks() -> list[TrainerReady]:
@@ -107,18 +111,24 @@ async def connect_processes(
         await say_ready(f"trainer-{hello.rank}" for hello in hellos)
         return hellos
 
-    nursery.start_soon(judge.run)
+    for model in models:
+        nursery.start_soon(model.run)
     loading = BackgroundCall(nursery, partial(to_thread.run_sync, load_tokenizer, recipe.model.path))
     environment = _environment_stage(recipe, topology, say_ready)
     scoring = BackgroundCall(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
     training = BackgroundCall(nursery, ready_ranks)
+    if recipe.in_turns:
+        # A vLLM that starts needs its memory: the ranks have moved their state away when they are ready.
+        with waits.waiting_for("the trainer ranks to load"):
+            await training.result()
     with waits.waiting_for("the engines to start"):
         engine_processes, pool, ready = await _start_engines(recipe, topology, order, emit, nursery)
     await say_ready(prepared_sets(recipe)[0].engines)
-    start_s = anyio.current_time() - began_s
+    start_s = current_time() - began_s
     with waits.waiting_for("the trainer ranks to load"):
         hellos = await training.result()
-    await judge.ready(pool.load, min(ready.max_num_seqs, recipe.batch_trajectories))
+    for model in models:
+        await model.ready(pool.load, min(ready.max_num_seqs, recipe.batch_trajectories))
     tokenizer = await loading.result()
     reward, attached = await scoring.result()
     if tokenizer.end_notice:
@@ -128,7 +138,11 @@ async def connect_processes(
     digests |= {f"trainer rank {hello.rank}": hello.tokenizer_digest for hello in hellos}
     refuse_different_tokenizers(recipe.model.path, digests)
     nursery.start_soon(trainer.run)
+    turns = Turns()
+    if recipe.in_turns:
+        turns = EngineTurns(engine_processes, prepared_sets(recipe)[0].engines, lambda: trainer.holds_state)
     return Processes(
+        turns=turns,
         tokenizer=tokenizer,
         reward=reward,
         attached=attached,
@@ -138,7 +152,7 @@ async def connect_processes(
         start_s=start_s,
         trainer=trainer,
         rank=hellos[0],
-        judge=judge,
+        models=models,
         environment=environment,
     )
 
@@ -151,7 +165,7 @@ async def _start_engines(
     nursery: TaskGroup,
 ) -> tuple[EngineProcesses, EnginePool, EngineReady]:
     """Start and wait for the engines of the first set. Engines of other sets sleep, or end on a CPU, where vLLM's sleep
-    does nothing."""
+    frees nothing. Engines that take turns with the ranks sleep in any case: their sets are never exchanged."""
     sleeps = bool(recipe.engines.sets and recipe.engines.sleep_level) and installed_device() != "cpu"
     sets = prepared_sets(recipe)
     guard = KeyGuard(KeyRole.ENGINE)
@@ -159,7 +173,15 @@ async def _start_engines(
     for engine_set in sets:
         for name in engine_set.engines:
             endpoints[name] = (topology.endpoint(name, "orders"), topology.endpoint(name, "completions"))
-    processes = EngineProcesses(endpoints, recipe.engines, order=order, emit=emit, guard=guard, sleeps=sleeps)
+    processes = EngineProcesses(
+        endpoints,
+        recipe.engines,
+        order=order,
+        emit=emit,
+        guard=guard,
+        sleeps=sleeps or recipe.in_turns,
+        starts_inactive=recipe.in_turns,
+    )
     await nursery.start(processes.run)
     return processes, *await processes.start(sets[0].engines)
 

@@ -26,7 +26,7 @@ from streamrl.rewards.rewards_snapshot import fresh_rewards, read_rewards_file
 from streamrl.rewards.signature import needed_columns
 from streamrl.rewards.time_limits import LearntLimits
 from streamrl.run.prompts.open_prompts import check_prompts, missing_columns, open_prompts
-from streamrl.run.prompts.prompt_spec import SourceKind, prompt_sources, read_spec
+from streamrl.run.prompts.prompt_spec import SourceKind, prompt_sources, read_spec, settings_of_sources
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, wait_ready
 
 FIRST_PROMPTS = 16
@@ -96,8 +96,9 @@ async def check_reward(recipe: Recipe, reward: Reward) -> None:
     if inspection.signature is not None:
         columns = needed_columns([inspection.signature])
         tokenizer = await to_thread.run_sync(load_tokenizer, recipe.model.path)
+        settings = settings_of_sources(recipe)
         for path, spec in prompt_sources(recipe).items():
-            if any(columns.values()):
+            if any(columns.values()) and settings[path].serves(reward):
                 problems += [f"{path}: {text}" for text in await _missing_columns(spec, tokenizer, columns)]
     if problems:
         raise RecipeError(*dict.fromkeys(problems))

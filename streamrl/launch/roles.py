@@ -3,14 +3,17 @@ the modules of its role."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from functools import partial
+from os import environ
 from pathlib import Path
 from typing import Any
 
+from anyio import move_on_after, sleep
 from msgspec.structs import replace
 
+from streamrl.base.errors import EngineError
 from streamrl.base.messages import (
     EngineEvent,
     EngineOrder,
@@ -28,15 +31,26 @@ from streamrl.contracts import WatchedEngine
 from streamrl.engines.engine_process import serve_engine
 from streamrl.engines.push.relay_tree import relay_endpoint
 from streamrl.engines.vllm.options import EngineOptions, engine_options
+from streamrl.launch.weight_movers import movers_of
 from streamrl.processes.run_role import ChildSetup, RoleMain
-from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.remote_names import place_of_run
 from streamrl.recipe.sections import EngineKind, Recipe
-from streamrl.recipe.topology import RENDEZVOUS, RENDEZVOUS_FILE, ProcessPlan, Role, Topology, judge_socket
-from streamrl.rewards.judge.gate import JudgeEvent, JudgeOrder
+from streamrl.recipe.served_models import JUDGE_MODEL, JUDGE_SOCKET
+from streamrl.recipe.topology import (
+    RENDEZVOUS,
+    RENDEZVOUS_FILE,
+    ProcessPlan,
+    Role,
+    Topology,
+    model_socket,
+    served_models,
+)
 from streamrl.rewards.reward_messages import RewardOrder, RewardResult
+from streamrl.rewards.served.gate import ModelEvent, ModelOrder
 from streamrl.rewards.user_variables import keep_variables_of_user_code
 
+LOADED_POLL_S = 0.05
+LOAD_TIMEOUT_S = 3600.0
 Streams = tuple[ZmqReceiveStream[Any], ZmqSendStream[Any]]
 
 
@@ -51,7 +65,8 @@ def role_main(role: Role) -> RoleMain:
         Role.TRAINER: run_trainer,
         Role.REWARD: run_reward,
         Role.ENVIRONMENT: run_environment,
-        Role.JUDGE: run_judge,
+        Role.JUDGE: run_served_model,
+        Role.TEACHER: run_served_model,
     }[role]
 
 
@@ -80,6 +95,7 @@ async def run_engine(setup: ChildSetup) -> None:
     """Serve one engine of vLLM or a simulated engine until the orders end."""
     engine = engine_of(setup.recipe, setup.plan, setup.socket_directory)
     name = setup.plan.name
+    await _ranks_have_loaded(setup)
     streams = controller_streams(setup.topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
     endpoint = relay_endpoint(setup.topology, name)
     if not endpoint:
@@ -89,6 +105,32 @@ async def run_engine(setup: ChildSetup) -> None:
 
         relay = Relay(endpoint, f"ipc://{setup.socket_directory / name}.relay")
         await serve_engine(engine, _with_relay(relay, streams), relay.through)
+
+
+async def _ranks_have_loaded(setup: ChildSetup) -> None:
+    """Wait for the trainer ranks that share a GPU with this engine: vLLM counts what they take meanwhile as its own.
+    Raises ``EngineError`` after ``LOAD_TIMEOUT_S``."""
+    engine = setup.plan
+    ranks = [
+        plan
+        for plan in setup.topology.processes
+        if plan.role is Role.TRAINER and plan.host == engine.host and set(plan.gpus) & set(engine.gpus)
+    ]
+    with move_on_after(LOAD_TIMEOUT_S):
+        for plan in ranks:
+            note_phase(f"waits until {plan.name}, on the same GPU, has loaded")
+            while not _loaded_file(setup, plan.name).exists():  # noqa: ASYNC110 - another process makes the file
+                await sleep(LOADED_POLL_S)
+        return
+    raise EngineError(
+        f"{engine.name} shares a GPU with {', '.join(plan.name for plan in ranks)}, which had not loaded within "
+        f"{LOAD_TIMEOUT_S:g} s: look at its log, and at the disk of the model"
+    )
+
+
+def _loaded_file(setup: ChildSetup, rank: str) -> Path:
+    """File that a trainer rank makes when it has loaded. It is removed with the sockets before a run is resumed."""
+    return setup.socket_directory / f"{rank}.loaded"
 
 
 @asynccontextmanager
@@ -103,12 +145,18 @@ async def _with_relay(
 
 def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine:
     """Make the engine of ``plan`` in this process, without starting it."""
-    options = engine_options(recipe, plan.index, sockets, gpu_memory_utilization=plan.gpu_memory_utilization)
+    options = engine_options(
+        recipe,
+        plan.index,
+        sockets,
+        gpu_memory_utilization=plan.gpu_memory_utilization,
+        keeps_weights=plan.keeps_weights,
+    )
     return _simulated(options, sockets) if recipe.engines.kind is EngineKind.SIMULATED else _vllm(options)
 
 
 def _vllm(options: EngineOptions) -> WatchedEngine:
-    os.environ.update(options.variables)  # vLLM reads it when it is imported
+    environ.update(options.variables)  # vLLM reads it when it is imported
     from streamrl.engines.vllm.engine import RunEngine
 
     return RunEngine(options)
@@ -128,15 +176,15 @@ def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
         name=options.name,
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
-        kv_tokens=max(options.cache_blocks - 1, 0) * options.block_tokens,
+        kv_tokens=options.cache_tokens,
         tokenizer_digest=tokenizer.digest,
     )
-    replica = shared_replica(os.environ.get(RUN_MARKER, ""), options.model_path, sockets)
+    replica = shared_replica(environ.get(RUN_MARKER, ""), options.model_path, sockets)
     weights = SimulatedWeights(Path(options.model_path), replica)
     return SimulatedEngine(simulation_options, text=sentences_of(tokenizer), weights=weights)
 
 
-# ---- trainer, rewards, judge -----------------------------------------------------------------------
+# ---- trainer, rewards, served models ---------------------------------------------------------------
 
 
 async def run_trainer(setup: ChildSetup) -> None:
@@ -164,11 +212,12 @@ async def run_trainer(setup: ChildSetup) -> None:
     )
     if setup.plan.gpus:
         options = replace(options, device="cuda")  # the only GPU that this process sees
-    trainer = TorchTrainer(options, start_publisher, tokenizer_digest)
+    movers = movers_of(recipe, setup.topology).values()
+    trainer = TorchTrainer(options, partial(start_publisher, movers=set(movers)), tokenizer_digest)
     streams = controller_streams(setup.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
     note_phase("loads the model")
     async with streams as (batches, reports):
-        await run_training(trainer, batches, reports)
+        await run_training(trainer, batches, reports, _loaded_file(setup, name).touch)
 
 
 async def run_reward(setup: ChildSetup) -> None:
@@ -177,8 +226,8 @@ async def run_reward(setup: ChildSetup) -> None:
     from streamrl.pretrained.tokenizer import load_tokenizer
     from streamrl.rewards.calls.worker import run_reward_worker
 
-    os.environ[JUDGE_SOCKET] = str(judge_socket(setup.topology) or "")
-    os.environ[JUDGE_MODEL] = setup.recipe.judge.model
+    environ[JUDGE_SOCKET] = str(model_socket(setup.topology, Role.JUDGE) or "")
+    environ[JUDGE_MODEL] = setup.recipe.judge.model
     name = setup.plan.name
     streams = controller_streams(setup.topology, name, ("orders", RewardOrder), ("results", RewardResult))
     async with streams as (orders, results):
@@ -201,18 +250,20 @@ async def run_environment(setup: ChildSetup) -> None:
         await run_environment_worker(recipe.environment, tokenizer, setup.plan.index, orders, events)
 
 
-async def run_judge(setup: ChildSetup) -> None:
-    """Answer questions of rewards with the run's judge until the orders of the controller end."""
-    from streamrl.rewards.judge.options import judge_options
+async def run_served_model(setup: ChildSetup) -> None:
+    """Answer questions with the judge or teacher of the run until the orders of the controller end."""
+    from streamrl.rewards.served.options import served_options
 
-    options = judge_options(setup.recipe, setup.socket_directory)
-    os.environ.update(options.variables)  # vLLM reads it when it is imported
+    role = setup.plan.role
+    options = served_options(setup.recipe, role, setup.socket_directory)
+    environ.update(options.variables)  # vLLM reads it when it is imported
     from streamrl.engines.vllm.engine import RunEngine
-    from streamrl.rewards.judge.server import serve_judge
+    from streamrl.rewards.served.server import serve_model
 
     name = setup.plan.name
-    path = judge_socket(setup.topology)
+    settings = served_models(setup.recipe)[role]
+    path = model_socket(setup.topology, role)
     assert path is not None
-    streams = controller_streams(setup.topology, name, ("orders", JudgeOrder), ("reports", JudgeEvent))
+    streams = controller_streams(setup.topology, name, ("orders", ModelOrder), ("reports", ModelEvent))
     async with streams as (orders, reports):
-        await serve_judge(RunEngine(options), setup.recipe.judge, path, orders, reports, sleeps=options.sleeps)
+        await serve_model(RunEngine(options), settings, path, orders, reports, sleeps=options.sleeps)

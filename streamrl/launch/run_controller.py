@@ -27,13 +27,13 @@ control with its observers, and the episodes that control launches), and ends th
 
 from __future__ import annotations
 
-import signal
 from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from signal import SIGTERM
 
 import anyio
-from anyio import to_thread
+from anyio import create_task_group, to_thread
 from anyio.abc import TaskGroup
 
 from streamrl.base.run_events import RunEvent, RunFinished, RunStarted
@@ -45,7 +45,7 @@ from streamrl.launch.observers import run_observers
 from streamrl.launch.processes import Emit, Processes, connect_processes, connect_ranks
 from streamrl.launch.reward_workers import change_rewards
 from streamrl.launch.run_record import JournalledRun, open_record
-from streamrl.launch.sampling import open_episodes, open_weight_sync, training_prompts
+from streamrl.launch.sampling import open_episodes, open_imitated_rows, open_weight_sync, training_prompts
 from streamrl.launch.steering.steering import SteeringService
 from streamrl.launch.steering.steering_requests import steering_endpoint
 from streamrl.observe.report.trace_events import TraceEvents
@@ -59,9 +59,9 @@ from streamrl.processes.watchdog import Watchdog
 from streamrl.recipe.rules.transport_rules import transport_metrics
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.topology import metrics_endpoint
-from streamrl.rewards.judge.link import JudgeLink
+from streamrl.recipe.topology import metrics_endpoint, served_models
 from streamrl.rewards.reward_messages import RewardReply, RewardsListed
+from streamrl.rewards.served.link import ServedModelLink
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
 from streamrl.run.copies.checkpoint_copies import open_copies
@@ -85,23 +85,24 @@ async def run_controller(setup: ChildSetup) -> None:
         events = TraceEvents()
         reporter = Reporter([metrics, socket, events], constant_metrics=transport_metrics(recipe))
         streams.callback(reporter.close)
-        judge = JudgeLink(recipe.judge, topology)
+        models = [ServedModelLink(role, topology) for role in served_models(recipe)]
 
         async def emit(event: RunEvent | RewardReply | SteeringReply) -> None:
-            event = judge.measured(event)
+            for model in models:
+                event = model.measured(event)
             if not isinstance(event, RewardsListed | SteeringReply):  # only the process that asked needs them
                 event = reporter.record(event)
             await steps.send(event)
 
         watch = Watchdog(recipe, run_directory, emit)
-        async with anyio.create_task_group() as nursery:
+        async with create_task_group() as nursery:
             nursery.start_soon(watch.run)
             processes = await connect_processes(
                 recipe,
                 topology,
                 run_directory,
                 trainer=trainer,
-                judge=judge,
+                models=models,
                 order=steps.send,
                 emit=emit,
                 waits=watch.waits,
@@ -134,10 +135,11 @@ async def _train(
     trainer = processes.trainer
     held_out = await read_held_out(recipe, processes.tokenizer, in_flight=processes.ready.max_num_seqs)
     record = await to_thread.run_sync(open_record, recipe, control_settings(recipe), run_directory, version)
-    episodes = await open_episodes(recipe, processes, record.journal, held_out, emit)
+    episodes = await open_episodes(recipe, setup.topology, processes, record.journal, held_out, emit)
     reward = processes.reward
     # The services of the controller: prompts, pushes of weights, checkpoints, evaluations.
-    prompts = training_prompts(recipe, processes.tokenizer, start=record.control.state.prompts.drawn)
+    prompts = training_prompts(recipe, processes.tokenizer, record.control.state.prompts)
+    imitated_rows = await open_imitated_rows(recipe, processes, emit)
     sync = await open_weight_sync(recipe, run_directory, processes, episodes, watch.waits)
     copies = await open_copies(recipe, run_directory, emit)
     keeper = CheckpointKeeper(
@@ -164,6 +166,7 @@ async def _train(
         sync=sync,
         evaluations=evaluations,
         save=lambda version, files: keeper.save(version, {**files, **processes.attached.file()}),
+        turns=processes.turns,
         observers=[*observers, steering],
         waits=watch.waits,
         wait_for_copies=copies.settled if copies else None,
@@ -173,7 +176,7 @@ async def _train(
     copied = copies.sent_bytes if copies else lambda: 0
     watch.follow(controller.state, episodes.statistics, load, scoring, trainer.answers, copied, report.waits)
     try:
-        async with anyio.create_task_group() as services:
+        async with create_task_group() as services:
             _start_controls(services, recipe, run_directory, controller)
             services.start_soon(record.run)
             services.start_soon(steering.serve, steering_endpoint(topology), controller.state, controller.notify)
@@ -191,6 +194,7 @@ async def _train(
         report.close()
         await record.aclose()
         await prompts.aclose()
+        await imitated_rows.aclose()
         await close_all([user.calls for user in users], "end")  # last: code of users may be slow
 
 
@@ -219,6 +223,6 @@ def _start_controls(services: TaskGroup, recipe: Recipe, run_directory: Path, co
 
 
 async def _stop_on_sigterm(controller: Controller) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+    with anyio.open_signal_receiver(SIGTERM) as signals:
         async for _ in signals:
             controller.stop("drained")

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import IO
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, json
 from msgspec.structs import replace
 
 from streamrl.base.atomic_files import hold_lock, write_durable
@@ -129,23 +128,24 @@ def _short(text: str) -> str:
 def _read_inputs(run_directory: Path) -> RunInputs:
     path = run_directory / INPUTS_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunInputs)
+        return json.decode(path.read_bytes(), type=RunInputs)
     except (OSError, *UNDECODABLE) as error:
         raise InputError(f"{run_directory} is not the directory of a run: name one, such as runs/latest") from error
 
 
 def _write(run_directory: Path, inputs: RunInputs) -> None:
-    write_durable(run_directory / INPUTS_FILE, msgspec.json.format(msgspec.json.encode(inputs), indent=1))
+    write_durable(run_directory / INPUTS_FILE, json.format(json.encode(inputs), indent=1))
 
 
 def _named_files(recipe: Recipe) -> Iterator[Path]:
     """Files of the model, prompts, functions and commands that ``recipe`` names, without files of the Hub."""
-    places = [Path(recipe.model.path)]
+    places = [Path(model) for model in (recipe.model.path, recipe.objective.reference) if model]
     for spec in prompt_sources(recipe).values():
         source = read_spec(spec)
         if source.kind not in (SourceKind.ITERATOR, SourceKind.TASK):
             places.append(source.path)
     functions = [*(reward.function for reward in recipe.rewards), recipe.reward_limits.combine, recipe.rollout.policy]
+    functions.append(recipe.objective.function)
     functions += [recipe.environment.episode, recipe.environment.env, *recipe.environment.tools]
     commands = [recipe.environment.agent, *recipe.environment.servers]
     places += [Path(word) for command in commands for word in command if Path(word).is_file()]

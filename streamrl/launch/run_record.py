@@ -52,6 +52,7 @@ def open_record(recipe: Recipe, settings: ControlSettings, run_directory: Path, 
     checkpoints."""
     file, recovered = _open_journal(recipe, settings, run_directory, start_version)
     store = TrajectoryStore() if recovered is None else recovered.store
+    store.imitates_observations = recipe.environment.learn_observations > 0
     journal = RunJournal(file, store, recovered)
     if recovered is not None:
         return JournalledRun(

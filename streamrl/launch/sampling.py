@@ -4,45 +4,58 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from anyio import to_thread
 
+from streamrl.base.errors import RecipeError
 from streamrl.base.run_events import RunWarning
 from streamrl.base.types import token_array
 from streamrl.base.waits import Waits
-from streamrl.contracts import Journal
+from streamrl.contracts import Journal, Scorer
+from streamrl.control.run_state import PromptPool
 from streamrl.engines.push.relay_tree import RelayTree, relay_places
 from streamrl.engines.push.verify import canary_of
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.vllm.batch_invariance import PROBES, batch_invariant
-from streamrl.engines.vllm.options import installed_device
+from streamrl.engines.vllm.options import dtype_of_engines
+from streamrl.engines.vllm.visible_gpus import installed_device
 from streamrl.launch.processes import Emit, Processes
+from streamrl.prepare.recipe_probe import PROBE_TIMEOUT_S, look_at_environment
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.recipe.sections import Recipe
-from streamrl.recipe.topology import read_topology
+from streamrl.recipe.sections import ONE_SET, Recipe
+from streamrl.recipe.topology import Role, Topology, model_socket, read_topology
+from streamrl.rewards.teacher.scorer import TeacherScorer
 from streamrl.run.evaluate.evaluation import HeldOut
-from streamrl.run.prompts.mixed_prompts import MixedPrompts
-from streamrl.run.prompts.open_prompts import OpenPrompts, open_prompts
-from streamrl.run.prompts.prompt_spec import prompt_sources
-from streamrl.stages.episodes import Episodes, one_completion
+from streamrl.run.prompts.imitated_rows import ImitatedRows
+from streamrl.run.prompts.prompt_sets import PromptSets, open_training_sets
+from streamrl.stages.episodes import Episodes, completion_or, one_completion
 
 
-def training_prompts(recipe: Recipe, tokenizer: Tokenizer, *, start: int) -> OpenPrompts:
-    """Open the prompts that are trained on. ``start``: number of prompts that earlier lives of the run drew."""
-    source = recipe.prompts
-    mix = recipe.tail_batching
-    train = prompt_sources(recipe)["prompts.train"]
-    reader = None if recipe.environment.configured else tokenizer  # an environment writes the prompts
-    open_source = partial(open_prompts, train, reader, seed=recipe.run.seed, shuffle=source.shuffle)
-    if mix.domains:
-        return MixedPrompts(open_source(), mix.domain_column, mix.domains, start)
-    return open_source(start=start)
+def training_prompts(recipe: Recipe, tokenizer: Tokenizer, pool: PromptPool) -> PromptSets:
+    """Open the prompts that are trained on. ``pool``: prompts that earlier lives of the run drew."""
+    positions = {name: drawn.drawn for name, drawn in pool.sets.items()}
+    return open_training_sets(recipe, tokenizer, {**positions, ONE_SET: pool.drawn})
+
+
+async def open_imitated_rows(recipe: Recipe, processes: Processes, emit: Emit) -> ImitatedRows:
+    """Open the rows that are imitated, which the trainer ranks get with each order to step. Raises ``RecipeError``
+    where the environment's tools, which rows have, cannot be loaded."""
+    tools = ""
+    if recipe.environment.tools and any(settings.environment for settings in recipe.prompts.imitated.values()):
+        problems, _, tools = await to_thread.run_sync(
+            look_at_environment, recipe.environment, recipe.model.path, PROBE_TIMEOUT_S
+        )
+        if problems:
+            raise RecipeError(*problems)
+    rows = ImitatedRows(recipe, processes.tokenizer, emit, tools)
+    if recipe.prompts.imitated:
+        processes.trainer.imitated_rows = rows.of_version
+    return rows
 
 
 async def open_episodes(
-    recipe: Recipe, processes: Processes, journal: Journal, held_out: HeldOut, emit: Emit
+    recipe: Recipe, topology: Topology, processes: Processes, journal: Journal, held_out: HeldOut, emit: Emit
 ) -> Episodes:
     """Make the episodes, which sample, record and score trajectories. In a deterministic run an engine that samples
     other bits in a batch than alone gets one request at a time, and a warning is emitted."""
@@ -54,12 +67,15 @@ async def open_episodes(
     if one_at_a_time:
         message = "engines sample other bits in a batch than alone: run.deterministic gives them one request at a time"
         await emit(RunWarning(step=0, message=message))
+    scorer: Scorer = processes.reward
+    if recipe.teacher.addresses:
+        scorer = TeacherScorer(scorer, recipe.teacher, model_socket(topology, Role.TEACHER))
     return Episodes(
         processes.pool,
         recipe.sampling,
-        processes.reward,
+        scorer,
         journal,
-        episode=one_completion if processes.environment is None else processes.environment.episode,
+        episode=one_completion if processes.environment is None else completion_or(processes.environment.episode),
         verifies_deferred=recipe.tail_batching.verifies(deterministic=recipe.run.deterministic),
         one_at_a_time=one_at_a_time,
         capacity=capacity(recipe, processes),
@@ -76,6 +92,8 @@ async def open_weight_sync(
     recipe: Recipe, run_directory: Path, processes: Processes, episodes: Episodes, waits: Waits
 ) -> WeightSync:
     """Make the weight sync, which makes versions live on the engines, also on engines that start later."""
+    device = installed_device()
+    dtype = await to_thread.run_sync(dtype_of_engines, recipe, device)
     sync = WeightSync(
         processes.pool.attached,
         processes.trainer.publish_anchor,
@@ -83,7 +101,7 @@ async def open_weight_sync(
         timeout_s=recipe.weights.push_timeout_s,
         on_pause=episodes.engines_paused,
         on_failure=processes.engine_processes.on_failure,
-        canary=await to_thread.run_sync(canary_of, recipe, installed_device()),
+        canary=await to_thread.run_sync(canary_of, recipe, device, dtype),
         waits=waits,
         add_relays=RelayTree(lambda: relay_places(read_topology(run_directory))).with_relays,
     )

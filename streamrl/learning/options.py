@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from msgspec.structs import asdict
+from torch import cuda
 
 from streamrl.base.run_process import usable_cores
 from streamrl.base.types import SamplingSettings
@@ -26,6 +26,7 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
 
     ``sampling``: settings of the engines; the trainer differentiates the policy that sampled.
     ``max_tokens``: sampled tokens of the longest trajectory, which has one turn or several.
+    ``context``: tokens of the longest sequence of a model with as many positions.
     ``steps``: number of optimizer steps of the run.
     ``rendezvous``: address where the ranks meet, ``tcp://host:port`` or ``file:///path``; empty with one rank.
     ``idle_threads``: threads while all engines of this host are idle; 0: ``threads``.
@@ -33,9 +34,12 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     ``end_tokens``: ids that cannot be among the first ``sampling.min_tokens`` tokens; empty where these are 0.
     ``streaming``: whether groups may be trained before their batch is closed.
     ``shortest_first``: whether several updates on a batch take its groups in the order of their lengths.
+    ``learn_observations``: weight of the cross-entropy of tokens that environments wrote.
     ``parameters``: number of parameters of the model, once it is loaded.
     ``routing_demanded``: whether the recipe demands that routers take the experts of engines (``routing_replay``).
     ``canary``: whether the rank scores the probe tokens of ``canary`` in each batch.
+    ``in_turns``: whether the rank holds its state on the device only while it makes a step.
+    ``served_teacher``: whether samples have the logprobs of a teacher that was asked beside their rewards.
     ``resume_from``: directory that ``save_checkpoint`` wrote; empty: start from the weights of ``model_path``."""
 
     model_path: str
@@ -50,8 +54,10 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     sampling: SamplingSettings = SamplingSettings()
     end_tokens: tuple[int, ...] = ()
     max_tokens: int = 512
+    context: int = 0
     objective: ObjectiveSettings = ObjectiveSettings()
     credit: Credit = Credit.TRAJECTORY
+    learn_observations: float = 0.0
     off_policy: OffPolicy = OffPolicy()
     lora: Lora = Lora()
     shortest_first: bool = False
@@ -59,6 +65,8 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     parameters: int = 0
     routing_demanded: bool = False
     canary: bool = False
+    in_turns: bool = False
+    served_teacher: bool = False
     resume_from: str = ""
 
     def threads_while(self, freed: int) -> int:
@@ -78,7 +86,7 @@ def trainer_options(
         directory = weights_endpoint.removeprefix("ipc://").rpartition("/")[0]
         rendezvous = f"file://{directory}/trainer.rendezvous"
 
-    threads_of_rank = partial(trainer_threads, recipe, usable_cores(), engines_on_cpu=not torch.cuda.is_available())
+    threads_of_rank = partial(trainer_threads, recipe, usable_cores(), engines_on_cpu=not cuda.is_available())
     end_token_ids: tuple[int, ...] = ()
     if recipe.sampling.min_tokens:
         end_token_ids = end_tokens(recipe.model.path).ids
@@ -86,6 +94,7 @@ def trainer_options(
         "threads": threads_of_rank(),
         "streaming": training.streaming
         and not recipe.run.deterministic
+        and not recipe.in_turns
         and not why_not_streaming(objective, training.updates_per_batch, training.epochs_per_batch),
         "end_tokens": end_token_ids,
         "routing_replay": replays_routing(recipe),
@@ -103,12 +112,16 @@ def trainer_options(
         freed_threads=tuple(threads_of_rank(freed=freed) for freed in range(1, recipe.engines.count + 1)),
         sampling=recipe.sampling,
         max_tokens=recipe.max_tokens,
+        context=recipe.context,
         objective=objective,
         credit=recipe.environment.credit,
+        learn_observations=recipe.environment.learn_observations,
+        in_turns=recipe.in_turns,
         off_policy=recipe.off_policy,
         lora=recipe.lora,
         shortest_first=recipe.rollout.rounds is RoundKind.LENGTH_SORTED,
         routing_demanded=recipe.training.routing_replay is True,
         canary=recipe.canary,
+        served_teacher=bool(recipe.teacher.addresses),
         resume_from=resume_from or recipe.checkpoint.resume_from,
     )

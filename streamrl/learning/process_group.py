@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from os import environ
+from socket import AF_INET, AF_INET6
 from urllib.parse import urlsplit
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch import cuda, empty_like, float64, int64, set_num_threads, uint8
+from torch import device as Device
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed import ReduceOp, get_rank, get_world_size
 
 from streamrl.base.errors import StreamBroken, StreamRLError
 from streamrl.base.run_process import usable_cores
@@ -37,24 +41,24 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 
-def choose_device(options: TrainerOptions) -> torch.device:
+def choose_device(options: TrainerOptions) -> Device:
     """Return the device of this rank; ``auto`` is CUDA if available. A rank of a run sees its own GPU only.
     Raises ``StreamRLError``."""
     name = options.device
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if cuda.is_available() else "cpu"
     if name == "cuda":
-        if not torch.cuda.is_available():
+        if not cuda.is_available():
             raise StreamRLError(
                 'training.device is "cuda" and this machine has no CUDA device: set it to "cpu" or "auto"'
             )
-        device = torch.device("cuda", options.rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+        device = Device("cuda", options.rank % cuda.device_count())
+        cuda.set_device(device)
         return device
-    return torch.device(name)
+    return Device(name)
 
 
-def join(options: TrainerOptions, device: torch.device) -> None:
+def join(options: TrainerOptions, device: Device) -> None:
     """Become rank ``options.rank`` of ``options.ranks``: gloo on CPU, NCCL on CUDA. Raises ``StreamRLError``."""
     if options.ranks > 1 and not options.rendezvous:
         raise StreamRLError(
@@ -93,8 +97,8 @@ def needs_peers(doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(text in str(error) for text in PEER_IS_GONE):
             raise
-        rank = dist.get_rank()
-        ranks = dist.get_world_size()
+        rank = get_rank()
+        ranks = get_world_size()
         peers = f"rank {1 - rank}" if ranks == 2 else f"one of the other {ranks - 1} ranks"
         raise StreamBroken(
             f"trainer rank {rank} of {ranks} was {doing} when {peers} ended or stopped to answer; the log of that "
@@ -118,13 +122,13 @@ def leave() -> None:
 
 def peak_device_bytes() -> int:
     """Peak of the device memory that tensors took; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return cuda.max_memory_allocated() if cuda.is_available() else 0
 
 
 def use_threads(threads: int) -> None:
     """Set the number of torch's threads; 0: one for every core. Call it in the thread that computes: OpenMP keeps the
     number per thread."""
-    torch.set_num_threads(threads or usable_cores())
+    set_num_threads(threads or usable_cores())
 
 
 def return_freed_memory() -> None:
@@ -140,18 +144,20 @@ def return_freed_memory() -> None:
         set_option(M_TRIM_THRESHOLD, HEAP_TAIL_BYTES)
 
 
+def empty_cache(device: Device) -> None:
+    """Give freed blocks of a GPU back to the driver: an engine on the same GPU asks the driver what is free."""
+    if device.type == "cuda":
+        cuda.empty_cache()
+
+
 def all_reduce(
-    values: list[float],
-    device: torch.device,
-    operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    *,
-    copies: int = 1,
+    values: list[float], device: Device, operation: ReduceOp.RedOpType = ReduceOp.SUM, *, copies: int = 1
 ) -> list[float]:
     """Reduce float64 values over the ranks. ``copies``: number of ranks that have the same rows; they count once in a
     sum. Collective."""
-    if dist.get_world_size() == 1:
+    if get_world_size() == 1:
         return values
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    tensor = torch.tensor(values, dtype=float64, device=device)
     dist.all_reduce(tensor, op=operation)
     result: list[float] = (tensor / copies).tolist()
     return result
@@ -159,14 +165,14 @@ def all_reduce(
 
 def all_gather_bytes(payload: bytes) -> list[bytes]:
     """Gather the payload of each rank, by rank. Payloads travel as tensors: torch would pickle objects. Collective."""
-    if dist.get_world_size() == 1:
+    if get_world_size() == 1:
         return [payload]
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device))
+    device = Device("cuda", cuda.current_device()) if dist.get_backend() == "nccl" else Device("cpu")
+    lengths = [torch.zeros(1, dtype=int64, device=device) for _ in range(get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(payload)], dtype=int64, device=device))
     longest = max(1, *(int(length) for length in lengths))
-    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
-    payloads = [torch.empty_like(padded) for _ in lengths]
+    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=uint8).to(device)
+    payloads = [empty_like(padded) for _ in lengths]
     dist.all_gather(payloads, padded)
     return [tensor.cpu().numpy().tobytes()[: int(length)] for tensor, length in zip(payloads, lengths, strict=True)]
 
@@ -186,7 +192,7 @@ def meet_at(rendezvous: str, rank: int, ranks: int, timeout: timedelta) -> Store
         raise StreamRLError(f"the rendezvous {rendezvous!r} has no host or no port; write tcp://HOST:PORT")
     if rank:
         return TCPStore(address.hostname, address.port, ranks, is_master=False, timeout=timeout)
-    family = socket.AF_INET6 if ":" in address.hostname else socket.AF_INET
+    family = AF_INET6 if ":" in address.hostname else AF_INET
     listener = socket.create_server((address.hostname, address.port), family=family, backlog=ranks + 16)
     return TCPStore(
         address.hostname, address.port, ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
@@ -205,13 +211,13 @@ def stay_on_interface(rendezvous: str) -> None:
     name = interface_towards(host, port)
     for variable in INTERFACES:
         if name:
-            os.environ.setdefault(variable, name)
+            environ.setdefault(variable, name)
 
 
 def interface_towards(host: str, port: int) -> str:
     """Return the name of the interface by which packets leave for ``host``; empty where there is no route. Nothing is
     sent."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = AF_INET6 if ":" in host else AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, port))

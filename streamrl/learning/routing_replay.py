@@ -5,7 +5,7 @@ replay that is not possible."""
 
 from __future__ import annotations
 
-import math
+from math import ceil
 from pathlib import Path
 
 from streamrl.base.types import JsonMapping
@@ -54,7 +54,7 @@ def why_not_replayed(recipe: Recipe, config: JsonMapping) -> str:
     needed = group * recipe.max_tokens * sizes.bytes_per_token
     if needed > MOST_BYTES:
         return (
-            f"the experts of {group} completions of {recipe.max_tokens} tokens take {math.ceil(needed / (1 << 20))} "
+            f"the experts of {group} completions of {recipe.max_tokens} tokens take {ceil(needed / (1 << 20))} "
             f"MiB ({sizes.bytes_per_token} bytes a token), and a group may have {MOST_BYTES >> 20}: lower "
             f"sampling.max_tokens or rollout.group_size, or {remedy}"
         )

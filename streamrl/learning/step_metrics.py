@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import cache
+from logging import getLogger
 
 import numpy as np
-import torch
-import torch.distributed as dist
+from numpy import float32, float64, frombuffer
+from torch import device as Device
+from torch.distributed import ReduceOp
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CloseBatch, WeightSource
@@ -23,10 +24,10 @@ from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.process_group import all_gather_bytes, all_reduce
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 
-def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device, copies: int) -> None:
+def check_totals(sums: BatchSums, close: CloseBatch, device: Device, copies: int) -> None:
     """Raise ``StreamRLError`` when all ranks together did not receive the totals of ``close``. ``copies``: number of
     ranks that have the same rows. Collective."""
     counts = [float(count) for count in (sums.groups, sums.samples, sums.trained_tokens)]
@@ -39,7 +40,7 @@ def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device, copie
         )
 
 
-def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.device) -> Metrics:
+def policy_metrics(sums: BatchSums, options: TrainerOptions, device: Device) -> Metrics:
     """Metrics of the batch over all ranks. Collective. Token means are over the computed tokens: groups without signal
     are not computed. A batch without computed tokens has no token means."""
     # The ranks of a context group count the same groups, and each sums over its own tokens.
@@ -48,11 +49,11 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
     values = all_reduce([*counts, *astuple(sums.tokens)], device, copies=options.tensor_parallel_size)
     without_signal, loss_tokens, samples = values[:3]
     total = TokenSums(*values[3:])
-    [seconds] = all_reduce([sums.seconds], device, dist.ReduceOp.MAX)
+    [seconds] = all_reduce([sums.seconds], device, ReduceOp.MAX)
     rank_differences = b"".join(differences_N.cpu().numpy().tobytes() for differences_N in sums.differences)
     # The ranks of a tensor parallel group have the same rows: one of each group is enough.
     gathered = all_gather_bytes(rank_differences)[:: options.tensor_parallel_size]
-    all_differences_N = np.frombuffer(b"".join(gathered), dtype=np.float32)
+    all_differences_N = frombuffer(b"".join(gathered), dtype=float32)
     denominator = loss_denominator(
         options.objective.loss_normalization, samples=samples, trained_tokens=loss_tokens, max_tokens=options.max_tokens
     )
@@ -63,8 +64,12 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
         "time/forward_backward_s": seconds,
         "perf/forward_backward_tok_s": total.packed_tokens / seconds if seconds else 0.0,
     }
+    if total.imitated_tokens:
+        metrics["observations/loss"] = total.imitation / total.imitated_tokens
+        metrics["observations/tokens"] = total.imitated_tokens
     if total.on_policy_tokens:
         metrics["policy/mismatch_abs_mean"] = total.mismatch / total.on_policy_tokens
+        metrics["policy/mismatch_below_ratio"] = total.far_below / total.on_policy_tokens
     if computed := total.computed_tokens:
         effective_samples = 0.0
         if total.importance_square:
@@ -77,11 +82,13 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
             "policy/kl_rollout": total.kl / computed,
             "policy/is_weight_mean": total.importance / computed,
             "policy/ess": effective_samples,
-            "policy/logprob_diff_abs_mean": float(all_differences_N.mean(dtype=np.float64)),
+            "policy/logprob_diff_abs_mean": float(all_differences_N.mean(dtype=float64)),
             "policy/logprob_diff_abs_p99": float(np.percentile(all_differences_N, 99)),
         }
-        if options.objective.has_reference:
+        if options.objective.kl_coefficient:
             metrics["policy/reference_kl"] = total.reference_kl / computed
+        if options.objective.distils:
+            metrics["policy/teacher_kl"] = total.teacher_kl / computed
         if options.objective.has_critic:
             metrics["optim/value_loss"] = total.value_loss / denominator
     return metrics
@@ -136,7 +143,7 @@ def update_lengths(
     return metrics
 
 
-def publishing_metrics(source: WeightSource, device: torch.device) -> Metrics:
+def publishing_metrics(source: WeightSource, device: Device) -> Metrics:
     """Share of the weights that changed, and bytes of the push. Collective."""
     changed, elements, payload = all_reduce(
         [float(source.changed_elements), float(source.total_elements), float(source.payload_bytes)], device

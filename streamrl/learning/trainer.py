@@ -11,8 +11,8 @@ done at the close, in canonical order, and the same groups give the same bits.""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 
 import torch
 from msgspec.structs import asdict
@@ -22,18 +22,20 @@ from streamrl.base.messages import (
     AnchorPublished,
     CheckpointSaved,
     CloseBatch,
+    FirstProbe,
     Published,
     SaveCheckpoint,
     StepReport,
     TrainerReady,
 )
-from streamrl.base.types import TrainingGroup
+from streamrl.base.types import Metrics, TrainingGroup
 from streamrl.contracts import Publisher
 from streamrl.learning import process_group
 from streamrl.learning.batches.preparation import OpenBatch
-from streamrl.learning.batches.scoring import probe_logprobs
+from streamrl.learning.batches.scoring import first_probe, probe_logprobs
 from streamrl.learning.model.local_shards import LocalShard
 from streamrl.learning.options import TrainerOptions
+from streamrl.learning.state.host_memory import HostMemory
 from streamrl.learning.step_metrics import check_totals, policy_metrics, publishing_metrics
 from streamrl.learning.updates import Updates
 
@@ -66,6 +68,7 @@ class TorchTrainer:
         self._published: Published | None = None
         self._anchor_was_requested = False
         self._threads = options.threads
+        self._host_memory = HostMemory(self._device)
 
     @property
     def policy_version(self) -> int:
@@ -97,7 +100,10 @@ class TorchTrainer:
             raise ModelRefused(str(error)) from error
         weights = self._updates.weights
         self._publisher = self._start_publisher(options, weights.shards, self._device)
+        process_group.empty_cache(self._device)  # what loading has freed: up to 4 bytes a parameter
         self._open_batch()
+        if options.in_turns:
+            self._host_memory.offload()
         together = self._updates.by_layer and options.streaming
         data_ranks = options.ranks // options.tensor_parallel_size
         tokenizer_digest = ""
@@ -138,8 +144,8 @@ class TorchTrainer:
         options = self._options
         batch = self._batch
         batch.take(group)
-        if self._updates.by_layer:
-            return  # all ranks train at the order TrainTogether
+        if self._updates.by_layer or self._host_memory.holds_state:
+            return  # all ranks train at the order TrainTogether, or at the close, when their state is back
         self._probe()
         if options.streaming and batch.waiting_tokens >= STREAMED_ROWS * self._updates.row_tokens:
             self.train_pending()
@@ -173,23 +179,27 @@ class TorchTrainer:
         if close.engines_idle:
             threads = self._options.idle_threads or threads
         process_group.use_threads(threads)
-        if self._updates.by_layer:
-            self._probe()
+        turn_metrics: Metrics = {}
+        if self._options.in_turns:
+            turn_metrics["time/state_in_s"] = self._host_memory.reload()
+        self._probe()
         step_metrics = self._updates.finish(batch, close)
         metrics = policy_metrics(batch.sums, self._options, device) | step_metrics
-        started = time.perf_counter()
+        started = perf_counter()
         published = self._publish(close.policy_version)
-        metrics["time/publish_s"] = time.perf_counter() - started
+        metrics["time/publish_s"] = perf_counter() - started
         metrics |= publishing_metrics(published.source, device)
         process_group.use_threads(self._threads)
         canary_logprobs = self._canary_logprobs
         self._open_batch()
         self._updates.open_gradients()
+        if self._options.in_turns:
+            turn_metrics["time/state_out_s"] = self._host_memory.offload()
         return StepReport(
             rank=self._options.rank,
             batch_id=close.batch_id,
             policy_version=close.policy_version,
-            metrics=metrics,
+            metrics=metrics | turn_metrics,
             probe_logprobs=canary_logprobs,
             **asdict(published),
         )
@@ -209,11 +219,20 @@ class TorchTrainer:
                 f"anchor of version {policy_version} was asked for; the trainer holds {self.policy_version}"
             )
         anchor = None
+        probe = None
         if self._anchor_was_requested:
             anchor = self._publisher.publish_anchor(policy_version)
+        elif self._options.canary:
+            probe = self._first_probe()
         self._anchor_was_requested = True
         published = anchor or self._published or self._publish(policy_version)
-        return AnchorPublished(rank=self._options.rank, policy_version=policy_version, **asdict(published))
+        return AnchorPublished(
+            rank=self._options.rank, policy_version=policy_version, first_probe=probe, **asdict(published)
+        )
+
+    @process_group.needs_peers("scoring the first tokens")
+    def _first_probe(self) -> FirstProbe:
+        return first_probe(self._updates.policy, self._options)
 
     def acknowledge(self, policy_version: int) -> None:
         """Note that every engine holds this version: later deltas may be made against it."""
@@ -222,13 +241,13 @@ class TorchTrainer:
     @process_group.needs_peers("saving a checkpoint")
     def save_checkpoint(self, order: SaveCheckpoint) -> CheckpointSaved:
         """Write ``order.directory``: trainer state and a Hugging Face directory ``hf``. Collective; between batches."""
-        started = time.perf_counter()
+        started = perf_counter()
         self._updates.save(order)
         return CheckpointSaved(
             rank=self._options.rank,
             directory=order.directory,
             policy_version=self.policy_version,
-            seconds=time.perf_counter() - started,
+            seconds=perf_counter() - started,
         )
 
 

@@ -4,21 +4,22 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections import deque
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
+from time import perf_counter
 
-import torch
-import torch.distributed as dist
 from msgspec.structs import replace
+from torch import device as Device
+from torch import no_grad
+from torch.distributed import get_world_size
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.messages import CloseBatch, SaveCheckpoint
+from streamrl.base.messages import CloseBatch, ImitatedSet, SaveCheckpoint
 from streamrl.base.types import Metrics, TrainingGroup
 from streamrl.learning import process_group
-from streamrl.learning.batches.gradients import BatchSums, accumulate
+from streamrl.learning.batches.gradients import BatchSums, ScoredRow, accumulate
 from streamrl.learning.batches.packing import PreparedSample, packed_rows
 from streamrl.learning.batches.preparation import (
     OpenBatch,
@@ -28,10 +29,11 @@ from streamrl.learning.batches.preparation import (
     whitened,
     worth_training,
 )
-from streamrl.learning.batches.scoring import score_samples
+from streamrl.learning.batches.scoring import row_logprobs, score_samples
 from streamrl.learning.model.loading import load_models
 from streamrl.learning.model.policy import (
     PackedPolicy,
+    compute_context,
     drop_unreduced_gradients,
     empty_micro_batch,
     set_gradient_sync,
@@ -56,7 +58,7 @@ class Updates:
     collective, and all ranks must run equally many rows;
     ``row_tokens``: tokens of a packed row."""
 
-    def __init__(self, options: TrainerOptions, device: torch.device) -> None:
+    def __init__(self, options: TrainerOptions, device: Device) -> None:
         self.policy, self.reference, self.critic, self.by_layer = load_models(options, device)
         self.weights = make_weights(options, self.policy)
         options = replace(options, parameters=self.weights.total_elements)
@@ -88,9 +90,9 @@ class Updates:
     def train_waiting(self, batch: OpenBatch) -> None:
         """Run forward and backward of all waiting groups. Gradients stay un-normalised, and nothing else changes.
         Collective with ``by_layer``."""
-        started = time.perf_counter()
+        started = perf_counter()
         self._accumulate(self._prepare(batch.take_waiting(), proximal=False), batch)
-        batch.sums.seconds += time.perf_counter() - started
+        batch.sums.seconds += perf_counter() - started
 
     def finish(self, batch: OpenBatch, close: CloseBatch) -> Metrics:
         """Train the waiting groups and take the optimizer steps of a batch. Returns metrics. Collective.
@@ -101,10 +103,10 @@ class Updates:
         Raises ``StreamRLError`` when the gradient is not finite."""
         updates = self._options.updates_per_batch
         number_of_steps = updates * self._options.epochs_per_batch
-        started = time.perf_counter()
+        started = perf_counter()
         sums = batch.sums
         prepared = self._prepare(batch.take_waiting(), proximal=number_of_steps > 1)
-        sums.seconds += time.perf_counter() - started
+        sums.seconds += perf_counter() - started
         # Every token of the batch has the same weight in each of the updates. Tokens are counted when a group arrives.
         loss_tokens = sums.loss_tokens / updates
         samples = sums.samples / updates
@@ -117,20 +119,26 @@ class Updates:
         optimizing = 0.0
         computed = 0.0
         for update in range(number_of_steps):
-            started = time.perf_counter()
+            started = perf_counter()
             self._accumulate(shares[update % updates], batch)
-            trained = time.perf_counter()
+            for rows in close.imitated:
+                self._imitate(rows, update % updates, batch, self._denominator(loss_tokens, samples))
+            trained = perf_counter()
             computed_before = computed
-            computed = sums.tokens.computed_tokens
+            computed = sums.tokens.computed_tokens + sums.tokens.imitated_tokens + batch.imitation.imitated_tokens
             metrics_of_steps.append(self._step(batch, close, loss_tokens, samples, computed - computed_before))
             if update < number_of_steps - 1:
                 self.open_gradients()
             sums.seconds += trained - started
-            optimizing += time.perf_counter() - trained
+            optimizing += perf_counter() - trained
         self.policy_version = close.policy_version
         first_step = metrics_of_steps[0]
         means = {name: sum(metrics[name] for metrics in metrics_of_steps) / number_of_steps for name in first_step}
         totals = {"time/optim_s": optimizing, "optim/skipped_steps_total": float(self.skipped_steps)}
+        if self._options.objective.estimator.tracks_prompts:
+            totals["policy/step_change"] = self._step_change(sums.first_row)
+        if close.imitated:
+            totals |= self._imitation_metrics(batch)
         return means | lengths | totals | expert_metrics(self.policy, sums.tokens.unreplayed_tokens, self._options)
 
     def _prepare(self, groups: Sequence[TrainingGroup], *, proximal: bool) -> list[PreparedSample]:
@@ -142,7 +150,7 @@ class Updates:
             self.policy,
             options,
             self._device,
-            reference=self.reference,
+            reference=self.reference if options.objective.scores_by_reference else None,
             critic=self.critic,
             proximal=proximal,
             together=self.by_layer,
@@ -156,12 +164,66 @@ class Updates:
             prepared = whitened(prepared, cohort_moments)
         return [item for item in prepared if worth_training(item, options)]
 
+    @no_grad()
+    def _step_change(self, first_row: ScoredRow | None) -> float:
+        """Return by how much the steps on a batch have changed the logprob of a token: the mean over one row of each
+        rank. ``first_row``: row that was scored before the steps (None: this rank had none). Collective."""
+        row = empty_micro_batch(self._device)
+        before_N = row.inputs.behavior_N
+        if first_row is not None:
+            row, before_N = first_row
+        with compute_context(self._options, self._device):
+            after_N = row_logprobs(self.policy, self.policy(row), row, self._options)
+        set_sharded(self.policy, True)
+        change = float((after_N - before_N).abs().double().sum())
+        copies = self._options.tensor_parallel_size
+        total, tokens = process_group.all_reduce([change, float(before_N.numel())], self._device, copies=copies)
+        return total / max(tokens, 1.0)
+
     def _sum(self, values: list[float]) -> list[float]:
         """Sums of ``values`` over the ranks; tensor and context parallel ranks, which have the same rows, count once.
         Collective."""
         return process_group.all_reduce(values, self._device, copies=self._options.ranks_per_group)
 
-    def _accumulate(self, samples: Sequence[PreparedSample], batch: OpenBatch) -> None:
+    def _imitate(self, rows: ImitatedSet, update: int, batch: OpenBatch, denominator: float) -> None:
+        """Add the gradient of one set's share of an update: ``rows.weight`` times the mean cross-entropy of its
+        imitated tokens in the step. Collective with ``by_layer``.
+
+        ``denominator``: divisor of the loss of the update, by which the step divides these rows, too."""
+        options = self._options
+        updates = options.updates_per_batch
+        tokens = sum(sample.imitated_tokens for sample in rows.samples) / updates
+        weight = rows.weight * denominator / max(1.0, tokens)
+        of_update = rows.samples[update::updates]
+        of_rank = of_update[options.rank // options.ranks_per_group :: options.ranks // options.ranks_per_group]
+        sums = BatchSums()
+        self._accumulate([PreparedSample(sample, imitation=weight) for sample in of_rank], batch, imitation=sums)
+        batch.sums.tokens.loss += sums.tokens.loss
+        batch.sums.tokens.packed_tokens += sums.tokens.packed_tokens
+        batch.imitation.imitated_tokens += sums.tokens.imitated_tokens
+        batch.imitation.imitation += sums.tokens.imitation
+
+    def _imitation_metrics(self, batch: OpenBatch) -> Metrics:
+        """Metrics of the imitated rows, over all passes and ranks. Collective."""
+        values = [batch.imitation.imitated_tokens, batch.imitation.imitation]
+        tokens, loss = process_group.all_reduce(values, self._device, copies=self._options.tensor_parallel_size)
+        return {"imitation/tokens": tokens, "imitation/loss": loss / max(1.0, tokens)}
+
+    def _denominator(self, loss_tokens: float, samples: float) -> float:
+        """Divisor of the loss of an update. Collective. ``loss_tokens``, ``samples``: counts of this rank."""
+        tokens, all_samples = self._sum([loss_tokens, samples])
+        return loss_denominator(
+            self._options.objective.loss_normalization,
+            samples=all_samples,
+            trained_tokens=tokens,
+            max_tokens=self._options.max_tokens,
+        )
+
+    def _accumulate(
+        self, samples: Sequence[PreparedSample], batch: OpenBatch, imitation: BatchSums | None = None
+    ) -> None:
+        """Run forward and backward of ``samples``. ``imitation``: sums of rows that are imitated, without critic and
+        teacher (None: they are of trajectories)."""
         rows = packed_rows(
             samples,
             self._options,
@@ -170,14 +232,19 @@ class Updates:
             together=self.by_layer,
             context=self.policy.context,
         )
+        teacher = None
+        if self._options.objective.exact_divergence and imitation is None:
+            teacher = self.reference
         for row in rows:
-            critic = self.critic
-            sums = batch.sums
+            critic = self.critic if imitation is None else None
+            sums = imitation or batch.sums
             if not row.sample_ids:
                 # A row without samples only takes part in collectives.
                 critic = None
                 sums = BatchSums()
-            accumulate(self.policy, critic, row, self._options, sums, batch.batch_id or 0)
+            accumulate(self.policy, critic, row, self._options, sums, batch.batch_id or 0, teacher)
+        if self.by_layer:
+            set_sharded(teacher, True)
 
     def _step(
         self, batch: OpenBatch, close: CloseBatch, loss_tokens: float, samples: float, computed: float
@@ -192,16 +259,14 @@ class Updates:
             set_gradient_sync(self.policy, True)
             accumulate(self.policy, None, empty_micro_batch(self._device), options, BatchSums(), 0)
         set_sharded(self.policy, True)
-        tokens, samples, computed = self._sum([loss_tokens, samples, computed])
-        denominator = loss_denominator(
-            options.objective.loss_normalization, samples=samples, trained_tokens=tokens, max_tokens=options.max_tokens
-        )
+        [computed] = self._sum([computed])
+        denominator = self._denominator(loss_tokens, samples)
         gradient_L = self.weights.collect_gradient()
         # FSDP2 averages over the ranks that have different rows: this factor makes a sum of the mean.
-        mean_of_ranks = dist.get_world_size() // options.tensor_parallel_size
+        mean_of_ranks = get_world_size() // options.tensor_parallel_size
         norm = global_norm(gradient_L, self.weights.counted_places) * mean_of_ranks / denominator
         value_norm = self.critic.reduce() / denominator if self.critic else 0.0
-        if not math.isfinite(norm + value_norm):
+        if not isfinite(norm + value_norm):
             names = ", ".join(batch.sample_ids[:8])
             raise StreamRLError(
                 f"the gradient norm of batch {close.batch_id} is {norm}; samples of rank {options.rank}: {names} "
@@ -276,6 +341,8 @@ def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeig
 
         adapter_weights = UnmergedAdapters if options.lora.syncs_adapter else AdapterWeights
         return adapter_weights(options, policy)
-    weights = FullWeights(policy.trained_parameters(), policy.entries, masters_on_cpu=on_cpu)
+    weights = FullWeights(
+        policy.trained_parameters(), policy.entries, policy.float32_parameters(), masters_on_cpu=on_cpu
+    )
     weights.reduce_over(policy.tensor_group, policy.partial_gradients)
     return weights

@@ -5,7 +5,7 @@ events of the trace (``report/trace_events.py``) are sinks as well."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from streamrl.base.line_file import LineFile
 from streamrl.base.messages import Message
 from streamrl.base.run_events import EvaluationFinished, StepFinished
-from streamrl.base.types import Clock, Metrics
+from streamrl.base.types import Clock, Metrics, MetricsMapping
 from streamrl.contracts import Sink
 from streamrl.observe.telemetry import finite_or_none
 
@@ -30,7 +30,7 @@ LONGEST_NAME = 256
 class Reporter:
     """Hands each event to every sink, in order. ``constant_metrics``: metrics that do not change in a run."""
 
-    def __init__(self, sinks: Sequence[Sink], *, constant_metrics: Mapping[str, float] | None = None) -> None:
+    def __init__(self, sinks: Sequence[Sink], *, constant_metrics: MetricsMapping | None = None) -> None:
         self._sinks = tuple(sinks)
         self._constant_metrics = dict(constant_metrics or {})
         self._names: set[str] = set()
@@ -53,9 +53,9 @@ class Reporter:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
 
-    def _bounded(self, metrics: Mapping[str, float]) -> Metrics:
+    def _bounded(self, metrics: MetricsMapping) -> Metrics:
         """Drop names above ``MOST_NAMES``: a reward function names its parts, and may invent a name at each call."""
-        bounded: Metrics = {}
+        bounded = {}
         for name, value in metrics.items():
             if name not in self._names:
                 if len(self._names) >= MOST_NAMES or len(name) > LONGEST_NAME:

@@ -16,15 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert, json
 from msgspec.structs import asdict
 
 from streamrl.base import run_events
 from streamrl.base.errors import UNDECODABLE, UNENCODABLE, InputError, StreamRLError, WireError
 from streamrl.base.messages import Message
-from streamrl.base.types import JsonMapping, JsonObject
+from streamrl.base.types import JsonMapping, JsonObject, Texts
 from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
 from streamrl.comm.socket_options import make_socket
 from streamrl.comm.transport_keys import KeyRole
@@ -141,7 +140,7 @@ class TelemetryPublisher:
                     self._send_pending()
                 if self._socket in ready and self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01":
                     for topic, body in self._latest.items():
-                        self._send(topic, msgspec.json.encode(body | {"replay": True}))
+                        self._send(topic, json.encode(body | {"replay": True}))
 
     def _send_pending(self) -> None:
         while True:
@@ -150,7 +149,7 @@ class TelemetryPublisher:
             except queue.Empty:
                 return
             try:
-                content = msgspec.json.encode(body)
+                content = json.encode(body)
             except UNENCODABLE as error:
                 self._dropped_before_socket += 1
                 log.warning("a message of the metrics socket (%s) cannot be written: %s", topic, error)
@@ -173,7 +172,7 @@ class TelemetryPublisher:
 class TelemetrySubscriber:
     """Reads a metrics socket, blocking. ``lost``: number of messages that the publisher dropped for this reader."""
 
-    def __init__(self, endpoint: str, *, topics: tuple[str, ...] = (), high_water: int = HIGH_WATER) -> None:
+    def __init__(self, endpoint: str, *, topics: Texts = (), high_water: int = HIGH_WATER) -> None:
         self._last_sequence: dict[tuple[str, str], int] = {}
         self.lost = 0
         self._context = GuardedContext()
@@ -235,9 +234,9 @@ def decode_telemetry(frames: list[bytes]) -> Telemetry:
     try:
         if len(frames[2]) > LARGEST_MESSAGE:
             raise ValueError(f"{len(frames[2])} bytes; {LARGEST_MESSAGE} are the most")
-        body = msgspec.json.decode(frames[2], type=JsonObject)
+        body = json.decode(frames[2], type=JsonObject)
         head = {name: body.pop(name) for name in ("run_id", "sequence", "time", "replay")}
-        return msgspec.convert(head | {"topic": frames[0].decode(), "fields": body}, Telemetry)
+        return convert(head | {"topic": frames[0].decode(), "fields": body}, Telemetry)
     except (KeyError, *UNDECODABLE) as error:
         raise WireError(f"a telemetry message that does not decode: {error}") from error
 
@@ -295,7 +294,7 @@ def to_run_event(message: Telemetry) -> run_events.RunEvent | None:
         fields |= {"run_id": message.run_id, "directory": ""}
     known_fields = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
     try:
-        event: run_events.RunEvent = msgspec.convert(known_fields | {"type": kind.__struct_config__.tag}, kind)
-    except msgspec.ValidationError:
+        event: run_events.RunEvent = convert(known_fields | {"type": kind.__struct_config__.tag}, kind)
+    except ValidationError:
         return None
     return event

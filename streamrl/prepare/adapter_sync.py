@@ -23,7 +23,7 @@ from streamrl.pretrained.model_facts import experts_of, read_model_config
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import EngineKind, LoraSync, Recipe
 
-_ARRIVED = {1e-6: 0.05, 1e-5: 0.44, 5e-5: 0.97}
+_MERGED_CHANGE_SHARES = {1e-6: 0.05, 1e-5: 0.44, 5e-5: 0.97}
 """Share of the change of logprobs that engines have after 30 steps, by learning rate: merged adapters of rank 16 on the
 demo's model (benchmarks/adapter_updates.py)."""
 
@@ -53,7 +53,7 @@ def with_adapter_sync(recipe: Recipe) -> tuple[Recipe, str]:
 
 def arrived_share(rate: float) -> float:
     """Share of a change that merged weights have after 30 steps at ``rate``, from what was measured."""
-    shares = sorted(_ARRIVED.items())
+    shares = sorted(_MERGED_CHANGE_SHARES.items())
     for (low, share), (high, next_share) in pairwise(shares):
         if rate <= high:
             place = max(0.0, math.log(rate / low) / math.log(high / low)) if rate > 0 else 0.0
@@ -82,8 +82,8 @@ def _obstacles(recipe: Recipe, candidate: Recipe) -> Iterator[str]:
         return
     split = recipe.training.tensor_parallel_size, recipe.training.expert_parallel_size
     options = engine_options(candidate, 0, tempfile.gettempdir())
-    problem, _ = problem_of_model(options, PROBE_TIMEOUT_S, recipe.lora.named_targets, split=split)
-    if problem:
-        yield problem
-    elif problem is None and recipe.lora.sync is LoraSync.AUTO:
-        yield "vLLM gave no answer whether it serves them"
+    trial = problem_of_model(options, PROBE_TIMEOUT_S, recipe.lora.named_targets, split=split)
+    if trial.problem:
+        yield trial.problem
+    elif trial.failure and recipe.lora.sync is LoraSync.AUTO:
+        yield f"vLLM gave no answer whether it serves them ({trial.failure})"

@@ -11,7 +11,9 @@ from streamrl.base.types import (
     FloatArray,
     Prompt,
     RewardFailure,
+    ScoredTrajectory,
     Segment,
+    TextsByName,
     TokenArray,
     Trajectory,
     TrajectoryId,
@@ -33,6 +35,7 @@ def call_rewards(recipe: Recipe, prompt: Prompt, tokenizer: Tokenizer) -> tuple[
     Blocking: as long as the slowest reward, at most its time limit. Raises ``RecipeError`` for a reward that cannot be
     loaded."""
     rewards = [replace(reward, retries=0) for reward in recipe.rewards if reward.function not in _MODELS]
+    rewards = [reward for reward in rewards if not prompt.rewards or reward.label in prompt.rewards]
     if recipe.environment.configured or not rewards:
         return [], []
     answer = prompt.columns.get("answer")
@@ -48,7 +51,7 @@ def call_rewards(recipe: Recipe, prompt: Prompt, tokenizer: Tokenizer) -> tuple[
         async with opened_rewards(rewards, recipe.reward_limits, tokenizer) as reward_set:
             return await reward_set.score(trajectories)
 
-    failures: dict[str, dict[str, str]] = {}
+    failures: dict[str, TextsByName] = {}
     outcomes = anyio.run(score)
     for completion, outcome in zip(texts, outcomes, strict=True):
         for name, failure in _failures(outcome).items():
@@ -57,6 +60,13 @@ def call_rewards(recipe: Recipe, prompt: Prompt, tokenizer: Tokenizer) -> tuple[
     valued = {call.function for outcome in outcomes for call in outcome.calls if call.value is not None}
     silent = [reward.label for reward in rewards if reward.label not in {*valued, *failures}]
     notes = [f'the reward "{name}" returns no value (None) for the first row: it is left out there' for name in silent]
+    values = [outcome.reward for outcome in outcomes if isinstance(outcome, ScoredTrajectory)]
+    settings = recipe.objective_settings
+    if len(rewards) == len(recipe.rewards) and settings.estimator.positive_rewards and min(values, default=0.0) < 0:
+        problems.append(
+            f"rewards: a completion of the first row has the reward {min(values):g}, and objective.advantages = "
+            f'"{settings.advantages}" divides by the mean reward: give rewards of 0 or more, or set "group_std"'
+        )
     for name, by_completion in failures.items():
         completion, failure = next(iter(by_completion.items()))
         sentence = f'the reward "{name}" fails for {completion} of the first row ({failure})'
@@ -87,7 +97,7 @@ def trajectory_of(
     )
 
 
-def _failures(outcome: Outcome) -> dict[str, str]:
+def _failures(outcome: Outcome) -> TextsByName:
     """Return the failure of each reward that failed, by its name. The reason is known of the first one."""
     failures = {call.function: call.failure.value for call in outcome.calls if call.failure}
     if isinstance(outcome, RewardFailure):

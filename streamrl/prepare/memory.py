@@ -1,4 +1,4 @@
-"""Memory of the processes of a run, predicted from the sizes of its models. Pure: ``preflight``, ``summary`` (the lines
+"""Memory of the processes of a run, predicted from the sizes of its models: ``preflight``, ``summary`` (the lines
 of the dry run), ``gpu_placement`` and ``streamrl try`` call it in the process of the command.
 
 Published bits are the bfloat16 weights that the trainer publishes. A CPU engine keeps them beside the parameters that
@@ -6,18 +6,14 @@ it computes with (the replica), the trainer to compare the next version with the
 
 from __future__ import annotations
 
-from streamrl.learning.rank_memory import (
-    SHADOW_BYTES,
-    RankBytes,
-    activation_bytes,
-    bytes_per_rank,
-    logits_at_once,
-    training_sizes,
-)
-from streamrl.pretrained.model_facts import ModelFacts
-from streamrl.recipe.judge import JUDGE_CONTEXT
+from contextlib import suppress
+
+from streamrl.base.errors import RecipeError
+from streamrl.learning.rank_memory import SHADOW_BYTES, Card, RankBytes, bytes_per_rank, training_sizes
+from streamrl.pretrained.model_facts import ModelFacts, facts_of
 from streamrl.recipe.sections import EngineKind, Gathered, Recipe
-from streamrl.recipe.topology import JUDGE, PreparedSet, prepared_sets
+from streamrl.recipe.topology import PreparedSet, prepared_sets, served_models, served_name
+from streamrl.rewards.served.options import longest_question
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -31,7 +27,7 @@ TRAINER_BASE_BYTES = 450 * MIB
 CONTROLLER_BYTES = 120 * MIB
 REWARD_WORKER_BYTES = 80 * MIB
 ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the replica
-JUDGE_BYTES_PER_PARAMETER = 4  # float32 on CPU, in vLLM's own packed form
+SERVED_BYTES_PER_PARAMETER = 4  # float32 on CPU, in vLLM's own packed form
 LARGEST_CACHE_BYTES = GIB
 
 
@@ -40,9 +36,9 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: ModelFacts | None = None) -> dict[str, int]:
+def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int) -> dict[str, int]:
     """Host memory in bytes by process name, for a CPU run with ``context`` tokens a request; within about 30 % on the
-    demo. ``judge``: sizes of the judge's model, where the run has a judge.
+    demo. A judge or teacher of the run counts where the sizes of its model can be read.
 
     The KV cache counts whole, because vLLM touches it whole on CPU: room for every running request, one GiB at most.
     Where several sets of engines are prepared, only one is awake, and the largest set counts."""
@@ -58,10 +54,15 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: Mode
     by_process |= {f"reward-{i}": REWARD_WORKER_BYTES for i in range(recipe.reward_limits.workers)}
     by_process |= largest
     by_process |= {f"trainer-{i}": trainer for i in range(recipe.training.ranks)}
-    if judge is not None:
-        judge_context = recipe.judge.max_model_len or JUDGE_CONTEXT
-        cache = min(recipe.judge.max_num_seqs * judge_context * judge.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES)
-        by_process[JUDGE] = ENGINE_BASE_BYTES + JUDGE_BYTES_PER_PARAMETER * judge.parameters + cache
+    for role, served_model in served_models(recipe).items():
+        served_facts = facts_of(served_model.model)
+        if served_facts is None:
+            continue
+        with suppress(RecipeError):  # a length that does not fit is a problem of its own
+            tokens = served_model.max_num_seqs * longest_question(recipe, role)
+            cache = min(tokens * served_facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES)
+            weights = SERVED_BYTES_PER_PARAMETER * served_facts.parameters
+            by_process[served_name(role)] = ENGINE_BASE_BYTES + weights + cache
     return by_process
 
 
@@ -79,21 +80,23 @@ def _engine_bytes(recipe: Recipe, engine_set: PreparedSet, facts: ModelFacts, co
 
 
 def rank_bytes(
-    recipe: Recipe, facts: ModelFacts, context: int, gathered: Gathered, *, on_device: bool = False, card_bytes: int = 0
+    recipe: Recipe, facts: ModelFacts, context: int, gathered: Gathered, card: Card | None = None
 ) -> RankBytes:
-    """Bytes of one trainer rank at its peak, in rows of which the longest has ``context`` tokens. ``card_bytes``:
-    memory of its GPU (0: unknown, or there is none)."""
-    training = recipe.training
-    sizes = training_sizes(training, recipe.lora, recipe.objective_settings, facts, on_device=on_device)
-    row_share = -(-context // training.context_parallel_size)
-    tokens = max(training.row_tokens("cuda", facts.parameters, context), row_share)  # cuda: never shorter rows
-    logits = min(tokens * facts.vocabulary, logits_at_once(card_bytes))
-    activations = activation_bytes(facts, training, tokens, logits, sixteen_bit=sizes.sixteen_bit)
-    return bytes_per_rank(sizes, gathered, activations)
+    """Bytes of one trainer rank at its peak, in rows of which the longest has ``context`` tokens. ``card``: GPU of the
+    rank; None: a CPU."""
+    sizes = training_sizes(
+        recipe.training,
+        recipe.lora,
+        recipe.objective_settings,
+        facts,
+        context=context,
+        distribution=recipe.sampling,
+        card=card,
+    )
+    return bytes_per_rank(sizes, gathered)
 
 
-def device_bytes(recipe: Recipe, facts: ModelFacts, context: int, card_bytes: int) -> int:
-    """GPU memory that a trainer rank needs at least on a GPU with ``card_bytes``, layer by layer where
-    ``training.advanced.gathered`` allows it."""
+def device_bytes(recipe: Recipe, facts: ModelFacts, card: Card) -> RankBytes:
+    """GPU memory that a trainer rank needs at least, layer by layer where ``training.advanced.gathered`` allows it."""
     gathered = Gathered.BATCH if recipe.training.gathered is Gathered.BATCH else Gathered.LAYER
-    return rank_bytes(recipe, facts, context, gathered, on_device=True, card_bytes=card_bytes).total
+    return rank_bytes(recipe, facts, recipe.context, gathered, card)

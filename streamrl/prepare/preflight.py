@@ -11,6 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -19,22 +20,25 @@ from msgspec.structs import replace
 from streamrl.base.atomic_files import hold_lock, write_durable, write_link
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.host_addresses import wrong_port
+from streamrl.base.types import TextsByName
 from streamrl.comm.object_store import access_problem
 from streamrl.comm.transport_keys import transport_variables
 from streamrl.comm.zmq_sockets import has_ipc_listener
-from streamrl.engines.vllm.options import device_problems, installed_device, max_model_len, model_config
-from streamrl.engines.vllm.visible_gpus import visible_gpus
+from streamrl.engines.vllm.options import device_problems, max_model_len, model_config
+from streamrl.engines.vllm.visible_gpus import installed_device, visible_gpus
+from streamrl.learning.custom_objective.objective_trial import try_objective
 from streamrl.learning.routing_replay import why_not_replayed
 from streamrl.learning.state.durable_files import read_digests, refuse_faults, surviving_directory
 from streamrl.learning.state.tensor_meaning import other_meanings
 from streamrl.observe.trackers.available_trackers import name_and_options, tracker_problems
 from streamrl.observe.trackers.prometheus import PORT as PROMETHEUS_PORT
-from streamrl.prepare.gpu_placement import facts_of, gpu_placement
+from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.machine_check import (
     GIB,
     INSTALL,
     LONGEST_SOCKET_PATH,
     available_memory,
+    cuda_problem,
     engine_package,
     installed_version,
     nearest_existing,
@@ -42,23 +46,33 @@ from streamrl.prepare.machine_check import (
     shared_memory,
 )
 from streamrl.prepare.memory import estimate_memory, gib
+from streamrl.prepare.other_models import address_problems, reference_problems, teacher_problems
 from streamrl.prepare.recipe_probe import look_at_environment, problems_of_object
+from streamrl.pretrained.composites import without_towers
 from streamrl.pretrained.model_facts import ModelFacts, read_model_config, read_model_facts
-from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.pretrained.trainable_models import refuse_untrainable, row_split_problems, split_problems, unknown_modules
-from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
+from streamrl.pretrained.weight_files import ModelDirectoryError, float32_tensors, stored_tensors
 from streamrl.recipe.remote_names import is_url, url_problem
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import EngineKind, OptimizerKind, Recipe, TransportKind
 from streamrl.recipe.topology import Role, plan_topology, prepared_sets
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
 from streamrl.rewards.calls.reward_set import combining_rewards
-from streamrl.rewards.judge.options import judge_problems
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, resumed_rewards
+from streamrl.rewards.served.options import served_model_problems
 from streamrl.rewards.signature import needed_columns
 from streamrl.run.copies.fetch_checkpoint import whole_copy
+from streamrl.run.prompts.imitated_rows import imitated_tokens, sources_as_written
 from streamrl.run.prompts.open_prompts import check_prompts, missing_source
-from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.prompt_spec import (
+    columns_of_set,
+    environment_writes,
+    imitated_sources,
+    prompt_sources,
+    settings_of_sources,
+    unused_keys,
+)
 from streamrl.run.prompts.row_notes import RowNotes
 
 USER_CODE_TIMEOUT_S = 60.0
@@ -84,7 +98,7 @@ def with_checkpoint_rewards(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | N
     if snapshot is None:
         return recipe, None
     resumed = resumed_rewards(recipe, snapshot, checkpoint)
-    return replace(recipe, rewards=resumed.rewards), resumed
+    return recipe.with_rewards(resumed.rewards), resumed
 
 
 def recipe_of_resumed_run(recipe: Recipe, run_directory: Path) -> tuple[Recipe, RewardsSnapshot | None]:
@@ -93,7 +107,7 @@ def recipe_of_resumed_run(recipe: Recipe, run_directory: Path) -> tuple[Recipe, 
     be read."""
     snapshot = read_rewards_file(run_directory)
     if snapshot is not None:
-        recipe = replace(recipe, rewards=snapshot.rewards)
+        recipe = recipe.with_rewards(snapshot.rewards)
     if any((run_directory / "checkpoints").glob("step-*")):
         recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=""))
     return recipe, snapshot
@@ -107,7 +121,7 @@ def preflight(
     ``snapshot``: rewards of the run or checkpoint that is resumed. ``notes``: gets the notes about the rows of each
     source, by the path of its key."""
     problems = [f"{path}: {text}" for path, text in broken_rules(recipe)]
-    model: CheckedModel | None = None
+    model = None
     try:
         model = check_model(recipe)
     except RecipeError as error:
@@ -144,9 +158,11 @@ def check_model(recipe: Recipe) -> CheckedModel:
         problems += row_split_problems(directory, recipe.training.context_parallel_size)
         targets = recipe.lora.named_targets if recipe.lora.rank else None
         unknown = unknown_modules(directory, targets or ())
-        other_dtypes: set[str] = set()
+        other_dtypes = set()
         if recipe.lora.syncs_adapter:
-            other_dtypes = {tensor.dtype for tensor in stored_tensors(directory).values()} - {"BF16"}
+            tensors = without_towers(stored_tensors(directory))
+            in_float32 = float32_tensors(tensors)
+            other_dtypes = {tensor.dtype for name, tensor in tensors.items() if name not in in_float32} - {"BF16"}
     except ModelDirectoryError as error:
         raise RecipeError(f"model.path: {directory} {error}") from error
     if problems:
@@ -171,7 +187,8 @@ def _rewards_and_prompts(
         path = f"rewards.{index}.function" if index < len(recipe.rewards) else "reward_limits.combine"
         yield from (f"{path}: {problem}" for problem in inspection.problems)
     columns = needed_columns([inspection.signature for inspection in inspections if inspection.signature is not None])
-    tokenizer: Tokenizer | None = None
+    tokenizer = None
+    tools = ""
     try:
         read_model_config(Path(recipe.model.path))
         tokenizer = load_tokenizer(recipe.model.path)
@@ -181,30 +198,48 @@ def _rewards_and_prompts(
         yield from (f"model.path: {problem}" for problem in error.problems)
     if recipe.environment.configured:
         readable_model = recipe.model.path if tokenizer else None
-        problems, columns["environment"] = look_at_environment(
+        problems, columns["environment"], tools = look_at_environment(
             recipe.environment, readable_model or "", USER_CODE_TIMEOUT_S
         )
         yield from problems
     if recipe.environment.agent and tokenizer and not tokenizer.chat_templates:
         yield "environment.agent: the model has no chat template, which requests of agents need: take one that has"
-    longest = model.context - recipe.sampling.max_tokens if model else None
+    settings = settings_of_sources(recipe)
     for path, spec in prompt_sources(recipe).items():
         if tokenizer:
-            reader = None if recipe.environment.configured else tokenizer
+            limit = settings[path].max_tokens or recipe.sampling.max_tokens
+            longest = model.context - limit if model else None
+            own_columns = columns_of_set(recipe, settings[path], columns)
+            reader = None if environment_writes(recipe, settings[path]) else tokenizer
             source_notes = RowNotes()
-            problems = check_prompts(spec, reader, columns, longest, notes=source_notes)
+            problems = check_prompts(spec, reader, own_columns, longest, notes=source_notes)
             if notes is not None:
                 notes[path] = source_notes
         else:
             problems = missing_source(spec)
         yield from (f"{path}: {problem}" for problem in problems)
+    yield from unused_keys(recipe)
+    if not tokenizer:
+        sources = imitated_sources(recipe)
+        yield from (f"prompts.train.{name}: {fault}" for name in sources for fault in missing_source(sources[name]))
+        return
+    can_imitate = partial(imitated_tokens, tokenizer=tokenizer, context=model.context if model else recipe.context)
+    for name, spec in sources_as_written(recipe, tokenizer, tools).items():
+        source_notes = RowNotes()
+        problems = check_prompts(spec, tokenizer, {}, notes=source_notes, check=can_imitate)
+        if notes is not None:
+            notes[f"prompts.train.{name}"] = source_notes
+        yield from (f"prompts.train.{name}: {problem}" for problem in problems)
 
 
 def _other_code(recipe: Recipe) -> Iterator[str]:
-    """Problems of user code that is checked without a sample: a round policy, observers."""
+    """Problems of user code that is checked without a sample: a round policy, a loss, observers."""
     spec = recipe.rollout.policy
     if ":" in spec:
         yield from (f"rollout.policy: {problem}" for problem in problems_of_object(spec, USER_CODE_TIMEOUT_S))
+    if recipe.objective_settings.is_custom and recipe.objective.function:
+        trial = try_objective(recipe.objective, recipe.off_policy, sizes_vary=recipe.group_sizing.varies)
+        yield from (f"objective.function: {problem}" for problem in trial.refusals)
     for spec in recipe.run.observers:
         problems = problems_of_object(spec, USER_CODE_TIMEOUT_S, kind="observer")
         yield from (f"run.advanced.observers: {problem}" for problem in problems)
@@ -218,6 +253,8 @@ def _devices(recipe: Recipe) -> Iterator[str]:
     yield from placement.problems
     if placement.gpus:
         yield from _shared_memory(recipe)
+        if placement.tenants and (problem := cuda_problem()):
+            yield f"cuda: {problem}"
         return
     if recipe.on_one_host and recipe.training.device.startswith("cuda"):
         yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or use a cluster (--cluster)'
@@ -282,7 +319,7 @@ def _ports(recipe: Recipe) -> Iterator[str]:
         if recipe.transport.kind is TransportKind.TCP and (problem := port_problem(recipe.transport.host, 0)):
             yield f"transport.host: {problem}: set it to an address of this machine"
             return
-    users: dict[str, str] = {}
+    users: TextsByName = {}
     for name, endpoint in endpoints.items():
         path = {"metrics": "metrics.endpoint", "prometheus": "metrics.report_to"}.get(name, "transport.port")
         if endpoint.startswith("tcp://"):
@@ -326,7 +363,7 @@ def _ipc_problem(path: str, socket_path: Path) -> Iterator[str]:
 def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
     if model is None or visible_gpus():
         return
-    estimate = estimate_memory(recipe, model.facts, model.context, facts_of(recipe.judge.model))
+    estimate = estimate_memory(recipe, model.facts, model.context)
     on_cluster = () if recipe.on_one_host else ("engine-", "trainer-")
     needed = sum(size for name, size in estimate.items() if not name.startswith(on_cluster))
     available = available_memory()
@@ -403,5 +440,18 @@ def _stores(recipe: Recipe) -> Iterator[str]:
             yield f"{key}: {problem}"
 
 
-_CHECKS = (_other_code, _devices, _installation, _ports, _keys, judge_problems, _checkpoint, _stores, _free_space)
+_CHECKS = (
+    _other_code,
+    _devices,
+    _installation,
+    _ports,
+    _keys,
+    served_model_problems,
+    reference_problems,
+    teacher_problems,
+    address_problems,
+    _checkpoint,
+    _stores,
+    _free_space,
+)
 """Checks of what a recipe points at beside its model, rewards and prompts."""

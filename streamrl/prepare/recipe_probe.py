@@ -6,14 +6,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import anyio
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, json, msgpack
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.base.types import JsonObject, Prompt
+from streamrl.base.types import JsonObject, Prompt, Texts
 from streamrl.observe.user_calls import observer_class
 from streamrl.prepare.first_prompt import difference_from_transformers
 from streamrl.pretrained.tokenizer import load_tokenizer
@@ -35,9 +34,22 @@ _LONGEST_ARGUMENT = 100_000
 class _ProbeResult(Struct, frozen=True, kw_only=True):
     """Result of the child process."""
 
-    problems: tuple[str, ...] = ()
+    problems: Texts = ()
     differs: str = ""
-    columns: tuple[str, ...] = ()
+    columns: Texts = ()
+    tools: str = ""
+
+
+class ModelTrial(NamedTuple):
+    """Result of a trial of a model.
+
+    ``problem``: reason why no run can train the model (empty: it can be trained, or this is unknown)
+    ``differs``: difference between the ids of a prompt and those of transformers
+    ``failure``: failure that kept the trial from an answer (empty: it gave one)"""
+
+    problem: str = ""
+    differs: str = ""
+    failure: str = ""
 
 
 def problems_of_object(spec: str, timeout_s: float, *, kind: str = "object") -> Sequence[str]:
@@ -51,20 +63,19 @@ def problems_of_object(spec: str, timeout_s: float, *, kind: str = "object") -> 
     return [f"{spec} ended the process that imported it ({child.failure or 'exit code 0'}): import it by hand"]
 
 
-def look_at_environment(
-    environment: Environment, model: str, timeout_s: float
-) -> tuple[Sequence[str], tuple[str, ...]]:
-    """Problems of the code that ``[environment]`` names, and the columns of a row that it needs. ``model``: directory
-    of the model (empty: unknown); with tools, its chat template must write calls in a known format."""
-    result, child = _run_child("environment", msgspec.json.encode((environment, model)).decode(), timeout_s)
+def look_at_environment(environment: Environment, model: str, timeout_s: float) -> tuple[Sequence[str], Texts, str]:
+    """Problems of the code that ``[environment]`` names, the columns of a row that it needs, and the JSON schemas of
+    its tools as text (empty: none). ``model``: directory of the model (empty: unknown); with tools, its chat template
+    must write calls in a known format."""
+    result, child = _run_child("environment", json.encode((environment, model)).decode(), timeout_s)
     if result is not None:
-        return result.problems, result.columns
+        return result.problems, result.columns, result.tools
     how = (
         f"not imported within {timeout_s:g} s"
         if child.late
         else f"ended its process ({child.failure or 'exit code 0'})"
     )
-    return [f"environment: its code {how}: import it by hand"], ()
+    return [f"environment: its code {how}: import it by hand"], (), ""
 
 
 def problem_of_model(
@@ -74,27 +85,28 @@ def problem_of_model(
     prompt: Prompt | None = None,
     *,
     split: tuple[int, int] = (1, 1),
-) -> tuple[str | None, str]:
-    """The reason why no run can train the model of ``options`` (empty: it can be trained; None: unknown), and the
-    difference between the ids of ``prompt`` and those of transformers.
+) -> ModelTrial:
+    """Try the model of ``options`` and the ids of ``prompt``.
 
     ``split``: sizes of tensor and expert parallel ranks. Takes about ten seconds, mostly for the import of vLLM."""
     row = JsonObject()
     ids = list[int]()
     if prompt:
         row, ids = _compared(prompt)
-    argument = msgspec.json.encode((options, targets, split, row, ids))
+    argument = json.encode((options, targets, split, row, ids))
     if len(argument) > _LONGEST_ARGUMENT:
-        argument = msgspec.json.encode((options, targets, split, {}, ()))
-    result, _ = _run_child("model", argument.decode(), timeout_s)
-    return (None, "") if result is None else ("".join(result.problems), result.differs)
+        argument = json.encode((options, targets, split, {}, ()))
+    result, child = _run_child("model", argument.decode(), timeout_s)
+    if result is None:
+        return ModelTrial(failure=child.failure or "no answer")
+    return ModelTrial("".join(result.problems), result.differs)
 
 
 def difference_of_prompt(model_path: str, prompt: Prompt, timeout_s: float) -> str:
     """Difference between the ids of ``prompt`` and those of transformers; empty: none, or unknown. Takes a few seconds,
     for an import of transformers."""
     row, ids = _compared(prompt)
-    argument = msgspec.json.encode((model_path, row, ids))
+    argument = json.encode((model_path, row, ids))
     if not row or len(argument) > _LONGEST_ARGUMENT:
         return ""
     result, _ = _run_child("prompt", argument.decode(), timeout_s)
@@ -111,7 +123,7 @@ def _compared(prompt: Prompt) -> tuple[JsonObject, list[int]]:
 
 def _run_child(kind: str, argument: str, timeout_s: float) -> tuple[_ProbeResult | None, ThrowawayAnswer]:
     child = run_throwaway("streamrl.prepare.recipe_probe", [kind, argument], timeout_s)
-    result = msgspec.msgpack.decode(child.written, type=_ProbeResult) if child.written and not child.failure else None
+    result = msgpack.decode(child.written, type=_ProbeResult) if child.written and not child.failure else None
     return result, child
 
 
@@ -125,18 +137,21 @@ def _look_at(load: Callable[[str], object], spec: str) -> _ProbeResult:
 
 def _look_at_environment(argument: str) -> _ProbeResult:
     from streamrl.run.environments.chat_tokens import ChatModel
-    from streamrl.run.environments.environment_forms import load_episode, try_objects
+    from streamrl.run.environments.environment_forms import load_episode, load_tools, try_objects
     from streamrl.run.environments.tools import Tool
 
-    environment, model = msgspec.json.decode(argument, type=tuple[Environment, str])
+    environment, model = json.decode(argument, type=tuple[Environment, str])
     keep_variables_of_user_code(environment.variables)
     server_tools = list[Tool]()
 
-    async def look() -> tuple[str, ...]:
+    async def look() -> _ProbeResult:
         chat_model = ChatModel(load_tokenizer(model), environment) if model else None
         _, columns = load_episode(environment, chat_model, server_tools=server_tools)
         await try_objects(environment)
-        return columns
+        tools = ""
+        if environment.tools:
+            tools = json.encode(load_tools(environment, server_tools).schemas).decode()
+        return _ProbeResult(columns=columns, tools=tools)
 
     try:
         if environment.servers:
@@ -144,7 +159,7 @@ def _look_at_environment(argument: str) -> _ProbeResult:
 
             server_tools += list_tools(environment.servers, environment.variables)
         # In an event loop as the worker has one: user code may look at it.
-        return _ProbeResult(columns=anyio.run(look, backend_options={"use_uvloop": True}))
+        return anyio.run(look, backend_options={"use_uvloop": True})
     except RecipeError as error:
         return _ProbeResult(
             problems=tuple(f"environment: {problem}".replace(": environment.", ".", 1) for problem in error.problems)
@@ -152,36 +167,38 @@ def _look_at_environment(argument: str) -> _ProbeResult:
 
 
 def _look_at_prompt(argument: str) -> _ProbeResult:
-    model_path, row, ids = msgspec.json.decode(argument, type=tuple[str, JsonObject, list[int]])
+    model_path, row, ids = json.decode(argument, type=tuple[str, JsonObject, list[int]])
     return _ProbeResult(differs=difference_from_transformers(model_path, row, ids))
 
 
 def _look_at_model(argument: str) -> _ProbeResult:
     """Check the model in a probe of vLLM's loader. Errors that say nothing about a real engine are raised."""
+    stderr = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM warns of an engine that is none
-    from streamrl.engines.vllm.load_plan_probe import probe_engine
+    try:
+        return _try_model(argument)
+    finally:
+        os.dup2(stderr, 2)
+
+
+def _try_model(argument: str) -> _ProbeResult:
+    from streamrl.engines.vllm.load_plan_probe import probe_engine, published_tensors
     from streamrl.engines.vllm.options import EngineOptions
-    from streamrl.learning.model.loading import published_shapes
     from streamrl.learning.state.unmerged import adapter_shapes
     from streamrl.weights.pull.replica import TensorSpec
 
-    decoded = msgspec.json.decode(
-        argument, type=tuple[EngineOptions, tuple[str, ...], tuple[int, int], JsonObject, list[int]]
-    )
+    decoded = json.decode(argument, type=tuple[EngineOptions, Texts, tuple[int, int], JsonObject, list[int]])
     engine, targets, split, row, ids = decoded
     differs = ""
     if row:
         differs = difference_from_transformers(engine.model_path, row, ids)
     try:
-        shapes = published_shapes(engine.model_path, targets, split)
-        adapter = dict[str, tuple[int, ...]]()
+        tensors = published_tensors(engine.model_path, targets, split)
+        adapter = dict[str, TensorSpec]()
         if engine.adapter.syncs_adapter:
-            adapter = adapter_shapes(engine.adapter, engine.model_path)
-        specs = [
-            {name: TensorSpec(name, "bfloat16", shape) for name, shape in tensors.items()}
-            for tensors in (shapes, adapter)
-        ]
-        probe_engine(engine, *specs)
+            shapes = adapter_shapes(engine.adapter, engine.model_path)
+            adapter = {name: TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()}
+        probe_engine(engine, tensors, adapter)
     except StreamRLError as error:
         return _ProbeResult(problems=(str(error),), differs=differs)
     return _ProbeResult(differs=differs)
@@ -198,7 +215,7 @@ _KINDS: dict[str, Callable[[str], _ProbeResult]] = {
 
 def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
     kind, argument = arguments
-    answers.write(msgspec.msgpack.encode(_KINDS[kind](argument)))
+    answers.write(msgpack.encode(_KINDS[kind](argument)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from streamrl.recipe.problems import short_toml
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
 from streamrl.run.prompts.open_prompts import stored_rows
-from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.prompt_spec import training_sources
 
 
 def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:
@@ -25,11 +25,12 @@ def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:
     if not epochs:
         return recipe, ""
     try:
-        size = stored_rows(prompt_sources(recipe)["prompts.train"])
+        (source,) = training_sources(recipe).values()  # a rule refuses passes over several sets
+        size = stored_rows(source)
     except RecipeError:
         return recipe, ""
     if size is None:
-        problem = f"{short_toml(epochs)} passes over {recipe.prompts.train}, an iterator, which has no length"
+        problem = f"{short_toml(epochs)} passes over {source}, an iterator, which has no length"
         raise RecipeError(f"training.epochs: {problem}: set run.steps in its place")
     prompts = max(1, math.ceil(epochs * size))
     steps = math.ceil(prompts / batch)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from streamrl.engines.vllm.options import installed_device
+from streamrl.engines.vllm.visible_gpus import installed_device
 from streamrl.learning.rank_memory import bytes_per_rank, training_sizes
 from streamrl.prepare.memory import estimate_memory, gib
 from streamrl.pretrained.model_facts import ModelFacts
@@ -17,11 +17,12 @@ from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.pretrained.turns.template_facts import template_facts
 from streamrl.recipe.environment import FORMS
 from streamrl.recipe.learning_rate import learning_rate_notice
-from streamrl.recipe.objective import Proximal, RatioLevel, why_not_streaming
+from streamrl.recipe.objective import Mask, Proximal, RatioLevel, why_not_streaming
 from streamrl.recipe.problems import short_toml
 from streamrl.recipe.schedules.schedule import rate_factor
 from streamrl.recipe.scheduling import InFlight, RoundKind, SizingKind, StalePolicy
 from streamrl.recipe.sections import HELD_OUT, EngineKind, EvaluationSet, Gathered, Recipe
+from streamrl.recipe.served_models import compares_siblings
 from streamrl.recipe.topology import Topology, prepared_sets
 
 SIMULATED_SENTENCE = "simulated: random text, whatever the weights; nothing is learnt about a model (engines.kind)"
@@ -141,6 +142,10 @@ def objective_lines(recipe: Recipe) -> list[str]:
     """The resolved objective: the algorithm, then each field that has an effect, in the words of the recipe."""
     settings = recipe.objective_settings
     names = ["surrogate"]
+    if settings.is_custom:
+        names.append("function")
+    if settings.options:
+        names.append("options")
     if settings.token_surrogate.clips:
         names += ["clip_low", "clip_high"]
     if settings.dual_clip:
@@ -157,7 +162,15 @@ def objective_lines(recipe: Recipe) -> list[str]:
     if settings.estimator.of_cohort:
         lines.append(_assignments(settings, "cohort_batches"))
     if settings.has_reference:
-        lines.append("reference: " + _assignments(settings, "kl_coefficient", "kl_estimator", "kl_in"))
+        model = settings.reference or "the initial model"
+        lines.append(f"reference: {model}")
+    if settings.kl_coefficient:
+        lines.append("KL to the reference: " + _assignments(settings, "kl_coefficient", "kl_estimator", "kl_in"))
+    if settings.distils:
+        names = ["distillation_coefficient", "divergence"]
+        if settings.exact_divergence:
+            names.append("divergence_beta")
+        lines.append("teacher: " + _assignments(settings, *names))
     if settings.entropy_coefficient:
         lines.append(_assignments(settings, "entropy_coefficient"))
     if settings.overlong_buffer:
@@ -178,6 +191,8 @@ def streaming_notice(recipe: Recipe) -> str:
     streaming is off."""
     training = recipe.training
     reason = why_not_streaming(recipe.objective_settings, training.updates_per_batch, training.epochs_per_batch)
+    if recipe.in_turns:
+        reason = "engines and trainer ranks take turns (engines.advanced.gpu_sharing)"
     if not training.streaming or not reason:
         return ""
     return f"off, although training.advanced.streaming = true: {reason}"
@@ -195,22 +210,26 @@ def off_policy_text(recipe: Recipe) -> str:
     """Describe the correction of tokens that another policy sampled: the keys of ``[off_policy]`` that have an
     effect."""
     off_policy = recipe.off_policy
-    if recipe.on_policy and not off_policy.correct_mismatch:
+    if recipe.on_policy and not off_policy.corrects_mismatch:
         return "nothing to correct: every token is trained by the version that sampled it"
     names = []
     if off_policy.correct_mismatch:
         names.append("correct_mismatch")
     if not recipe.on_policy:
         names.append("proximal")
-    if off_policy.proximal is not Proximal.BEHAVIOR or off_policy.correct_mismatch:
+    if off_policy.mask is Mask.ICEPOP:
+        names.append("mask")
+    elif off_policy.proximal is not Proximal.BEHAVIOR or off_policy.correct_mismatch:
         names.append("truncate")
         if off_policy.truncate is not RatioLevel.NONE:
             names.append("cap")
-        if off_policy.mask is not RatioLevel.NONE:
-            names += ["mask", "mask_low", "mask_high"]
+        if off_policy.mask is not Mask.NONE:
+            names.append("mask")
+    if "mask" in names:
+        names += ["mask_low", "mask_high"]
     if off_policy.staleness_discount < 1:
         names.append("staleness_discount")
-    return _assignments(off_policy, *names)
+    return _assignments(off_policy.with_bounds, *names)
 
 
 def staleness_sentence(recipe: Recipe) -> str:
@@ -324,6 +343,12 @@ def _evaluation_text(recipe: Recipe, name: str, held_out_set: EvaluationSet, hel
         text += f"; all prompts: {held_out:,} x {evaluation.samples} = {held_out * evaluation.samples:,} completions"
     elif evaluation.samples > 1:
         text += f"; {evaluation.samples} completions of each prompt"
+    if recipe.score_of(name) is None:
+        text += "; no score, because no reward scores them"
+    serves = recipe.settings_of_held_out(name).serves
+    comparing = [reward.label for reward in recipe.rewards if compares_siblings(reward) and serves(reward)]
+    if comparing and evaluation.samples == 1:
+        text += f"; without {', '.join(comparing)}, which compares siblings: evaluation.samples = 1 has none"
     return text
 
 
@@ -375,7 +400,9 @@ def process_lines(recipe: Recipe, topology: Topology) -> list[str]:
     """Processes that the run would start, and their endpoints."""
     lines = []
     for process in topology.processes:
-        start = "when its set of engines serves" if process.starts_inactive else "by this run"
+        start = "by this run"
+        if process.starts_inactive:
+            start = "after the trainer ranks" if recipe.in_turns else "when its set of engines serves"
         lines.append(f"  {process.name:<12} started {start}")
     if not recipe.on_one_host:  # endpoints are chosen when the hosts say which ports are free
         return lines

@@ -4,7 +4,6 @@ prompts of chats (controller) and for conversations (environment workers)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from copy import deepcopy
 from datetime import datetime
 from functools import cache
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from msgspec import Struct
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import JsonMapping, JsonObjects
+from streamrl.base.types import JsonMapping, JsonObjects, TextMapping
 from streamrl.pretrained.model_folder import read_bounded
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ class ChatFormat(Struct, frozen=True):
     use, by name, such as ``bos_token``."""
 
     directory: str
-    templates: Mapping[str, str]
-    named_tokens: Mapping[str, str]
+    templates: TextMapping
+    named_tokens: TextMapping
 
     def render(self, messages: JsonObjects, tools: JsonObjects | None, arguments: JsonMapping | None) -> str:
         """Return the text of ``messages``, after which the assistant's message begins, or goes on where the last
@@ -117,7 +116,7 @@ def _before_tag(text: str, begin_of_message: str) -> str:
     return text[:place].rstrip()  # the template strips a message: it removed the space at the end of the tag
 
 
-def read_chat_format(directory: Path, config: JsonMapping, named_tokens: Mapping[str, str]) -> ChatFormat:
+def read_chat_format(directory: Path, config: JsonMapping, named_tokens: TextMapping) -> ChatFormat:
     """Read the chat templates of a model folder: the ``.jinja`` files, or else the templates in ``config``, as
     transformers does.
 

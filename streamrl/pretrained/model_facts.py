@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from streamrl.base.types import JsonMapping, JsonObject
+from streamrl.pretrained.composites import without_towers
+from streamrl.pretrained.layer_kinds import attention_layers, listed_layers
 from streamrl.pretrained.model_folder import read_bounded, unsafe_content
 from streamrl.pretrained.weight_files import LARGEST_SIZE, ModelDirectoryError, stored_tensors
 
@@ -26,13 +28,15 @@ _OTHER_NAMES = {
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 LAYER = re.compile(r"(.*\b(?:layers|h|blocks))\.(\d+)\.")
+EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|lm_head)\.weight")
+_QUERY_NORM = "q_norm.weight"
 _HEAD_NORM = re.compile(r"\b(q|k|query|key)_?(layer)?norm\b")
 ADAPTER_FILE = "adapter_config.json"
 MERGED = "merge the adapter into its base model (peft: merge_and_unload) and save that with save_pretrained"
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """Sizes of a model.
+    """Sizes of a model; of one with towers for images or sound those of its language model.
 
     ``parameters``: number of parameters;
     ``outside``: number of parameters outside of the layers;
@@ -43,7 +47,9 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     ``key_value_bytes``: bytes of a token's KV cache in float32, over all layers;
     ``queries``: width of a layer's queries, over all heads;
     ``norms``: number of norms of the residual stream in a layer;
-    ``norms_heads``: whether queries and keys are normed."""
+    ``norms_heads``: whether queries and keys are normed;
+    ``positions``: longest sequence in tokens (0: unknown);
+    ``is_quantised``: whether its files have quantised weights."""
 
     parameters: int
     outside: int
@@ -55,6 +61,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     queries: int
     norms: int
     norms_heads: bool
+    positions: int = 0
+    is_quantised: bool = False
 
 
 class Experts(NamedTuple):
@@ -95,7 +103,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
     config = read_model_config(directory)
     if unsafe := unsafe_content(directory):
         raise ModelDirectoryError(unsafe)
-    tensors = stored_tensors(directory)
+    tensors = without_towers(stored_tensors(directory))
     sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
     parameters = sum(sizes.values())
     if not parameters:
@@ -104,7 +112,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
     heads = max(1, _size(config, "num_attention_heads"))
     head_size = _size(config, "head_dim") or hidden // heads
     key_value_heads = _size(config, "num_key_value_heads") or heads
-    layers = _size(config, "num_hidden_layers")
+    layers = _size(config, "num_hidden_layers") or stacked_layers(tensors)
     experts = experts_of(config)
     expert_inner = _size(config, "moe_intermediate_size") if experts else 0
     inner = expert_inner or _size(config, "intermediate_size")
@@ -124,11 +132,29 @@ def read_model_facts(directory: Path) -> ModelFacts:
         inner=(inner or 4 * hidden) * (experts.top_k if experts else 1),
         layers=layers,
         vocabulary=_size(config, "vocab_size"),
-        key_value_bytes=2 * layers * key_value_heads * head_size * 4,
+        key_value_bytes=2 * attention_layers(config, layers) * key_value_heads * head_size * 4,
         queries=heads * head_size,
         norms=len(norms),
         norms_heads=norms_heads,
+        positions=_size(config, "max_position_embeddings"),
+        is_quantised="quantization_config" in config,
     )
+
+
+def facts_of(path: str) -> ModelFacts | None:
+    """Return the sizes of the model in a directory; None where there is none that can be read."""
+    try:
+        return read_model_facts(Path(path)) if path else None
+    except ModelDirectoryError:
+        return None
+
+
+def stacked_layers(names: Iterable[str]) -> int:
+    """Return the number of layers in the longest stack among the names of tensors."""
+    stacks: dict[str, set[str]] = {}
+    for layer in filter(None, map(LAYER.match, names)):
+        stacks.setdefault(layer[1], set()).add(layer[2])
+    return max(map(len, stacks.values()), default=0)
 
 
 def _size(config: JsonObject, key: str) -> int:
@@ -142,8 +168,9 @@ def _size(config: JsonObject, key: str) -> int:
 
 
 def read_model_config(directory: Path) -> JsonObject:
-    """Read ``config.json``. The fields of its ``text_config`` replace those of the same name, and every size gets the
-    name that most models use. Raises ``ModelDirectoryError`` where the file is missing or no JSON object."""
+    """Read ``config.json``. The fields of its ``text_config``, but not the classes, replace those of the same name, and
+    every size gets the name that most models use. A size that ``text_config`` leaves out, as the default of its class,
+    is read from the weights. Raises ``ModelDirectoryError`` where the file is missing or no JSON object."""
     path = directory / "config.json"
     try:
         config = json.loads(read_bounded(path).decode())
@@ -160,8 +187,31 @@ def read_model_config(directory: Path) -> JsonObject:
         raise ModelDirectoryError("has a config.json that is not a JSON object, or empty: copy it again")
     text_config = config.get("text_config")
     if isinstance(text_config, dict):
-        config |= text_config
+        config = {**config, **text_config, "architectures": config.get("architectures")}
+        if not config.get("vocab_size") and any(directory.glob("*.safetensors")):
+            sizes = _sizes_in_weights(directory)
+            config |= {name: size for name, size in sizes.items() if config.get(name) is None}
     for name, other_names in _OTHER_NAMES.items():
-        sizes = [config[key] for key in (name, *other_names.split()) if config.get(key) is not None]
-        config[name] = next(iter(sizes), None)
+        values = [config[key] for key in (name, *other_names.split()) if config.get(key) is not None]
+        config[name] = next(iter(values), None)
+    config["num_hidden_layers"] = config["num_hidden_layers"] or listed_layers(config)
     return config
+
+
+def _sizes_in_weights(directory: Path) -> dict[str, int]:
+    """Return the sizes that shapes of tensors tell: those of the embeddings, and of heads whose queries are normed.
+    Raises ``ModelDirectoryError``."""
+    tensors = without_towers(stored_tensors(directory))
+    sizes = {}
+    for name, tensor in tensors.items():
+        if EMBEDDING.fullmatch(name) and len(tensor.shape) == 2:
+            sizes["vocab_size"], sizes["hidden_size"] = tensor.shape
+        if "head_dim" in sizes or not name.endswith(_QUERY_NORM):
+            continue
+        sizes["head_dim"] = tensor.shape[0]
+        attention = name.removesuffix(_QUERY_NORM)
+        for size, projection in (("num_attention_heads", "q_proj"), ("num_key_value_heads", "k_proj")):
+            matrix = tensors.get(f"{attention}{projection}.weight")
+            if matrix is not None:
+                sizes[size] = matrix.shape[0] // tensor.shape[0]
+    return sizes

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
+from msgspec import json
 
 from streamrl.base.errors import UNDECODABLE
 from streamrl.base.types import JsonObject
@@ -84,7 +84,7 @@ def _asks_for_code(path: Path) -> str:
     """Return the key of a configuration file that makes transformers load code; empty: there is none, or the file
     cannot be read."""
     try:
-        content: JsonObject = msgspec.json.decode(read_bounded(path), type=JsonObject)
+        content: JsonObject = json.decode(read_bounded(path), type=JsonObject)
     except (OSError, *UNDECODABLE):
         return ""
     parts = [content, *(part for part in content.values() if isinstance(part, dict))]

@@ -6,16 +6,14 @@ They are in ``tokenizer_config.json``. Where it has no ``added_tokens_decoder``,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tokenizers
-from msgspec import Struct
+from msgspec import Struct, json
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
-from streamrl.base.types import JsonMapping, JsonObject
+from streamrl.base.types import JsonMapping, JsonObject, TextMapping
 from streamrl.pretrained.model_folder import read_bounded
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -29,7 +27,7 @@ class SpecialTokens(Struct, frozen=True):
     ``further``: other tokens that the tokenizer must have;
     ``split``: whether special tokens in a text are split like other text."""
 
-    named: Mapping[str, str] = {}
+    named: TextMapping = {}
     listed: tuple[JsonMapping, ...] = ()
     further: tuple[JsonMapping, ...] = ()
     split: bool = False
@@ -96,6 +94,6 @@ def read_json(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
     try:
-        return msgspec.json.decode(read_bounded(path), type=JsonObject)
+        return json.decode(read_bounded(path), type=JsonObject)
     except (OSError, *UNDECODABLE) as error:
         raise RecipeError(f"{path} is not JSON ({error}): save the model again") from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +15,7 @@ from typing import TypeVar
 import tokenizers
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.base.types import JsonMapping, JsonObject, JsonObjects, TokenArray, token_array
+from streamrl.base.types import JsonMapping, JsonObject, JsonObjects, TextMapping, TokenArray, token_array
 from streamrl.pretrained.chat_template import ChatError, ChatFormat, read_chat_format
 from streamrl.pretrained.end_tokens import EndTokens, read_end_tokens
 from streamrl.pretrained.model_folder import LARGEST_CONFIGURATION, read_bounded
@@ -63,7 +63,7 @@ class Tokenizer:
         self.vocabulary_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
-    def chat_templates(self) -> Mapping[str, str]:
+    def chat_templates(self) -> TextMapping:
         """Jinja sources of the model's chat templates by name; empty: the model has none."""
         return self._chat.templates
 
@@ -127,6 +127,16 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of a token in the vocabulary; empty where there is no such token."""
         return self._backend.id_to_token(token_id) or ""
+
+    def first_difference(self, other: Tokenizer) -> str:
+        """Return the first token id that stands for another text in ``other``, with both texts; empty: the vocabularies
+        are equal. Chat templates and end tokens may differ: they change no meaning of a token id."""
+        for token_id in range(max(self.vocabulary_size, other.vocabulary_size)):
+            token = self._backend.id_to_token(token_id)
+            of_other = other._backend.id_to_token(token_id)
+            if token != of_other:
+                return f"token {token_id} is {of_other!r} there, and {token!r} in the policy's"
+        return ""
 
     def decode(self, token_ids: TokenArray, skip_special: bool = True) -> str:
         """Return the text of ``token_ids``. Special tokens and the end token are left out unless ``skip_special`` is
@@ -257,7 +267,7 @@ def _digest(content: JsonObject, end: tuple[int, ...], special: SpecialTokens, c
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def refuse_different_tokenizers(path: str, digests: Mapping[str, str]) -> None:
+def refuse_different_tokenizers(path: str, digests: TextMapping) -> None:
     """Raises ``StreamRLError`` unless all processes loaded the same tokenizer from ``path``. ``digests``: digest by
     process, in words; empty for a process without a tokenizer (a simulated engine)."""
     loaded = {process: digest for process, digest in digests.items() if digest}

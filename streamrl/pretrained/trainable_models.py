@@ -7,20 +7,22 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from streamrl.base.types import JsonMapping
-from streamrl.pretrained.model_facts import ADAPTER_FILE, LAYER, MERGED, read_model_config
+from streamrl.base.types import JsonMapping, TextsByName
+from streamrl.pretrained.composites import COMPOSITE_CLASS, has_language_model, towers, without_towers
+from streamrl.pretrained.layer_kinds import recurrent_kinds
+from streamrl.pretrained.model_facts import ADAPTER_FILE, EMBEDDING, MERGED, read_model_config, stacked_layers
 from streamrl.pretrained.model_folder import unsafe_content
 from streamrl.pretrained.weight_files import ModelDirectoryError, StoredTensor, stored_tensors
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-_OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "image_config", "video_config")
-_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|lm_head)\.weight")
+_MAKES_PLAIN = {"mxfp4": "Mxfp4Config(dequantize=True)", "fp8": "FineGrainedFP8Config(dequantize=True)"}
+"""What makes plain weights of models that are published quantised, in transformers."""
 _NO_LINEAR = re.compile(r"embed(?!_out)|wte|wpe|norm")
 
 
 def refuse_untrainable(directory: Path) -> None:
-    """Raises ``ModelDirectoryError`` for a folder with code or pickles, for a model that is no causal language model of
-    text, for quantised weights, and for weights that do not fit the configuration."""
+    """Raises ``ModelDirectoryError`` for a folder with code or pickles, a model without a causal language model,
+    quantised weights, and weights that do not fit the configuration."""
     if problem := unsafe_content(directory):
         raise ModelDirectoryError(problem)
     config = read_model_config(directory)
@@ -57,12 +59,7 @@ def split_problems(directory: Path, tensor: int, expert: int) -> list[str]:
 def row_split_problems(directory: Path, context: int) -> list[str]:
     """Return why ``context`` ranks cannot share the rows of the model (context parallelism): it has recurrent layers,
     which carry a state from token to token. Raises ``ModelDirectoryError``."""
-    config = read_model_config(directory)
-    layer_lists = [config.get(name) for name in ("layer_types", "layers_block_type", "block_types")]
-    kinds = {str(kind) for kinds in layer_lists if isinstance(kinds, list) for kind in kinds}
-    recurrent = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
-    if not recurrent and not (config.get("num_attention_heads") or config.get("n_head")):
-        recurrent = [str(config.get("model_type"))]
+    recurrent = recurrent_kinds(read_model_config(directory))
     if context == 1 or not recurrent:
         return []
     text = f"the model has layers of type {', '.join(recurrent)}, which carry a state over the splits of a row"
@@ -70,29 +67,33 @@ def row_split_problems(directory: Path, context: int) -> list[str]:
 
 
 def _other_kind(directory: Path, config: JsonMapping) -> str:
-    """Return why the model is no causal language model of text with plain weights, and the remedy; empty: it may be
-    one."""
+    """Return why the model has no causal language model with plain weights, and the remedy; empty: it may have one."""
     if (directory / ADAPTER_FILE).exists():
         return (
             f"has {ADAPTER_FILE} beside config.json: transformers loads the base model that it names, vLLM the weights "
             f"of this folder: remove it if they are the whole model, or {MERGED}"
         )
     architectures = config.get("architectures")
-    classes: list[str] = []
+    classes = []
     if isinstance(architectures, list):
         classes = [str(architecture) for architecture in architectures]
     named = ", ".join(classes) or f"of the type {config.get('model_type')}"
-    remedy = "only causal language models of text can be trained (...ForCausalLM)"
-    if inputs := [key for key in _OTHER_INPUTS if isinstance(config.get(key), dict)]:
+    remedy = "only language models that continue a text can be trained"
+    inputs = towers(config)
+    if inputs and not has_language_model(config):
         return (
-            f"is a {named}, which takes more than text ({', '.join(inputs)} in config.json): {remedy}; give a text "
-            "model of this family, or save the language model of this one alone with its own config.json"
+            f"is a {named}, which has towers ({', '.join(inputs)} in config.json) and no language model (text_config): "
+            f"{remedy}; give the model that the towers belong to, with its own config.json"
         )
-    if config.get("is_encoder_decoder") or (classes and not any(name.endswith(_CAUSAL) for name in classes)):
-        return f"is a {named}: {remedy}; give such a model"
+    ends = (*_CAUSAL, COMPOSITE_CLASS) if inputs else _CAUSAL
+    if config.get("is_encoder_decoder") or (classes and not any(name.endswith(ends) for name in classes)):
+        return f"is a {named}: {remedy} (...{', ...'.join(ends)}); give such a model"
     if method := config.get("quantization_config"):
         kind = method.get("quant_method", "unknown method") if isinstance(method, dict) else method
-        return f"is quantised ({kind}): training needs plain weights; give the original model"
+        original = "give the original model"
+        if kind in _MAKES_PLAIN:
+            original = f"give a copy in bfloat16 (transformers makes one with {_MAKES_PLAIN[kind]})"
+        return f"is quantised ({kind}): training needs plain weights; {original}"
     return ""
 
 
@@ -101,24 +102,19 @@ def _misfit(config: JsonMapping, tensors: Mapping[str, StoredTensor]) -> str:
     problem is visible."""
     vocabulary, padding, count = (config.get(key) for key in ("vocab_size", "pad_token_id", "num_hidden_layers"))
     remedy = "copy config.json and the weights of one save"
+    tensors = without_towers(tensors)
     for name, tensor in tensors.items():
-        if _EMBEDDING.fullmatch(name) and vocabulary and len(tensor.shape) == 2 and tensor.shape[0] != vocabulary:
+        if EMBEDDING.fullmatch(name) and vocabulary and len(tensor.shape) == 2 and tensor.shape[0] != vocabulary:
             return f"has {tensor.shape[0]} rows of {name}, and vocab_size = {vocabulary} in config.json: {remedy}"
     if isinstance(padding, int) and isinstance(vocabulary, int) and not -vocabulary <= padding < vocabulary:
         return (
             f"has pad_token_id = {padding} in config.json and {vocabulary} embeddings (0 to {vocabulary - 1}): resize "
             "the embeddings (resize_token_embeddings), or name another token"
         )
-    layers: dict[str, set[int]] = {}
-    for match in map(LAYER.match, tensors):
-        if match:
-            layers.setdefault(match[1], set()).add(int(match[2]))
-    longest_stack = max(layers.values(), key=len, default=set())
+    layers = stacked_layers(tensors)
     extra = config.get("num_nextn_predict_layers") or 0
-    if longest_stack and isinstance(count, int) and len(longest_stack) not in (count, count + extra):
-        return (
-            f"has {len(longest_stack)} layers in its weights, and num_hidden_layers = {count} in config.json: {remedy}"
-        )
+    if layers and isinstance(count, int) and layers not in (count, count + extra):
+        return f"has {layers} layers in its weights, and num_hidden_layers = {count} in config.json: {remedy}"
     return ""
 
 
@@ -131,7 +127,9 @@ def is_target(module: str, target: str) -> bool:
 def linear_modules(directory: Path) -> set[str]:
     """Return the last parts of the names of the model's linear modules, by its weight files, without a tied output
     head. Raises ``ModelDirectoryError``."""
-    matrices = (name.split(".") for name, tensor in stored_tensors(directory).items() if len(tensor.shape) == 2)
+    matrices = (
+        name.split(".") for name, tensor in without_towers(stored_tensors(directory)).items() if len(tensor.shape) == 2
+    )
     linear = {path[-2] for path in matrices if path[1:] and path[-1] == "weight" and not _NO_LINEAR.search(path[-2])}
     if "embed_out" in linear:
         linear.add("lm_head")  # the name that transformers gives the head of GPT-NeoX
@@ -140,7 +138,7 @@ def linear_modules(directory: Path) -> set[str]:
     return linear
 
 
-def unknown_modules(directory: Path, names: Sequence[str]) -> dict[str, str]:
+def unknown_modules(directory: Path, names: Sequence[str]) -> TextsByName:
     """Return those of ``names`` that are no linear module of the model by its weight files, with the reason and the
     remedy. The files do not tell which modules share a weight by the default of the model's class: the trainer refuses
     these."""

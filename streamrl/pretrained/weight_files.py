@@ -12,12 +12,12 @@ import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct, convert, json
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.types import JsonObject, TextMapping, TextsByName
 from streamrl.pretrained.lfs_pointers import pointer_problem
 from streamrl.pretrained.model_folder import read_bounded
 
@@ -31,7 +31,7 @@ _BITS = {"F4": 4, "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, 
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64}  # fmt: skip
 """Bits of an element by the code of its type; codes that begin with F8 have eight."""
 
-Side = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_SIZE)]
+Side = Annotated[int, Meta(ge=0, le=LARGEST_SIZE)]
 
 
 class ModelDirectoryError(StreamRLError):
@@ -43,12 +43,12 @@ class _TensorEntry(Struct, frozen=True):
     """The entry of one tensor in a safetensors header."""
 
     dtype: str
-    shape: Annotated[tuple[Side, ...], msgspec.Meta(max_length=16)]
+    shape: Annotated[tuple[Side, ...], Meta(max_length=16)]
     data_offsets: tuple[Side, Side]
 
 
 class _Index(Struct, frozen=True):
-    weight_map: dict[str, str]
+    weight_map: TextsByName
 
 
 class StoredTensor(Struct, frozen=True):
@@ -124,13 +124,13 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _weight_map(directory: Path) -> Mapping[str, str]:
+def _weight_map(directory: Path) -> TextMapping:
     """Return the file of each tensor by the index; empty: there is no index. Raises ``ModelDirectoryError``."""
     path = directory / INDEX_FILE
     if not path.is_file():
         return {}
     try:
-        weight_map = msgspec.json.decode(read_bounded(path), type=_Index).weight_map
+        weight_map = json.decode(read_bounded(path), type=_Index).weight_map
         if not weight_map:
             raise ValueError("it names no tensor")
         return weight_map
@@ -149,11 +149,11 @@ def read_safetensors_header(file: Path) -> dict[str, StoredTensor]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(LARGEST_SAFETENSORS_HEADER, size - 8):
                 raise ValueError(f"its header claims {length} bytes of {size}")
-            header = msgspec.json.decode(stream.read(length), type=dict[str, Any])
+            header = json.decode(stream.read(length), type=JsonObject)
         header.pop("__metadata__", None)
         if len(header) > MOST_TENSORS:
             raise ValueError(f"{len(header)} tensors, at most {MOST_TENSORS}")
-        entries = {name: msgspec.convert(entry, _TensorEntry) for name, entry in header.items()}
+        entries = {name: convert(entry, _TensorEntry) for name, entry in header.items()}
         end = 8 + length + max((entry.data_offsets[1] for entry in entries.values()), default=0)
         if size != end:
             raise ValueError(f"it is {'cut' if size < end else 'too long'}: {size} bytes of {end}")
@@ -177,6 +177,15 @@ def _refuse_gaps(entries: Mapping[str, _TensorEntry]) -> None:
         if start != end or stop < start or (bits and stop - start != math.prod(entry.shape) * bits // 8):
             raise ValueError(f"{name!r} ({entry.dtype}, {list(entry.shape)}) cannot lie in bytes {start} to {stop}")
         end = stop
+
+
+def float32_tensors(tensors: Mapping[str, StoredTensor]) -> frozenset[str]:
+    """Return the names of tensors that a model stores in float32 beside 16-bit weights, such as the decays of Gated
+    DeltaNet: they are trained, published and exported in float32. Empty where most elements are float32: such a model
+    is published in bfloat16."""
+    names = frozenset(name for name, tensor in tensors.items() if tensor.dtype == "F32")
+    elements = sum(math.prod(tensors[name].shape) for name in names)
+    return names if 2 * elements < sum(math.prod(tensor.shape) for tensor in tensors.values()) else frozenset()
 
 
 def _listed(names: list[str]) -> str:

@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from subprocess import CalledProcessError, TimeoutExpired
+from zipfile import ZipFile
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, json
 
 from streamrl.base.atomic_files import PRIVATE, create_file, remove_oldest
 from streamrl.base.errors import UNDECODABLE, StreamRLError
@@ -102,7 +103,7 @@ def write_crash_bundle(
     try:
         # The bundle has no prompts, but paths and messages: only the owner of the run may read it, and pass it on.
         with create_file(partial, PRIVATE) as file:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as bundle:
+            with ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as bundle:
                 left_out = _fill(bundle, run_directory, redaction, largest)
                 harmless_variables = {
                     name: redaction.text(value)
@@ -122,7 +123,7 @@ def write_crash_bundle(
                     harmless_variables=harmless_variables,
                     left_out=left_out,
                 )
-                bundle.writestr(MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+                bundle.writestr(MANIFEST, json.format(json.encode(manifest)))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
@@ -135,10 +136,10 @@ def write_crash_bundle(
 def read_manifest(bundle: Path) -> CrashManifest:
     """Read the manifest of ``bundle``. Raises ``StreamRLError`` for another file, or another schema."""
     try:
-        with zipfile.ZipFile(bundle) as archive:
+        with ZipFile(bundle) as archive:
             if archive.getinfo(MANIFEST).file_size > _BLOCK:
                 raise StreamRLError(f"{bundle}: its {MANIFEST} is larger than {_BLOCK} bytes; not a crash bundle")
-            manifest = msgspec.json.decode(archive.read(MANIFEST), type=CrashManifest)
+            manifest = json.decode(archive.read(MANIFEST), type=CrashManifest)
     except (*UNREADABLE, *UNDECODABLE) as error:
         raise StreamRLError(f"{bundle} is not a crash bundle: {error}") from error
     if manifest.schema != BUNDLE_SCHEMA:
@@ -149,7 +150,7 @@ def read_manifest(bundle: Path) -> CrashManifest:
 def read_member(bundle: Path, name: str) -> str:
     """Read the text file ``name`` of ``bundle``; empty where the bundle has no such file. Raises ``StreamRLError``."""
     try:
-        with zipfile.ZipFile(bundle) as archive:
+        with ZipFile(bundle) as archive:
             if name not in archive.namelist():
                 return ""
             with archive.open(name) as member:
@@ -158,7 +159,7 @@ def read_member(bundle: Path, name: str) -> str:
         raise StreamRLError(f"{bundle} cannot be unpacked: {error}; copy it again") from error
 
 
-def _fill(bundle: zipfile.ZipFile, run: Path, redaction: Redaction, largest: int) -> tuple[str, ...]:
+def _fill(bundle: ZipFile, run: Path, redaction: Redaction, largest: int) -> tuple[str, ...]:
     """Put the ends of the files of ``run`` into ``bundle``, the most informative first, until it holds ``largest``
     bytes; last the output of ``streamrl show``. Returns the files that were left out, each with the reason."""
     limits = [(run / name, _METRICS_TAIL) for name in ("recipe.toml", "topology.json")]
@@ -191,10 +192,10 @@ def _fill(bundle: zipfile.ZipFile, run: Path, redaction: Redaction, largest: int
     try:
         show = subprocess.run(command, capture_output=True, timeout=SUMMARY_TIMEOUT_S, check=True)
         bundle.writestr(SUMMARY, redaction.clean(show.stdout))
-    except subprocess.CalledProcessError as error:
+    except CalledProcessError as error:
         last_line = error.stderr.decode(errors="replace").strip().splitlines()[-1]
         left_out.append(f"{SUMMARY}: {redaction.text(last_line)}")
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, TimeoutExpired) as error:
         left_out.append(f"{SUMMARY}: {error}")
     return tuple(left_out)
 

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-import logging
+from logging import getLogger
 
-import anyio
+from anyio import Lock, sleep
 
 from streamrl.base.run_events import KillEngine, StartEngine, StopEngine, SupervisorOrder
 from streamrl.processes.launcher import NoHost
 from streamrl.processes.supervisor import Supervisor
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 STARTS = 10
 """Attempts to start an engine where the system has no room for a process, ``START_PAUSE_S`` apart."""
@@ -25,7 +25,7 @@ class EngineOrders:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._order_lock = anyio.Lock()
+        self._order_lock = Lock()
 
     async def handle(self, order: SupervisorOrder) -> None:
         """Carry out ``order``. An engine is started again only when its last process and all descendants are gone. An
@@ -62,7 +62,7 @@ class EngineOrders:
                 raise
             except OSError as error:
                 log.error("%s cannot be started now: %s", name, error)
-                await anyio.sleep(START_PAUSE_S)
+                await sleep(START_PAUSE_S)
         return self._supervisor.start_engine(name)
 
     def _kill(self, order: KillEngine) -> None:

@@ -4,10 +4,10 @@ The supervisor polls it, in the process of the command, and carries out its deci
 
 from __future__ import annotations
 
-import logging
-import signal
-import time
+from logging import getLogger
 from pathlib import Path
+from signal import SIGTERM
+from time import monotonic
 
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.processes.exit_reason import Death, notice_of, read_reason
@@ -15,7 +15,7 @@ from streamrl.processes.launcher import ChildProcess
 from streamrl.processes.restart_policy import RestartPolicy
 from streamrl.recipe.topology import ProcessPlan, Role, Topology
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 CONSEQUENCE_S = 2.0  # after a consequence of another death: time to notice this death
 
@@ -60,7 +60,7 @@ class ExitMonitor:
     @property
     def overdue(self) -> list[ChildProcess]:
         """Dead processes that must be started again now."""
-        now_s = time.monotonic()
+        now_s = monotonic()
         return [child for name, child in self.children.items() if name in self.due_s and self.due_s[name] <= now_s]
 
     def stop(self, name: str) -> bool:
@@ -111,7 +111,7 @@ class ExitMonitor:
             if pause_s is None:
                 deaths.append(death)
             else:
-                self.due_s[name] = time.monotonic() + pause_s
+                self.due_s[name] = monotonic() + pause_s
         return deaths
 
     def not_started(self, child: ChildProcess, error: OSError) -> None:
@@ -124,7 +124,7 @@ class ExitMonitor:
         serve."""
         if plan.role is Role.ENGINE:
             child = self.children.get(plan.name)
-            unknown_death = Death(name=plan.name, exit_code=None, detected_s=time.monotonic())
+            unknown_death = Death(name=plan.name, exit_code=None, detected_s=monotonic())
             self.policy.retired[plan.name] = self._death_of(child) if child else unknown_death
             self.stopped.discard(plan.name)
 
@@ -157,7 +157,7 @@ class ExitMonitor:
         """Return whether the controller has ended well. SIGTERM kills a controller that does not listen for it yet:
         this is a good end when draining."""
         controller = self.controller
-        good_codes = {0, -signal.SIGTERM} if self.draining else {0}
+        good_codes = {0, -SIGTERM} if self.draining else {0}
         return controller is None or controller.exit_code in good_codes
 
     def notice(self, deaths: list[Death]) -> str:

@@ -7,17 +7,17 @@ the supervisor."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import signal
-import time
+from asyncio import CancelledError
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from time import monotonic
 
-import anyio
-import msgspec
-from msgspec import Struct
+from anyio import BrokenResourceError
+from msgspec import Struct, json
 
 from streamrl.base import errors
 from streamrl.base.atomic_files import write_atomic
@@ -28,13 +28,13 @@ from streamrl.recipe.user_code import LASTING_ERRORS
 
 DISK_FULL_EXIT_CODE = 74
 """Exit code for a full disk, on which no exit file can be written. EX_IOERR of sysexits.h."""
-TERMINATED_CODE = 128 + signal.SIGTERM
+TERMINATED_CODE = 128 + SIGTERM
 _LONGEST_MESSAGE = 2000
 _LASTING = (ModelRefused, RecipeError, EpochLost)
 # Errors that a successor of the controller may not meet. Any other error (wrong input, a damaged journal, a bug) lasts.
 _MAY_PASS = (StreamBroken, EngineError, OSError, MemoryError)
 # No process ends by these signals because another process has died.
-_NEVER_A_CONSEQUENCE = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+_NEVER_A_CONSEQUENCE = frozenset({SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
 
 class ExitKind(StrEnum):
@@ -119,7 +119,7 @@ def reason_of(role: Role, error: BaseException) -> ExitReason:
     if causes and lasts:
         kind = ExitKind.VERDICT
     text = f"{type(reported).__name__}: {reported}" if str(reported) else type(reported).__name__
-    return ExitReason(kind=kind, message=text[:_LONGEST_MESSAGE], monotonic_s=time.monotonic())
+    return ExitReason(kind=kind, message=text[:_LONGEST_MESSAGE], monotonic_s=monotonic())
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -177,13 +177,13 @@ def _is_message_enough(death: Death) -> bool:
 
 def failures(error: BaseException) -> Iterator[BaseException]:
     """The error itself, or all errors of a group, without cancellations."""
-    return (leaf for leaf in leaves(error) if not isinstance(leaf, asyncio.CancelledError))
+    return (leaf for leaf in leaves(error) if not isinstance(leaf, CancelledError))
 
 
 def _is_consequence(role: Role, error: BaseException) -> bool:
     # In an engine process an EngineError concerns its own vLLM; in the controller it concerns a process that ended.
     # A memory stream breaks when the task at its other end has failed.
-    return isinstance(error, StreamBroken | anyio.BrokenResourceError) or (
+    return isinstance(error, StreamBroken | BrokenResourceError) or (
         role is Role.CONTROLLER and isinstance(error, EngineError)
     )
 
@@ -192,7 +192,7 @@ def write_reason(run_directory: Path, name: str, reason: ExitReason) -> None:
     """Write ``exit/<name>.json`` for the supervisor, completely or not at all."""
     path = reason_path(run_directory, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, msgspec.json.encode(reason))
+    write_atomic(path, json.encode(reason))
 
 
 def read_reason(run_directory: Path, name: str) -> ExitReason | None:
@@ -206,7 +206,7 @@ def read_reason(run_directory: Path, name: str) -> ExitReason | None:
 def read_exit_reason(encoded: bytes) -> ExitReason | None:
     """Decode the content of an exit file; None for any other content."""
     try:
-        return msgspec.json.decode(encoded, type=ExitReason)
+        return json.decode(encoded, type=ExitReason)
     except UNDECODABLE:
         return None
 

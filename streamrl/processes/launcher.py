@@ -3,12 +3,12 @@ are in the process of the command."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import Protocol
 
-import anyio
+from anyio import move_on_after, sleep
 
 from streamrl.recipe.topology import ProcessPlan, Topology
 
@@ -76,7 +76,7 @@ class ChildProcess:
         self.process = process
         self.log = log
         self.log_start = log_start
-        self._started_s = time.monotonic()
+        self._started_s = monotonic()
         self._ended_s: float | None = None
 
     @property
@@ -89,13 +89,13 @@ class ChildProcess:
         """Exit code; None while the process runs; negative for a signal that ended it."""
         code = self.process.poll()
         if code is not None and self._ended_s is None:
-            self._ended_s = time.monotonic()
+            self._ended_s = monotonic()
         return code
 
     @property
     def ended_s(self) -> float:
         """Monotonic time at which its end was noticed; the present time while it runs."""
-        return self._ended_s if self._ended_s is not None else time.monotonic()
+        return self._ended_s if self._ended_s is not None else monotonic()
 
     @property
     def uptime_s(self) -> float:
@@ -105,15 +105,15 @@ class ChildProcess:
     @property
     def ended_for_s(self) -> float:
         """Seconds since its end was noticed; 0 while it runs."""
-        return 0.0 if self.running else time.monotonic() - self.ended_s
+        return 0.0 if self.running else monotonic() - self.ended_s
 
     def not_replaced(self) -> None:
         """Note that no successor could be started: this process then counts as a successor that died at once."""
-        self._started_s = self._ended_s = time.monotonic()
+        self._started_s = self._ended_s = monotonic()
 
 
 async def ended_within(seconds: float, *children: ChildProcess, unless: Callable[[], bool] = lambda: False) -> None:
     """Wait until all ``children`` have ended, or for ``seconds``, or until ``unless`` returns true."""
-    with anyio.move_on_after(seconds):
+    with move_on_after(seconds):
         while any(child.running for child in children) and not unless():  # noqa: ASYNC110 - ends are polled
-            await anyio.sleep(POLL_S)
+            await sleep(POLL_S)

@@ -9,20 +9,24 @@ a user's program are not touched. Shared memory is named after the run (``name_s
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 import stat
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
+from os import environ, getpid
 from pathlib import Path
+from threading import Lock
+from time import monotonic
 from types import MappingProxyType
 
 import psutil
 from anyio import to_thread
+from psutil import Error as PsutilError
+from psutil import Process
 
 from streamrl.base.run_process import (
     PARENT_PID,
@@ -47,7 +51,7 @@ _TRACKER_S = 2.0  # time for Python's resource trackers to remove shared memory 
 
 def marker_of(socket_directory: Path) -> str:
     """The marker of the processes and of the shared memory of the run with this directory of sockets."""
-    return f"{SOCKET_PREFIX}{hashlib.sha256(os.fsencode(socket_directory)).hexdigest()[:12]}"
+    return f"{SOCKET_PREFIX}{sha256(os.fsencode(socket_directory)).hexdigest()[:12]}"
 
 
 _open_runs = 0
@@ -83,7 +87,7 @@ class LocalLauncher:
         self._variables = variables
         self._run_directory = run_directory
         self._socket_directory = socket_directory
-        self._starting = threading.Lock()  # a child that was just started and is not in ``sessions`` yet is no orphan
+        self._starting = Lock()  # a child that was just started and is not in ``sessions`` yet is no orphan
 
     def open(self) -> None:
         """Adopt orphans of the run from now on, and lock its directory of sockets: systemd-tmpfiles cleans no folder
@@ -104,15 +108,15 @@ class LocalLauncher:
         arguments += ["--socket-directory", str(self._socket_directory)]
         if resumes:
             arguments.append("--resume")
-        variables = os.environ | dict(self._variables)
+        variables = environ | dict(self._variables)
         variables |= {
-            PARENT_PID: str(os.getpid()),
+            PARENT_PID: str(getpid()),
             RUN_MARKER: self.marker,
             "TMPDIR": str(self._socket_directory),  # removed at the end, with the files of killed processes
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves its stack in the log
             # Models and data were resolved before. User code that asks the Hub itself wants HF_HUB_OFFLINE=0 set.
-            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE") or "1",
+            "HF_HUB_OFFLINE": environ.get("HF_HUB_OFFLINE") or "1",
         }
         log = self._run_directory / "logs" / f"{plan.name}.log"
         with log.open("ab") as output, self._starting:
@@ -134,15 +138,15 @@ class LocalLauncher:
         return await to_thread.run_sync(self._end_all)
 
     def _end_left_behind(self, session: int) -> list[int]:
-        own_pid = os.getpid()
+        own_pid = getpid()
 
-        def left_behind(process: psutil.Process) -> bool:
-            with suppress(ProcessLookupError, psutil.Error):
+        def left_behind(process: Process) -> bool:
+            with suppress(ProcessLookupError, PsutilError):
                 is_orphan = process.ppid() == own_pid and process.pid not in self.sessions
                 return is_orphan or os.getsid(process.pid) == session
             return False
 
-        def find() -> list[psutil.Process]:
+        def find() -> list[Process]:
             with self._starting:
                 return [process for process in self._living() if left_behind(process)]
 
@@ -157,41 +161,41 @@ class LocalLauncher:
         remove_shared_memory(self.marker)
         return survivors
 
-    def _living(self) -> list[psutil.Process]:
+    def _living(self) -> list[Process]:
         """All living processes of the run, parents first; zombies are dead."""
-        run_processes: dict[int, psutil.Process] = {}
-        for process in psutil.Process().children(recursive=True):  # parents come before their children
+        run_processes: dict[int, Process] = {}
+        for process in Process().children(recursive=True):  # parents come before their children
             try:
                 if process.ppid() in run_processes or self._is_of_run(process):
                     run_processes[process.pid] = process
-            except (ProcessLookupError, psutil.Error):
+            except (ProcessLookupError, PsutilError):
                 continue  # it ended meanwhile, or belongs to another user
         return [process for process in run_processes.values() if _lives(process)]
 
-    def _kill(self, find: Callable[[], list[psutil.Process]]) -> list[int]:
+    def _kill(self, find: Callable[[], list[Process]]) -> list[int]:
         """Kill the processes that ``find`` returns until none of them lives. Returns pids that survived."""
-        began_s = time.monotonic()
+        began_s = monotonic()
         deadline = began_s + _DEADLINE_S
-        living: set[psutil.Process] = set()
+        living: set[Process] = set()
         # A process that is ending loses its variables long before it is gone: keep the processes of earlier rounds.
         while True:
             living.update(find())
             living = {process for process in living if not self._has_ended(process)}
-            if not living or time.monotonic() >= deadline:
+            if not living or monotonic() >= deadline:
                 return [process.pid for process in living]
             for process in living:
-                with suppress(psutil.Error):
-                    if time.monotonic() > began_s + _TRACKER_S or not is_resource_tracker(process):
+                with suppress(PsutilError):
+                    if monotonic() > began_s + _TRACKER_S or not is_resource_tracker(process):
                         process.kill()
             time.sleep(_POLL_S)
 
-    def _has_ended(self, process: psutil.Process) -> bool:
+    def _has_ended(self, process: Process) -> bool:
         if process.pid not in self.sessions:  # an orphan, which this process must reap; grandchildren raise an error
             with suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
         return not _lives(process)
 
-    def _is_of_run(self, process: psutil.Process) -> bool:
+    def _is_of_run(self, process: Process) -> bool:
         return os.getsid(process.pid) in self.sessions or process.environ().get(RUN_MARKER) == self.marker
 
 
@@ -209,7 +213,7 @@ def end_marked_processes(sockets: Path, seconds: float) -> list[int]:
     marker = marker_of(sockets)
     killed = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):
+        with suppress(PsutilError):
             if process.environ().get(RUN_MARKER) == marker and not is_resource_tracker(process):  # which ends itself
                 process.kill()
                 killed.append(process)
@@ -223,15 +227,15 @@ def end_marked_processes(sockets: Path, seconds: float) -> list[int]:
     return [process.pid for process in alive]
 
 
-def is_resource_tracker(process: psutil.Process) -> bool:
+def is_resource_tracker(process: Process) -> bool:
     """Return whether ``process`` is Python's resource tracker, which ends by itself."""
     return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
 
 
-def _lives(process: psutil.Process) -> bool:
+def _lives(process: Process) -> bool:
     """Return whether a process lives, also if its first thread has ended: its other threads still hold its memory."""
     try:
         is_dead = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) and process.num_threads() <= 1
         return bool(process.is_running() and not is_dead)
-    except psutil.Error:
+    except PsutilError:
         return False

@@ -3,16 +3,16 @@ write them."""
 
 from __future__ import annotations
 
-import logging
 import shutil
-import time
+from logging import getLogger
 from pathlib import Path
+from time import monotonic
 
 from anyio import to_thread
 
 from streamrl.base.line_file import older
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 INTERVAL_S = 10.0
 
@@ -23,13 +23,13 @@ class LogFiles:
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self._folder = folder
         self._most_bytes = most_bytes
-        self._due_s = time.monotonic() + INTERVAL_S
+        self._due_s = monotonic() + INTERVAL_S
 
     async def poll(self) -> None:
         """Shorten logs every ``INTERVAL_S``, in a thread: a file system that hangs must not block the supervisor, which
         renews the leases of hosts."""
-        if time.monotonic() >= self._due_s:
-            self._due_s = time.monotonic() + INTERVAL_S
+        if monotonic() >= self._due_s:
+            self._due_s = monotonic() + INTERVAL_S
             try:
                 await to_thread.run_sync(self.shorten, abandon_on_cancel=True)
             except OSError as error:

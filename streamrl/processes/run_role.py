@@ -16,7 +16,9 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from os import environ
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 from typing import NoReturn
 
 import anyio
@@ -71,7 +73,7 @@ def parse_arguments() -> tuple[ProcessPlan, Path, Path, bool]:
 def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> NoReturn:
     """Run ``work`` and end this process: with 0, or with the exit code and the reason of the error."""
     # A terminal's Ctrl-C is only for the supervisor. Processes that this process starts inherit the setting.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(SIGINT, signal.SIG_IGN)
     name_shared_memory()
     # On the signal of ``ask_for_stacks``, write the stacks of all threads to the log, also in native code.
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
@@ -125,14 +127,14 @@ def load_setup(plan: ProcessPlan, run_directory: Path, socket_directory: Path, *
 def run_role(setup: ChildSetup, main: RoleMain) -> None:
     """Run the role's coroutine ``main``. Raises ``Terminated`` on SIGTERM, ``StreamRLError`` without usable keys."""
     # Also for the processes that this process starts: vLLM's workers pull weights themselves.
-    os.environ.update(transport_variables(setup.recipe, setup.plan.role))
-    os.environ[RUN_EPOCH] = str(setup.topology.epoch)
+    environ.update(transport_variables(setup.recipe, setup.plan.role))
+    environ[RUN_EPOCH] = str(setup.topology.epoch)
     # Before anything opens a device; numbered as NVML does. Rewards run code of users, which takes what it sees: a
     # worker without GPUs sees none.
     are_placed = any(process.gpus for process in setup.topology.processes)
     if setup.plan.gpus or (setup.plan.role is Role.REWARD and are_placed):
-        os.environ[CUDA_ORDER] = "PCI_BUS_ID"
-        os.environ[CUDA_DEVICES] = ",".join(setup.plan.gpus)
+        environ[CUDA_ORDER] = "PCI_BUS_ID"
+        environ[CUDA_DEVICES] = ",".join(setup.plan.gpus)
     if notice := insecure_notice(setup.recipe):
         log.warning("%s", notice)
     anyio.run(_until_terminated, main, setup, backend_options={"use_uvloop": True})
@@ -147,7 +149,7 @@ async def _until_terminated(main: RoleMain, setup: ChildSetup) -> None:
 
         async def cancel_on_sigterm() -> None:
             nonlocal terminated
-            with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+            with anyio.open_signal_receiver(SIGTERM) as signals:
                 async for _ in signals:
                     log.info("%s: SIGTERM", setup.plan.name)
                     terminated = True

@@ -8,20 +8,19 @@ works in any thread."""
 
 from __future__ import annotations
 
-import logging
 import shutil
-import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from logging import getLogger
 from pathlib import Path
+from signal import SIGTERM
+from time import monotonic
 from typing import Self
 
-import anyio
-import msgspec
-from anyio import to_thread
+from anyio import CancelScope, Lock, sleep, to_thread
+from msgspec import json
 
 from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import ProcessDied, StreamRLError
@@ -37,7 +36,7 @@ from streamrl.processes.tracker_processes import FINISH_S, Followers
 from streamrl.recipe.sections import Metrics
 from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Topology, planned_engine
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 OWN_SOCKETS = "control"
 """First letters of the names of sockets that this process or the controller binds."""
@@ -88,7 +87,7 @@ class Supervisor:
         self._asleep: set[str] = set()
         self._ending = False
         self._launcher_is_open = False
-        self._one_end = anyio.Lock()
+        self._one_end = Lock()
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -127,7 +126,7 @@ class Supervisor:
                 raise ProcessDied(self._exits.notice(deaths))
             for child in self._exits.overdue:
                 await self._replace(child)
-            await anyio.sleep(POLL_S)
+            await sleep(POLL_S)
             await self._logs.poll()
         await ended_within(self._others_end_s, *self.children.values(), unless=self._nobody_ends_them)
         if self._ending:
@@ -143,12 +142,12 @@ class Supervisor:
         """Send SIGTERM to the controller: it finishes the open step, ends the streams, and ends itself."""
         self._exits.draining = True
         if (controller := self.controller) is not None and controller.running:
-            controller.process.send_signal(signal.SIGTERM)
+            controller.process.send_signal(SIGTERM)
 
     async def kill(self, grace_s: float = 1.0) -> None:
         """End all processes now: SIGTERM, ``grace_s`` later SIGKILL; clean up. Idempotent, never cancelled."""
         self._ending = True
-        with anyio.CancelScope(shield=True):
+        with CancelScope(shield=True):
             async with self._one_end:
                 await self._end_all(grace_s)
                 await self._followers.finish(FINISH_S if grace_s else 0.0)
@@ -191,7 +190,7 @@ class Supervisor:
             self._asleep.add(name)
             return
         controller = self.controller
-        with anyio.CancelScope(shield=True):
+        with CancelScope(shield=True):
             await ended_within(patience_s, child, unless=lambda: controller is None or not controller.running)
             child.process.terminate()
             await ended_within(grace_s, child)
@@ -230,7 +229,7 @@ class Supervisor:
         self.topology = await self._launcher.place(self.topology)
         if self._ending:  # ``kill`` was called while the launcher waited for a host
             return
-        write_atomic(self.run_directory / TOPOLOGY_FILE, msgspec.json.encode(self.topology))
+        write_atomic(self.run_directory / TOPOLOGY_FILE, json.encode(self.topology))
         self._exits.begin_life(self.topology)
         for plan in self.topology.processes:
             if not plan.starts_inactive:
@@ -247,12 +246,12 @@ class Supervisor:
 
     async def _settled(self, deaths: list[Death]) -> list[Death]:
         """Wait until the first cause can be distinguished from its consequences. Returns all deaths by then."""
-        began_s = time.monotonic()
+        began_s = monotonic()
         while not self._ending:
-            await anyio.sleep(POLL_S)
+            await sleep(POLL_S)
             deaths = self._exits.poll() or deaths
             patience_s = CONSEQUENCE_S if first_cause(deaths).is_consequence else _SETTLE_S
-            if time.monotonic() >= began_s + patience_s:
+            if monotonic() >= began_s + patience_s:
                 return deaths
         return []
 
@@ -271,7 +270,7 @@ class Supervisor:
         await to_thread.run_sync(_remove_stale_sockets, self.socket_directory)
         for prepare in self.before_resume:
             await prepare()
-        await anyio.sleep(pause_s)
+        await sleep(pause_s)
         if self._ending:
             return True
         try:

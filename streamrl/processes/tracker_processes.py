@@ -4,20 +4,20 @@ The supervisor starts, polls and ends them. A run does not need them: one that e
 
 from __future__ import annotations
 
-import logging
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from logging import getLogger
+from os import environ, getpid
 from pathlib import Path
+from time import monotonic
 
-import anyio
+from anyio import move_on_after, sleep
 
 from streamrl.base.run_process import PARENT_PID, end_session, start_session
 from streamrl.processes.restart_policy import Restarts
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 RESTARTS = 8
 FINISH_S = 30.0
@@ -46,10 +46,10 @@ class _Follower:
     def start(self) -> None:
         """Start the process in its own session, without the marker of the run: it lives on when the run is resumed."""
         self.due_s = None
-        self._started_s = time.monotonic()
+        self._started_s = monotonic()
         with self.log.open("ab") as output:
             self.process = start_session(
-                self._command, stdin=subprocess.PIPE, stdout=output, env=os.environ | {PARENT_PID: str(os.getpid())}
+                self._command, stdin=subprocess.PIPE, stdout=output, env=environ | {PARENT_PID: str(getpid())}
             )
 
     def poll(self) -> None:
@@ -60,9 +60,9 @@ class _Follower:
         if exit_code is None:
             return
         self.end()
-        pause_s = self._restarts.next_pause(time.monotonic() - self._started_s)
+        pause_s = self._restarts.next_pause(monotonic() - self._started_s)
         if pause_s is not None:
-            self.due_s = time.monotonic() + pause_s
+            self.due_s = monotonic() + pause_s
             log.info("tracker %s ended with %d; it is started again (see %s)", self.name, exit_code, self.log)
         else:
             log.error(
@@ -92,14 +92,14 @@ class Followers:
         """Start the followers that are due. Call it in the thread of the event loop: they die with this thread."""
         for follower in self._followers:
             follower.poll()
-            if follower.due_s is not None and follower.due_s <= time.monotonic():
+            if follower.due_s is not None and follower.due_s <= monotonic():
                 self._start(follower)
 
     def _start(self, follower: _Follower) -> None:
         try:
             follower.start()
         except OSError as error:
-            follower.due_s = time.monotonic() + FINISH_S
+            follower.due_s = monotonic() + FINISH_S
             log.warning("tracker %s cannot be started now: %s", follower.name, error)
 
     async def finish(self, limit_s: float) -> None:
@@ -114,9 +114,9 @@ class Followers:
         for follower in unfinished:
             if follower.process is not None and follower.process.stdin is not None:
                 follower.process.stdin.close()
-        with anyio.move_on_after(limit_s):
+        with move_on_after(limit_s):
             while any(follower.running for follower in unfinished):  # noqa: ASYNC110 - ends are polled
-                await anyio.sleep(_POLL_S)
+                await sleep(_POLL_S)
         for follower in unfinished:
             is_late = follower.process is None or follower.process.poll() != 0
             follower.end()

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import logging
 import os
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from logging import getLogger
 from pathlib import Path
+from time import monotonic
 from types import FrameType
 
 import anyio
 import psutil
-from anyio import to_thread
+from anyio import CancelScope, create_task_group, sleep, to_thread
+from psutil import Error as PsutilError
 
 from streamrl.base.atomic_files import remove_oldest
 from streamrl.base.errors import RunStalled
@@ -37,7 +39,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Role
 from streamrl.run.wait_reason import RunWaits
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 REPORT_SIGNAL = signal.SIGUSR1
 STACKS_SIGNAL = signal.SIGUSR2
@@ -78,7 +80,7 @@ class Watchdog:
         run_directory: Path,
         emit: Callable[[StallSeen], Awaitable[None]],
         *,
-        clock: Clock = time.monotonic,
+        clock: Clock = monotonic,
     ) -> None:
         self.waits = Waits(clock)
         self._directory = run_directory
@@ -86,7 +88,7 @@ class Watchdog:
         self._clock = clock
         self._progress: Callable[[], object] = self._starting
         self._bottleneck: Callable[[], str] = lambda: "the run starts up"
-        self._scope = anyio.CancelScope()
+        self._scope = CancelScope()
         self._stall_s = stall_limit_s(recipe)
         self._limit_s = max(self._stall_s, _STARTS * recipe.engines.start_timeout_s)
         self._progress_before: object = None
@@ -148,7 +150,7 @@ class Watchdog:
         thread.start()
         try:
             with self._scope:
-                async with anyio.create_task_group() as tasks:
+                async with create_task_group() as tasks:
                     tasks.start_soon(self._beat)
                     tasks.start_soon(self._report_when_asked)
                     if self._stall_s:
@@ -186,7 +188,7 @@ class Watchdog:
             self.check()
             if self.still_s >= self._limit_s:
                 await self._stalled()
-            await anyio.sleep(min(self._limit_s / _LOOKS, _LONGEST_PAUSE_S))
+            await sleep(min(self._limit_s / _LOOKS, _LONGEST_PAUSE_S))
 
     async def _stalled(self) -> None:
         waits = [self._bottleneck(), *self.waits.lines()]
@@ -230,7 +232,7 @@ class Watchdog:
     async def _beat(self) -> None:
         while True:
             self.beat()
-            await anyio.sleep(BEAT_S)
+            await sleep(BEAT_S)
 
     def _watch_loop(self) -> None:
         before = self._clock()
@@ -254,7 +256,7 @@ class Watchdog:
         log.error("%s; %s has the stacks", occasion, path)
         if lag_s >= ABORT_AFTER_S:
             message = f"RunStalled: {occasion}; {path} shows where: what blocks must run in a thread or a process"
-            reason = ExitReason(kind=ExitKind.CAUSE, message=message, monotonic_s=time.monotonic())
+            reason = ExitReason(kind=ExitKind.CAUSE, message=message, monotonic_s=monotonic())
             write_reason(self._directory, Role.CONTROLLER.value, reason)
             os._exit(1)
 
@@ -328,14 +330,14 @@ def ask_for_stacks(parent: int) -> list[int]:
     signalled = []
     try:
         children = psutil.Process(parent).children()
-    except psutil.Error:
+    except PsutilError:
         return []
     for child in children:
         try:
             if child.pid != os.getpid() and RUN_MARKER in child.environ() and _catches(child.pid, STACKS_SIGNAL):
                 child.send_signal(STACKS_SIGNAL)
                 signalled.append(child.pid)
-        except (psutil.Error, OSError):
+        except (PsutilError, OSError):
             continue  # it ended meanwhile
     return signalled
 

@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import msgspec
-from msgspec import Struct, inspect
+from msgspec import Struct, ValidationError, convert, inspect
 
 from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.recipe.field_types import ADVANCED, Key, bare, keys_of, paths_to
@@ -79,7 +78,7 @@ class CheckedTable:
             if name in sections:
                 self._check_section(sections[name], value)
                 continue
-            answers: dict[str, str] = {}
+            answers = {}
             if not _is_own(name, value):
                 answers = {path: foreign(path, leaf) for path, leaf in leaves(name, value)}
             for path, answer in answers.items():
@@ -117,7 +116,7 @@ class CheckedTable:
     def _check_keys(self, path: str, table: JsonMapping, struct: type[Struct]) -> JsonObject:
         """Check the keys of a section or of a table in it; return the valid values."""
         keys = keys_of(struct)
-        valid: JsonObject = {}
+        valid = {}
         for name, value, is_below_advanced in self._written_keys(path, table):
             field = f"{path}.{name}"
             written = f"{path}.{ADVANCED}.{name}" if is_below_advanced else field
@@ -129,12 +128,27 @@ class CheckedTable:
                 self._refuse(written, f"belongs into [{_without_index(home)}]: write it there", field)
             elif key.nested is not None and isinstance(value, Mapping):
                 valid[name] = self._check_keys(written, value, key.nested)
+            elif key.named is not None and isinstance(value, Mapping):
+                self._check_named(key, value, written, field, valid)
             else:
                 self._check_value(key, value, written, field, valid)
         for name, key in keys.items():
             if key.required and name not in table:
                 self._refuse(f"{path}.{name}", f"missing: must be {expected(key.kind)}")
         return valid
+
+    def _check_named(self, key: Key, tables: JsonMapping, written: str, path: str, valid: JsonObject) -> None:
+        """Check each of the tables that users named, and add them to ``valid`` where all are. ``written``, ``path``:
+        paths for ``_refuse``."""
+        assert key.named is not None
+        problems = len(self.problems)
+        for name, table in tables.items():
+            if isinstance(table, Mapping):
+                self._check_keys(f"{written}.{name}", table, key.named)
+        if len(self.problems) > problems:
+            self.bad_paths.add(path)
+        else:
+            self._check_value(key, tables, written, path, valid)
 
     def _written_keys(self, path: str, table: JsonMapping) -> list[tuple[str, Any, bool]]:
         """Return (name, value, whether it is below ``advanced``) of each key."""
@@ -153,13 +167,12 @@ class CheckedTable:
         if isinstance(value, str) and written in self._origin.overridden and isinstance(bare(item), inspect.StrType):
             value = [part.strip() for part in value.split(",")]
         try:
-            converted = msgspec.convert(value, key.annotation)
-        except (
-            msgspec.ValidationError,
-            UnicodeError,
-        ) as error:  # UnicodeError: an override with bytes that are no text
+            converted = convert(value, key.annotation)
+        except (ValidationError, UnicodeError) as error:  # UnicodeError: an override with bytes that are no text
             answer = self._foreign(_without_index(path), value)
             text = f"{short_toml(value)} is not allowed: must be {expected(key.kind)}"
+            if isinstance(key.kind, inspect.BoolType) and key.text:
+                text += f" ({key.text})"
             if isinstance(value, str) and not answer:
                 text += did_you_mean(value, choices(key.kind))
             if isinstance(value, Mapping) and "table" in expected(key.kind):

@@ -10,7 +10,8 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from streamrl.recipe.field_types import Count, Natural, Positive, PositiveFloat, Section, advanced
+from streamrl.base.types import Texts
+from streamrl.recipe.field_types import Count, Natural, NaturalFloat, Positive, PositiveFloat, Section, advanced
 
 ENVIRONMENT_REWARD = "environment"
 """Name of the built-in reward with the value that the environment returned; a recipe with an environment needs no
@@ -49,12 +50,12 @@ class Environment(Section, frozen=True):
         str, "a class with reset(**columns) and step(text), which returns Gymnasium's five values; sync or async"
     ] = ""
     tools: Annotated[
-        tuple[str, ...],
+        Texts,
         "typed functions, or classes whose public methods are typed, with docstrings, or mcp:COMMAND of an MCP "
         "server (stdio): the model calls them until a turn has no call",
     ] = ()
     agent: Annotated[
-        tuple[str, ...],
+        Texts,
         "a program that talks to the model through an API: it gets OPENAI_BASE_URL and OPENAI_API_KEY (also "
         'Anthropic\'s), and the row on stdin; its last line with {"reward": 1.0} is the reward',
     ] = ()
@@ -82,9 +83,7 @@ class Environment(Section, frozen=True):
         "trajectories that one process of the agent runs at once, as lines of stdin; 0: one process for each",
     ] = 0
     variables: Annotated[
-        tuple[str, ...],
-        advanced,
-        "names of environment variables that environments, tools, MCP servers and the agent see",
+        Texts, advanced, "names of environment variables that environments, tools, MCP servers and the agent see"
     ] = ()
     agent_host: Annotated[
         str,
@@ -109,6 +108,12 @@ class Environment(Section, frozen=True):
         "trained)",
     ] = None
     credit: Annotated[Credit, advanced] = Credit.TRAJECTORY
+    learn_observations: Annotated[
+        NaturalFloat,
+        advanced,
+        "weight of the cross-entropy of tokens that tools and games wrote behind a turn; with 1 each counts as much as "
+        "a sampled token of its trajectory (0: they are not trained)",
+    ] = 0.0
     workers: Annotated[Count, "processes that run environments"] = 1
 
     @property

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, get_type_hints
 
-import msgspec
-from msgspec import Meta, Struct, inspect
+from msgspec import NODEFAULT, Meta, Struct, inspect
 
 from streamrl.base.types import JsonObject
 
@@ -60,8 +59,7 @@ class Key(Struct, frozen=True, kw_only=True):
     @property
     def nested(self) -> type[Struct] | None:
         """Struct of the value where it is a table, optional or not."""
-        kinds = self.kind.types if isinstance(self.kind, inspect.UnionType) else (self.kind,)
-        return next((bare(kind).cls for kind in kinds if isinstance(bare(kind), inspect.StructType)), None)
+        return next((kind.cls for kind in _members(self.kind) if isinstance(kind, inspect.StructType)), None)
 
     @property
     def item(self) -> type[Struct] | None:
@@ -72,9 +70,22 @@ class Key(Struct, frozen=True, kw_only=True):
         return item.cls if isinstance(item, inspect.StructType) else None
 
     @property
+    def named(self) -> type[Struct] | None:
+        """Struct of the tables in a table whose keys users choose, as the sets of ``prompts.train``."""
+        tables = [kind for kind in _members(self.kind) if isinstance(kind, inspect.DictType)]
+        values = [value for table in tables for value in _members(table.value_type)]
+        return next((value.cls for value in values if isinstance(value, inspect.StructType)), None)
+
+    @property
     def struct(self) -> type[Struct] | None:
         """Struct of the table, or of the items of a list of tables."""
         return self.nested or self.item
+
+    @property
+    def inner(self) -> tuple[type[Struct] | None, str]:
+        """(struct of the table or tables, what a path has before the keys of each: ``NAME.`` for the name of a
+        table)."""
+        return (self.struct or self.named, "NAME." * bool(self.named))
 
     @property
     def section(self) -> type[Struct]:
@@ -86,6 +97,13 @@ class Key(Struct, frozen=True, kw_only=True):
 def bare(kind: inspect.Type) -> Any:
     """Return ``kind`` without its ``Meta`` annotations."""
     return bare(kind.type) if isinstance(kind, inspect.Metadata) else kind
+
+
+def _members(kind: inspect.Type) -> list[Any]:
+    """Return the members of a union, without their annotations; for another type the type itself."""
+    kind = bare(kind)
+    members = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    return [bare(member) for member in members]
 
 
 @cache
@@ -127,9 +145,9 @@ def _key(field: inspect.Field, annotation: Any) -> Key:
 
 
 def _default(field: inspect.Field) -> Any:
-    if field.default_factory not in (msgspec.NODEFAULT, None):
+    if field.default_factory not in (NODEFAULT, None):
         return field.default_factory()
-    return None if field.default is msgspec.NODEFAULT else field.default
+    return None if field.default is NODEFAULT else field.default
 
 
 def written_path(recipe: type[Struct], path: str) -> str:
@@ -148,15 +166,17 @@ def written_path(recipe: type[Struct], path: str) -> str:
 
 
 def paths_in_view(recipe: type[Struct], *, with_advanced: bool = False) -> Iterator[str]:
-    """Yield the paths of all keys that ``streamrl explain`` shows, with those of tables inside of sections."""
+    """Yield the paths of all keys that ``streamrl explain`` shows, with those of tables inside of sections, and with
+    advanced keys those of tables that users name."""
 
     def below(struct: type[Struct], prefix: str) -> Iterator[str]:
         for name, key in keys_of(struct).items():
             if key.advanced and not with_advanced:
                 continue
             yield f"{prefix}.{name}"
-            if key.struct is not None:
-                yield from below(key.struct, f"{prefix}.{name}")
+            inner, place = key.inner
+            if inner is not None and (with_advanced or not place):
+                yield from below(inner, f"{prefix}.{name}.{place}".rstrip("."))
 
     for name, section in keys_of(recipe).items():
         yield from below(section.section, name)

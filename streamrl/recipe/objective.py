@@ -9,19 +9,25 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from msgspec.structs import asdict
+from msgspec import Meta
+from msgspec.structs import asdict, replace
 
+from streamrl.base.types import JsonObject
 from streamrl.recipe.field_types import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced
 from streamrl.recipe.objectives.catalog import (
-    ADVANTAGES,
+    ALL_ADVANTAGES,
+    ALL_SURROGATES,
     METHODS,
-    SURROGATES,
     AdvantagesName,
     AlgorithmName,
     SurrogateName,
 )
+from streamrl.recipe.objectives.custom import CUSTOM
+from streamrl.recipe.objectives.distillation import Divergence
 from streamrl.recipe.objectives.method import Advantages, Clip, KlPlace, LossNormalization, Surrogate
 from streamrl.recipe.objectives.ppo import CriticKeys, ValueModel
+from streamrl.recipe.objectives.sapo import SoftGate
+from streamrl.recipe.objectives.spo import TrackedBaseline
 
 
 class KlEstimator(StrEnum):
@@ -37,15 +43,38 @@ class Objective(CriticKeys, frozen=True):
     """The loss. A key that is not set has the value of the paper of ``algorithm``."""
 
     algorithm: AlgorithmName = "grpo"
+    function: Annotated[
+        str, "module:name or file.py:name of a loss of your own; of advantages where advantages = custom"
+    ] = ""
+    options: Annotated[JsonObject, advanced, "further arguments of function"] = {}
     surrogate: SurrogateName | None = None
     advantages: AdvantagesName | None = None
     loss_normalization: LossNormalization | None = None
-    clip_low: Annotated[PositiveFloat | None, "lower bound of r: 1 - clip_low"] = None
-    clip_high: Annotated[PositiveFloat | None, "upper bound of r: 1 + clip_high"] = None
+    clip_low: Annotated[
+        PositiveFloat | None, "lower bound of r: 1 - clip_low (divergence_mask: of a probability's change)"
+    ] = None
+    clip_high: Annotated[
+        PositiveFloat | None, "upper bound of r: 1 + clip_high (divergence_mask: of a probability's change)"
+    ] = None
     dual_clip: Annotated[NaturalFloat, advanced, "bound c > 1 of r where A < 0 (arXiv 1912.09729), 0: none"] = 0.0
-    kl_coefficient: Annotated[
-        NaturalFloat, "coefficient of the KL to a frozen copy of the initial model, the reference (0: none)"
-    ] = 0.0
+    reference: Annotated[
+        str, "frozen model to compare with: a directory, or a model of the Hub (empty: the initial model)"
+    ] = ""
+    kl_coefficient: Annotated[NaturalFloat, "coefficient of the KL to the reference (0: none)"] = 0.0
+    distillation_coefficient: Annotated[
+        NaturalFloat | None,
+        "coefficient of log teacher - log policy of each sampled token, which is added to its advantage (not set: 1 "
+        'for algorithm = "distillation", else 0)',
+    ] = None
+    divergence: Annotated[Divergence, advanced] = Divergence.SAMPLED
+    divergence_beta: Annotated[
+        float,
+        Meta(ge=0, le=1),
+        advanced,
+        "share of the teacher in the mixture of the generalised Jensen-Shannon divergence (arXiv 2306.13649): 1 is the "
+        "reverse KL(policy, teacher), 0 the forward KL(teacher, policy)",
+    ] = 1.0
+    soft_gate: Annotated[SoftGate, advanced, "keys of SAPO's surrogate"] = SoftGate()
     kl_estimator: Annotated[KlEstimator | None, advanced] = None
     kl_in: Annotated[KlPlace | None, advanced] = None
     entropy_coefficient: Annotated[float, "coefficient of a bonus for entropy"] = 0.0
@@ -57,6 +86,9 @@ class Objective(CriticKeys, frozen=True):
         bool, "false: tokens of truncated samples are left out of the loss (DAPO's filtering)"
     ] = True
     cohort_batches: Annotated[Positive, advanced, 'batches of a cohort, for advantages = "cohort"'] = 4
+    tracked: Annotated[TrackedBaseline, advanced, 'baselines of prompts, for advantages = "tracked"'] = (
+        TrackedBaseline()
+    )
 
 
 class ObjectiveSettings(Objective, frozen=True):
@@ -69,18 +101,24 @@ class ObjectiveSettings(Objective, frozen=True):
     clip_high: float = 0.2
     kl_estimator: KlEstimator = KlEstimator.K2
     kl_in: KlPlace = KlPlace.LOSS
+    distillation_coefficient: float = 0.0
 
     @property
     def token_surrogate(self) -> Surrogate:
         """Formula of ``surrogate``, with the keys of ``[objective.NAME]`` where it has such keys."""
-        formula: Surrogate = getattr(self, self.surrogate, SURROGATES[self.surrogate])
+        formula: Surrogate = getattr(self, self.surrogate, ALL_SURROGATES[self.surrogate])
         return formula
 
     @property
     def estimator(self) -> Advantages:
         """Formula of ``advantages``, with the keys of ``[objective.NAME]`` where it has such keys."""
-        formula: Advantages = getattr(self, self.advantages, ADVANTAGES[self.advantages])
+        formula: Advantages = getattr(self, self.advantages, ALL_ADVANTAGES[self.advantages])
         return formula
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether ``function`` computes the loss, or advantages."""
+        return CUSTOM in (self.surrogate, self.advantages)
 
     @property
     def clip(self) -> Clip:
@@ -99,13 +137,34 @@ class ObjectiveSettings(Objective, frozen=True):
 
     @property
     def has_reference(self) -> bool:
-        """Whether ranks hold a frozen copy of the initial model."""
-        return self.kl_coefficient > 0
+        """Whether ranks hold a frozen model to compare with."""
+        return self.kl_coefficient > 0 or (self.distils and bool(self.reference))
+
+    @property
+    def penalizes_reward(self) -> bool:
+        """Whether the KL to the reference is a part of the rewards."""
+        return self.kl_coefficient > 0 and self.kl_in is KlPlace.REWARD
+
+    @property
+    def distils(self) -> bool:
+        """Whether a teacher scores each sampled token."""
+        return self.distillation_coefficient > 0
+
+    @property
+    def scores_by_reference(self) -> bool:
+        """Whether the logprobs of sampled tokens under the reference are needed before a batch is trained."""
+        return self.kl_coefficient > 0 or (self.has_reference and not self.exact_divergence)
+
+    @property
+    def exact_divergence(self) -> bool:
+        """Whether the loss has the divergence over the vocabulary, for which the teacher's logits are needed."""
+        return self.distils and self.divergence is Divergence.EXACT
 
     @property
     def trains_without_signal(self) -> bool:
         """Whether a group of equal rewards may have a gradient, so that it must be trained."""
-        return not self.estimator.compares_siblings or self.kl_coefficient > 0 or self.entropy_coefficient != 0
+        terms = self.kl_coefficient > 0 or self.entropy_coefficient != 0 or self.distils
+        return terms or not self.estimator.compares_siblings
 
 
 def objective_settings(objective: Objective, *, sizes_vary: bool = False) -> ObjectiveSettings:
@@ -116,6 +175,8 @@ def objective_settings(objective: Objective, *, sizes_vary: bool = False) -> Obj
     method = METHODS[objective.algorithm]
     defaults = asdict(method)
     defaults |= {"surrogate": method.surrogate.name, "advantages": method.advantages.name}
+    if objective.function and objective.advantages != CUSTOM:
+        defaults["surrogate"] = CUSTOM
     if sizes_vary and method.advantages.varies_with_size:
         defaults["advantages"] = "leave_one_out"
     in_reward = (objective.kl_in or method.kl_in) is KlPlace.REWARD
@@ -158,6 +219,23 @@ class RatioLevel(StrEnum):
     GEOMETRIC = "geometric"
 
 
+class Mask(StrEnum):
+    """Tokens that are left out of the surrogate: those whose w, at a level of ``truncate``, is outside of the bounds.
+    ``icepop``: pi_trainer / pi_behavior of each token, also of the trained version, whatever ``proximal`` is; w weighs
+    those within (IcePop, arXiv 2510.18855)."""
+
+    NONE = "none"
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+    GEOMETRIC = "geometric"
+    ICEPOP = "icepop"
+
+
+MASK_BOUNDS = (0.5, 2.0)
+ICEPOP_BOUNDS = (0.5, 5.0)
+"""Least and largest w that are not masked, where the recipe sets none. IcePop's are the paper's."""
+
+
 class OffPolicy(Section, frozen=True):
     """Corrections for tokens that another policy sampled: w = pi_proximal / pi_behavior multiplies their surrogate, not
     KL and entropy terms."""
@@ -165,11 +243,9 @@ class OffPolicy(Section, frozen=True):
     proximal: Proximal = Proximal.INTERPOLATED
     truncate: Annotated[RatioLevel, 'w = min(w, cap) (truncated importance sampling); "none": w = 1'] = RatioLevel.TOKEN
     cap: Annotated[PositiveFloat, "upper bound of w"] = 2.0
-    mask: Annotated[
-        RatioLevel, "tokens (or sequences) whose w is outside of the bounds are left out of the surrogate"
-    ] = RatioLevel.NONE
-    mask_low: Annotated[NaturalFloat, advanced, "lower bound of mask"] = 0.5
-    mask_high: Annotated[PositiveFloat, advanced, "upper bound of mask"] = 2.0
+    mask: Mask = Mask.NONE
+    mask_low: Annotated[NaturalFloat | None, advanced, "lower bound of mask (not set: 0.5)"] = None
+    mask_high: Annotated[PositiveFloat | None, advanced, "upper bound of mask (not set: 2, for icepop 5)"] = None
     staleness_discount: Annotated[Share, advanced, "d: a token has weight d ** staleness"] = 1.0
     correct_mismatch: Annotated[
         bool, "correct also tokens of the version that is trained, for the difference of engine and trainer"
@@ -180,3 +256,29 @@ class OffPolicy(Section, frozen=True):
         "mean absolute logprob difference of engine and trainer on tokens of the trained version that raises an "
         "alarm (0: never)",
     ] = 0.05
+
+    @property
+    def mask_level(self) -> RatioLevel:
+        """Unit of the w that is masked."""
+        return RatioLevel.TOKEN if self.mask is Mask.ICEPOP else RatioLevel(self.mask)
+
+    @property
+    def mask_bounds(self) -> tuple[float, float]:
+        """Least and largest w that are not masked."""
+        low, high = ICEPOP_BOUNDS if self.mask is Mask.ICEPOP else MASK_BOUNDS
+        if self.mask_low is not None:
+            low = self.mask_low
+        if self.mask_high is not None:
+            high = self.mask_high
+        return low, high
+
+    @property
+    def with_bounds(self) -> OffPolicy:
+        """The same correction with a value of ``mask_low`` and of ``mask_high``."""
+        low, high = self.mask_bounds
+        return replace(self, mask_low=low, mask_high=high)
+
+    @property
+    def corrects_mismatch(self) -> bool:
+        """Whether tokens of the version that is trained are corrected."""
+        return self.correct_mismatch or self.mask is Mask.ICEPOP

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from streamrl.base.types import TextMapping
 from streamrl.recipe.toml_text import toml_value
 
 LONGEST_VALUE = 60
@@ -26,7 +27,7 @@ class Origin(Struct, frozen=True):
     file: str
     lines: Mapping[str, int]
     overridden: frozenset[str] = frozenset()
-    implied: Mapping[str, str] = {}
+    implied: TextMapping = {}
 
     def locate(self, path: str) -> str:
         """Return the place of a key, as ``demo.toml:12`` or ``--set``; where the key has no line, that of the nearest

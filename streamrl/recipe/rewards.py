@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Struct
 
+from streamrl.base.types import JsonObject, Texts
 from streamrl.recipe.field_types import (
     Count,
     Factor,
@@ -25,6 +26,9 @@ from streamrl.recipe.field_types import (
 
 COMBINE_WEIGHTS = "weights"
 COMBINE_SEPARATE = "separate"
+WHOLE_REWARD = "/whole"
+"""Name of the sum of all rewards of whole completions, where others have numbers for steps or tokens. No reward has it:
+recipes refuse names with "/"."""
 
 
 class RewardTraits(Struct, frozen=True):
@@ -54,6 +58,29 @@ class FailurePolicy(StrEnum):
     STOP = "stop"
 
 
+class RewardCredit(StrEnum):
+    """Unit to which a reward gives numbers. ``completion``: a number to a completion. ``steps``: numbers to steps, as
+    spans of the text or one a sampled token; each is compared with all numbers of the group, and the advantage of a
+    token has those of its own step and of the steps behind it (process supervision, arXiv 2402.03300, section 4.1.3).
+    ``tokens``: numbers to spans or tokens, which are added to the advantages of just these tokens."""
+
+    COMPLETION = "completion"
+    STEPS = "steps"
+    TOKENS = "tokens"
+
+
+def number_name(credit: RewardCredit, label: str) -> str:
+    """Name in ``ScoredTrajectory.token_values`` of the numbers that the reward ``label`` gave to steps or tokens."""
+    return f"{credit}/{label}"
+
+
+def credit_of(name: str) -> tuple[RewardCredit, str]:
+    """Return credit and label of a name in ``token_values``: the inverse of ``number_name``. The label is empty for
+    values that no reward gave, such as the logprobs of a teacher."""
+    credit, slash, label = name.partition("/")
+    return (RewardCredit(credit), label) if slash else (RewardCredit.COMPLETION, "")
+
+
 class AdaptiveTimeout(Section, frozen=True):
     """Time limit for each prompt: a multiple of its slowest correct call so far (RollPacker, arXiv 2509.21009), at most
     the reward's ``timeout_s``, which is also the limit until the prompt was solved once. The reward ``code`` also has a
@@ -73,11 +100,12 @@ class Reward(Section, frozen=True):
 
     function: Annotated[str, "module:function, path/to/file.py:function, or the name of a built-in reward"]
     name: Annotated[str, "name in metrics (empty: the function's name)"] = ""
-    options: Annotated[dict[str, Any], "keyword arguments of every call; of a built-in reward: its options"] = {}
+    options: Annotated[JsonObject, "keyword arguments of every call; of a built-in reward: its options"] = {}
     weight: Annotated[float, "weight in the sum of the rewards"] = 1.0
     part_weights: Annotated[
         dict[str, float], advanced, "weights of the named parts that it returns (1 for other parts)"
     ] = {}
+    credit: Annotated[RewardCredit, advanced] = RewardCredit.COMPLETION
     shadow: Annotated[bool, "it scores, and is not trained"] = False
     trusted: Annotated[bool, "it runs in the worker's event loop, so it must be quick or a coroutine function"] = False
     timeout_s: Annotated[PositiveFloat, "time limit of a call"] = 30.0
@@ -100,7 +128,7 @@ class Reward(Section, frozen=True):
         bool, advanced, "completions have special tokens, such as <think> of some models, but not the end token"
     ] = False
     memory_mib: Annotated[Positive, "limit of the memory of its process"] = 1024
-    variables: Annotated[tuple[str, ...], "environment variables that it sees, such as an API key"] = ()
+    variables: Annotated[Texts, "environment variables that it sees, such as an API key"] = ()
     gpus: Annotated[
         Natural | None,
         advanced,

@@ -56,6 +56,27 @@ class InFlight(StrEnum):
     RESUME = "resume"
 
 
+class AdmissionKind(StrEnum):
+    """Limit of the trajectories in flight. ``slots``: the number that staleness allows; ``kv``: also as many as the KV
+    caches of the engines hold from turn to turn (``[kv_admission]``)."""
+
+    SLOTS = "slots"
+    KV = "kv"
+
+
+class KvAdmission(Section, frozen=True):
+    """Admission by KV caches: pauses the trajectories with the shortest contexts before engines preempt requests, and
+    resumes them with their turns (as prime-rl's concurrency control and ThunderAgent, arXiv 2602.13692)."""
+
+    soft_mark: Annotated[
+        Share, advanced, "used share of the KV caches below which paused trajectories that fit are resumed"
+    ] = 0.8
+    hard_mark: Annotated[Share, advanced, "used share from which the shortest contexts are paused"] = 0.9
+    growth: Annotated[
+        Factor, advanced, "factor of the limit of trajectories once as many have ended as may be in flight"
+    ] = 1.25
+
+
 class StalePolicy(StrEnum):
     """Policy for a trajectory that would exceed ``max_staleness``."""
 
@@ -77,6 +98,7 @@ class Rollout(Section, frozen=True):
         "limit of the optimizer steps between the version that sampled a token and the version that trains it; 0 "
         "is on-policy. It also bounds how far sampling may run ahead of training",
     ] = 0
+    admission: AdmissionKind = AdmissionKind.SLOTS
     in_flight: InFlight = InFlight.KEEP
     when_stale: StalePolicy = StalePolicy.WAIT
     dynamic_sampling: Annotated[
@@ -123,10 +145,6 @@ class TailBatching(Section, frozen=True):
         Positive,
         "batches of deferred prompts in one long round, which makes as many optimizer steps along one gradient",
     ] = 1
-    domain_column: Annotated[
-        str, advanced, "prompt column; prompts are drawn so that its values have the shares of domains"
-    ] = ""
-    domains: Annotated[dict[str, PositiveFloat], advanced, "share of each value of domain_column"] = {}
 
     def verifies(self, *, deterministic: bool) -> bool:
         """Return whether deferred completions are verified. A deterministic run replays them: the length of a

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import re
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
+from msgspec.structs import replace
 
-from streamrl.base.types import SamplingSettings
+from streamrl.base.types import JsonObject, SamplingSettings, Texts
 from streamrl.recipe.environment import Environment
 from streamrl.recipe.field_types import (
     Count,
@@ -26,12 +27,14 @@ from streamrl.recipe.field_types import (
     ShareOrAuto,
     advanced,
 )
-from streamrl.recipe.judge import Judge
 from streamrl.recipe.objective import Objective, ObjectiveSettings, OffPolicy, objective_settings
 from streamrl.recipe.objectives.catalog import METHODS
+from streamrl.recipe.objectives.distillation import NO_REWARD
+from streamrl.recipe.objectives.teacher import Teacher
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.scheduling import (
     GroupSizing,
+    KvAdmission,
     LengthSorted,
     Rollout,
     TailBatching,
@@ -39,9 +42,12 @@ from streamrl.recipe.scheduling import (
     slots,
     trains_on_policy,
 )
+from streamrl.recipe.served_models import Judge
 
 HELD_OUT = "held_out"
 ENGINE_RESTARTS = 3
+PROMPT_ALLOWANCE = 1024
+"""Longest prompt in tokens, when the recipe does not set ``engines.max_model_len``."""
 PIPELINE_PARALLEL = "pipeline_parallel_size"
 """Argument of vLLM by which the tensor parallel size is multiplied to get the number of workers."""
 ROUNDING = ("quantization", "quantization_config", "kv_cache_dtype")
@@ -65,7 +71,7 @@ class Run(Section, frozen=True):
 
     name: Annotated[str, "name of the run's directory, to which the time is added"] = "run"
     project: Annotated[str, "name that several runs share, for trackers and `streamrl runs`"] = ""
-    tags: Annotated[tuple[str, ...], "tags of the run, for trackers and `streamrl runs`"] = ()
+    tags: Annotated[Texts, "tags of the run, for trackers and `streamrl runs`"] = ()
     directory: Annotated[str, "directory of the runs' directories, relative to the current directory"] = "runs"
     seed: Annotated[Natural, "seed of the order of prompts and of sampling"] = 0
     steps: Annotated[Positive, "optimizer steps; the last version of the weights has this number"] = 100
@@ -83,7 +89,7 @@ class Run(Section, frozen=True):
         bool, "batches and weights do not depend on kills and resumes of the run; slower, for verification"
     ] = False
     observers: Annotated[
-        tuple[str, ...],
+        Texts,
         advanced,
         "classes (module:Class or file.py:Class) that inherit streamrl.contracts.Observer, which get the events of "
         "the run",
@@ -104,26 +110,128 @@ class Model(Section, frozen=True):
     ]
 
 
+SOLVED = "solved"
+"""Name of the pool of ``prompts.skip_solved``."""
+ONE_SET = ""
+"""Name of the set of a run that trains on a single source."""
+
+
+class TrainingSet(Section, frozen=True):
+    """One of several sets of prompts that a run trains on, and how its prompts are made, sampled and scored."""
+
+    prompts: Annotated[str, "source of its prompts"]
+    share: Annotated[PositiveFloat, "share of the prompts that the run draws, relative to those of the other sets"] = (
+        1.0
+    )
+    rewards: Annotated[Texts, "names of the rewards that score it (empty: all)"] = ()
+    max_tokens: Annotated[
+        Natural, "limit of the tokens of a completion, below sampling.max_tokens (0: sampling.max_tokens)"
+    ] = 0
+    environment: Annotated[
+        bool,
+        "its trajectories are episodes of [environment], where there is one, and rows to imitate are written as its "
+        "prompts are; false: single completions; sets have no other environments: its code may read a column",
+    ] = True
+    template: Annotated[str, "template of the prompt, in place of prompts.template"] = ""
+    answer: Annotated[str, 'content of the column "answer", in place of prompts.answer'] = ""
+    template_arguments: Annotated[
+        JsonObject, "variables of the chat template, which go before those of prompts.template_arguments"
+    ] = {}
+    imitate: Annotated[
+        NaturalFloat,
+        "weight of the cross-entropy of the column completion of its rows, which are not sampled then (0: sampled)",
+    ] = 0.0
+    imitate_steps: Annotated[Natural, "number of the first steps that imitate it (0: all)"] = 0
+
+    def serves(self, reward: Reward) -> bool:
+        """Return whether ``reward`` scores prompts of the set."""
+        return not self.rewards or reward.label in self.rewards
+
+
+class Pool(Section, frozen=True):
+    """Prompts of one difficulty: those whose last group had a mean reward in a range. A prompt that was not launched
+    yet is in none."""
+
+    minimum: Annotated[float | None, "least mean reward (not set: any)"] = None
+    below: Annotated[float | None, "mean reward below which a prompt is in the pool (not set: any)"] = None
+    keep: Annotated[
+        ShareOrAuto, "share of its prompts that are launched when they are drawn again; the others are skipped"
+    ] = 0.0
+
+    def holds(self, mean_reward: float) -> bool:
+        """Return whether a prompt with this mean reward is in the pool."""
+        return (self.minimum is None or mean_reward >= self.minimum) and (
+            self.below is None or mean_reward < self.below
+        )
+
+
 class Prompts(Section, frozen=True):
     """The source of prompts. Each row has ``prompt`` (a text, or a list of messages), ``messages`` (a chat, in the
     model's chat template) or ``prompt_token_ids``, optionally a ``prompt_id``, and the columns for the rewards."""
 
     train: Annotated[
-        str,
+        str | dict[str, str | TrainingSet],
         "a .jsonl, .json, .csv, .parquet or .arrow file, the directory of a Hugging Face dataset "
         "(data/gsm8k?split=train), a data set of the Hub (hf:openai/gsm8k@revision?config=main&split=train), a "
         "task of reasoning-gym (reasoning_gym:chain_sum?size=1000&seed=0), or module:name / file.py:name of an "
         "(async) iterator or a function that returns one; ?prompt=COLUMN takes the prompt from another column, "
-        "?limit=N takes the first N rows, and ?chat=true makes a chat of a text",
+        "?limit=N takes the first N rows, ?where=EXPRESSION those for which a jinja expression is true, and ?chat=true "
+        "makes a chat of a text; or several sets, with the shares in which they are drawn: "
+        '{math = {prompts = "m.jsonl", share = 3}, code = "c.jsonl"}',
     ]
     template: Annotated[str, 'jinja template of the prompt: "{{question}}\\nAnswer after ####."'] = ""
     answer: Annotated[str, 'content of the column "answer": another column, or a jinja expression or template'] = ""
     template_arguments: Annotated[
-        dict[str, Any],
+        JsonObject,
         "variables of the chat template for every row, held-out rows too, such as {enable_thinking = false}; those "
         "of a row's column chat_template_kwargs go before them",
     ] = {}
     shuffle: Annotated[bool, "stored rows are in another order in each epoch"] = True
+    skip_solved: Annotated[
+        float | None,
+        "mean reward of a prompt's last group from which on it is solved and not launched again (not set: solved "
+        "prompts are launched, too)",
+    ] = None
+    pools: Annotated[
+        dict[str, Pool],
+        "pools by difficulty, the mean reward of a prompt's last group, and the share of the prompts of each that are "
+        "launched when they are drawn again: {easy = {minimum = 0.8, keep = 0.25}, hard = {below = 0.1, keep = 0.5}}; "
+        "the first that holds a prompt counts",
+    ] = {}
+
+    @property
+    def sets(self) -> dict[str, TrainingSet]:
+        """Sets that are sampled, by name; the set of a single source is ``ONE_SET``."""
+        return {name: training_set for name, training_set in self.all_sets.items() if not training_set.imitate}
+
+    @property
+    def imitated(self) -> dict[str, TrainingSet]:
+        """Sets whose completions are imitated, by name."""
+        return {name: training_set for name, training_set in self.all_sets.items() if training_set.imitate}
+
+    @property
+    def all_sets(self) -> dict[str, TrainingSet]:
+        """Sets that are sampled and sets that are imitated, by name."""
+        by_name = self.train if isinstance(self.train, dict) else {ONE_SET: self.train}
+        return {
+            name: TrainingSet(prompts=written) if isinstance(written, str) else written
+            for name, written in by_name.items()
+        }
+
+    @property
+    def gates(self) -> dict[str, Pool]:
+        """Pools by name, with that of ``skip_solved`` first."""
+        if self.skip_solved is None:
+            return self.pools
+        return {SOLVED: Pool(minimum=self.skip_solved), **self.pools}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of each set, which together are 1; empty for a single source."""
+        if isinstance(self.train, str):
+            return {}
+        total = sum(training_set.share for training_set in self.sets.values())
+        return {name: training_set.share / total for name, training_set in self.sets.items()}
 
 
 class Sampling(Section, SamplingSettings, frozen=True):
@@ -139,8 +247,13 @@ class OptimizerKind(StrEnum):
     ADAMW_OFFLOADED = "adamw_offloaded"
 
 
+BFLOAT16_CAPABILITY = (8, 0)
+"""Least compute capability of a GPU that multiplies matrices in bfloat16, and that torch's flash attention runs on."""
+
+
 class ComputeDtype(StrEnum):
-    """Dtype of matrix products; master weights, gradients and the loss are float32. ``auto``: bfloat16 on CUDA."""
+    """Dtype of matrix products; master weights, gradients and the loss are float32. ``auto``: bfloat16 on GPUs of
+    compute capability 8.0 or more (not on a T4)."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -257,15 +370,13 @@ class Lora(Section, frozen=True):
 
     rank: Annotated[Natural, "rank of the adapters (0: no adapters, all weights are trained)"] = 0
     alpha: Annotated[PositiveFloat, "adapters are scaled by alpha / rank"] = 16.0
-    targets: Annotated[
-        tuple[str, ...], "modules with an adapter, or one regular expression (empty: peft's choice)"
-    ] = ()
+    targets: Annotated[Texts, "modules with an adapter, or one regular expression (empty: peft's choice)"] = ()
     sync: LoraSync = LoraSync.AUTO
     rslora: Annotated[bool, advanced, "adapters are scaled by alpha / sqrt(rank)"] = False
     dora: Annotated[bool, advanced, "train lengths and directions of rows separately (DoRA); merged only"] = False
 
     @property
-    def named_targets(self) -> tuple[str, ...]:
+    def named_targets(self) -> Texts:
         """``targets`` without ``all-linear``, peft's name for every linear module except the output head."""
         if self.targets == ("all-linear",):
             return ()
@@ -301,6 +412,16 @@ class EngineKind(StrEnum):
     SIMULATED = "simulated"
 
 
+class GpuSharing(StrEnum):
+    """Sharing of GPUs by engines and trainer ranks. ``side_by_side``: both keep their memory, and the engines get what
+    the ranks leave. ``in_turns``: each has the memory in its turn, and a round is sampled, then trained. ``auto``:
+    ``in_turns`` where both do not fit side by side and each fits alone."""
+
+    AUTO = "auto"
+    SIDE_BY_SIDE = "side_by_side"
+    IN_TURNS = "in_turns"
+
+
 class EngineShape(Section, frozen=True):
     """A further set of engines on the same devices."""
 
@@ -310,11 +431,11 @@ class EngineShape(Section, frozen=True):
         Natural, "requests that one engine runs at once (0: the set runs as many as the first set)"
     ] = 0
     kv_tokens: Annotated[Natural, "tokens in the KV cache of one engine (0: as many as fit)"] = 0
-    cores: Annotated[tuple[str, ...], "cores of each engine on a CPU"] = ()
+    cores: Annotated[Texts, "cores of each engine on a CPU"] = ()
     rounds: Annotated[
-        tuple[str, ...], 'kinds of rounds that it always serves, such as ["long"]; empty: chosen by measurements'
+        Texts, 'kinds of rounds that it always serves, such as ["long"]; empty: chosen by measurements'
     ] = ()
-    args: Annotated[dict[str, Any], "arguments of vLLM in addition to engines.args"] = {}
+    args: Annotated[JsonObject, "arguments of vLLM in addition to engines.args"] = {}
 
 
 class Engines(Section, frozen=True):
@@ -331,24 +452,26 @@ class Engines(Section, frozen=True):
         Natural, "tokens of one step of an engine (0: vLLM's choice; 16,384 on a GPU of 70 GiB or more)"
     ] = 0
     kv_tokens: Annotated[Natural, advanced, "tokens in the KV cache of one engine (0: as many as fit)"] = 0
-    rounds: Annotated[tuple[str, ...], advanced, "kinds of rounds that the first set always serves (with sets)"] = ()
-    dtype: Annotated[EngineDtype, 'dtype of weights and computation; "auto": float32 on a CPU, bfloat16 on CUDA'] = (
-        "auto"
-    )
-    cores: Annotated[tuple[str, ...], 'cores of each engine on a CPU, such as ["0-3", "4-7"]'] = ()
+    rounds: Annotated[Texts, advanced, "kinds of rounds that the first set always serves (with sets)"] = ()
+    dtype: Annotated[
+        EngineDtype,
+        'dtype of weights and computation; "auto": bfloat16 on GPUs of compute capability 8.0 or more and for Gated '
+        "DeltaNet on a CPU, else float32",
+    ] = "auto"
+    cores: Annotated[Texts, 'cores of each engine on a CPU, such as ["0-3", "4-7"]'] = ()
     gpu_memory_utilization: Annotated[
         ShareOrAuto,
         "share of a GPU's memory for all engines on it (0: 0.85 of a GPU of their own; beside other processes what "
         "these leave)",
     ] = 0.0
     args: Annotated[
-        dict[str, Any],
-        "arguments of vLLM's engine (AsyncEngineArgs) that no other key sets, such as speculative_config",
+        JsonObject, "arguments of vLLM's engine (AsyncEngineArgs) that no other key sets, such as speculative_config"
     ] = {}
     start_timeout_s: Annotated[PositiveFloat, advanced, "time limit for the start of an engine that was stopped"] = (
         300.0
     )
     release: Annotated[ReleaseKind, "for rounds that end, not for continuous ones"] = ReleaseKind.NEVER
+    gpu_sharing: Annotated[GpuSharing, advanced] = GpuSharing.AUTO
     sets: Annotated[tuple[EngineShape, ...], advanced, "further sets of engines, of which one is in use"] = ()
     sleep_level: Annotated[
         int,
@@ -390,6 +513,12 @@ class Weights(Section, frozen=True):
         "a place in an object store, as s3://BUCKET/PREFIX (also gs://, az://, file:///), through which engines of "
         "another site get the weights (empty: from the trainer)",
     ] = ""
+    shared_memory: Annotated[
+        bool | None,
+        advanced,
+        "engines on the host of a trainer rank read weights from its memory, and none are encoded for them (not set: "
+        "where ranks have GPUs and there is no transport)",
+    ] = None
     canary: Annotated[
         bool,
         advanced,
@@ -401,9 +530,10 @@ class Weights(Section, frozen=True):
 class EvaluationSet(Section, frozen=True):
     """One of several sets of held-out prompts. Keys that are not set have the values of ``[evaluation]``."""
 
-    prompts: str
-    every: Natural | None = None
-    limit: Natural | None = None
+    prompts: Annotated[str, "source of its prompts"]
+    every: Annotated[Natural | None, "steps between its evaluations"] = None
+    limit: Annotated[Natural | None, "number of its first prompts"] = None
+    like: Annotated[str, "training set as which it is made, sampled and scored (empty: the one of its name)"] = ""
 
 
 class Evaluation(Section, frozen=True):
@@ -411,7 +541,8 @@ class Evaluation(Section, frozen=True):
 
     prompts: Annotated[
         str | dict[str, str | EvaluationSet],
-        'source as prompts.train (empty: none), or several: {a = "a.jsonl", b = {prompts = "b.jsonl", every = 50}}',
+        'source as prompts.train (empty: none), or several: {a = "a.jsonl", b = {prompts = "b.jsonl", every = 50}}; a '
+        "set that has the name of a training set, or names it (like), is made, sampled and scored as that",
     ] = ""
     samples: Annotated[Count, "completions of each prompt, for avg@k and pass@k"] = 1
     store_samples: Annotated[bool, advanced, "write every completion to evaluations/ of the run"] = True
@@ -426,7 +557,7 @@ class Evaluation(Section, frozen=True):
     @property
     def sets(self) -> dict[str, EvaluationSet]:
         """Sets by name, with a value for every key; a set without a name is ``held_out``."""
-        by_name: dict[str, str | EvaluationSet] = {}
+        by_name = {}
         if isinstance(self.prompts, dict):
             by_name = self.prompts
         elif self.prompts:
@@ -438,6 +569,7 @@ class Evaluation(Section, frozen=True):
                 prompts=written.prompts,
                 every=self.every if written.every is None else written.every,
                 limit=self.limit if written.limit is None else written.limit,
+                like=written.like,
             )
         return sets
 
@@ -546,7 +678,7 @@ class Metrics(Section, frozen=True):
     """Receivers of the metrics of a run, and the size of its files."""
 
     report_to: Annotated[
-        tuple[str, ...],
+        Texts,
         "trackers, each a process that follows the run's files: tensorboard, wandb, trackio, prometheus (at port "
         '9464, or `"prometheus?port=N"`), or a plug-in',
     ] = ()
@@ -571,10 +703,12 @@ class Recipe(Section, frozen=True):
     rollout: Rollout = Rollout()
     tail_batching: TailBatching = TailBatching()
     length_sorted: LengthSorted = LengthSorted()
+    kv_admission: KvAdmission = KvAdmission()
     group_sizing: GroupSizing = GroupSizing()
     sampling: Sampling = Sampling()
     reward_limits: RewardLimits = RewardLimits()
     judge: Judge = Judge()
+    teacher: Teacher = Teacher()
     objective: Objective = Objective()
     off_policy: OffPolicy = OffPolicy()
     training: Training = Training()
@@ -593,6 +727,12 @@ class Recipe(Section, frozen=True):
         return self.cluster.kind is ClusterKind.LOCAL
 
     @property
+    def in_turns(self) -> bool:
+        """Whether engines and trainer ranks have the memory of their GPUs in turns. Not known before
+        ``prepare.gpu_placement.GpuPlacement.decided`` has replaced ``auto``, which is False here."""
+        return self.engines.gpu_sharing is GpuSharing.IN_TURNS
+
+    @property
     def batch_trajectories(self) -> int:
         """Largest number of trajectories of a batch, over all group sizes."""
         return largest_batch(self.group_sizing.batches(self.rollout.prompts_per_batch, self.rollout.group_size))
@@ -607,17 +747,58 @@ class Recipe(Section, frozen=True):
         """Limit of the sampled tokens of a trajectory."""
         return self.environment.max_tokens if self.environment.configured else self.sampling.max_tokens
 
+    def token_limit(self, training_set: TrainingSet) -> int:
+        """Return the limit of the sampled tokens of a trajectory of a training set."""
+        if self.environment.configured and training_set.environment:
+            return self.environment.max_tokens
+        return training_set.max_tokens or self.sampling.max_tokens
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence, prompt and completions, of a model with as many positions."""
+        if self.engines.max_model_len:
+            return self.engines.max_model_len
+        if self.environment.configured:
+            return self.environment.max_tokens
+        return self.sampling.max_tokens + PROMPT_ALLOWANCE
+
     @property
     def on_policy(self) -> bool:
         """Whether each gradient is computed at the version that sampled its tokens. A long round of several batches
         makes several optimizer steps along one gradient."""
         return trains_on_policy(self.rollout, self.tail_batching, self.length_sorted)
 
-    @property
-    def score(self) -> str:
-        """Name of the reward whose value is the score of an evaluation."""
-        first = next((reward for reward in self.rewards if not reward.shadow), self.rewards[0])
-        return self.evaluation.reward or first.label
+    def with_rewards(self, rewards: tuple[Reward, ...]) -> Recipe:
+        """Return the recipe with other ``rewards``. Those whose names this recipe does not have score every set, also
+        a set that names its rewards."""
+        labels = {reward.label for reward in self.rewards}
+        added = tuple(reward.label for reward in rewards if reward.label not in labels)
+        prompts = self.prompts
+        if isinstance(prompts.train, dict):
+            sets = {
+                name: replace(training_set, rewards=training_set.rewards + added)
+                for name, training_set in prompts.sets.items()
+                if training_set.rewards
+            }
+            prompts = replace(prompts, train=prompts.train | sets)
+        return replace(self, rewards=rewards, prompts=prompts)
+
+    def settings_of_held_out(self, name: str) -> TrainingSet:
+        """Return the settings by which prompts of a held-out set are made, sampled and scored: those of the training
+        set that it names or that has its name, else those of the run."""
+        sets = self.prompts.all_sets
+        like = self.evaluation.sets[name].like or name
+        if isinstance(self.prompts.train, dict) and like in sets:
+            return sets[like]
+        return TrainingSet(prompts="")
+
+    def score_of(self, held_out: str) -> Reward | None:
+        """Return the reward whose value is the score of a held-out set; None: its only reward is that of a run without
+        rewards."""
+        settings = self.settings_of_held_out(held_out)
+        rewards = [reward for reward in self.rewards if settings.serves(reward) and reward.function != NO_REWARD]
+        named = [reward for reward in rewards if reward.label == self.evaluation.reward]
+        return min(named or rewards, key=lambda reward: reward.shadow, default=None)
 
     @property
     def core_restarts(self) -> int:

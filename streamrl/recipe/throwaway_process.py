@@ -11,11 +11,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, BinaryIO, NamedTuple
 
 from streamrl.base.run_process import die_with, end_session, last_line, start_session
+from streamrl.base.types import TextMapping
 
 
 class ThrowawayAnswer(NamedTuple):
@@ -34,7 +35,7 @@ class ThrowawayAnswer(NamedTuple):
 
 
 def run_throwaway(
-    module: str, arguments: Sequence[str], timeout_s: float, *, variables: Mapping[str, str] | None = None
+    module: str, arguments: Sequence[str], timeout_s: float, *, variables: TextMapping | None = None
 ) -> ThrowawayAnswer:
     """Run ``python -m module TIMEOUT_S PARENT``, whose ``main`` must call ``answer_parent``. All processes of its
     process group have ended when this returns. ``arguments``: texts that the process reads from stdin, since they may

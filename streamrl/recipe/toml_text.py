@@ -136,7 +136,7 @@ def toml_key(key: str) -> str:
 def toml_document(struct: Struct) -> str:
     """Return a struct of sections as TOML. Left out are fields that are None (TOML has no null), advanced keys with
     their default, and sections that are then empty."""
-    blocks: list[str] = []
+    blocks = []
     for name in struct.__struct_fields__:
         value = getattr(struct, name)
         items = [value] if isinstance(value, Struct) else value

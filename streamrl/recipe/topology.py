@@ -8,14 +8,14 @@ import math
 from enum import StrEnum
 from pathlib import Path
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, json
 from msgspec.structs import asdict, replace
 
 from streamrl.base.errors import UNDECODABLE, InputError, StreamRLError
 from streamrl.base.host_addresses import at_port
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonObject, Texts, TextsByName
 from streamrl.recipe.sections import PIPELINE_PARALLEL, Engines, EngineShape, Recipe, TransportKind
+from streamrl.recipe.served_models import ServedModel
 
 TOPOLOGY_FILE = "topology.json"
 """File of the topology in the directory of a run."""
@@ -32,16 +32,19 @@ class Role(StrEnum):
     REWARD = "reward"
     ENVIRONMENT = "environment"
     JUDGE = "judge"
+    TEACHER = "teacher"
 
 
 class ProcessPlan(Struct, frozen=True, kw_only=True):
     """One process, such as ``engine-0`` or ``trainer-1``.
 
     ``index``: number among the processes of its role;
-    ``starts_inactive``: whether it is started only when its set of engines serves;
+    ``starts_inactive``: whether it is started by order of the controller, when its set of engines serves, or when the
+    ranks that it shares a GPU with have loaded their state;
     ``restarts``: number of restarts after a death;
     ``gpus``: GPUs of the process, as ``CUDA_VISIBLE_DEVICES`` names them (empty: none);
     ``gpu_memory_utilization``: share of each GPU for an engine;
+    ``keeps_weights``: whether the weights of an engine stay on its GPU while it sleeps;
     ``host``: name of its host on a cluster (empty: the host of the run);
     ``address``: address of this host for other hosts."""
 
@@ -49,8 +52,9 @@ class ProcessPlan(Struct, frozen=True, kw_only=True):
     index: int
     starts_inactive: bool = False
     restarts: int = 0
-    gpus: tuple[str, ...] = ()
+    gpus: Texts = ()
     gpu_memory_utilization: float = 0.0
+    keeps_weights: bool = False
     host: str = ""
     address: str = ""
 
@@ -79,8 +83,8 @@ class PreparedSet(Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     max_num_seqs: int = 256
     kv_tokens: int = 0
-    cores: tuple[str, ...] = ()
-    rounds: tuple[str, ...] = ()
+    cores: Texts = ()
+    rounds: Texts = ()
     args: JsonObject = {}
 
     @property
@@ -98,7 +102,7 @@ class PreparedSet(Struct, frozen=True, kw_only=True):
         return f"{self.count}x{self.workers}"
 
     @property
-    def engines(self) -> tuple[str, ...]:
+    def engines(self) -> Texts:
         """Names of the engines."""
         return tuple(f"engine-{index}" for index in range(self.first, self.first + self.count))
 
@@ -113,7 +117,7 @@ class ProcessPlace(Struct, frozen=True, kw_only=True):
 
     host: str
     address: str
-    gpus: tuple[str, ...] = ()
+    gpus: Texts = ()
 
 
 class Places(Struct, frozen=True, kw_only=True):
@@ -139,7 +143,7 @@ class Topology(Struct, frozen=True, kw_only=True):
     ``epoch``: number of the start of the processes; those of different starts refuse each other."""
 
     processes: tuple[ProcessPlan, ...]
-    endpoints: dict[str, str]
+    endpoints: TextsByName
     min_serving: int = 1
     epoch: int = 0
 
@@ -155,10 +159,9 @@ STREAMS = {
     Role.REWARD: ("orders", "results"),
     Role.ENVIRONMENT: ("orders", "events"),
     Role.JUDGE: ("orders", "reports"),
+    Role.TEACHER: ("orders", "reports"),
 }
 """Streams of a process, by its role."""
-JUDGE = "judge-0"
-"""Name of the judge's process."""
 RENDEZVOUS = "trainer.rendezvous"
 """Name of the endpoint at which trainer ranks of several hosts meet."""
 RENDEZVOUS_FILE = "rendezvous"
@@ -251,7 +254,7 @@ def _plans(recipe: Recipe) -> list[ProcessPlan]:
         ProcessPlan(
             role=Role.ENGINE,
             index=index,
-            starts_inactive=index >= recipe.engines.count,
+            starts_inactive=recipe.in_turns or index >= recipe.engines.count,
             restarts=recipe.engines.restarts,
         )
         for index in range(last_set.first + last_set.count)
@@ -259,9 +262,21 @@ def _plans(recipe: Recipe) -> list[ProcessPlan]:
     processes += [
         ProcessPlan(role=Role.TRAINER, index=index, restarts=core_restarts) for index in range(recipe.training.ranks)
     ]
-    if recipe.judge.model:
-        processes.append(ProcessPlan(role=Role.JUDGE, index=0, restarts=recipe.judge.restarts))
+    for role, served_model in served_models(recipe).items():
+        processes.append(ProcessPlan(role=role, index=0, restarts=served_model.restarts))
     return processes
+
+
+def served_models(recipe: Recipe) -> dict[Role, ServedModel]:
+    """Models beside the policy that this run serves, by the role of their process, which is also the name of their
+    section."""
+    sections = {Role.JUDGE: recipe.judge, Role.TEACHER: recipe.teacher}
+    return {role: section for role, section in sections.items() if section.is_own}
+
+
+def served_name(role: Role) -> str:
+    """Name of the process that serves the model of ``role``."""
+    return f"{role.value}-0"
 
 
 def _on_cluster(plan: ProcessPlan, places: Places) -> ProcessPlan:
@@ -272,14 +287,14 @@ def _on_cluster(plan: ProcessPlan, places: Places) -> ProcessPlan:
     return replace(plan, **asdict(place))
 
 
-def _endpoints(recipe: Recipe, processes: list[ProcessPlan], socket_directory: Path) -> dict[str, str]:
+def _endpoints(recipe: Recipe, processes: list[ProcessPlan], socket_directory: Path) -> TextsByName:
     """Return the endpoints of a run outside of a cluster. The n-th stream of the run has the n-th port."""
     streams = [(process, stream) for process in processes for stream in STREAMS[process.role]]
     tcp = recipe.transport.kind is TransportKind.TCP
     endpoints = {}
     for port, (process, stream) in enumerate(streams, recipe.transport.port):
         name = f"{process.name}.{stream}"
-        # Workers of user code, the judge and the controller are always on the host of the run, so they need no port.
+        # Workers of user code, served models and the controller are on the host of the run, so they need no port.
         if tcp and process.role in (Role.ENGINE, Role.TRAINER):
             endpoints[name] = f"tcp://{recipe.transport.host}:{port}"
         else:
@@ -290,7 +305,7 @@ def _endpoints(recipe: Recipe, processes: list[ProcessPlan], socket_directory: P
     return endpoints
 
 
-def _endpoints_on_cluster(processes: list[ProcessPlan], places: Places, socket_directory: Path) -> dict[str, str]:
+def _endpoints_on_cluster(processes: list[ProcessPlan], places: Places, socket_directory: Path) -> TextsByName:
     """Return the endpoints of a run on a cluster, at free ports of its hosts."""
     free_ports = {address: iter(ports) for address, ports in places.ports.items()}
 
@@ -323,12 +338,14 @@ def planned_engine(topology: Topology, name: str) -> ProcessPlan:
     return engines[name]
 
 
-def judge_socket(topology: Topology) -> Path | None:
-    """Return the socket of the run's judge, for this user on this host only; None: the run has no judge."""
-    orders = topology.endpoints.get(f"{JUDGE}.orders")
+def model_socket(topology: Topology, role: Role) -> Path | None:
+    """Return the socket of the model that the run serves as ``role``, for this user on this host only; None: the run
+    serves none."""
+    name = served_name(role)
+    orders = topology.endpoints.get(f"{name}.orders")
     if not orders:
         return None
-    return Path(orders.removeprefix("ipc://")).with_name(f"{JUDGE}.http")
+    return Path(orders.removeprefix("ipc://")).with_name(f"{name}.http")
 
 
 def rewards_endpoint(topology: Topology) -> str:
@@ -341,7 +358,7 @@ def read_topology(run_directory: Path) -> Topology:
     """Read the topology of a run from its directory. Raises ``StreamRLError`` where there is no such file, or another
     one."""
     try:
-        return msgspec.json.decode((run_directory / TOPOLOGY_FILE).read_bytes(), type=Topology)
+        return json.decode((run_directory / TOPOLOGY_FILE).read_bytes(), type=Topology)
     except (OSError, *UNDECODABLE) as error:
         raise InputError(f"{run_directory} is not the directory of a run: name one, such as runs/latest") from error
 

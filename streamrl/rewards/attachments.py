@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import AnyFunction
 from streamrl.comm.conversation import Conversation
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.user_code import spec_of
@@ -27,9 +28,7 @@ from streamrl.rewards.reward_messages import (
 )
 
 
-def as_reward(
-    reward: Reward | str | Callable[..., Any], name_of: Callable[[Any], str] = spec_of, **settings: Any
-) -> Reward:
+def as_reward(reward: Reward | str | AnyFunction, name_of: Callable[[Any], str] = spec_of, **settings: Any) -> Reward:
     """A ``Reward`` from a function, from its name as in a recipe, or from another ``Reward``; ``settings`` replace
     fields. ``name_of``: function that returns the name of a function. Raises ``RecipeError`` for a function that
     another process could not import, such as a lambda."""
@@ -48,12 +47,12 @@ class RewardAttachments(Conversation[RewardRequest, RewardReply]):
         super().__init__(RewardRequest, "controller.rewards")
         self._name_of = name_of
 
-    async def attach(self, reward: Reward | str | Callable[..., Any], **settings: Any) -> int:
+    async def attach(self, reward: Reward | str | AnyFunction, **settings: Any) -> int:
         """Score with one more function."""
         changed = await self.change(AttachReward(reward=as_reward(reward, self._name_of, **settings)))
         return changed.reward_version
 
-    async def replace(self, name: str, reward: Reward | str | Callable[..., Any], **settings: Any) -> int:
+    async def replace(self, name: str, reward: Reward | str | AnyFunction, **settings: Any) -> int:
         """Score with another function in place of ``name``."""
         changed = await self.change(ReplaceReward(name=name, reward=as_reward(reward, self._name_of, **settings)))
         return changed.reward_version

@@ -9,14 +9,14 @@ import inspect
 import keyword
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonMapping, TextMapping
 from streamrl.recipe.check_fields import expected
 from streamrl.recipe.field_types import keys_of
 from streamrl.recipe.problems import did_you_mean, short_toml
@@ -37,11 +37,7 @@ class BuiltinReward:
     """Maker of one kind of reward function. ``needs``: importable module -> the extra of streamrl that installs it."""
 
     def __init__(
-        self,
-        name: str,
-        options: type[Options],
-        make: Callable[[Any], RewardCallable],
-        needs: Mapping[str, str] | None = None,
+        self, name: str, options: type[Options], make: Callable[[Any], RewardCallable], needs: TextMapping | None = None
     ) -> None:
         self.name = name
         self.options = options
@@ -55,13 +51,13 @@ class BuiltinReward:
         if problems:
             raise RecipeError(*problems)
         try:
-            function = self._make(msgspec.convert(options, self.options))
+            function = self._make(convert(options, self.options))
         except BadOption as error:
             raise RecipeError(f'reward "{self.name}": option {error}') from error
         function.__name__ = function.__qualname__ = self.name
         return function
 
-    def _bad_options(self, options: Mapping[str, Any]) -> Iterable[str]:
+    def _bad_options(self, options: JsonMapping) -> Iterable[str]:
         fields = keys_of(self.options)
         for key, value in options.items():
             place = f'reward "{self.name}": option "{key}"'
@@ -70,8 +66,8 @@ class BuiltinReward:
                 yield f"{place} is unknown{hint} Its options: {', '.join(fields) or 'none'}"
                 continue
             try:
-                msgspec.convert(value, fields[key].annotation)
-            except msgspec.ValidationError:
+                convert(value, fields[key].annotation)
+            except ValidationError:
                 yield f"{place} = {short_toml(value)} is not allowed: must be {expected(fields[key].kind)}"
         for key, field in fields.items():
             if field.required and key not in options:
@@ -84,15 +80,24 @@ class BuiltinReward:
 
 
 def declare(
-    function: RewardCallable, *, columns: Iterable[str] = (), optional: Iterable[str] = (), provided: Iterable[str] = ()
+    function: RewardCallable,
+    *,
+    columns: Iterable[str] = (),
+    optional: Iterable[str] = (),
+    provided: Iterable[str] = (),
+    of_group: bool = False,
 ) -> RewardCallable:
-    """Give ``function(completion, **columns)`` a signature that names the arguments of its calls.
+    """Give ``function(completion, **columns)`` a signature that names the arguments of its calls, or
+    ``function(completions, **columns)`` where it is ``of_group``.
 
     ``columns``: dataset columns that the function needs; ``optional``: columns whose default is None; ``provided``:
     names of arguments that the runtime provides (``token_ids``, ``prompt``, ...). Raises ``BadOption`` for a column
     that cannot be passed by name."""
     keyword_only = inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter("completion", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    first = inspect.Parameter("completion", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if of_group:
+        first = first.replace(name="completions", annotation="list[str]")
+    parameters = [first]
     for name in dict.fromkeys([*columns, *provided]):
         if not name.isidentifier() or keyword.iskeyword(name) or name in ("completion", "completions"):
             raise BadOption(f'"column": {name!r} cannot be passed by name: rename the column of the dataset')

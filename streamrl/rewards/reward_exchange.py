@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
+from msgspec import msgpack
 
 from streamrl.base.types import EnvironmentResult, Prompt, RewardFailure, ScoredTrajectory, Trajectory
 from streamrl.comm.decoded_size import UNSUSPECTED_BYTES
@@ -22,7 +22,7 @@ all bounds when it is decoded, whatever the columns hold. One prompt alone may b
 it."""
 
 _COMPLETION_BYTES = 1024  # memory of a decoded completion, without its tokens
-_sizing = msgspec.msgpack.Encoder(enc_hook=bytes)
+_sizing = msgpack.Encoder(enc_hook=bytes)
 
 
 class OrderMessage:
@@ -84,7 +84,7 @@ class OrderMessage:
             token_ids=trained_tokens(trajectory),
             finish_reason=trajectory.finish_reason,
             attempt=identity.attempt,
-            last_turn=_last_turn(trajectory),
+            turns=_turns(trajectory),
             environment_reward=environment.reward,
             tool_calls=sum(environment.calls.values()),
         )
@@ -102,10 +102,10 @@ def _completion_bytes(trajectory: Trajectory) -> int:
     return sum([len(token_ids) * token_ids.itemsize for token_ids in arrays]) + _COMPLETION_BYTES
 
 
-def _last_turn(trajectory: Trajectory) -> int:
-    """Tokens of the last turn; 0: the trajectory has one turn."""
+def _turns(trajectory: Trajectory) -> tuple[int, ...]:
+    """Tokens of each turn; empty: the trajectory has one turn."""
     lengths = [len(segment.token_ids) for segment in trajectory.segments if segment.trained]
-    return lengths[-1] if len(lengths) > 1 else 0
+    return tuple(lengths if len(lengths) > 1 else lengths[:0])
 
 
 def trained_tokens(trajectory: Trajectory) -> bytes:
@@ -126,6 +126,7 @@ def outcome_of(trajectory: Trajectory, reward: SampleReward, version: int) -> Sc
             reward_version=version,
             separate_rewards=reward.separate,
             turn_rewards=tuple(turn_rewards),
+            token_values=reward.token_values,
         )
     remark = trajectory.environment and trajectory.environment.remark
     return RewardFailure(

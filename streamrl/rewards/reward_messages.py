@@ -6,7 +6,16 @@ reward worker, and the worker's results."""
 from __future__ import annotations
 
 from streamrl.base.messages import Message
-from streamrl.base.types import FinishReason, Prompt, Record, RewardCall, RewardFailureKind
+from streamrl.base.types import (
+    FinishReason,
+    FloatArray,
+    Prompt,
+    Record,
+    RewardCall,
+    RewardFailureKind,
+    Texts,
+    WeightedRewards,
+)
 from streamrl.recipe.rewards import Reward
 
 
@@ -48,8 +57,8 @@ class RewardsChanged(Message, frozen=True):
 
     request_id: int
     reward_version: int
-    rewards: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
+    rewards: Texts = ()
+    problems: Texts = ()
 
 
 class AttachedReward(Record, frozen=True):
@@ -82,7 +91,7 @@ class CompletionToScore(Record, frozen=True, array_like=True):
 
     ``prompt``: index of its prompt among the prompts of the message; ``token_ids``: tokens that the policy sampled (all
     trained segments, joined), as int32 in the byte order of this machine; ``environment_reward``: reward that its
-    environment returned; ``last_turn``: number of tokens of the last turn (0: the completion has one turn);
+    environment returned; ``turns``: number of tokens of each turn (empty: the completion has one turn);
     ``tool_calls``: number of tool calls that the model wrote. Logprobs, version spans and the turns of an environment
     are not sent: no reward reads them."""
 
@@ -93,7 +102,7 @@ class CompletionToScore(Record, frozen=True, array_like=True):
     finish_reason: FinishReason
     attempt: int = 0
     environment_reward: float | None = None
-    last_turn: int = 0
+    turns: tuple[int, ...] = ()
     tool_calls: int = 0
 
 
@@ -151,7 +160,8 @@ class SampleReward(Record, frozen=True):
     ``parts``: values of the functions and of their named parts, without weights; ``seconds``: longest call, with its
     wait; ``kind``: kind of the failure, None for a reward; ``function``, ``message`` and ``policy``: fields of
     ``RewardFailure``; ``separate``: weight and value of each function by its name, where values are compared
-    separately; ``environment_weight``: weight in ``reward`` of the reward that the environment returned."""
+    separately; ``environment_weight``: weight in ``reward`` of the reward that the environment returned;
+    ``token_values``: numbers of functions that give them to steps or tokens."""
 
     reward: float = 0.0
     parts: dict[str, float] = {}
@@ -161,8 +171,9 @@ class SampleReward(Record, frozen=True):
     function: str = ""
     message: str = ""
     policy: str = ""
-    separate: dict[str, tuple[float, float]] = {}
+    separate: WeightedRewards = {}
     environment_weight: float = 0.0
+    token_values: dict[str, FloatArray] = {}
 
 
 class GroupScored(Record, frozen=True, array_like=True):
@@ -184,7 +195,7 @@ class RewardSetLoaded(Message, frozen=True):
 
     reward_version: int
     per_group: bool = False
-    problems: tuple[str, ...] = ()
+    problems: Texts = ()
 
 
 class LimitsLearnt(Message, frozen=True):

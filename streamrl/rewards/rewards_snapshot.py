@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
+from msgspec import convert, msgpack
 from msgspec.structs import asdict
 
 from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
-from streamrl.base.types import Record
+from streamrl.base.types import Record, Texts
 from streamrl.recipe.rewards import Reward, with_current_keys
 from streamrl.recipe.sections import Recipe, ResumedRewards
 
@@ -34,7 +34,7 @@ class RewardsSnapshot(Record, frozen=True):
     schema: int = REWARDS_SCHEMA
 
     @property
-    def changed_live(self) -> tuple[str, ...]:
+    def changed_live(self) -> Texts:
         """Names of rewards that the recipe does not have."""
         return tuple(reward.label for reward in self.rewards if reward not in self.of_recipe)
 
@@ -52,7 +52,7 @@ def rewards_file(snapshot: RewardsSnapshot) -> dict[str, bytes]:
         name: [asdict(reward) for reward in rewards]
         for name, rewards in (("rewards", snapshot.rewards), ("of_recipe", snapshot.of_recipe))
     }
-    return {REWARDS_FILE: msgspec.msgpack.encode(fields)}
+    return {REWARDS_FILE: msgpack.encode(fields)}
 
 
 def read_rewards_file(directory: Path) -> RewardsSnapshot | None:
@@ -65,10 +65,10 @@ def read_rewards_file(directory: Path) -> RewardsSnapshot | None:
         return None
     remedy = "resume from another checkpoint, or with the streamrl that wrote it"
     try:
-        table = msgspec.msgpack.decode(content)
+        table = msgpack.decode(content)
         for key in ("rewards", "of_recipe"):
             table[key] = [with_current_keys(reward) for reward in table[key]]
-        snapshot = msgspec.convert(table, RewardsSnapshot)
+        snapshot = convert(table, RewardsSnapshot)
     except (*UNDECODABLE, KeyError) as error:
         raise StreamRLError(f"{path} cannot be read: {error}; {remedy}") from error
     if snapshot.schema != REWARDS_SCHEMA:

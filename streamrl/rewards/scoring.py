@@ -11,12 +11,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from streamrl.base.types import (
     FinishReason,
+    FloatArray,
     JsonMapping,
     Prompt,
     RewardCall,
@@ -24,10 +27,12 @@ from streamrl.base.types import (
     RewardFailureKind,
     ScoredTrajectory,
     TokenArray,
+    WeightedRewards,
     token_array,
 )
 from streamrl.recipe.environment import ENVIRONMENT_REWARD
-from streamrl.recipe.rewards import FailurePolicy, Reward
+from streamrl.recipe.rewards import WHOLE_REWARD, FailurePolicy, Reward, RewardCredit, number_name
+from streamrl.rewards.credited_numbers import place_numbers
 from streamrl.rewards.reward_messages import CompletionToScore, SampleReward
 from streamrl.rewards.reward_queue import total_of
 from streamrl.rewards.signature import PROVIDED, PROVIDED_OF_GROUPS, RewardSignature, column_of, missing_column
@@ -48,11 +53,13 @@ class Detokenizer(Protocol):
 
 class SampleValue(Struct, frozen=True):
     """Result of one reward for one sample. ``checked``: value of the sample; ``call``: result of the call, which is
-    about siblings too where the function scores groups."""
+    about siblings too where the function scores groups; ``numbers``: numbers of the sampled tokens, for a reward that
+    gives them to steps or tokens (None: it gives none)."""
 
     reward: Reward
     checked: CheckedValue
     call: CallResult
+    numbers: FloatArray | None = None
 
     @property
     def value(self) -> float | None:
@@ -84,11 +91,11 @@ class SampleTexts:
         self.completions = completions
         self.prompts = prompts
         self.token_ids = [_tokens_of(completion) for completion in completions]
-        self._last_turns = [
-            token_ids[-completion.last_turn :]  # 0: all
+        self._turns = [
+            _turns_of(token_ids, completion.turns)
             for token_ids, completion in zip(self.token_ids, completions, strict=True)
         ]
-        self.texts = [tokenizer.decode(token_ids) for token_ids in self._last_turns]
+        self.texts = [tokenizer.decode(turns[-1]) for turns in self._turns]
         self._special_texts: list[str] = []  # texts with special tokens, decoded when a function needs them
         self._tokenizer = tokenizer
 
@@ -112,6 +119,28 @@ class SampleTexts:
             return texts
         return [[{"role": "assistant", "content": text}] for text in texts]
 
+    def turn_texts(self, signature: RewardSignature, member: int) -> list[str]:
+        """The texts of all turns of one completion."""
+        return [self._decode(signature, member, turn) for turn in self._turns[member]]
+
+    def _decode(self, signature: RewardSignature, member: int, token_ids: TokenArray) -> str:
+        """The text of the first tokens of a turn, as the function sees it."""
+        if not signature.special_tokens:
+            return self._tokenizer.decode(token_ids)
+        return self._tokenizer.decode(self._without_end(member, token_ids), False)
+
+    def value(
+        self, reward: Reward, signature: RewardSignature, member: int, result: CallResult, place: int
+    ) -> SampleValue:
+        """The result of a call for one completion. ``place``: place of the completion in the call."""
+        checked = result.values[place]
+        if not checked.spans and not checked.token_numbers:
+            return SampleValue(reward, checked, result)
+        numbers = place_numbers(checked, self._turns[member], reward.credit, partial(self._decode, signature, member))
+        if isinstance(numbers, CallFailure):
+            return SampleValue(reward, CheckedValue(failure=numbers), result)
+        return SampleValue(reward, checked, result, None if checked.value is None else numbers)
+
     def special_tokens(self) -> list[str]:
         """The special tokens that completions have, without the tokens that ended completions."""
         special = self._tokenizer.special_token_ids
@@ -122,7 +151,10 @@ class SampleTexts:
 
     def _inner_tokens(self, member: int) -> TokenArray:
         """Tokens of the last turn, without the special token that ended it."""
-        token_ids = self._last_turns[member]
+        return self._without_end(member, self._turns[member][-1])
+
+    def _without_end(self, member: int, token_ids: TokenArray) -> TokenArray:
+        """Tokens of a turn without the special token that ended it."""
         if self.completions[member].finish_reason is FinishReason.LENGTH or len(token_ids) == 0:
             return token_ids
         return token_ids[:-1] if token_ids[-1] in self._tokenizer.special_token_ids else token_ids
@@ -147,6 +179,9 @@ class SampleTexts:
             if "finish_reason" in names:
                 reasons = [self.completions[member].finish_reason.value for member in members]
                 provided["finish_reason"] = reasons if signature.per_group else reasons[0]
+            if "turn_texts" in names:
+                turn_texts = [self.turn_texts(signature, member) for member in members]
+                provided["turn_texts"] = turn_texts if signature.per_group else turn_texts[0]
             for name in ("environment_reward", "tool_calls"):
                 if name in names:
                     values = [getattr(self.completions[member], name) for member in members]
@@ -174,6 +209,12 @@ def _tokens_of(completion: CompletionToScore) -> TokenArray:
     token_ids = token_array()
     token_ids.frombytes(completion.token_ids)
     return token_ids
+
+
+def _turns_of(token_ids: TokenArray, lengths: Sequence[int]) -> list[TokenArray]:
+    """The tokens of each turn, one turn at least."""
+    starts = list(accumulate(lengths, initial=0))
+    return [token_ids[start:stop] for start, stop in pairwise(starts)] or [token_ids]
 
 
 def choose_arguments(
@@ -217,9 +258,12 @@ def combine(
     if isinstance(total, CallFailure):
         name = ", ".join(value.reward.label for value in trained) if combined is None else "combine"
         return _failure(values, name, total, _strictest(trained))
-    separate_values: dict[str, tuple[float, float]] = {}
-    if separate:
+    credited = [value for value in trained if value.reward.credit is not RewardCredit.COMPLETION]
+    separate_values = {}
+    if separate or credited:
         separate_values = {reward.label: (reward.weight, number) for reward, number in applicable}
+    if credited:
+        separate_values = _with_whole(separate_values, credited, separate=separate)
     environment_weights = [reward.weight for reward, _ in applicable if reward.function == ENVIRONMENT_REWARD]
     return SampleReward(
         reward=total,
@@ -228,7 +272,23 @@ def combine(
         calls=_calls(values),
         separate=separate_values,
         environment_weight=sum(environment_weights, 0.0),
+        token_values={
+            number_name(value.reward.credit, value.reward.label): value.numbers
+            for value in values
+            if value.numbers is not None
+        },
     )
+
+
+def _with_whole(values: WeightedRewards, credited: Sequence[SampleValue], *, separate: bool) -> WeightedRewards:
+    """``values`` with the rewards of whole completions as one, unless they are compared ``separate``. There is such a
+    sum also where no reward of whole completions applies: without it the total would be compared."""
+    labels = {value.reward.label for value in credited}
+    numbered = {label: value for label, value in values.items() if label in labels}
+    if separate and len(numbered) < len(values):
+        return values
+    total = sum(weight * number for label, (weight, number) in values.items() if label not in labels)
+    return {WHOLE_REWARD: (1.0, total)} | numbered
 
 
 def _total(applicable: Sequence[tuple[Reward, float]], combined: CallResult | None) -> float | CallFailure:
@@ -255,7 +315,7 @@ def policy_of(value: SampleValue) -> FailurePolicy:
 
 def _parts(values: Sequence[SampleValue]) -> dict[str, float]:
     """Values of all functions and of their parts, as returned, by name; shadow functions included."""
-    parts: dict[str, float] = {}
+    parts = {}
     for value in values:
         if (total := value.value) is not None:
             parts[value.reward.label] = total
@@ -272,11 +332,11 @@ def column_failure(failure: CallFailure, count: int) -> CallResult:
 def _strictest(values: Sequence[SampleValue]) -> FailurePolicy:
     policies = {value.reward.on_failure for value in values}
     order = (FailurePolicy.STOP, FailurePolicy.DROP_GROUP, FailurePolicy.DROP_SAMPLE)
-    return next(policy for policy in order if policy in policies)
+    return next((policy for policy in order if policy in policies), FailurePolicy.DROP_SAMPLE)
 
 
 def _seconds(values: Sequence[SampleValue]) -> float:
-    return max(value.call.seconds + value.call.waited_s for value in values)
+    return max((value.call.seconds + value.call.waited_s for value in values), default=0.0)
 
 
 def _calls(values: Sequence[SampleValue]) -> tuple[RewardCall, ...]:

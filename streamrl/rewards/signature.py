@@ -11,16 +11,20 @@ function returns such a list. All other parameters are passed by name: dataset c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct
 
-PROVIDED = ("prompt", "prompt_id", "token_ids", "finish_reason", "environment_reward", "tool_calls")
+from streamrl.base.types import AnyFunction, JsonMapping, Texts
+from streamrl.recipe.rewards import RewardCredit
+
+PROVIDED = ("prompt", "prompt_id", "token_ids", "finish_reason", "environment_reward", "tool_calls", "turn_texts")
 """Parameters of a function of one completion that are not columns."""
 
 PROVIDED_OF_GROUPS = (
     "prompts", "completion_ids", "prompt_id", "token_ids", "finish_reason", "environment_reward", "tool_calls",
+    "turn_texts",
 )  # fmt: skip
 """Parameters of a function of a group that are not columns."""
 
@@ -43,7 +47,7 @@ class RewardSignature(Struct, frozen=True, kw_only=True):
     ``optional_columns``: dataset columns for parameters with a default; ``provided``: parameters among ``PROVIDED`` or
     ``PROVIDED_OF_GROUPS``; ``limit_key``: column whose value selects the adaptive time limit (empty: the prompt's
     identity); ``as_text``: completions of a chat are texts, not lists of messages; ``special_tokens``: texts show
-    special tokens."""
+    special tokens; ``credit``: unit to which the function gives numbers."""
 
     spec: str
     name: str
@@ -51,13 +55,14 @@ class RewardSignature(Struct, frozen=True, kw_only=True):
     per_group: bool
     is_async: bool
     wants_all: bool
-    bound: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    optional_columns: tuple[str, ...] = ()
-    provided: tuple[str, ...] = ()
+    bound: Texts = ()
+    columns: Texts = ()
+    optional_columns: Texts = ()
+    provided: Texts = ()
     limit_key: str = ""
     as_text: bool = True
     special_tokens: bool = False
+    credit: RewardCredit = RewardCredit.COMPLETION
 
     @property
     def sees_tokens(self) -> bool:
@@ -69,10 +74,10 @@ class RewardFunction(Struct, frozen=True, kw_only=True):
     """A user's function, ready to be called with ``call(completion, **arguments)``."""
 
     signature: RewardSignature
-    call: Callable[..., Any]
+    call: AnyFunction
 
 
-def needed_columns(signatures: Iterable[RewardSignature]) -> dict[str, tuple[str, ...]]:
+def needed_columns(signatures: Iterable[RewardSignature]) -> dict[str, Texts]:
     """The dataset columns that each reward needs for its function and for its time limits, by reward name."""
     return {
         # A dict keeps the order and drops a column that both need.
@@ -81,7 +86,7 @@ def needed_columns(signatures: Iterable[RewardSignature]) -> dict[str, tuple[str
     }
 
 
-def column_of(columns: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+def column_of(columns: JsonMapping, name: str) -> tuple[Any, ...]:
     """The column ``name`` as the only element; empty: the prompt has no such column. ``ground_truth`` may be a part of
     the column ``reward_model``, as in verl's data."""
     if name in columns:

@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterable
 
 from streamrl.base.run_process import CUDA_DEVICES, CUDA_ORDER
-from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
+from streamrl.base.types import TextsByName
 from streamrl.recipe.rewards import Reward
+from streamrl.recipe.served_models import JUDGE_MODEL, JUDGE_SOCKET
 
 _NEEDED = frozenset(
     {
@@ -29,7 +30,7 @@ _ARENAS = {"MALLOC_ARENA_MAX": "2"}
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
-def variables_of_user_code(rewards: Iterable[Reward], variables: Iterable[str] = ()) -> dict[str, str]:
+def variables_of_user_code(rewards: Iterable[Reward], variables: Iterable[str] = ()) -> TextsByName:
     """Variables of processes that run ``rewards``. ``variables``: names of further variables to pass on. The processes
     are shared, so every reward sees the variables that any reward names."""
     names = _NEEDED.union(variables, *(reward.variables for reward in rewards))

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
 from anyio import to_thread
+from msgspec import json
 
 from streamrl.base.atomic_files import make_directory, write_durable, write_link, write_sidecar
 from streamrl.base.errors import UNDECODABLE, StreamRLError, WireError
-from streamrl.base.types import Prompt, Record
+from streamrl.base.types import MetricsMapping, Prompt, Record
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.wire import OneFrameCodec
 from streamrl.control.run_state import Snapshot, prompts_needed
@@ -138,7 +138,7 @@ class CheckpointKeeper:
             await self._forget(self._path(version))
         self._abandoned.clear()
 
-    async def scored(self, policy_version: int, figures: Mapping[str, float], limit: int) -> None:
+    async def scored(self, policy_version: int, figures: MetricsMapping, limit: int) -> None:
         """Note the held-out score of a version, before or after it is saved. ``figures``: figures of an evaluation on
         ``limit`` prompts. Scores on another number of prompts are ignored, because they cannot be compared. The one at
         the end of a run, on all prompts, is not needed: its version is kept as the last one."""
@@ -149,7 +149,7 @@ class CheckpointKeeper:
         if not math.isnan(score):
             self._scores[policy_version] = score
             await self._prune()
-            await to_thread.run_sync(_write_scores, self._directory / SCORES, msgspec.json.encode(self._scores))
+            await to_thread.run_sync(_write_scores, self._directory / SCORES, json.encode(self._scores))
 
     async def _prune(self) -> None:
         rules = self._rules
@@ -201,7 +201,7 @@ def read_scores(path: Path) -> dict[int, float]:
     if not path.exists():
         return {}
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[int, float])
+        return json.decode(path.read_bytes(), type=dict[int, float])
     except UNDECODABLE as error:
         raise StreamRLError(
             f"{path} is not a list of scores ({error}): remove it, and the best are forgotten"

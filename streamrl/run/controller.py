@@ -7,6 +7,7 @@ is done. The loop itself only sends."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,6 +15,7 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup
 from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import CannotContinue, StreamRLError
@@ -30,12 +32,22 @@ from streamrl.base.stage_messages import (
 from streamrl.base.types import DropReason, RewardFailure, ScoredTrajectory, TrajectoryId
 from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
-from streamrl.contracts import EpisodeRunner, Evaluations, Journal, Observer, PromptSource, PushReport, WeightPush
+from streamrl.contracts import (
+    EpisodeRunner,
+    Evaluations,
+    Journal,
+    Observer,
+    PromptSource,
+    PushReport,
+    Turns,
+    WeightPush,
+)
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.machine import Control
 from streamrl.control.run_state import RunState, prompts_needed
 from streamrl.control.unanswered_orders import groups_in_batch
+from streamrl.rewards.credited_numbers import compared_numbers
 from streamrl.run.checkpoints import fork_point
 from streamrl.run.trainer_ranks import TrainerRanks, announcement, close_of
 
@@ -59,6 +71,7 @@ class Controller:
 
     ``save``: function that writes a checkpoint of a version, with files by name beside the model;
     ``wait_for_copies``: function that waits until checkpoints are copied (None: they are not copied);
+    ``turns``: turns of engines and trainer ranks;
     ``observers``: observers of all events, actions and outcomes, called in this order."""
 
     def __init__(
@@ -71,6 +84,7 @@ class Controller:
         evaluations: Evaluations,
         save: Callable[[int, Mapping[str, bytes]], Awaitable[None]],
         wait_for_copies: Callable[[], Awaitable[None]] | None = None,
+        turns: Turns | None = None,
         observers: Sequence[Observer],
         waits: Waits,
     ) -> None:
@@ -84,6 +98,7 @@ class Controller:
         self._evaluations = evaluations
         self._save = save
         self._wait_for_copies = wait_for_copies
+        self._turns = turns or Turns()
         self._observers = observers
         self._waits = waits
         self._live: PushReport | None = None
@@ -120,7 +135,10 @@ class Controller:
             with self._waits.waiting_for(f"the trainer to publish version {version} complete"):
                 anchor = await self._trainer.publish_anchor(version)
             with self._waits.waiting_for(f"every engine to hold version {version}"):
-                self._live = await self._sync.push(anchor)
+                self._live = await self._push(anchor)
+            if self._trainer.first_probe is not None:
+                with self._waits.waiting_for("an engine to score its first tokens"):
+                    await self._sync.check_first_tokens(self._trainer.first_probe)
             await self._trainer.acknowledge(version)
             for observer in self._observers:
                 await observer.on_began(anchor)
@@ -174,7 +192,7 @@ class Controller:
         self._journal.on_event(event, self._control)
         for observer in self._observers:
             await observer.on_event(event)
-        trained: list[TrajectoryId] = []
+        trained = []
         if isinstance(event, on.BatchTrained):
             trained = _trajectories_in_batch(self.state)  # control forgets them when it handles the event
         actions = self._control.handle(event)
@@ -194,7 +212,7 @@ class Controller:
             await observer.on_action(action)
         match action:
             case do.DrawPrompts():
-                children.start_soon(self._draw, action.count)
+                children.start_soon(self._draw, action)
             case do.LaunchGroup():
                 self._launch(action, episodes)
             case do.Drop():
@@ -209,10 +227,13 @@ class Controller:
                 # Awaited before the next action: a running engine would sample its trajectories by the old weights.
                 await self._sync.pause()
             case do.TrainGroupNow():
-                group = self._store.training_group(action.group_id, action.batch_id, action.ids, action.temperature)
+                group = self._store.training_group(
+                    action.group_id, action.batch_id, action.ids, action.temperature, action.baseline
+                )
                 await self._trainer.train_group(group)
             case do.StepOptimizer():
                 await self._journal.flushed()  # a resumed run must never sample again what was trained
+                await self._turns.train()  # nothing is sampled, and no event that comes meanwhile is urgent
                 gather = await self._trainer.close_batch(close_of(action))
                 batch = self._store.scored(_trajectories_in_batch(self.state))
                 children.start_soon(self._step, action, gather, batch)
@@ -253,16 +274,19 @@ class Controller:
         for observer in self._observers:
             await observer.on_progress()
 
-    async def _draw(self, count: int) -> None:
-        with self._waits.waiting_for(f"{count} prompts"):
-            prompts = await self._prompts.draw(count)
+    async def _draw(self, action: do.DrawPrompts) -> None:
+        with self._waits.waiting_for(f"{action.count} prompts"):
+            prompts = await self._prompts.draw(action.count, action.sets)
         self._journal.on_prompts(prompts)
         self._store.add_prompts(prompts)
+        sets = tuple(prompt.set for prompt in prompts if prompt.set)
         await self._event_sender.send(
             on.PromptsDrawn(
                 prompt_ids=tuple(p.prompt_id for p in prompts),
-                exhausted=len(prompts) < count,
+                exhausted=not action.sets and len(prompts) < action.count,
                 prompt_tokens=tuple(len(p.token_ids) for p in prompts),
+                sets=sets,
+                exhausted_sets=tuple(sorted((Counter(action.sets) - Counter(sets)).keys())),
             )
         )
 
@@ -300,20 +324,30 @@ class Controller:
         self._journal.on_published(action.policy_version, weights.state_hash)
         for observer in self._observers:
             observer.on_trained(action.policy_version, batch, reports[0].metrics)
-        await self._event_sender.send(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
+        change = reports[0].metrics.get("policy/step_change", 0.0)
+        await self._event_sender.send(
+            on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version, change=change)
+        )
 
     async def _publish(self, action: do.PublishWeights) -> None:
         policy_version = action.policy_version
         push = self._live
         if push is None or push.policy_version != policy_version:
             with self._waits.waiting_for(f"every engine to hold version {policy_version}"):
-                push = self._live = await self._sync.push(self._announced.pop(policy_version))
+                push = self._live = await self._push(self._announced.pop(policy_version))
             await self._trainer.acknowledge(policy_version)
         else:  # the version has been live since this controller began, and the engines were only paused
             await self._sync.resume()
         for observer in self._observers:
             await observer.on_weights_live(push, last=action.last)
         await self._event_sender.send(on.WeightsLive(policy_version=policy_version))
+
+    async def _push(self, announced: WeightAnnouncement) -> PushReport:
+        """Make ``announced`` live on every engine, also on those that slept while the ranks had their turn."""
+        began_s = anyio.current_time()
+        push = await self._sync.push(announced)
+        await self._turns.sample()
+        return replace(push, total_s=anyio.current_time() - began_s)
 
     async def _evaluate(self, policy_version: int, episodes: EpisodeRunner) -> None:
         with self._waits.waiting_for(f"the evaluation of version {policy_version}"):
@@ -348,6 +382,7 @@ def event_of(item: EndedOutcome) -> on.TrajectoryFailed | on.TrajectoryScored:
             policy=outcome.policy,
             reward_version=outcome.reward_version,
         )
+    separate_rewards, signal = compared_numbers(outcome)
     return on.TrajectoryScored(
         id=trajectory.id,
         reward=outcome.reward,
@@ -356,7 +391,8 @@ def event_of(item: EndedOutcome) -> on.TrajectoryFailed | on.TrajectoryScored:
         oldest_version=trajectory.oldest_version,
         newest_version=trajectory.newest_version,
         reward_version=outcome.reward_version,
-        separate_rewards={name: value for name, (weight, value) in outcome.separate_rewards.items() if weight},
+        separate_rewards=separate_rewards,
         turn_rewards=outcome.turn_rewards,
         seconds=round(trajectory.rollout_seconds + item.reward_s, 3),
+        signal=signal,
     )

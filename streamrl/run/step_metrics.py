@@ -14,11 +14,18 @@ from msgspec import Struct, field
 
 from streamrl.base.types import FinishReason, Metrics, ScoredTrajectory
 from streamrl.buffers.slots import staleness
-from streamrl.control.run_state import RunState
+from streamrl.control.run_state import PromptPool, RunState
 
 UNSEEN = 0.05
 """Largest share that lengths which were not observed to their end could add to ``length/unbiased_mean``. The metric is
 not reported above it."""
+
+
+_OF_SETS = (
+    "reward/mean", "reward/std", "reward/zero_std_ratio", "completion/length_mean", "completion/length_p95",
+    "completion/truncated_ratio",
+)  # fmt: skip
+"""Figures that each training set has of its own."""
 
 
 class SampledLength(Struct, frozen=True):
@@ -87,9 +94,29 @@ def reward_metrics(batch: Sequence[ScoredTrajectory]) -> Metrics:
     return metrics
 
 
+def set_metrics(batch: Sequence[ScoredTrajectory]) -> Metrics:
+    """Return ``prompts/<set>/*``: rewards and lengths of the trained samples of each training set; empty for a run of a
+    single source."""
+    by_set = defaultdict(list)
+    for scored in batch:
+        by_set[scored.trajectory.prompt.set].append(scored)
+    metrics = {}
+    for name, samples in sorted(by_set.items()):
+        if name:
+            prefix = f"prompts/{name}"
+            metrics[f"{prefix}/samples"] = float(len(samples))
+            metrics |= {f"{prefix}/{figure.replace('/', '_')}": value for figure, value in _figures_of_set(samples)}
+    return metrics
+
+
+def _figures_of_set(samples: Sequence[ScoredTrajectory]) -> Iterable[tuple[str, float]]:
+    figures = reward_metrics(samples) | completion_metrics(samples)
+    return [(name, figures[name]) for name in _OF_SETS if name in figures]
+
+
 def part_values(scored: Iterable[ScoredTrajectory]) -> dict[str, list[float]]:
     """Return the values of each named part of the rewards, ascending by name."""
-    parts: defaultdict[str, list[float]] = defaultdict(list)
+    parts = defaultdict(list)
     for trajectory in scored:
         for name, value in trajectory.reward_parts.items():
             parts[name].append(value)
@@ -243,10 +270,38 @@ def control_metrics(state: RunState) -> Metrics:
         "async/queue_depth": float(len(state.buffer.ready)),
         "async/dropped_ratio": sum(accounting.dropped.values()) / max(accounting.issued, 1),
         **{f"async/dropped_{reason}_total": float(count) for reason, count in accounting.dropped.items()},
+        **_draw_metrics(state.prompts),
         **state.sizing_figures,
+        **_admission_metrics(state),
         "run/steps": float(state.steps),
         "steering/changes_total": float(state.steering.changes),
     }
+
+
+def _admission_metrics(state: RunState) -> Metrics:
+    """Return the limit of trajectories in flight and the pauses, once KV caches have limited them."""
+    admission = state.admission
+    if not admission.limit:
+        return {}
+    paused = [state.buffer.untrained[group_id].open for group_id in state.buffer.paused]
+    return {
+        "admission/limit": float(admission.limit),
+        "admission/paused": float(sum(paused)),
+        "admission/pauses_total": float(admission.pauses),
+    }
+
+
+def _draw_metrics(pool: PromptPool) -> Metrics:
+    """Return the numbers of prompts that were drawn from each of several sets, and that pools have skipped."""
+    metrics = {}
+    for name, drawn in pool.sets.items():
+        if name:
+            metrics[f"prompts/{name}/drawn_total"] = float(drawn.drawn)
+            metrics[f"prompts/{name}/skipped_total"] = float(drawn.skipped)
+    for name, count in pool.pools.items():
+        metrics[f"pools/{name}/drawn_total"] = float(count.drawn)
+        metrics[f"pools/{name}/skipped_total"] = float(count.drawn - count.launched)
+    return metrics
 
 
 def _groups(batch: Sequence[ScoredTrajectory]) -> Iterable[list[ScoredTrajectory]]:

@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import anyio
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, convert, structs
 
 from streamrl.base import messages
 from streamrl.base.errors import StreamBroken, StreamEnded, StreamRLError, VersionLeft
@@ -37,6 +36,12 @@ class TrainerRanks:
         self._ranks_per_group = 1
         self.policy_version = 0
         """Version that the ranks hold, or were ordered to make."""
+        self.holds_state = False
+        """Whether a rank makes a step, for which its state is on its device, also where engines share it."""
+        self.imitated_rows: Callable[[int], Awaitable[tuple[messages.ImitatedSet, ...]]] | None = None
+        """Returns the rows that the step which makes a version imitates (None: no step imitates rows)."""
+        self.first_probe: messages.FirstProbe | None = None
+        """Logprobs of the canary by the weights with which the run began, once they are published."""
         self._answer_count = 0
         self._closed = False
         self._gone = False
@@ -47,7 +52,7 @@ class TrainerRanks:
 
     async def ready(self) -> list[messages.TrainerReady]:
         """Return the hello of every rank. Raises ``StreamRLError`` when ranks hold different models."""
-        hellos: list[messages.TrainerReady] = []
+        hellos = []
         for index, (_, reports) in enumerate(self._ranks):
             try:
                 hello = await reports.receive()
@@ -107,12 +112,22 @@ class TrainerRanks:
                     await orders.send(messages.TrainTogether())
 
     async def close_batch(self, close: messages.CloseBatch) -> Callable[[], Awaitable[list[messages.StepReport]]]:
-        """Order every rank to step, and return once the orders are sent. The returned function waits for the reports,
-        in rank order."""
+        """Order every rank to step, with the rows to imitate, and return once the orders are sent. The returned
+        function waits for the reports, in rank order. Raises ``StreamRLError`` for a row that cannot be imitated."""
+        if self.imitated_rows is not None:
+            close = structs.replace(close, imitated=await self.imitated_rows(close.policy_version))
         self._open_tokens = [0] * len(self._ranks)
         self._waiting_tokens = 0
         self.policy_version = close.policy_version
-        return await self._ask(close, messages.StepReport)
+        self.holds_state = True
+        reports = await self._ask(close, messages.StepReport)
+
+        async def gather() -> list[messages.StepReport]:
+            answers = await reports()
+            self.holds_state = False
+            return answers
+
+        return gather
 
     async def publish_anchor(self, policy_version: int) -> messages.WeightAnnouncement:
         """Have every rank publish its complete current weights. Raises ``VersionLeft`` after ``aclose``, and where a
@@ -122,7 +137,9 @@ class TrainerRanks:
         if policy_version < self.policy_version:
             raise VersionLeft(f"version {policy_version} is not held any more: {self.policy_version} was ordered")
         gather = await self._ask(messages.PublishAnchor(policy_version=policy_version), messages.AnchorPublished)
-        return messages.announcement_of(policy_version, await gather())
+        answers = await gather()
+        self.first_probe = self.first_probe or answers[0].first_probe
+        return messages.announcement_of(policy_version, answers)
 
     async def acknowledge(self, policy_version: int) -> None:
         """Report to all ranks that every engine holds ``policy_version`` live."""
@@ -164,7 +181,7 @@ class TrainerRanks:
         """Send ``order`` to all ranks. The returned function waits for their answers of the type ``kind``."""
         if self._gone:
             raise StreamBroken(RANKS_GONE)
-        futures: list[Future[messages.TrainingEvent]] = []
+        futures = []
         # Orders are collectives: two of them must reach all ranks in the same sequence.
         async with self._order_lock:
             for rank, (orders, _) in enumerate(self._ranks):
@@ -193,4 +210,4 @@ def announcement(reports: Sequence[messages.StepReport]) -> messages.WeightAnnou
 
 def close_of(step: do.StepOptimizer) -> messages.CloseBatch:
     """Return the order to the ranks that carries out ``step``."""
-    return msgspec.convert(step, messages.CloseBatch, from_attributes=True)
+    return convert(step, messages.CloseBatch, from_attributes=True)

@@ -79,7 +79,7 @@ def wait_reason(state: RunState, shell: ShellView) -> WaitReason:
     if state.finished or state.ending:
         return _gate(state) or WaitReason.SHUTDOWN
     if state.batch.missing <= 0:
-        return _gate(state) or WaitReason.CONTROL
+        return _gate(state) or _full_batch(state, shell)
     if _can_be_sampled(state):
         return _rollout(state, shell)
     gate = _gate(state)
@@ -97,6 +97,14 @@ def _gate(state: RunState) -> WaitReason | None:
     if state.pending.evaluation is not None and (state.live_version < state.trainer_version or state.ending):
         return WaitReason.EVALUATION
     return WaitReason.CHECKPOINT if state.pending.checkpoint is not None else None
+
+
+def _full_batch(state: RunState, shell: ShellView) -> WaitReason:
+    """Return the reason for which a full batch is not closed: where engines and ranks take turns, all that the engines
+    have to do comes first."""
+    if _can_be_sampled(state):
+        return _rollout(state, shell)
+    return WaitReason.EVALUATION if state.pending.evaluation is not None else WaitReason.CONTROL
 
 
 def _can_be_sampled(state: RunState) -> bool:

@@ -6,14 +6,14 @@ predictions. Control gets them as ``RoundsAdvised``."""
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import anyio
-import msgspec
+from anyio import current_time, sleep
+from msgspec import json
 from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
@@ -24,16 +24,19 @@ from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.engine_changes import engine_plan
+from streamrl.simulate.fleet import DEMO
 from streamrl.simulate.lengths import RecipeLengths, RecordedLengths
 from streamrl.simulate.simulation import simulate_candidates
 
-FIRST_GROUPS = 20
-FIRST_ROUNDS = 4
-"""Groups and rounds of a run before the first advice."""
+FIRST_ROUNDS_BETWEEN = 2
+"""Rounds between the first advice, after one round, and the second. The number doubles with each advice: the first ones
+come from few lengths, and are corrected soon."""
 
-ROUNDS_BETWEEN = 8
+MOST_ROUNDS_BETWEEN = 8
 BUSY_SHARE = 0.05
-"""Largest share of one core that the adviser takes."""
+FREE_S = 20.0
+"""The adviser takes at most ``BUSY_SHARE`` of one core over the life of a run, and ``FREE_S`` seconds beside it: a run
+that is about to begin its third round should not wait for its advice."""
 
 POLL_S = 0.5
 RECENT_TRAJECTORIES = 2048
@@ -48,29 +51,34 @@ NICE = 19
 async def advise(
     run_directory: Path, recipe: Recipe, live_version: Callable[[], int], notify: Callable[[RoundsAdvised], None]
 ) -> None:
-    """Simulate the run in ``run_directory`` every ``ROUNDS_BETWEEN`` rounds, and ``notify`` the advice, until
-    cancelled."""
-    due_version = max(FIRST_ROUNDS, math.ceil(FIRST_GROUPS / recipe.rollout.prompts_per_batch))
+    """Simulate the run in ``run_directory`` after its first round, and then every ``MOST_ROUNDS_BETWEEN`` rounds or
+    more often, and ``notify`` the advice, until cancelled."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "streamrl.simulate.adviser", str(run_directory)]
+    run_began_s = current_time()
+    busy_s = 0.0
+    due_version = 1
+    rounds_between = FIRST_ROUNDS_BETWEEN
     while True:
-        await anyio.sleep(POLL_S)
-        if live_version() < due_version:
+        await sleep(POLL_S)
+        began_s = current_time()
+        if live_version() < due_version or busy_s > FREE_S + BUSY_SHARE * (began_s - run_began_s):
             continue
-        began = anyio.current_time()
-        command = [sys.executable, "-m", "streamrl.simulate.adviser", str(run_directory)]
         result = await anyio.run_process(command, check=False, stderr=None, env=variables)
+        busy_s += current_time() - began_s
+        due_version = live_version() + 1
         if result.returncode == 0 and result.stdout:
-            notify(msgspec.json.decode(result.stdout, type=RoundsAdvised))
-        due_version = live_version() + ROUNDS_BETWEEN
-        elapsed_s = anyio.current_time() - began
-        await anyio.sleep(elapsed_s * (1 / BUSY_SHARE - 1))
+            notify(json.decode(result.stdout, type=RoundsAdvised))
+            due_version = live_version() + rounds_between
+            rounds_between = min(2 * rounds_between, MOST_ROUNDS_BETWEEN)
 
 
 def advice_for(run: RecordedRun, recipe: Recipe) -> RoundsAdvised:
-    """Predict the goodput of each kind of round from the last part of ``run``. Raises ``StreamRLError`` where the
-    record is too short."""
+    """Predict the goodput of each kind of round from the last part of ``run``. In the first rounds the cost of a decode
+    step has the shape of the demo's, scaled to what was measured. Raises ``StreamRLError`` where the record is too
+    short."""
     run = recent(run)
-    fit = calibrate(run, recipe)
+    fit = calibrate(run, recipe, prior=DEMO.engine)
     lengths = RecipeLengths(recipe, fit.model.environment, RecordedLengths(run))
     engines = engine_plan(recipe, fit.model)
     reports = simulate_candidates(control_settings(recipe), fit.model, lengths, engines=engines)
@@ -104,7 +112,7 @@ def main() -> int:
         advice = advice_for(read_trace(directory / "trace.jsonl", TAIL_BYTES), load_recipe(directory / "recipe.toml"))
     except StreamRLError:
         return 1
-    sys.stdout.buffer.write(msgspec.json.encode(advice))
+    sys.stdout.buffer.write(json.encode(advice))
     return 0
 
 

@@ -11,18 +11,29 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import ceil, inf, sqrt
 from statistics import NormalDist
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import asdict, replace
+from numpy import cumsum, float64, median, searchsorted
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
-from streamrl.engines.vllm.options import installed_device
+from streamrl.engines.step_cost import StepCost
+from streamrl.engines.vllm.visible_gpus import installed_device
 from streamrl.observe.report.trajectory_trace import RecordedRun, StepLine
 from streamrl.recipe.sections import Recipe
-from streamrl.simulate.engine_fit import StepFit, fit_arrivals, fit_step, step_samples, unbiased_fit
+from streamrl.simulate.engine_fit import (
+    FEWEST_SAMPLES,
+    StepFit,
+    fit_arrivals,
+    fit_step,
+    scale_step,
+    step_samples,
+    unbiased_fit,
+)
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.fleet import DEMO, FleetModel
 from streamrl.simulate.lengths import LengthModel, recorded_rows
@@ -60,25 +71,29 @@ NEVER_FITTED = {
 }
 
 
-def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
+def calibrate(run: RecordedRun, recipe: Recipe | None = None, *, prior: StepCost | None = None) -> Fit:
     """Fit a model to ``run``. The ``recipe`` of the run has the largest number of requests on an engine (without it:
-    the capacity of the run) and the tokens for which an idle trainer waits (without it: none).
+    the capacity of the run) and the tokens for which an idle trainer waits (without it: none). With a ``prior`` one
+    step suffices: where samples of decode steps are few, the prior is scaled to them.
 
     Raises ``StreamRLError`` where the record is too short."""
     lives = life_times(run)
-    if len(lives.begins) < FEWEST_COMPLETIONS or len(run.steps) < FEWEST_STEPS:
+    fewest_steps = FEWEST_STEPS if prior is None else 1
+    if len(lives.begins) < FEWEST_COMPLETIONS or len(run.steps) < fewest_steps:
         raise StreamRLError(
             f"run {run.header.run_id} recorded {len(lives.begins)} whole completions and {len(run.steps)} steps; a "
-            f"calibration needs {FEWEST_COMPLETIONS} and {FEWEST_STEPS}: record a longer run"
+            f"calibration needs {FEWEST_COMPLETIONS} and {fewest_steps}: record a longer run"
         )
     row_tokens = recipe.training.row_tokens(installed_device(), run.header.parameters) if recipe else 0
     trainer, training_spans = fit_trainer(run, row_tokens // ROW_PARTS)
-    step = fit_step(step_samples(run, training_spans))
+    step = _decode_step(run, training_spans, prior)
     arrival, presubmitted, life_error, assumed = fit_arrivals(lives, step, run.steps[0].time_s)
-    if len({line.samples for line in run.steps[1:]}) == 1:
+    if len({line.samples for line in _warm_steps(run)}) == 1:
         assumed += ("trainer.sequence_s",)
     if not any(line.preemptions for line in run.engines):
         assumed += ("engine.kv_tokens",)
+    if not any(line.to_engines_s for line in run.steps):
+        assumed += ("push.to_ranks_s", "push.to_engines_s")
     prompt_tokens = round(float(np.mean([line.prompt_tokens for line in run.trajectories])))
     model = FleetModel(
         engine=_engine(run, step, arrival, presubmitted, recipe.engines.max_num_seqs if recipe else 0),
@@ -93,7 +108,7 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
             tensor_parallel_size=recipe.engines.tensor_parallel_size if recipe else 1,
         ),
         reward=_reward(run),
-        push=_push(steps_alone(run.steps[1:], recipe)),
+        push=_push(steps_alone(_warm_steps(run), recipe)),
     )
     return Fit(
         model=model,
@@ -105,14 +120,28 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
     )
 
 
+def _warm_steps(run: RecordedRun) -> tuple[StepLine, ...]:
+    """Steps without the first one, which warms up; a single step counts itself."""
+    return run.steps[1:] or run.steps
+
+
 # ---- engines, environment, rewards, push -----------------------------------------------------------
+
+
+def _decode_step(run: RecordedRun, training: list[tuple[float, float]], prior: StepCost | None) -> StepFit:
+    if prior is None:
+        return fit_step(step_samples(run, training))
+    samples = step_samples(run, training, fewest=1)
+    if len(samples.seconds) < FEWEST_SAMPLES:
+        return scale_step(samples, prior)
+    return fit_step(samples)
 
 
 def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float, max_num_seqs: int) -> EngineModel:
     header = run.header
     return EngineModel(
         **asdict(step.cost),
-        max_num_seqs=max_num_seqs or max(math.ceil(header.capacity / header.engines), 1),
+        max_num_seqs=max_num_seqs or max(ceil(header.capacity / header.engines), 1),
         kv_tokens=header.kv_tokens // header.engines if any(line.preemptions for line in run.engines) else 0,
         # The front end takes one request at a time, and decoding waits for it.
         arrival_s=arrival,
@@ -132,12 +161,19 @@ def _push(steps: Sequence[StepLine]) -> PushModel:
     """Mean time of a step outside of rollout and training, by kind of round, so that the total time is kept."""
     by_kind: dict[str, list[float]] = {}
     for line in steps:
-        by_kind.setdefault(line.round_kind, []).append(max(line.step_s - line.rollout_s - line.training_s, 0.0))
+        outside_s = line.step_s - line.rollout_s - line.training_s - line.to_engines_s
+        by_kind.setdefault(line.round_kind, []).append(max(outside_s, 0.0))
     means = {kind: float(np.mean(seconds)) for kind, seconds in by_kind.items()}
     shortest = min(means.values())
-    pause_s = min(float(np.median([line.paused_s for line in steps])), shortest)
+    pause_s = min(float(median([line.paused_s for line in steps])), shortest)
     extra_s = {kind: seconds - shortest for kind, seconds in means.items() if seconds > shortest}
-    return PushModel(seconds=shortest, pause_s=pause_s, kind_s=extra_s)
+    return PushModel(
+        seconds=shortest,
+        pause_s=pause_s,
+        kind_s=extra_s,
+        to_ranks_s=float(np.mean([line.to_ranks_s for line in steps])),
+        to_engines_s=float(np.mean([line.to_engines_s for line in steps])),
+    )
 
 
 def _reward(run: RecordedRun) -> RewardModel:
@@ -164,19 +200,19 @@ def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> tuple[TrainerMod
     The costs of a token and of a sequence, and a constant, are fitted to the work of steps. The time to close a batch
     is the time after the full batch that the work left at this moment does not explain. ``streaming_tokens``:
     ``TrainerModel.streaming_tokens``."""
-    steps = run.steps[1:]  # the first one warms up
+    steps = _warm_steps(run)
     work_s = np.array([line.forward_backward_s or line.training_s for line in steps])
-    after_full_s = np.array([line.training_s for line in steps])
+    after_full_s = np.array([line.training_s - line.to_ranks_s for line in steps])
     # The constant is the last column: where all steps have as many samples, it looks the same as the cost of samples.
     columns = np.array([(line.trained_tokens, line.samples, 1.0) for line in steps], dtype=float)
     token_s, sequence_s, constant_s = unbiased_fit(columns, work_s, np.ones(len(steps))).tolist()
     model = TrainerModel(token_s=token_s, sequence_s=sequence_s)
-    if float(np.median(after_full_s)) >= STREAMS_BELOW * float(np.median(work_s)):
+    if float(median(after_full_s)) >= STREAMS_BELOW * float(median(work_s)):
         closing_s = max(float(np.mean(after_full_s - work_s)), 0.0) + constant_s
         return replace(model, optimizer_s=closing_s), []
     model = replace(model, streaming_speed=1.0, streaming_tokens=streaming_tokens)
     spans, remaining_s = _replay_training(run, model)
-    closing_s = max(float(np.mean(after_full_s - np.array(remaining_s[1:]))), float(after_full_s.min()))
+    closing_s = max(float(np.mean(after_full_s - np.array(remaining_s[-len(steps) :]))), float(after_full_s.min()))
     return replace(model, optimizer_s=closing_s), spans
 
 
@@ -216,7 +252,7 @@ def _extend(spans: list[tuple[float, float]], begins: float, ends: float, *, fin
 
 # ---- lengths of completions ----------------------------------------------------------------------
 
-Floats = NDArray[np.float64]
+Floats = NDArray[float64]
 MOST_PARTS = 3
 NARROWEST = 0.05
 """Smallest standard deviation of logarithms in a part of the mixture, so that equal lengths are no part of their
@@ -248,9 +284,9 @@ def _mixture(logs: Floats, parts: int) -> tuple[float, list[tuple[float, ...]]]:
     mus = np.quantile(logs, (np.arange(parts) + 0.5) / parts)
     sigmas = np.full(parts, max(float(logs.std()) / parts, NARROWEST))
     weights = np.full(parts, 1 / parts)
-    last_likelihood = -math.inf
+    last_likelihood = -inf
     for _ in range(_ITERATIONS):
-        densities = weights * np.exp(-0.5 * ((logs[:, None] - mus) / sigmas) ** 2) / (sigmas * math.sqrt(2 * math.pi))
+        densities = weights * np.exp(-0.5 * ((logs[:, None] - mus) / sigmas) ** 2) / (sigmas * sqrt(2 * math.pi))
         total = np.maximum(densities.sum(axis=1), 1e-300)
         likelihood = float(np.log(total).sum())
         if likelihood - last_likelihood < 1e-6 * len(logs):
@@ -275,7 +311,7 @@ def _correlation(rows: Sequence[Sequence[int]]) -> float:
         return 0.0
     scores = _normal_scores(np.array([length for row in groups for length in row], dtype=float))
     sizes = np.array([len(row) for row in groups])
-    parts = np.split(scores, np.cumsum(sizes)[:-1])
+    parts = np.split(scores, cumsum(sizes)[:-1])
     means = np.array([part.mean() for part in parts])
     within = sum(float(((part - mean) ** 2).sum()) for part, mean in zip(parts, means, strict=True))
     within /= max(float(sizes.sum()) - len(groups), 1.0)
@@ -288,5 +324,5 @@ def _correlation(rows: Sequence[Sequence[int]]) -> float:
 def _normal_scores(values: Floats) -> Floats:
     """Standard normal value at the rank of each value; equal values have the mean of their ranks."""
     ascending = np.sort(values)
-    ranks = (np.searchsorted(ascending, values, "left") + np.searchsorted(ascending, values, "right")) / 2
+    ranks = (searchsorted(ascending, values, "left") + searchsorted(ascending, values, "right")) / 2
     return np.array([_NORMAL.inv_cdf(share) for share in (ranks / len(values)).clip(1e-6, 1 - 1e-6).tolist()])

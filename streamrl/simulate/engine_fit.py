@@ -11,6 +11,7 @@ from itertools import combinations
 
 import numpy as np
 from msgspec import Struct
+from numpy import concatenate, cumsum, float64, interp, median
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
@@ -18,7 +19,7 @@ from streamrl.engines.step_cost import StepCost
 from streamrl.observe.report.trajectory_trace import RecordedRun
 from streamrl.simulate.recording import LifeTimes
 
-Floats = NDArray[np.float64]
+Floats = NDArray[float64]
 FEWEST_SAMPLES = 12
 PRESUBMITTED_SHARE = 0.2
 """Cost of a request that waits in a paused engine over the cost of one that arrives at a running engine, for runs that
@@ -55,9 +56,9 @@ class StepSamples(Struct, frozen=True, kw_only=True):
     training: Floats
 
 
-def step_samples(run: RecordedRun, training: list[tuple[float, float]]) -> StepSamples:
+def step_samples(run: RecordedRun, training: list[tuple[float, float]], fewest: int = FEWEST_SAMPLES) -> StepSamples:
     """Collect the reports of the engines after the first optimizer step, which warms up. ``training``: spans in which
-    the trainer worked. Raises ``StreamRLError`` where there are too few reports."""
+    the trainer worked. Raises ``StreamRLError`` where there are fewer reports than ``fewest``."""
     warm_s = run.steps[0].time_s if run.steps else 0.0
     rows = []
     last_s = 0.0
@@ -70,14 +71,27 @@ def step_samples(run: RecordedRun, training: list[tuple[float, float]]) -> StepS
     warm_rows = [row for row in rows if row[0] >= warm_s]
     if len(warm_rows) >= FEWEST_SAMPLES:
         rows = warm_rows
-    if len(rows) < FEWEST_SAMPLES:
+    if len(rows) < fewest:
         raise StreamRLError(
-            f"run {run.header.run_id} has {len(rows)} samples of decode steps; a calibration needs {FEWEST_SAMPLES}: "
+            f"run {run.header.run_id} has {len(rows)} samples of decode steps; a calibration needs {fewest}: "
             "record a longer run, on engines that report their steps"
         )
     begins, ends, seconds, weights, running = np.array(rows).T
     share = _covered(np.array(training), begins, ends)
     return StepSamples(seconds=seconds, weights=weights, running=running, training=share)
+
+
+def scale_step(samples: StepSamples, prior: StepCost) -> StepFit:
+    """Scale ``prior`` to samples that are too few for ``fit_step``. The slowdown by training is not fitted."""
+    expected_s = np.array([prior.step_s(running) for running in samples.running.tolist()])
+    ratio = samples.seconds / expected_s
+    scale = float(median(ratio))
+    cost = StepCost(
+        base_s=scale * prior.base_s,
+        per_running_s=scale * prior.per_running_s,
+        per_root_running_s=scale * prior.per_root_running_s,
+    )
+    return StepFit(cost=cost, slowdown=1.0, error=float(median(np.abs(scale / ratio - 1))))
 
 
 def fit_step(samples: StepSamples) -> StepFit:
@@ -98,7 +112,7 @@ def fit_step(samples: StepSamples) -> StepFit:
     return StepFit(
         cost=StepCost(base_s=base, per_running_s=per_running, per_root_running_s=per_root),
         slowdown=1 + slowdown,
-        error=float(np.median(np.abs(expected_s / samples.seconds - 1))),
+        error=float(median(np.abs(expected_s / samples.seconds - 1))),
     )
 
 
@@ -141,12 +155,12 @@ def fit_arrivals(lives: LifeTimes, step: StepFit, warm_s: float) -> tuple[float,
     if presubmitted is None:
         presubmitted = PRESUBMITTED_SHARE * arrival
     expected_s = decoding_s + lives.arrivals * np.where(lives.presubmitted, presubmitted, arrival)
-    return arrival, presubmitted, float(np.median(np.abs(expected_s / lives.seconds - 1))), assumed
+    return arrival, presubmitted, float(median(np.abs(expected_s / lives.seconds - 1))), assumed
 
 
 def _median_wait(wait_s: Floats) -> float | None:
     """Median of ``wait_s``, at least 0; None for too few samples."""
-    return max(float(np.median(wait_s)), 0.0) if len(wait_s) >= FEWEST_SAMPLES else None
+    return max(float(median(wait_s)), 0.0) if len(wait_s) >= FEWEST_SAMPLES else None
 
 
 def _covered(spans: Floats, begins: Floats, ends: Floats) -> Floats:
@@ -154,8 +168,8 @@ def _covered(spans: Floats, begins: Floats, ends: Floats) -> Floats:
     if not len(spans):
         return np.zeros(len(begins))
     edges = spans.reshape(-1)
-    covered = np.concatenate([[0.0], np.cumsum(np.tile([1.0, 0.0], len(spans))[:-1] * np.diff(edges))])
-    share: Floats = (np.interp(ends, edges, covered) - np.interp(begins, edges, covered)) / (ends - begins)
+    covered = concatenate([[0.0], cumsum(np.tile([1.0, 0.0], len(spans))[:-1] * np.diff(edges))])
+    share: Floats = (interp(ends, edges, covered) - interp(begins, edges, covered)) / (ends - begins)
     return share
 
 

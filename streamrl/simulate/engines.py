@@ -211,13 +211,28 @@ class EngineClock:
             request = entry[2]
             self._leave(request)
             request.sampled = request.length
-            if request.turns and self.model.prefix_cache:
-                self._cached[request.id] = request.sampled + request.appended
+            if request.turns:
+                self.keep_context(request)
             finished_requests.append(request)
         if not finished_requests:
             self._preempt_when_full()
         self.admit()
         return finished_requests
+
+    def keep_context(self, request: Request) -> None:
+        """Keep the context of ``request``, which leaves the engine for a while, until running requests need its
+        room."""
+        if self.model.prefix_cache:
+            self._cached[request.id] = self.sampled_by_now(request) + request.appended
+
+    def _evict(self) -> None:
+        """Remove contexts of requests that have left, the oldest first, until all others fit into the KV cache."""
+        if not self.model.kv_tokens:
+            return
+        room = self.model.kv_tokens - self.held_kv
+        excess = sum(self._cached.values()) - room
+        while excess > 0 and self._cached:
+            excess -= self._cached.pop(next(iter(self._cached)))
 
     def sampled_by_now(self, request: Request) -> int:
         """Number of complete tokens that ``request`` has at the engine's time."""
@@ -251,6 +266,7 @@ class EngineClock:
 
     def _enter(self, request: Request) -> None:
         model = self.model
+        self._evict()
         if not self.running:
             # An idle engine starts from exact zeros, so that rounding errors never accumulate.
             self.clock = 0.0

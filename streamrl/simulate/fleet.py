@@ -5,13 +5,12 @@ the simulation reads its costs."""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect
 from itertools import accumulate
+from math import sqrt
 from pathlib import Path
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from streamrl.base.errors import UNDECODABLE, InputError
 from streamrl.recipe.sections import Recipe
@@ -91,12 +90,12 @@ class FleetModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return DomainLengths([ModelledLengths(model, seed) for model in models], self.domain_of)
 
 
-GOLDEN = (math.sqrt(5) - 1) / 2
+GOLDEN = (sqrt(5) - 1) / 2
 
 
 def _read(path: Path) -> FleetModel:
     try:
-        return msgspec.convert(parse_toml(path.read_text(encoding="utf-8")), FleetModel)
+        return convert(parse_toml(path.read_text(encoding="utf-8")), FleetModel)
     except UNDECODABLE as error:
         raise InputError(f"{path}: not a fleet model: {error}") from error
 

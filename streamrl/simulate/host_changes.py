@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from functools import partial
+from random import Random
 
 from streamrl.base.errors import StreamRLError
 from streamrl.simulate.host_model import HostsModel
@@ -34,7 +34,7 @@ class SimulatedHosts:
         self._rollout = rollout
         self._queue = queue
         self._serving = set(self.present)
-        self._random = random.Random(f"hosts {seed}")
+        self._random = Random(f"hosts {seed}")
         self._push_ends = 0.0
         if not model.count:
             return

@@ -10,13 +10,12 @@ from collections.abc import Collection
 from functools import lru_cache
 from typing import Annotated, Literal
 
-import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from streamrl.engines.push.relay_tree import ancestors, children, pieces_of
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
 MOST_PIECES = 4096
 """Largest number of pieces of a version in a simulated transfer. A very large version has larger pieces than in a
 run."""
@@ -39,7 +38,7 @@ class HostChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``hosts.count`` on are hosts that join for the first time."""
 
     at_s: NotNegative
-    host: Annotated[int, msgspec.Meta(ge=0)]
+    host: Annotated[int, Meta(ge=0)]
     kind: Literal["join", "loss"]
 
 
@@ -64,7 +63,7 @@ class HostsModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``start_s``: time from a join until the engines request weights;
     ``join_bytes``: size of these weights, which come from another host or the trainer."""
 
-    count: Annotated[int, msgspec.Meta(ge=0)] = 0
+    count: Annotated[int, Meta(ge=0)] = 0
     link: Link = Link()
     own_links: dict[str, Link] = {}
     trainer_link: Link = Link()

@@ -8,12 +8,14 @@ prompt."""
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
+from math import sqrt
+from random import Random
 from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
+from numpy import concatenate, float64, interp, searchsorted
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
@@ -23,7 +25,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.simulate.stages import EnvironmentModel
 
 Turns = tuple[TurnTimes, ...]
-Floats = NDArray[np.float64]
+Floats = NDArray[float64]
 
 POOL_BITS = 19
 MOST_SAMPLES = 4096
@@ -97,19 +99,19 @@ class LengthModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         logs = np.log(np.maximum(tokens, 1e-9))
         total: Floats = np.zeros_like(logs)
         for weight, mu, sigma in zip(self.weights, self.mus, self.sigmas, strict=True):
-            total += weight * 0.5 * _erfc((logs - mu) / (sigma * math.sqrt(2)))
+            total += weight * 0.5 * _erfc((logs - mu) / (sigma * sqrt(2)))
         return total
 
     def quantile_table(self) -> tuple[Floats, Floats]:
         """(grid of standard normal values, length at each of them), ascending. Values in the mass at the cap have the
         length of the cap."""
         grid = np.linspace(-WIDEST, WIDEST, GRID)
-        lengths = np.concatenate([np.geomspace(0.5, self.cap, 2 * GRID), [float(self.cap)]])
+        lengths = concatenate([np.geomspace(0.5, self.cap, 2 * GRID), [float(self.cap)]])
         survival = self.survival(lengths)
         survival[-1] = 0.0
-        shares = 0.5 * _erfc(grid / math.sqrt(2))
+        shares = 0.5 * _erfc(grid / sqrt(2))
         # Survival falls with length, and the interpolation needs ascending values.
-        quantiles = np.interp(shares, survival[::-1], lengths[::-1])
+        quantiles = interp(shares, survival[::-1], lengths[::-1])
         quantiles[shares <= survival[-2]] = self.cap
         return grid, quantiles
 
@@ -136,8 +138,8 @@ class ModelledLengths:
         source = np.random.default_rng(seed)
         # Scaled so that the sum of a prompt's and a member's number is the index of a length in the table.
         scale = (GRID - 1) / (2 * WIDEST)
-        members = source.standard_normal((1 << POOL_BITS) + MOST_SAMPLES) * math.sqrt(1 - model.correlation) * scale
-        prompts = source.standard_normal(1 << POOL_BITS) * math.sqrt(model.correlation) * scale + GRID / 2
+        members = source.standard_normal((1 << POOL_BITS) + MOST_SAMPLES) * sqrt(1 - model.correlation) * scale
+        prompts = source.standard_normal(1 << POOL_BITS) * sqrt(model.correlation) * scale + GRID / 2
         self._members: list[float] = members.tolist()
         self._prompts: list[float] = prompts.tolist()
         _, lengths = model.quantile_table()
@@ -268,11 +270,11 @@ class RecipeLengths:
             if turns:
                 samples_turns.append(turns[:-1][: self._most_turns] + turns[-1:])
             else:
-                numbers = random.Random(hash((self._seed, prompt, seed_base, sample)))
+                numbers = Random(hash((self._seed, prompt, seed_base, sample)))
                 samples_turns.append(self._modelled(min(length, self.cap), numbers))
         return samples_turns
 
-    def _modelled(self, length: int, numbers: random.Random) -> Turns:
+    def _modelled(self, length: int, numbers: Random) -> Turns:
         """Turns of a completion of ``length`` tokens by the model."""
         model = self._model
         number = round(length / model.turn_tokens) if model.turn_tokens else 1
@@ -311,7 +313,7 @@ def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[tuple[int, Turns
             if line.finish_reason:
                 row.append((max(line.tokens, 1), line.turns))
             elif line.tokens:
-                longer_lengths = finished_lengths[np.searchsorted(finished_lengths, line.tokens, side="right") :]
+                longer_lengths = finished_lengths[searchsorted(finished_lengths, line.tokens, side="right") :]
                 length = int(source.choice(longer_lengths)) if len(longer_lengths) else run.header.max_tokens
                 row.append((length, ()))
         if row:

@@ -10,6 +10,7 @@ from statistics import fmean
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
+from numpy import concatenate, cumsum, float64, interp, searchsorted
 from numpy.typing import NDArray
 
 from streamrl.base.errors import InputError
@@ -22,7 +23,7 @@ from streamrl.simulate.lengths import RecordedLengths
 from streamrl.simulate.report import SimulationReport, StepRow
 from streamrl.simulate.simulation import simulate_recipe
 
-Floats = NDArray[np.float64]
+Floats = NDArray[float64]
 Flags = NDArray[np.bool_]
 TRACE_FILE = "trace.jsonl"
 ALL_KINDS = ""
@@ -68,8 +69,8 @@ class LifeTimes(Struct, frozen=True, kw_only=True):
         """Seconds that the tokens of each completion take with decode steps of ``cost``, at the loads during its
         life."""
         step_s = np.array([cost.step_s(running) for running in np.maximum(self.in_flight, 1.0).tolist()])
-        steps_until = np.concatenate([[0.0], np.cumsum(np.diff(self.times) / step_s[:-1])])  # for each of ``times``
-        steps = np.interp(self.ends, self.times, steps_until) - np.interp(self.begins, self.times, steps_until)
+        steps_until = concatenate([[0.0], cumsum(np.diff(self.times) / step_s[:-1])])  # for each of ``times``
+        steps = interp(self.ends, self.times, steps_until) - interp(self.begins, self.times, steps_until)
         seconds: Floats = self.tokens * self.seconds / np.maximum(steps, 1e-12)
         return seconds
 
@@ -83,18 +84,18 @@ def life_times(run: RecordedRun) -> LifeTimes:
     went_live = np.array([live.get(line.oldest_version, 0.0) for line in lines])
     presubmitted = (went_live > launched) & (went_live < ends)
     begins = np.where(presubmitted, went_live, launched)
-    times = np.concatenate([begins, ends])
+    times = concatenate([begins, ends])
     order = np.argsort(times, kind="stable")
-    changes = np.concatenate([np.ones(len(lines)), -np.ones(len(lines))])[order]
+    changes = concatenate([np.ones(len(lines)), -np.ones(len(lines))])[order]
     engines = run.header.engines
     complete = np.array([_is_complete(line) for line in lines], dtype=bool)
     starts = np.sort(begins)
-    arrivals = np.searchsorted(starts, ends, side="right") - np.searchsorted(starts, begins, side="left")
+    arrivals = searchsorted(starts, ends, side="right") - searchsorted(starts, begins, side="left")
     keys = np.array([(line.oldest_version, line.group, line.sample) for line in lines]).reshape(-1, 3)
     versions, groups, samples = keys.T
     in_order = np.lexsort((samples, groups, launched, versions))
     places = np.empty(len(lines))
-    places[in_order] = np.arange(1, len(lines) + 1) - np.searchsorted(versions[in_order], versions[in_order])
+    places[in_order] = np.arange(1, len(lines) + 1) - searchsorted(versions[in_order], versions[in_order])
     return LifeTimes(
         begins=begins[complete],
         ends=ends[complete],
@@ -103,7 +104,7 @@ def life_times(run: RecordedRun) -> LifeTimes:
         arrival_s=((ends - launched) * engines / places)[complete],
         presubmitted=presubmitted[complete],
         times=times[order],
-        in_flight=np.cumsum(changes) / engines,
+        in_flight=cumsum(changes) / engines,
     )
 
 
@@ -197,6 +198,12 @@ class Agreement(Struct, frozen=True, kw_only=True):
             return (
                 f"cannot know: the recorded run trained {policy}, with other work of the trainer beside the engines': "
                 "record a few steps of it"
+            )
+        if recipe.in_turns != self.recipe.in_turns:
+            sharing = "in turns" if self.recipe.in_turns else "side by side"
+            return (
+                f"cannot know: the recorded run had engines and trainer {sharing}, and each is faster where the other "
+                "does not work beside it: record a few steps of it"
             )
         kinds = [kind.round_kind for kind in report.kinds if kind.steps]
         new_features = _features(recipe, kinds) - _features(self.recipe, self.recorded)

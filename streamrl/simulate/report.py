@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 from msgspec import Struct, field
@@ -269,7 +269,7 @@ class StepLedger:
         batch.kind = kind
         batch.longest = max(batch.longest, *lengths)
         if len(lengths) >= SMALLEST_SIZE:
-            batch.tables.append(np.array([[math.inf if length >= self._cap else length for length in lengths]]))
+            batch.tables.append(np.array([[inf if length >= self._cap else length for length in lengths]]))
         return sum(lengths)
 
     def close_batch(self, now: float, step: StepOptimizer) -> None:

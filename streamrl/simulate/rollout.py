@@ -252,7 +252,16 @@ class RequestsOnEngines:
             kv_usage=max(engine.held_kv for engine in engines) / capacity if capacity else 0.0,
             preemptions=int(preemptions),
             environment=len(in_environment),
+            contexts=self._contexts(),
         )
+
+    def _contexts(self) -> dict[int, int]:
+        """Tokens of the contexts of open trajectories, by group id, in complete turns as of real engines."""
+        tokens: dict[int, int] = {}
+        for identity, request in self.requests.items():
+            tokens.setdefault(identity.group_id, request.prompt_tokens)
+            tokens[identity.group_id] += int(request.sampled) + request.appended
+        return tokens
 
 
 class SimulatedRollout(RequestsOnEngines):
@@ -403,6 +412,8 @@ class SimulatedRollout(RequestsOnEngines):
         for identity in action.ids:
             request = self.requests.get(identity)
             if request is not None and (request.engine >= 0 or request.turns):  # all others wait for their reward
+                if request.engine >= 0 and request.running:
+                    self.engines[request.engine].keep_context(request)
                 self._stop(request)
 
     def resume_trajectories(self, action: do.ResumeTrajectories, live_version: int) -> None:

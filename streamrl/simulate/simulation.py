@@ -178,6 +178,9 @@ class Simulation:
         self._advice = advice
         self._recompute = in_flight is not InFlight.KEEP
         self._rewards = [RewardServers(part.reward, seed) for part in model.domains or [model]]
+        if settings.in_turns:  # groups wait for the close, and nothing is sampled beside a step
+            model = replace(model, trainer=replace(model.trainer, streaming_speed=0.0, rollout_slowdown=1.0))
+            self.model = model
         self._trainer = TrainerClock(model.trainer)
         self._trainer_stamp = 0
         self._training_slowdown = 1.0
@@ -217,7 +220,7 @@ class Simulation:
         self._progress = progress
         queue = self.queue
         rollout = self.rollout
-        measures = self.core.settings.rounds is RoundKind.CUSTOM or self.core.settings.reads_environment
+        measures = self.core.settings.reads_load or self.core.settings.reads_environment
         self._send_event(on.RunBegan())
         rollout.settle()
         while not self.finished:
@@ -315,7 +318,7 @@ class Simulation:
         self._next_prompt = self._next_prompt + action.count
         ids = tuple(f"p{number}" for number in range(first, self._next_prompt))
         tokens = (self.model.engines.prompt_tokens,) * action.count
-        self._events.append(on.PromptsDrawn(prompt_ids=ids, prompt_tokens=tokens))
+        self._events.append(on.PromptsDrawn(prompt_ids=ids, prompt_tokens=tokens, sets=action.sets))
 
     def _launch(self, action: do.LaunchGroup) -> None:
         ids = action.ids
@@ -362,6 +365,9 @@ class Simulation:
         now = self.queue.now
         self.ledger.close_batch(now, action)
         ends = self._trainer.close(now, engines_idle=action.engines_idle)
+        if self.core.settings.in_turns:
+            ends += self.model.push.to_ranks_s
+            self.rollout.pause_engines()
         if self._switch is not None:
             self._switch.close_round()
         self._trainer_stamp += 1
@@ -380,6 +386,8 @@ class Simulation:
         barrier = push.abort_barrier_s if self.rollout.aborted else 0.0
         self.rollout.aborted = False
         seconds = push.seconds + push.kind_s.get(self._round_kind, 0.0) + barrier
+        if self.core.settings.in_turns:
+            seconds += push.to_engines_s
         seconds += self.hosts.push_s(seconds)
         self.ledger.publishing_s = now
         self.queue.add(now + seconds - min(push.pause_s + barrier, seconds), self.rollout.pause_engines)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 import numpy as np
 from msgspec import Struct
@@ -77,13 +78,17 @@ class PushModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``pause_s``: last part of this time, during which engines are paused;
     ``abort_barrier_s``: additional time where requests were aborted;
     ``round_s``: fixed cost of a step's rollout, such as the start and stop of engines, before they continue;
-    ``kind_s``: additional time by kind of round, such as rewards that begin after the rollout."""
+    ``kind_s``: additional time by kind of round, such as rewards that begin after the rollout;
+    ``to_ranks_s``, ``to_engines_s``: additional time where engines and ranks take turns, until the step begins (engines
+      sleep, the rank's state is moved) and until the version is live (it is moved back, engines wake)."""
 
     seconds: float = 0.0
     pause_s: float = 0.0
     abort_barrier_s: float = 0.0
     round_s: float = 0.0
     kind_s: dict[str, float] = {}
+    to_ranks_s: float = 0.0
+    to_engines_s: float = 0.0
 
 
 class RewardServers:
@@ -223,7 +228,7 @@ class EventQueue:
         """Add an event at ``time``: a function to call, or the number of an engine. The event of an engine counts only
         while the engine has the same ``stamp``."""
         self._serial += 1
-        heapq.heappush(self._heap, (time, self._serial, event, stamp))
+        heappush(self._heap, (time, self._serial, event, stamp))
 
     def call_after(self, seconds: float, function: Callable[[], None]) -> None:
         """Call ``function`` ``seconds`` from now."""
@@ -231,5 +236,5 @@ class EventQueue:
 
     def next(self) -> tuple[float, int | Callable[[], None], int]:
         """Remove the first event and return it as (time, event, stamp). The caller moves ``now``."""
-        time, _, event, stamp = heapq.heappop(self._heap)
+        time, _, event, stamp = heappop(self._heap)
         return time, event, stamp

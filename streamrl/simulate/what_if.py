@@ -7,8 +7,8 @@ vary much less than their figures."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from math import ceil, inf
 from statistics import fmean
 
 from msgspec import Struct
@@ -18,6 +18,7 @@ from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.recipe.field_types import ADVANCED, keys_of
 from streamrl.recipe.rules.load_recipe import check_recipe
 from streamrl.recipe.scheduling import (
+    AdmissionKind,
     DeferredPrompts,
     InFlight,
     LengthSorted,
@@ -110,7 +111,7 @@ class TriedRecipe(Struct, frozen=True, kw_only=True):
     def goodput(self) -> float:
         """Predicted goodput; negative infinity for a candidate that cannot be recommended."""
         if self.figures is None or self.problem:
-            return -math.inf
+            return -inf
         return self.figures.goodput
 
 
@@ -187,7 +188,7 @@ class Search:
 
     def _best(self, count: int) -> list[TriedRecipe]:
         """The best candidates that can be recommended, at most ``count``."""
-        possible = [result for result in self._results.values() if result.goodput > -math.inf]
+        possible = [result for result in self._results.values() if result.goodput > -inf]
         return sorted(possible, key=lambda result: result.goodput, reverse=True)[:count]
 
     def _refine_race(self, recipe: Recipe) -> None:
@@ -200,7 +201,7 @@ class Search:
         step = max(prompts // 8, 1)
         remaining = _MOST_REFINEMENTS
         while step >= max(prompts * _FINEST_STEP, 1) and remaining > 0:
-            launched = math.ceil(best.recipe.tail_batching.prompt_oversampling * prompts)
+            launched = ceil(best.recipe.tail_batching.prompt_oversampling * prompts)
             next_best = best
             for number in (launched - step, launched + step):
                 if number <= prompts or remaining <= 0:
@@ -273,7 +274,7 @@ def grid(recipe: Recipe, budget: Budget) -> dict[str, Recipe]:
     deferred = current.deferred_prompts
     if deferred is DeferredPrompts.RESUME:
         deferred = TailBatching().deferred_prompts
-    plain = TailBatching(domain_column=current.domain_column, domains=current.domains, deferred_prompts=deferred)
+    plain = TailBatching(deferred_prompts=deferred)
     long_rounds = replace(plain, long_round_batches=current.long_round_batches)
     candidates = {
         str(kind): _with_rounds(recipe, kind, tail=long_rounds) for kind in (RoundKind.SYNCHRONOUS, RoundKind.AUTO)
@@ -303,7 +304,8 @@ def grid(recipe: Recipe, budget: Budget) -> dict[str, Recipe]:
 
 def variants(recipe: Recipe) -> dict[str, Recipe]:
     """Variants of ``recipe`` with the same rounds, by name: submitted in advance; with other group sizes and as many
-    samples a batch; with engines freed late in a round; with another set of half as many, twice as large engines."""
+    samples a batch; with admission by KV caches; with engines freed late in a round; with another set of half as many,
+    twice as large engines."""
     rollout = recipe.rollout
     engines = recipe.engines
     recipes = {}
@@ -315,6 +317,8 @@ def variants(recipe: Recipe) -> dict[str, Recipe]:
             if size != rollout.group_size and samples % size == 0:
                 resized = replace(rollout, group_size=size, prompts_per_batch=samples // size)
                 recipes[f"groups of {size}"] = replace(recipe, rollout=resized)
+    if rollout.rounds is RoundKind.CONTINUOUS and rollout.admission is AdmissionKind.SLOTS:
+        recipes["admission by KV"] = replace(recipe, rollout=replace(rollout, admission=AdmissionKind.KV))
     if recipe.on_policy and engines.count > 1:
         if engines.release is ReleaseKind.NEVER:
             recipes["engines freed"] = replace(recipe, engines=replace(engines, release=ReleaseKind.DRAIN))
@@ -409,4 +413,4 @@ def eta_of(number: int, prompts: int) -> float:
     """Factor of oversampling that launches exactly ``number`` prompts for a batch of ``prompts``. A factor that was
     rounded up would launch one more."""
     eta = round(number / prompts, 6)
-    return eta if math.ceil(eta * prompts) <= number else round(eta - 1e-6, 6)
+    return eta if ceil(eta * prompts) <= number else round(eta - 1e-6, 6)

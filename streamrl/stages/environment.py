@@ -12,13 +12,21 @@ that kills its worker fails without the other episodes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
-import anyio
+from anyio import (
+    BrokenResourceError,
+    CancelScope,
+    ClosedResourceError,
+    Lock,
+    create_memory_object_stream,
+    create_task_group,
+    move_on_after,
+)
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from msgspec.structs import replace
 
@@ -44,7 +52,7 @@ from streamrl.recipe.rewards import Reward
 from streamrl.stages.episodes import OpenTrajectory
 
 EnvironmentStreams = tuple[SendStream[EnvironmentOrder], ReceiveStream[EnvironmentEvent]]
-_EPISODES_AT_ONCE = (math.inf, 8, 1)
+_EPISODES_AT_ONCE = (inf, 8, 1)
 """Largest number of episodes that run on the worker of an episode: by the number of workers that died with it."""
 OpenEnvironment = Callable[[], AbstractAsyncContextManager[EnvironmentStreams]]
 
@@ -61,8 +69,8 @@ class _Worker:
     """One environment worker: its orders, and its episodes by number. ``opening``: scope while it connects."""
 
     def __init__(self) -> None:
-        self.send_order, self.orders = anyio.create_memory_object_stream[EnvironmentOrder](math.inf)
-        self.opening = anyio.CancelScope()
+        self.send_order, self.orders = create_memory_object_stream[EnvironmentOrder](inf)
+        self.opening = CancelScope()
         self.episodes: dict[int, _RunningEpisode] = {}
 
     def accepts(self, limit: float) -> bool:
@@ -73,7 +81,7 @@ class _Worker:
 
     def order(self, order: EnvironmentOrder) -> None:
         """Send ``order`` soon. Orders for a worker that has ended are dropped."""
-        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+        with suppress(ClosedResourceError, BrokenResourceError):
             self.send_order.send_nowait(order)
 
 
@@ -93,7 +101,7 @@ class EnvironmentStage:
         self._opening: set[_Worker] = set()
         self._numbers = 0
         self._changed = Notifier()
-        self._choosing = anyio.Lock(fast_acquire=True)
+        self._choosing = Lock(fast_acquire=True)
 
     def in_flight(self) -> int:
         """Number of episodes that have begun and not ended."""
@@ -102,7 +110,7 @@ class EnvironmentStage:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Context manager that runs the stage. All episodes must have ended at its end; the workers end with it."""
-        async with anyio.create_task_group() as children:
+        async with create_task_group() as children:
             for open_worker in self._openers:
                 children.start_soon(self._serve, open_worker)
             yield
@@ -122,7 +130,7 @@ class EnvironmentStage:
             # The lock makes episodes wait in order: an episode that needs an empty worker gets one.
             async with self._choosing:
                 while not (free := [worker for worker in self._workers if worker.accepts(limit)]):
-                    with anyio.move_on_after(1.0):  # no notification comes when control pauses an episode
+                    with move_on_after(1.0):  # no notification comes when control pauses an episode
                         await self._changed.wait()
             worker = min(free, key=lambda candidate: len(candidate.episodes))
             end = await self._run_on(worker, trajectory, returned_calls, limit)
@@ -142,7 +150,7 @@ class EnvironmentStage:
         self._numbers += 1
         number = self._numbers
         order = trajectory.order
-        sender, events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
+        sender, events = create_memory_object_stream[EnvironmentEvent](inf)
         # Registered before the first await, so that the next episode that chooses a worker counts this one.
         worker.episodes[number] = _RunningEpisode(sender, trajectory, limit)
         begin = BeginEpisode(
@@ -181,7 +189,7 @@ class EnvironmentStage:
         async def reply(turn: Any) -> None:
             worker.order(TurnReply(episode=number, turn=await trajectory.complete(turn)))
 
-        async with anyio.create_task_group() as sampling:
+        async with create_task_group() as sampling:
             async for event in events:
                 match event:
                     case EpisodeEnd():
@@ -242,7 +250,7 @@ class EnvironmentStage:
             episode = worker.episodes.get(getattr(event, "episode", 0))
             if episode is not None:
                 # An episode that is being cancelled has closed its stream.
-                with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+                with suppress(ClosedResourceError, BrokenResourceError):
                     await episode.events.send(event)
         if self._openers:
             raise StreamBroken("an environment worker has ended its events before the run ended its orders")

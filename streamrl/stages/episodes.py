@@ -12,12 +12,12 @@ completions are verified, the tokens of cancelled trajectories are stored until 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, nullcontext
+from math import inf
 
-import anyio
+from anyio import CancelScope, Event, Semaphore, create_task_group, current_time
 from anyio.abc import TaskGroup
 from msgspec.structs import asdict, replace
 
@@ -196,9 +196,9 @@ class OpenTrajectory:
         self.paused = False
         self.is_sampling = False
         self.has_left_engine = False
-        self.outside_since = anyio.current_time()
-        self.resumed = anyio.Event()
-        self.scope = anyio.CancelScope()
+        self.outside_since = current_time()
+        self.resumed = Event()
+        self.scope = CancelScope()
         if order.episode_so_far is not None:
             for complete_turn in order.episode_so_far.turns:
                 turn = self.next_turn(complete_turn.appended, complete_turn.after, stop=complete_turn.stop)
@@ -211,6 +211,16 @@ class OpenTrajectory:
     def tokens(self) -> int:
         """Number of tokens that were sampled until now."""
         return sum(turn.tokens for turn in self.turns)
+
+    @property
+    def context_tokens(self) -> int:
+        """Number of tokens of its newest turn and of all that it follows."""
+        if not self.turns:
+            return 0
+        newest = self.turns[-1]
+        if newest.is_complete:
+            return len(newest.request.token_ids) + newest.tokens
+        return len(newest.request.token_ids)
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -251,7 +261,7 @@ class OpenTrajectory:
     def pause(self) -> None:
         if not self.paused:
             self.paused = True
-            self.resumed = anyio.Event()
+            self.resumed = Event()
 
     def resume(self) -> None:
         self.paused = False
@@ -317,7 +327,7 @@ class OpenTrajectory:
             sampled = order.completion_so_far
         turn = _Turn(order.id, request, unverified_tokens, sampled, self._parts, appended, after, stop)
         turn.is_capped = 0 < max_tokens < limit
-        turn.outside_s = anyio.current_time() - self.outside_since
+        turn.outside_s = current_time() - self.outside_since
         self.turns.append(turn)
         self.requested_turns += 1
         return turn
@@ -371,14 +381,14 @@ class OpenTrajectory:
                 routed=completion.routed,
             )
         )
-        self.outside_since = anyio.current_time()
+        self.outside_since = current_time()
 
     def with_turns(self, result: EnvironmentResult) -> EnvironmentResult:
         """Return ``result`` with the figures of the turns."""
         turns = [
             (len(turn.appended), round(turn.outside_s, 4), turn.tokens, round(turn.seconds, 4)) for turn in self.turns
         ]
-        last_s = round(anyio.current_time() - self.outside_since, 4)
+        last_s = round(current_time() - self.outside_since, 4)
         return replace(result, turns=(*turns, (0, last_s, 0, 0.0)), notes=result.notes | self._dropped)
 
 
@@ -389,6 +399,19 @@ Episode = Callable[[OpenTrajectory], Awaitable[EpisodeEnd | None]]
 async def one_completion(trajectory: OpenTrajectory) -> None:
     """Sample one completion: the episode of a run without an environment."""
     await trajectory.sample()
+
+
+def completion_or(episode: Episode) -> Episode:
+    """Return an episode that samples one completion of a prompt with tokens, and runs ``episode`` for a prompt that its
+    environment writes."""
+
+    async def either(trajectory: OpenTrajectory) -> EpisodeEnd | None:
+        if trajectory.order.prompt.token_ids:
+            await one_completion(trajectory)
+            return None
+        return await episode(trajectory)
+
+    return either
 
 
 class Episodes:
@@ -410,7 +433,7 @@ class Episodes:
         episode: Episode = one_completion,
         verifies_deferred: bool = False,
         one_at_a_time: bool = False,
-        capacity: float = math.inf,
+        capacity: float = inf,
         on_end: Callable[[str], object] = lambda trajectory: None,
     ) -> None:
         self._engine = engine
@@ -420,7 +443,7 @@ class Episodes:
         self._capacity = capacity
         self._on_end = on_end
         self._has_environment = episode is not one_completion
-        self._engine_lock = anyio.Semaphore(1) if one_at_a_time else nullcontext()
+        self._engine_lock = Semaphore(1) if one_at_a_time else nullcontext()
         self._cancelled_completions = CancelledCompletions() if verifies_deferred else None
         self._sampling = asdict(sampling)
         self._open = dict[TrajectoryId, OpenTrajectory]()
@@ -441,8 +464,8 @@ class Episodes:
     async def running(self) -> AsyncIterator[None]:
         """Context manager that runs launched trajectories. It ends when every trajectory has its outcome. Trajectories
         that are paused at its end are lost."""
-        self._counted_at = anyio.current_time()
-        async with anyio.create_task_group() as self._tasks:
+        self._counted_at = current_time()
+        async with create_task_group() as self._tasks:
             yield
             for trajectory in self._open.values():
                 if trajectory.paused:
@@ -496,6 +519,18 @@ class Episodes:
             working_seconds=self._working_seconds,
             environment=len(self._open) - self._in_turns if self._has_environment else 0,
         )
+
+    def contexts(self) -> dict[int, int]:
+        """Tokens of the contexts of open trajectories that train, by group id. Siblings share their prompt; tokens that
+        engines sample now are not known."""
+        tokens: dict[int, int] = {}
+        for identity, trajectory in self._open.items():
+            if trajectory.order.evaluation:
+                continue
+            prompt_tokens = len(trajectory.order.prompt.token_ids)
+            tokens.setdefault(identity.group_id, prompt_tokens)
+            tokens[identity.group_id] += max(trajectory.context_tokens - prompt_tokens, 0)
+        return tokens
 
     def engines_paused(self, paused: bool) -> None:
         """Note that all engines are paused, or serve again. Requests add no busy time while engines are paused."""
@@ -587,10 +622,10 @@ class Episodes:
                     # It may have waited for the engine.
                     if trajectory.cancel_reason or trajectory.paused or turn.is_dropped:
                         continue
-                    started = anyio.current_time()
+                    started = current_time()
                     part = await self._engine.generate(turn.request)
                 self._generated_tokens += len(part.token_ids) - self._accepted(turn, part)
-                turn.add(part, anyio.current_time() - started)
+                turn.add(part, current_time() - started)
         finally:
             self._count_sampling(-1)
             self._in_turns -= 1
@@ -666,6 +701,8 @@ class Episodes:
             self._cancelled_completions.add_complete(order.id, order.seed, tokens)
 
     def _request(self, order: LaunchTrajectory) -> Generate:
+        sampling = self._sampling | order.sampling
+        sampling["max_tokens"] = order.prompt.token_limit(sampling["max_tokens"])
         return Generate(
             request_id=part_id(str(order.id), 0),
             token_ids=order.prompt.token_ids,
@@ -673,11 +710,11 @@ class Episodes:
             # A later turn goes before the first turns of later launches: groups end in the order of their launches.
             priority=self._launched if self._has_environment else 0,
             routed_tokens=None if order.evaluation else 0,  # 0: with the experts of all tokens; None: without experts
-            **self._sampling | order.sampling,
+            **sampling,
         )
 
     def _count(self) -> None:
-        now = anyio.current_time()
+        now = current_time()
         if not self._engines_paused and (running := self._sampling_now):
             self._busy_seconds += min(running, self._capacity) * (now - self._counted_at)
             self._working_seconds += now - self._counted_at

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 
-import anyio
+from anyio import Event, Lock, create_task_group, current_time
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -102,7 +102,7 @@ class RewardStage:
         self._versions = _Versions(settings.attached, per_group=settings.per_group)
         self._workers: set[_Worker] = set()
         self._sent_orders = 0
-        self._changing = anyio.Lock()
+        self._changing = Lock()
 
     @property
     def reward_version(self) -> int:
@@ -116,7 +116,7 @@ class RewardStage:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Context manager that runs the stage. It ends when every order was answered and every worker has ended."""
-        async with anyio.create_task_group() as children:
+        async with create_task_group() as children:
             for open_worker in self._openers:
                 children.start_soon(self._serve, open_worker)
             yield
@@ -215,7 +215,7 @@ class RewardStage:
         if trajectories:
             self._next_order += 1
             self._open_orders += 1
-            now = anyio.current_time()
+            now = current_time()
             self._waiting.add(WaitingOrder(self._next_order, tuple(trajectories), attachment.version, now))
             self._changed.notify()
 
@@ -260,7 +260,7 @@ class RewardStage:
         """Take at most ``limit`` of the waiting orders, up to the size limit of a message. The orders are added to
         ``unanswered`` before the caller awaits anything, so that none is lost when the stream breaks."""
         message = OrderMessage()
-        now = anyio.current_time()
+        now = current_time()
         while self._waiting and len(message) < limit:
             order = self._waiting.first()
             rank = self._sent_orders + 1  # numbers orders by how soon they close a round
@@ -305,7 +305,7 @@ class RewardStage:
 
     async def _deliver(self, answers: Iterable[tuple[WaitingOrder, Sequence[SampleReward]]]) -> None:
         """Return the outcomes of scored orders to the callers of ``score``."""
-        now = anyio.current_time()
+        now = current_time()
         unused: set[_Attachment] = set()
         for order, rewards in answers:
             for trajectory, reward in zip(order.trajectories, rewards, strict=True):
@@ -323,7 +323,7 @@ class RewardStage:
 
     async def _after_break(self, unanswered: Unanswered) -> None:
         """Let orders of a worker that ended wait again, except for those that exceeded the time limit: they fail."""
-        now = anyio.current_time()
+        now = current_time()
         interrupted = list(unanswered.values())
         unanswered.clear()
         failures: list[tuple[WaitingOrder, Sequence[SampleReward]]] = []
@@ -356,12 +356,12 @@ class _Worker:
 
     def __init__(self, orders: SendStream[RewardOrder]) -> None:
         self.orders = orders
-        self.loaded = anyio.Event()
+        self.loaded = Event()
         self.reply: RewardSetLoaded | None = None
 
     async def load(self, order: LoadRewardSet) -> RewardSetLoaded | None:
         """Send ``order`` and return the worker's reply; None: the worker has ended. Raises ``StreamBroken``."""
-        self.loaded = anyio.Event()
+        self.loaded = Event()
         self.reply = None
         await self.orders.send(order)
         await self.loaded.wait()

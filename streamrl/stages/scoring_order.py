@@ -6,8 +6,8 @@ equal groups the first to arrive goes first. Held-out work, for which no round w
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -83,12 +83,12 @@ class ScoringOrder:
             waiting = self._waiting.get(rank.group_id)
             if waiting and rank == self._rank_of(rank.group_id):
                 return waiting[0][2]
-            heapq.heappop(self._ranks)  # outdated: the group has another rank now
+            heappop(self._ranks)  # outdated: the group has another rank now
 
     def pop(self) -> WaitingOrder:
         """Remove and return the next order to score. Raises ``IndexError`` when there is none."""
         order = self.first()
-        group_id = heapq.heappop(self._ranks).group_id
+        group_id = heappop(self._ranks).group_id
         waiting = self._waiting[group_id]
         waiting.popleft()
         self._count -= 1
@@ -101,7 +101,7 @@ class ScoringOrder:
         return order
 
     def _rank(self, group_id: int) -> None:
-        heapq.heappush(self._ranks, self._rank_of(group_id))
+        heappush(self._ranks, self._rank_of(group_id))
 
     def _rank_of(self, group_id: int) -> _Rank:
         arrival, evaluation, _ = self._waiting[group_id][0]

@@ -6,10 +6,11 @@ training overlaps the rollout of the same batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import anyio
+from anyio import EndOfStream, WouldBlock, create_memory_object_stream, create_task_group, move_on_after
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from streamrl.base import messages
@@ -29,16 +30,20 @@ async def run_training(
     trainer: TorchTrainer,
     order_stream: ReceiveStream[messages.TrainingOrder],
     reports: SendStream[messages.TrainingEvent],
+    on_loaded: Callable[[], object] = lambda: None,
 ) -> None:
     """Serve the controller until its orders end. Returns after the trainer is closed; the caller owns the streams.
+    ``on_loaded``: called once the trainer has all memory that it keeps between steps.
     Raises errors of the trainer (``StreamRLError``) and of the streams."""
     thread = DedicatedThread("trainer")  # OpenMP and CUDA keep state for each thread
     try:
-        await reports.send(await thread.call(trainer.start))
+        ready = await thread.call(trainer.start)
+        on_loaded()
+        await reports.send(ready)
         await _converse(trainer, thread, order_stream, reports)
     finally:
         # Shielded from cancellation: torch cannot be interrupted while it computes.
-        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+        with move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await thread.call(trainer.close)
         thread.close()
 
@@ -50,8 +55,8 @@ async def _converse(
     reports: SendStream[messages.TrainingEvent],
 ) -> None:
     try:
-        buffer, orders = anyio.create_memory_object_stream[messages.TrainingOrder](READ_AHEAD)
-        async with orders, anyio.create_task_group() as tasks:
+        buffer, orders = create_memory_object_stream[messages.TrainingOrder](READ_AHEAD)
+        async with orders, create_task_group() as tasks:
             tasks.start_soon(_read, order_stream, buffer)
             # The reports may break while the orders do not: without a watch, this rank would wait for ever.
             tasks.start_soon(reports.watch)
@@ -79,10 +84,10 @@ async def _serve(
     while True:
         try:
             order = orders.receive_nowait() if trainer.idle_work else await orders.receive()
-        except anyio.WouldBlock:
+        except WouldBlock:
             await thread.call(trainer.train_pending)
             continue
-        except anyio.EndOfStream:
+        except EndOfStream:
             return
         event = await thread.call(partial(_carry_out, trainer, order))
         if event is not None:

@@ -8,11 +8,11 @@ calls ``push``. The workers run ``streamrl.weights.vllm.weight_receiver``. ``llm
 from __future__ import annotations
 
 import base64
-import time
+from time import monotonic
 from typing import Any
 
-import anyio
-import msgspec
+from anyio import CancelScope, sleep
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from streamrl.base.errors import EngineError, WeightError
@@ -33,7 +33,7 @@ async def push(llm: Any, announcement: WeightAnnouncement, *, clear_cache: bool 
     ``EngineError`` of the commit it stays paused, since its weights are unknown. Cancellation takes effect before the
     pause or after it, never in between. ``seconds`` of the result is the time of the commit."""
     staged = await stage(llm, announcement)
-    with anyio.CancelScope(shield=True):
+    with CancelScope(shield=True):
         try:
             await llm.pause_generation(mode="keep", clear_cache=clear_cache)
         except Exception:
@@ -51,18 +51,20 @@ async def push(llm: Any, announcement: WeightAnnouncement, *, clear_cache: bool 
 async def stage(llm: Any, announcement: WeightAnnouncement) -> OrderDone:
     """Fetch, check and decode a version on every worker while the engine samples. ``order_id`` of the result is 0.
     Raises ``WeightError`` with the worker's reason; live weights are unchanged then."""
-    started = time.monotonic()
-    text = base64.b64encode(msgspec.msgpack.encode(announcement)).decode()  # ``vllm serve`` passes on text only
+    started = monotonic()
+    text = base64.b64encode(msgpack.encode(announcement)).decode()  # ``vllm serve`` passes on text only
     await llm.collective_rpc("streamrl_begin_stage", args=(text,))
     reports = await llm.collective_rpc("streamrl_stage_report")
     while not all(report["fetched"] for report in reports):
-        elapsed = time.monotonic() - started
-        await anyio.sleep(min(max(_SHORTEST_WAIT, _WAIT_SHARE * elapsed), _LONGEST_WAIT))
+        elapsed = monotonic() - started
+        await sleep(min(max(_SHORTEST_WAIT, _WAIT_SHARE * elapsed), _LONGEST_WAIT))
         reports = await llm.collective_rpc("streamrl_stage_report")
     _raise_first(reports)
     reports = await llm.collective_rpc("streamrl_finish_stage")
     _raise_first(reports)
-    return OrderDone(order_id=0, seconds=time.monotonic() - started, payload_bytes=reports[0]["payload_bytes"])
+    seconds = monotonic() - started
+    mover = next((report["mover"] for report in reports if report.get("mover")), "")
+    return OrderDone(order_id=0, seconds=seconds, payload_bytes=reports[0]["payload_bytes"], mover=mover)
 
 
 async def commit(llm: Any, policy_version: int) -> OrderDone:
@@ -71,7 +73,7 @@ async def commit(llm: Any, policy_version: int) -> OrderDone:
 
     Raises ``WeightError`` when the version is not staged or does not verify; the engine then holds the version that it
     held before. Raises ``EngineError`` when nobody knows which version the engine holds."""
-    started = time.monotonic()
+    started = monotonic()
     try:
         reports = await llm.collective_rpc("streamrl_apply", args=(str(policy_version),))
     except Exception as error:
@@ -87,7 +89,7 @@ async def commit(llm: Any, policy_version: int) -> OrderDone:
             f"{state_hash:#018x}; announced was {reports[0]['expected_hash']:#018x}"
         )
     await llm.finish_weight_update(weight_version=str(policy_version))
-    return OrderDone(order_id=0, seconds=time.monotonic() - started, state_hash=state_hash)
+    return OrderDone(order_id=0, seconds=monotonic() - started, state_hash=state_hash)
 
 
 def _raise_first(reports: list[JsonObject]) -> None:

@@ -7,16 +7,17 @@ of every chunk, so that all bytes can be checked, no matter which process serves
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
+from math import prod
 from typing import cast
 
-import msgspec
 import numpy as np
 import zstandard
-from msgspec import Struct
+from msgspec import Struct, msgpack, structs
 from msgspec.structs import replace
+from numpy import concatenate, searchsorted
+from zstandard import ZstdError
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
@@ -59,12 +60,12 @@ class ShardSpec(Struct, frozen=True, array_like=True):
 
     def check(self) -> None:
         """Raise ``WeightError`` when the shard leaves its tensor, or its columns their matrix."""
-        if len(self.shape) > MOST_SIDES or min(*msgspec.structs.astuple(self)[3:], *self.shape) < 0:
+        if len(self.shape) > MOST_SIDES or min(*structs.astuple(self)[3:], *self.shape) < 0:
             raise WeightError(
                 f"shard [{self.offset}, +{self.count}) of {self.name!r:.80} has {len(self.shape)} sides: none is "
                 f"negative, and there are {MOST_SIDES} at most"
             )
-        total = math.prod(self.shape)
+        total = prod(self.shape)
         column = self.offset % self.stride if self.stride else 0
         if self.run and (not 0 < self.stride <= total or column + self.run > self.stride or total % self.stride):
             raise WeightError(
@@ -143,7 +144,7 @@ class WorkUnit(Struct, frozen=True, array_like=True):
     def join(self, bits_of: Callable[[ShardSpec], BitArray]) -> BitArray:
         """Concatenate the bits of all shards. A single shard is not copied."""
         bits = [bits_of(shard) for shard in self.shards]
-        return bits[0] if len(bits) == 1 else cast("BitArray", np.concatenate(bits))
+        return bits[0] if len(bits) == 1 else cast("BitArray", concatenate(bits))
 
     def split(self, patch: WeightPatch) -> list[WeightPatch]:
         """Split a patch of the unit into one patch for each shard. The positions of ``patch`` must rise and be below
@@ -153,7 +154,7 @@ class WorkUnit(Struct, frozen=True, array_like=True):
         edges = list(accumulate((shard.count for shard in self.shards), initial=0))
         if patch.positions is None:
             return [WeightPatch(None, patch.values[start:stop]) for start, stop in pairwise(edges)]
-        bounds = np.searchsorted(patch.positions, edges).tolist()
+        bounds = searchsorted(patch.positions, edges).tolist()
         return [
             WeightPatch(patch.positions[first:last] - edge, patch.values[first:last])
             for (first, last), edge in zip(pairwise(bounds), edges, strict=False)
@@ -213,8 +214,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return sum(chunk.payload_bytes for chunk in self.chunks)
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Manifest)
+_encoder = msgpack.Encoder()
+_decoder = msgpack.Decoder(Manifest)
 
 
 def digest_of(payload: bytes | memoryview) -> str:
@@ -234,10 +235,10 @@ def _decompressed(encoded: bytes | memoryview) -> bytes:
     claimed = zstandard.get_frame_parameters(encoded).content_size
     limit = min(MANIFEST_LIMIT, _ALWAYS_ALLOWED_BYTES + _LARGEST_COMPRESSION * len(encoded))
     if claimed > limit:
-        raise zstandard.ZstdError(f"its frame of {len(encoded)} bytes claims {claimed}; {limit} are the most")
+        raise ZstdError(f"its frame of {len(encoded)} bytes claims {claimed}; {limit} are the most")
     content = zstandard.ZstdDecompressor().decompress(encoded, allow_extra_data=False)
     if takes_more(content, 8 * len(content) + SPARE_BYTES):
-        raise zstandard.ZstdError(f"its {len(content)} bytes are very many small values")
+        raise ZstdError(f"its {len(content)} bytes are very many small values")
     return content
 
 
@@ -249,7 +250,7 @@ def decode_manifest(encoded: bytes | memoryview, expected_digest: str, endpoint:
         raise WeightError(f"manifest from {endpoint} has digest {actual}; announced was {expected_digest}")
     try:
         manifest = _decoder.decode(_decompressed(encoded))
-    except (zstandard.ZstdError, *UNDECODABLE) as error:
+    except (ZstdError, *UNDECODABLE) as error:
         raise WeightError(f"manifest {expected_digest} from {endpoint} cannot be decoded: {error}") from error
     if manifest.format_version != FORMAT_VERSION:
         raise WeightError(

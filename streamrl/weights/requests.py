@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.base.messages import WeightAnnouncement
@@ -49,10 +48,10 @@ Reply = Piece | NotServed
 Message = TypeVar("Message")
 
 REQUEST_LIMIT = 4096
-encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(GetPiece)
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_announcement_decoder = msgspec.msgpack.Decoder(WeightAnnouncement)
+encoder = msgpack.Encoder()
+_request_decoder = msgpack.Decoder(GetPiece)
+_reply_decoder: msgpack.Decoder[Reply] = msgpack.Decoder(Reply)
+_announcement_decoder = msgpack.Decoder(WeightAnnouncement)
 
 
 def decode_request(frame: bytes | memoryview) -> GetPiece:
@@ -70,7 +69,7 @@ def decode_announcement(encoded: bytes | memoryview) -> WeightAnnouncement:
     return _decoded(_announcement_decoder, encoded)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Message], frame: bytes | memoryview) -> Message:
+def _decoded(decoder: msgpack.Decoder[Message], frame: bytes | memoryview) -> Message:
     try:
         return decoder.decode(frame)
     except UNDECODABLE as error:

@@ -61,3 +61,25 @@ def test_a_tree_of_turns_in_the_journal_is_one_sample() -> None:
     assert sample.loss_mask == bytes([0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1])
     assert sample.sequence_starts == (0, 6, 12)
     assert (sample.turn_rewards, sample.turns) == (earned, ((0, 2), (1, 2), (2, 2), (3, 2)))
+
+
+def test_what_environments_wrote_is_marked_where_it_is_imitated() -> None:
+    """Tokens behind a sampled turn, once; never the prompt, nor what another conversation begins with."""
+
+    def wrote(token: int, follows: int | None = None) -> Segment:
+        return Segment(token_array([token]), False, follows=follows)
+
+    def sampled(token: int) -> Segment:
+        return Segment(token_array([token]), True, float_array([-1.0]), (VersionSpan(0, 1, 0),))
+
+    turns = (wrote(7), sampled(8), wrote(9), sampled(10), wrote(11, 2), sampled(12), wrote(13, -1), sampled(14))
+    scored = ScoredTrajectory(trajectory=trajectory(segments=turns), reward=1.0)
+    store = TrajectoryStore()
+    store.add(scored)
+    (sample,) = store.training_group(0, 0, [scored.trajectory.id]).samples
+    assert list(sample.token_ids) == [4, 5, 7, 8, 9, 10, 4, 5, 7, 8, 9, 11, 12, 4, 5, 13, 14]
+    assert list(sample.loss_mask) == [0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1]
+    store.imitates_observations = True
+    (sample,) = store.training_group(0, 0, [scored.trajectory.id]).samples
+    assert list(sample.loss_mask) == [0, 0, 0, 1, 2, 1, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 1]
+    assert (sample.trained_tokens, sample.imitated_tokens) == (4, 2)

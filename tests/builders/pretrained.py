@@ -44,6 +44,28 @@ def write_tokenizer(directory: Path, tokenizer: dict[str, Any], eos: int = 1) ->
     return directory
 
 
+def folder_of_shapes(directory: Path, config: dict[str, Any]) -> Path:
+    """A model directory of ``config`` with the headers of its real shapes in bfloat16, and a file of holes."""
+    import torch
+    import transformers
+
+    directory.mkdir(parents=True, exist_ok=True)
+    made = transformers.AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    header, place = {}, 0
+    for name, parameter in model.named_parameters():  # a tied head is there once
+        end = place + 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [place, end]}
+        place = end
+    written = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(written)) + written)
+        file.truncate(8 + len(written) + place)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 MODEL_CONFIG = {
     "hidden_size": 8,
     "num_attention_heads": 2,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -79,8 +80,8 @@ def test_recipe_errors_come_together_with_exit_code_2(project: Path, capsys: pyt
         "error: 2 problems; nothing was started\n"
         "  --set: run.steps: 0 is not allowed: must be an integer > 0\n"
         '  --set: rollout.group_sise: unknown key; did you mean "group_size"? Keys of [rollout]: system, '
-        "prompts_per_batch, group_size, rounds, policy, max_staleness, in_flight, when_stale, dynamic_sampling; below "
-        "[rollout.advanced]: presubmit\n"
+        "prompts_per_batch, group_size, rounds, policy, max_staleness, admission, in_flight, when_stale, "
+        "dynamic_sampling; below [rollout.advanced]: presubmit\n"
     )
 
 
@@ -138,7 +139,7 @@ ROW = '{"prompt": "1 2 3"}\n'
         (
             {"model/config.json": json.dumps(MODEL_CONFIG | {"architectures": ["Qwen2VLForConditionalGeneration"]})},
             "",
-            "model.path: {here}/model is a Qwen2VLForConditionalGeneration: only causal language models of text can",
+            "model.path: {here}/model is a Qwen2VLForConditionalGeneration: only language models that continue",
         ),
         (
             {},
@@ -175,6 +176,11 @@ ROW = '{"prompt": "1 2 3"}\n'
             "rollout.rounds=custom rollout.policy=none.py:Rounds",
             'rollout.policy: "{here}/none.py:Rounds": there is',
         ),
+        (
+            {"losses.py": "def loss(ratio, advantages): return -(ratio * advantages).mean()"},
+            "objective.function=losses.py:loss",
+            'objective.function: "{here}/losses.py:loss" returned a tensor of shape []',
+        ),
         ({}, "training.device=cuda", "training.device: this host has no CUDA device"),
         (
             {},
@@ -201,13 +207,21 @@ def test_every_problem_comes_at_once(project: Path) -> None:
     assert [problem.partition(":")[0] for problem in found] == ["model.path", "prompts.train", "run.directory"]
 
 
+def _bind_below_ephemeral_ports(taken: socket.socket) -> int:
+    """Bind a free port that the kernel gives to no other test, and whose neighbours it gives to none. Return it."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000, 7):
+        with suppress(OSError):
+            taken.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port below 32,000")
+
+
 def test_port_in_use(project: Path) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        port = _bind_below_ephemeral_ports(taken)
         taken.listen()
-        port = taken.getsockname()[1]
         in_the_way = f"port {port} of 127.0.0.1 cannot be bound (Address already in use)"
-        # Ports of the kernel's choice reach to 60999: the first engine's are base + 3 and base + 4.
+        # The ports of the first engine are base + 3 and base + 4.
         found = problems(project, "transport.kind=tcp", f"transport.port={port - 4}")
         metrics = problems(project, f"metrics.endpoint=tcp://127.0.0.1:{port}")
     assert f"transport.port: {in_the_way} (engine-0.completions): end what uses it, or set transport.port" in found[0]

@@ -267,7 +267,7 @@ def test_init_from_a_file_writes_a_folder_or_nothing(tmp_path: Path, capsys: pyt
     ("name", "text", "expected"),
     [
         ("a.yaml", "packing: true\nlearning_rate: 1e-5\n", "a.yaml: packing = true: a setting of supervised"),
-        ("a.yaml", "loss_type: sapo\n", 'a.yaml: loss_type = "sapo": it is none of the losses'),
+        ("a.yaml", "loss_type: vespo\n", 'a.yaml: loss_type = "vespo": it is none of the losses'),
         ("a.yaml", "gconfig: {n_samples: 4}\ntrain_dataset: {type: sft}\n", 'train_dataset.type = "sft": a setting'),
         ("a.toml", '[data]\nname = "rows"\n', 'data.name = "rows": a setting of supervised'),
         ("a.yaml", "algorithm: {adv_estimator: gpg}\n", 'adv_estimator = "gpg": it is none of the losses'),

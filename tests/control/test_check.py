@@ -9,25 +9,31 @@ from unittest import mock
 
 import pytest
 from oracle.control_walks import CrashWorld, random_run
-from oracle.control_world import CONTINUOUS, World, control_settings, through_bytes
+from oracle.control_world import CONTINUOUS, SORTED, World, control_settings, through_bytes
 
-from streamrl.base.types import DropReason, FinishReason
+from streamrl.base.types import Baseline, DropReason, FinishReason
 from streamrl.buffers.rollout_buffer import Member, RolloutBuffer
 from streamrl.buffers.slots import Slots
 from streamrl.control import actions as do
-from streamrl.control import apply, decide
+from streamrl.control import apply, decide, mixture
 from streamrl.control.check import INVARIANTS, violations
-from streamrl.control.run_state import Batch, RunState
+from streamrl.control.reward_tracker import DiscountedSum
+from streamrl.control.run_state import Batch, DrawnSet, RunState
+from streamrl.recipe.scheduling import KvAdmission, LengthSorted
 
-CHOSEN = control_settings(rounds=CONTINUOUS, max_staleness=1, steps=2)
+CHOSEN = control_settings(rounds=CONTINUOUS, max_staleness=1, steps=2, kv_admission=KvAdmission())
+PAUSING = control_settings(
+    rounds=SORTED, length_sorted=LengthSorted(cohort_batches=2, partial=True), max_staleness=1, steps=2, in_turns=True
+)
 
 
 def world_at(place: str) -> World:
-    """A run of continuous rounds: groups 0 to 3 are launched, 0 joins the batch, 1 fills it; then the step is done."""
-    world = World(CHOSEN)
+    """A run of continuous rounds: groups 0 to 3 are launched, 0 joins the batch, 1 fills it; then the step is done. In
+    the ranks' turn: the same groups in rounds that pause, 2 and 3 are paused."""
+    world = World(PAUSING if place == "turn" else CHOSEN)
     world.begin()
     world.answer_draw()
-    for trajectory in sorted(world.running)[: {"open": 2, "closed": 4, "pushed": 4, "ended": 0}[place]]:
+    for trajectory in sorted(world.running)[: {"open": 2, "closed": 4, "turn": 4, "pushed": 4, "ended": 0}[place]]:
         world.score(trajectory, 1.0, 5)
     if place == "pushed":
         world.step()
@@ -52,6 +58,7 @@ def put(name: str, value: Any) -> Callable[[RunState], None]:
     return change
 
 
+BASELINE = Baseline(total=1.0, weight=2.0, deviation=1.0)
 SCORED = Member(oldest_version=0, finish_reason=FinishReason.STOP)
 WRONG = [
     ("open", put("buffer.issued", 9), "accounting: 9 were issued, and (0, 0, 8) trained, dropped and in"),
@@ -89,7 +96,15 @@ WRONG = [
     ("pushed", put("pending.evaluation", do.Evaluate(0, 0)), "orders: weights change under Evaluate(policy_version=0"),
     ("open", put("pending.checkpoint", 0), "orders: version 0 is saved, and the trainer holds 0"),
     ("open", put("pending.paused_for", 1), "orders: engines are paused for version 1, and 0 is made"),
+    ("turn", put("buffer.untrained.2.paused", False), "turns: it is the ranks' turn, and groups [2] and None"),
+    ("turn", put("pending.evaluation", do.Evaluate(0, 0)), "turns: it is the ranks' turn, and groups [] and Evaluate("),
+    ("turn", put("pending.paused_for", 1), "turns: engines are paused for version 1"),
+    ("open", put("admission.limit", 1), "admission: 6 trajectories are in flight, and 2 may be"),
+    ("open", put("buffer.batched.0.baseline", BASELINE), "tracker: group 0 in a batch has the baseline"),
+    ("open", put("tracker.prompts", {"a": DiscountedSum(total=1.0, weight=2.0)}), "tracker: knows 1 prompts of an ob"),
+    ("open", put("tracker.rewards", DiscountedSum(total=1.0, weight=2.0)), "tracker: knows 0 prompts of an ob"),
     ("open", put("stop_reason", "stop"), "drain: the run ends, with Accounting("),
+    ("open", put("prompts.sets", {"a": DrawnSet(drawn=99)}), "mixture: sets have given 99 prompts, "),
     ("ended", put("trainer_version", 3), "drain: the run has ended (finished), and something is under way"),
 ]  # fmt: skip
 
@@ -120,6 +135,7 @@ PLANTED: list[tuple[str, Any, str, Callable[..., object], str]] = [
     ("slots", Slots, "version_live", nothing, "synchronous"),
     ("versions", apply, "batch_after", lambda state, settings: Batch(batch_id=0, target=1), "synchronous"),
     ("orders", apply, "order_checkpoint", lambda state, version, out: put("pending.checkpoint", 0)(state), "sorted"),
+    ("mixture", mixture, "_first_due", lambda due, shares: min(due), "synchronous"),
     ("drain", decide, "drop_group", nothing, "synchronous"),
 ]
 

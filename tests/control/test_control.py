@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +29,7 @@ from tiers import quick_only
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.stage_messages import Scored
-from streamrl.base.types import ScoredTrajectory, TrajectoryId
+from streamrl.base.types import ScoredTrajectory, TrajectoryId, float_array
 from streamrl.control import events as on
 from streamrl.control.policies.deterministic import check_order
 from streamrl.control.policies.round_policies import make_control
@@ -220,7 +222,7 @@ def test_dynamic_sampling_refills_groups_without_signal() -> None:
     first = sorted(world.running)[:2]
     for trajectory in first:
         world.score(trajectory, 1.0, 1)
-    assert world.draw == 1, "the dropped group is refilled inside the round"
+    assert world.draw is not None and world.draw.count == 1, "the dropped group is refilled inside the round"
     world.run_to_end()
     assert world.state.accounting().dropped == {"zero_variance": 2}
     assert world.state.accounting().trained == 4
@@ -316,7 +318,7 @@ def test_a_lone_survivor_without_baseline_is_refilled() -> None:
     a, b = sorted(world.running)
     world.fail(a)
     world.score(b, 1.0, 1)
-    assert world.draw == 1
+    assert world.draw is not None and world.draw.count == 1
     world.run_to_end()
     assert world.state.accounting().dropped == {"reward_failed": 2}
 
@@ -340,13 +342,21 @@ def test_the_objective_says_whether_siblings_are_compared(algorithm: str, compar
 
 
 def score_apart(
-    world: World, trajectory: TrajectoryId, rewards: dict[str, float], turn_rewards: tuple[float, ...] = ()
+    world: World,
+    trajectory: TrajectoryId,
+    rewards: dict[str, float],
+    turn_rewards: tuple[float, ...] = (),
+    numbers: dict[str, list[float]] | None = None,
 ) -> None:
     """A sample whose rewards are compared with its siblings' each alone; one of weight 0 is among them."""
     sample = msgspec.structs.replace(finished(rollout_seconds=1.5), id=trajectory)
     separate = {name: (1.0, value) for name, value in rewards.items()} | {"nothing": (0.0, float(trajectory.sample))}
     scored = ScoredTrajectory(
-        trajectory=sample, reward=sum(rewards.values()), separate_rewards=separate, turn_rewards=turn_rewards
+        trajectory=sample,
+        reward=sum(rewards.values()),
+        separate_rewards=separate,
+        turn_rewards=turn_rewards,
+        token_values={name: float_array(values) for name, values in (numbers or {}).items()},
     )
     world.running.pop(trajectory)
     world.scored.add(trajectory)
@@ -389,6 +399,25 @@ def test_dynamic_sampling_compares_turns_with_credit(
     world = begun(dynamic_sampling=True, batch_groups=1, steps=1, compares_turns=compares)
     for trajectory, turn_rewards in zip(list(world.running), earned, strict=True):
         score_apart(world, trajectory, {"environment": 1.0}, turn_rewards)
+    assert world.state.accounting().dropped == ({} if signal else {"zero_variance": 2})
+
+
+@pytest.mark.parametrize(
+    ("numbers", "signal"),
+    [
+        ([{"steps/judge": [1.0, 1.0]}, {"steps/judge": [2.0]}], True),  # totals are equal, steps are not
+        ([{"steps/judge": [2.0]}, {"steps/judge": [math.nan, 2.0]}], False),
+        ([{"steps/judge": [0.0, 2.0]}] * 2, True),
+        ([{"tokens/judge": [1.0, 1.0]}] * 2, True),
+        ([{"tokens/judge": [0.0]}] * 2, False),
+        ([{"steps/shadow": [0.0, 1.0]}] * 2, False),
+    ],
+)
+def test_dynamic_sampling_keeps_groups_whose_numbers_differ(numbers: list[Any], signal: bool) -> None:
+    """Numbers of steps and tokens are a signal where totals are equal."""
+    world = begun(dynamic_sampling=True, batch_groups=1, steps=1)
+    for trajectory, of_tokens in zip(list(world.running), numbers, strict=True):
+        score_apart(world, trajectory, {"judge": 2.0}, numbers=of_tokens)
     assert world.state.accounting().dropped == ({} if signal else {"zero_variance": 2})
 
 

@@ -207,6 +207,43 @@ def test_utility_is_the_variance_saved_by_a_larger_group(keeps: Keeps) -> None:
     assert list(sagc.utilities_of(sizes).values()) == pytest.approx(gained, abs=0.05)
 
 
+@pytest.mark.parametrize("known", [1, 4, 12])
+def test_earlier_samples_of_a_prompt_take_the_place_of_siblings(known: int) -> None:
+    """With a baseline of earlier samples the utility is the variance that siblings still remove, from a group of 1."""
+    sizes, samples, rng = (1, 2, 8), 48, np.random.default_rng(0)
+    variances = []
+    for size in sizes:
+        shape = (20_000, samples // size, size)
+        rewards = rng.random(shape) < 0.3
+        earlier = (rng.random((*shape[:2], known)) < 0.3).sum(axis=2, keepdims=True)
+        baselines = (earlier + rewards.sum(axis=2, keepdims=True) - rewards) / (known + size - 1)
+        scores = rng.standard_normal(shape)
+        variances.append(np.mean((rewards - baselines) * scores, axis=(1, 2)).var() * samples / (0.3 * 0.7))
+    gained = [variances[0] - variance for variance in variances]
+    assert list(sagc.utilities_of(sizes, known).values()) == pytest.approx(gained, abs=0.05)
+
+
+def test_groups_of_one_are_chosen_once_baselines_are_good() -> None:
+    """A group of one never straggles, and it takes a shorter queue to choose it where prompts are known well."""
+    settings = sagc_settings(sizes=(1, 4, 8), budget=0.1, tradeoff=0.5, dwell=1)
+    longest_queues = {}
+    for known in (1.0, 20.0):
+        sizer = StragglerAwareSize(settings, 8, 100)
+        sizes = set()
+        queues = []
+        for _ in range(60):
+            groups = [group(5, truncated=[0]), group(50)]
+            if sizer.size > 1:
+                groups = [*straggling(sizer.size), *calm(sizer.size, 5)]
+            decision = sizer.observe(groups, earlier_samples=known)
+            sizes.add(decision.size)
+            queues.append(decision.figures["sizing/queue"])
+        longest_queues[known] = max(queues)
+        assert 1 in sizes
+        assert decision.figures["sizing/risk_1"] < 0.05
+    assert longest_queues[20.0] < 0.5 * longest_queues[1.0], longest_queues
+
+
 # ---- (b) boundaries and the batch
 
 
@@ -330,7 +367,7 @@ def test_the_controller_does_what_it_does_in_the_reference(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, float], expected: tuple[float, ...]
 ) -> None:
     logarithmic = {size: math.log(size / SIZES[0], SIZES[-1] / SIZES[0]) for size in SIZES}
-    monkeypatch.setattr(sagc, "utilities_of", lambda sizes: {size: logarithmic[size] for size in sizes})
+    monkeypatch.setattr(sagc, "utilities_of", lambda sizes, earlier: {size: logarithmic[size] for size in sizes})
     chosen = sagc_settings(**{"tightening": 0.0, "dwell": 1, **changes})
     runs = [simulate(StragglerAwareSize(chosen, 8, 1000), 300, lambda _: 0.4, seed) for seed in range(4)]
     means = np.mean(

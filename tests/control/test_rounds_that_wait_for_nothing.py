@@ -10,10 +10,10 @@ import pytest
 from oracle.control_world import World, control_settings
 
 from streamrl.control.machine import Control
+from streamrl.control.plain_rounds import SynchronousRounds
 from streamrl.control.round_policy import Candidate, FixedSize, Launch, RoundView, Source
 from streamrl.control.run_state import Snapshot
 from streamrl.control.settings import ControlSettings
-from streamrl.control.synchronous import SynchronousRounds
 from streamrl.recipe.scheduling import DeferredPrompts, RoundKind, TailBatching
 
 

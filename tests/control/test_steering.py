@@ -103,6 +103,12 @@ def test_what_cannot_change_is_refused_with_the_reason(change: str, why: str) ->
         settings_change(load_recipe(EXAMPLE), begun().state, change.split(), 0)
 
 
+def test_a_limit_that_lengths_are_punished_by_stays() -> None:
+    recipe = load_recipe(EXAMPLE, ["objective.overlong_buffer=9"])
+    with pytest.raises(RecipeError, match=r"ranks punish lengths below 448 \(objective.overlong_buffer\)"):
+        settings_change(recipe, begun().state, ["sampling.max_tokens=99"], 0)
+
+
 def test_pending_changes_are_checked_together() -> None:
     """Changes that wait are checked together with the changes before and after them."""
     recipe, world = load_recipe(EXAMPLE), begun(steps=9)

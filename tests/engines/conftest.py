@@ -39,7 +39,8 @@ CONTEXT = 512
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen2 with 2 layers, width 64, tied embeddings, saved in bf16, with a word-level tokenizer of 32 words. What ends
-    a completion is named in config.json alone, where vLLM by itself does not look."""
+    a completion is named in config.json alone, where vLLM by itself does not look; generation_config.json names a token
+    that the model has no embedding for."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     import tokenizers
@@ -72,6 +73,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file, key in (("generation_config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
         content = json.loads((directory / file).read_text())
         (directory / file).write_text(json.dumps({name: value for name, value in content.items() if name != key}))
+    generation = directory / "generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": VOCABULARY + 8}))
     return directory
 
 

@@ -18,7 +18,7 @@ from streamrl.base.stage_messages import LaunchTrajectory, TrajectoryOutcome  # 
 from streamrl.base.types import Completion, Prompt, SamplingSettings, TrajectoryId, token_array  # noqa: E402
 from streamrl.comm.wire import OneFrameCodec  # noqa: E402
 from streamrl.contracts import Journal  # noqa: E402
-from streamrl.engines.async_llm.engine import sampling_params  # noqa: E402
+from streamrl.engines.async_llm.engine import bound_end_tokens, sampling_params  # noqa: E402
 from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions  # noqa: E402
 from streamrl.engines.step_cost import StepCost  # noqa: E402
 from streamrl.learning.batches.processed_logprobs import processed_logprobs  # noqa: E402
@@ -62,10 +62,9 @@ async def request_of(recipe: Recipe) -> Generate:
 
 def trained_logprobs(options: TrainerOptions) -> Any:
     """Logprobs and entropies, by the trainer, of six tokens of one turn."""
-    policy: Any = SimpleNamespace(head=torch.nn.Identity())
     logits = torch.linspace(-2, 2, 60).reshape(6, 10).sin() * 4
     row = empty_micro_batch(torch.device("cpu"))._replace(targets_N=logits.argmax(-1), places_N=torch.arange(6))
-    return torch.stack(processed_logprobs(policy, logits, row, slice(0, 6), options))
+    return torch.stack(processed_logprobs(logits, row, slice(0, 6), options))
 
 
 @pytest.mark.parametrize("name", SamplingSettings.__struct_fields__)
@@ -86,3 +85,18 @@ async def test_each_sampling_setting_reaches_engine_and_trainer(name: str, tmp_p
     ours = trained_logprobs(options)
     plain = trained_logprobs(trainer_options(small_recipe(path), 0, "run", "ipc://weights"))
     assert torch.equal(ours, plain) is (name in LIMITS), f"{name} has no effect on the logprobs of training"
+
+
+@pytest.mark.parametrize(("named", "own"), [({"eos_token_id": [1, 40]}, 33), ({"eos_token_id": 40}, 1), ({}, None)])
+def test_only_tokens_with_an_embedding_are_banned(named: dict[str, Any], own: int | None) -> None:
+    """vLLM bans the end tokens that it reads itself, too: on a GPU at their place in memory, whatever their size."""
+    llm = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 32)),
+        input_processor=SimpleNamespace(generation_config_fields=named),
+        renderer=SimpleNamespace(get_eos_token_id=lambda: own),
+    )
+    bound_end_tokens(llm)
+    request = Generate(request_id="0.0.0", token_ids=token_array([2]), max_tokens=8, min_tokens=4, seed=1)
+    params = sampling_params(request, stop_token_ids=[2])
+    params.update_from_generation_config(named, llm.renderer.get_eos_token_id())
+    assert params.all_stop_token_ids == ({2, 1} if named else {2})

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from builders.files import EXAMPLES
-from builders.pretrained import tokenizer_json
+from builders.pretrained import folder_of_shapes, tokenizer_json
 
 from streamrl.cli.try_rewards import trial_completions
 from streamrl.cli.try_rewards.trial_scoring import score_groups
@@ -65,21 +64,7 @@ TEMPLATE = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"
 
 def model_folder(folder: Path, config: dict[str, Any]) -> Path:
     """A folder of the model of ``config``: headers with its real shapes and a file of holes, and a tokenizer."""
-    folder.mkdir()
-    made = transformers.AutoConfig.for_model(**config)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(made)
-    header, place = {}, 0
-    for name, parameter in model.named_parameters():  # a tied head is there once
-        end = place + 2 * parameter.numel()
-        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [place, end]}
-        place = end
-    written = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(written)) + written)
-        file.truncate(8 + len(written) + place)
-    (folder / "config.json").write_text(json.dumps(config))
-    write_tokens(folder)
+    write_tokens(folder_of_shapes(folder, config))
     return folder
 
 

@@ -41,6 +41,7 @@ MODULES_OF_RUNS = (
     "streamrl.cli.train",
     "streamrl.launch.roles",
     "streamrl.launch.run_controller",
+    "streamrl.learning.custom_objective.random_batches",
     "streamrl.learning.trainer",
     "streamrl.rewards.calls.worker",
     "streamrl.run.environments.worker",

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,14 +17,16 @@ from streamrl.engines.vllm.engine import RunEngine
 from streamrl.engines.vllm.options import engine_options
 from streamrl.recipe.sections import Engines, Model, Prompts, Recipe, Reward, Sampling
 
+SETTINGS: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": 512, "dtype": "bfloat16", "count": 2}
 
-def engine_of(directory: Path, sockets: Path, device: str, index: int) -> RunEngine:
+
+def engine_of(directory: Path, sockets: Path, device: str, index: int, **engines: Any) -> RunEngine:
     recipe = Recipe(
         model=Model(path=str(directory)),
         prompts=Prompts(train=""),
         rewards=(Reward(function=""),),
         sampling=Sampling(max_tokens=480),
-        engines=Engines(max_num_seqs=64, max_model_len=512, dtype="bfloat16", gpu_memory_utilization=0.3, count=2),
+        engines=Engines(**{"gpu_memory_utilization": 0.3} | SETTINGS | engines),
     )
     options = engine_options(recipe, index, sockets, device=device)
     return RunEngine(msgspec.structs.replace(options, sleeps=device == "cuda"))
@@ -38,8 +41,8 @@ async def greedy_tokens(engine: RunEngine) -> list[list[int]]:
     return [list((await engine.generate(request(seed, 40, 0.0))).token_ids) for seed in range(2)]
 
 
-async def fresh(directory: str, sockets: str, device: str) -> list[list[int]]:
-    engine = engine_of(Path(directory), Path(sockets), device, 1)
+async def fresh(directory: str, sockets: str, device: str, settings: str) -> list[list[int]]:
+    engine = engine_of(Path(directory), Path(sockets), device, 1, **json.loads(settings))
     await engine.start()
     try:
         return await greedy_tokens(engine)

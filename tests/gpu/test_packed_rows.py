@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from gpu_cases import ON_BOTH, prepared, samples_of, write_model  # noqa: E402
+from gpu_cases import ON_BOTH, large, needs_bfloat16, prepared, samples_of, write_model  # noqa: E402
 from reference_policy import relative_error  # noqa: E402
 from torch.nn.attention import varlen  # noqa: E402
 
@@ -66,7 +66,11 @@ def eager(path: str, samples: list[Any], device: str, dtype: Any) -> tuple[Any, 
 def test_a_packed_row_is_its_single_sequences(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
-    path, samples, calls = write_model(tmp_path, **SIZES[device]), samples_of(LENGTHS), []
+    """Logprobs and gradients of a packed row in bfloat16 are those of its sequences alone in float64, within what
+    bfloat16 costs eager attention, too; on CUDA each layer goes through the flash kernel once."""
+    needs_bfloat16(device, "the flash kernel")
+    path = write_model(tmp_path, **SIZES["cuda" if large(device) else "cpu"])
+    samples, calls = samples_of(LENGTHS), []
     kernel = varlen.varlen_attn
     counted = wraps(kernel)(lambda *a, **o: calls.append(1) or kernel(*a, **o))  # its signature is looked at
     monkeypatch.setattr(varlen, "varlen_attn", counted)

@@ -14,7 +14,7 @@ from builders.weights import changed, state_hash
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from gpu_cases import ON_BOTH  # noqa: E402
+from gpu_cases import ON_BOTH, large  # noqa: E402
 from synthetic_updates import adam_step, draw_weights  # noqa: E402
 
 from streamrl.base.errors import WeightError  # noqa: E402
@@ -27,8 +27,8 @@ from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa
 from streamrl.weights.vllm.load_plan import record_load_plan  # noqa: E402
 
 pytestmark = pytest.mark.torch
-ELEMENTS = {"cpu": 100_001, "cuda": (1 << 24) + 1}
-ROWS = {"cpu": 64, "cuda": 4096}
+ELEMENTS = {False: 100_001, True: (1 << 24) + 1}
+ROWS = {False: 64, True: 4096}
 Bits = dict[str, np.ndarray]
 
 
@@ -50,7 +50,8 @@ def timed(device: str, work: Callable[[], Any]) -> tuple[float, Any]:
 @ON_BOTH
 @pytest.mark.parametrize("rate", [3e-6, 1e-4], ids=["few changes", "many"])
 def test_frames_are_those_of_the_cpu_codec(device: str, rate: float, record_property: Any) -> None:
-    base, new = adam_step(draw_weights(ELEMENTS[device], seed=3, place=0), rate, seed=1, place=0)
+    """The encoder on the device makes the bytes of the CPU codec."""
+    base, new = adam_step(draw_weights(ELEMENTS[large(device)], seed=3, place=0), rate, seed=1, place=0)
     there = on(device, new), on(device, base)
     seconds, found = timed(device, lambda: encode_on_device(*there, "bfloat16"))
     expected = encode_patch(new, base, "bfloat16")
@@ -127,7 +128,7 @@ class Receiver:
 @ON_BOTH
 def test_live_weights_on_the_device_can_be_undone(device: str, record_property: Any) -> None:
     """Live weights on the device are written, checked, undone and audited."""
-    receiver, random = Receiver(ROWS[device], device), np.random.default_rng(0)
+    receiver, random = Receiver(ROWS[large(device)], device), np.random.default_rng(0)
     specs = receiver.specs.items()
     bits = {name: (random.integers(0, 65_536, spec.elements) & 0xBFFF).astype(np.uint16) for name, spec in specs}
     record_property("anchor_pause_s", receiver.commit(bits, anchor=True)[1])

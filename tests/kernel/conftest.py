@@ -18,8 +18,8 @@ ROOMS = (
 )  # fmt: skip
 # Parts of a room (lint/house.py), and the wings that the example asks for.
 WITH = (
-    *(f"learning/{part}" for part in ("batches", "model", "objective", "state")), "weights/codec", "weights/publish",
-    "weights/pull", "weights/store", "weights/vllm",
+    *(f"learning/{part}" for part in ("batches", "layers", "model", "objective", "state")),
+    "weights/codec", "weights/publish", "weights/pull", "weights/store", "weights/vllm",
     "recipe/cells", "recipe/dialects", "recipe/objectives", "recipe/rules", "recipe/schedules",
     "engines/simulated", "engines/push", "rewards/calls", "rewards/builtin",
 )  # fmt: skip

@@ -23,8 +23,10 @@ RunAlone = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.mark.long
 def test_kernel_modules_are_imported_without_the_package(alone: Path, run_alone: RunAlone) -> None:
-    """Every module of the kernel can be imported without the rest of the package."""
-    paths = (path.relative_to(alone).with_suffix("") for path in (alone / "streamrl").rglob("*.py"))
+    """Every module of the kernel can be imported without the rest of the package. Triton, which the module of a kernel
+    needs, is not installed on a CPU."""
+    files = [path for path in (alone / "streamrl").rglob("*.py") if path.name != "hash_kernel.py"]
+    paths = (path.relative_to(alone).with_suffix("") for path in files)
     names = sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
     code = (
         f"from importlib import import_module, util\nfor name in {names!r}: import_module(name)\n"

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.launch.run_directory import INPUTS_FILE, RunInputs, changed_inputs, lock_run, refuse_changes, write_inputs
+from streamrl.recipe.objective import Objective
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 
@@ -67,6 +68,30 @@ def test_every_change_is_named(recipe: Recipe, tmp_path: Path) -> None:
         refuse_changes(tmp_path, recipe, force=False)
     assert refused.value.outcome == "the run was not resumed"
     assert len(refuse_changes(tmp_path, recipe, force=True)) == 4
+
+
+def test_another_reference_is_no_resumed_run(recipe: Recipe, tmp_path: Path) -> None:
+    """A run that resumes with another reference is refused: by its path, and by its files."""
+    reference = tmp_path / "reference" / "model.safetensors"
+    reference.parent.mkdir()
+    reference.write_bytes(b"weights")
+    compared = structs.replace(recipe, objective=Objective(kl_coefficient=0.1, reference=str(reference.parent)))
+    write_inputs(tmp_path, compared)
+    reference.write_bytes(b"other weights")
+    assert changed_inputs(tmp_path, compared) == [f"{reference} was 7 bytes, now 13 bytes"]
+    other = structs.replace(recipe, objective=Objective(kl_coefficient=0.1, reference=str(tmp_path / "other")))
+    with pytest.raises(RecipeError, match=r"objective\.reference was"):
+        refuse_changes(tmp_path, other, force=False, overridden={"objective.reference"})
+
+
+def test_a_changed_loss_of_ones_own_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    file = tmp_path / "losses.py"
+    file.write_text("def loss(ratio, advantages): return -ratio * advantages\n")
+    own = structs.replace(recipe, objective=Objective(function=f"{file}:loss"))
+    write_inputs(tmp_path, own)
+    assert changed_inputs(tmp_path, own) == []
+    file.write_text("def loss(ratio, advantages): return -ratio\n")
+    assert changed_inputs(tmp_path, own) == [f"{file} was 56 bytes, now 43 bytes"]
 
 
 def test_every_changed_setting_is_named(recipe: Recipe, tmp_path: Path) -> None:

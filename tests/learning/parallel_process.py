@@ -19,6 +19,7 @@ from torch import Tensor, device, int16
 from torch.multiprocessing import start_processes
 
 from streamrl.base.messages import SaveCheckpoint
+from streamrl.base.types import TrainingSample
 from streamrl.learning.batches import packing
 from streamrl.learning.model import context_parallel, local_shards
 from streamrl.learning.options import TrainerOptions
@@ -87,6 +88,14 @@ def of_shards(trainer: TorchTrainer, kind: str, flat_L: Tensor) -> dict[str, np.
     return arrays
 
 
+def observing(sample: TrainingSample) -> TrainingSample:
+    """The sample with every third trained token as one that an environment wrote."""
+    mask = bytearray(sample.loss_mask)
+    first = mask.index(1)
+    mask[first + 1 :: 3] = b"\2" * len(mask[first + 1 :: 3])
+    return msgspec.structs.replace(sample, loss_mask=bytes(mask))
+
+
 def run(rank: int, ranks: list[Case]) -> None:
     case, options = ranks[rank], ranks[rank].options
     plant(case.planted)
@@ -110,6 +119,8 @@ def run(rank: int, ranks: list[Case]) -> None:
     data, number = options.rank // options.ranks_per_group, options.ranks // options.ranks_per_group
     for version in range(first, first + case.steps):
         groups = make_groups(version, SIZES, seed=version, version=version, prompts=case.prompts)
+        if options.learn_observations:
+            groups = [msgspec.structs.replace(group, samples=tuple(map(observing, group.samples))) for group in groups]
         for index, group in enumerate(groups):
             if (index + version) % 3 % number == data:
                 trainer.train_group(group)

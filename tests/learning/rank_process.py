@@ -132,7 +132,7 @@ def publish_odd(rank: int, ranks: int) -> None:
     shards = shard_specs(weights.shards)
     publishers = [
         WeightPublisher("ipc:///nowhere", run_id="odd", rank=rank, shards=shards, source=source)
-        for source in (TorchOnCpu(), DeviceTensors())
+        for source in (TorchOnCpu(), DeviceTensors(torch.device("cpu")))
     ]
     for version in range(3):
         for publisher in publishers:

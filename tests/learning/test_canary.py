@@ -34,6 +34,21 @@ def test_a_step_tells_what_the_weights_before_it_find(start_trainer: Callable[..
     )
 
 
+def test_the_first_answer_has_what_the_weights_find(start_trainer: Callable[..., Any], tiny_model: str) -> None:
+    """The first published version comes with the logprobs of its weights, and with what bfloat16 costs; later anchors
+    and runs without a canary have none."""
+    tokens = torch.tensor(probe_tokens(VOCABULARY))
+    with torch.no_grad():
+        logprobs = reference_model(tiny_model)(tokens[None]).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, tokens[1:, None])[:, 0].tolist()
+    trainer = start_trainer(canary=True)
+    probe = trainer.publish_anchor(0).first_probe
+    assert probe.logprobs == pytest.approx(expected, abs=1e-5)
+    assert 1e-4 < probe.rounding < 0.1
+    assert trainer.publish_anchor(0).first_probe is None
+    assert start_trainer().publish_anchor(0).first_probe is None
+
+
 def test_nothing_is_reported_where_nobody_asks(start_trainer: Callable[..., Any]) -> None:
     assert train_batch(start_trainer(), make_groups(0, [4]), 1).probe_logprobs == ()
 

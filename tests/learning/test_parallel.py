@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from builders.files import ROOT
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -65,7 +66,7 @@ STEPS = 10 if EVERY else 3
 CUT = {  # ratios of whole sequences, and values of whole trajectories, where sequences are cut over ranks
     name: objective_settings(Objective(algorithm=name, kl_coefficient=0.1, entropy_coefficient=0.01))
     for name in ("gspo", "ppo")
-}
+} | {"custom": objective_settings(Objective(function=f"{ROOT}/examples/custom_loss.py:gmpo"))}
 
 
 class Outputs(NamedTuple):
@@ -130,9 +131,10 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
             )
 
     checkpoint = str(directory / "tp2fsdp2.ckpt")
-    for layout in ("one", "cp2"):
-        for name, objective in CUT.items():
-            add(f"{name}-{layout}", "qwen3", layout, steps=2, streaming=False, objective=objective)
+    for layout in ("one", "cp2", "fsdp2"):
+        for name, objective in CUT.items() if layout != "fsdp2" else [("custom", CUT["custom"])]:
+            imitated = {"learn_observations": 0.3} if name == "gspo" else {}
+            add(f"{name}-{layout}", "qwen3", layout, steps=2, streaming=False, objective=objective, **imitated)
     for model in dict(TRAINED):
         add(f"{model}-one", model, "one", steps=STEPS)
     for model, layout in TRAINED:
@@ -161,15 +163,16 @@ def test_any_layout_trains_and_publishes_as_one_rank(outputs: Outputs, model: st
     assert max(outputs.distance(name, one, kind) for kind in ("gradient", "master")) < 1e-5
 
 
-@pytest.mark.parametrize("name", CUT)
-def test_objectives_of_whole_sequences_see_over_the_cuts(outputs: Outputs, name: str) -> None:
-    ranks, [one] = outputs.of(f"{name}-cp2"), outputs.of(f"{name}-one")
+@pytest.mark.parametrize(("name", "layout"), [*((name, "cp2") for name in CUT), ("custom", "fsdp2")])
+def test_objectives_of_whole_sequences_see_over_the_cuts(outputs: Outputs, name: str, layout: str) -> None:
+    """Those of the catalog, and a loss of one's own that reads whole trajectories."""
+    ranks, [one] = outputs.of(f"{name}-{layout}"), outputs.of(f"{name}-one")
     for rank in ranks:
-        assert int(rank["cut_prompts"]) and int(rank["cut_continuations"])
+        assert layout != "cp2" or (int(rank["cut_prompts"]) and int(rank["cut_continuations"]))
     for version in range(2):
         assert float(ranks[1][f"loss/{version}"]) == pytest.approx(float(one[f"loss/{version}"]), rel=1e-3, abs=1e-5)
-    assert outputs.distance(f"{name}-cp2", f"{name}-one", "gradient") < 1e-5
-    assert outputs.distance(f"{name}-cp2", f"{name}-one", "master") < 1e-5
+    assert outputs.distance(f"{name}-{layout}", f"{name}-one", "gradient") < 1e-5
+    assert outputs.distance(f"{name}-{layout}", f"{name}-one", "master") < 1e-5
 
 
 def test_a_checkpoint_goes_on_in_any_layout(outputs: Outputs) -> None:

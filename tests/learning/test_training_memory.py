@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+from builders.files import EXAMPLES, SORT_MODEL
 
-from streamrl.learning.rank_memory import TrainingSizes, bytes_per_rank, choose_gathered
-from streamrl.recipe.sections import Gathered
+from streamrl.learning.rank_memory import TrainingSizes, bytes_per_rank, choose_gathered, training_sizes
+from streamrl.pretrained.model_facts import read_model_facts
+from streamrl.recipe.objective import Objective, objective_settings
+from streamrl.recipe.sections import Gathered, Lora, Training
+
+GAME = EXAMPLES / "game" / "model"
 
 SEVEN_B = TrainingSizes(
     parameters=7_600_000_000, outside=1_090_000_000, layer=233_000_000, ranks=8, sixteen_bit=True, on_device=True
@@ -33,13 +38,25 @@ def test_a_value_model_is_whole_on_every_rank() -> None:
         assert total - without == 16 * SEVEN_B.parameters
 
 
+def test_a_reference_counts_with_its_own_size() -> None:
+    """A reference of another size takes float32 values of its own parameters, split over the ranks."""
+    larger = msgspec.structs.replace(SEVEN_B, reference=32_800_000_000)
+    assert bytes_per_rank(larger, Gathered.LAYER).total - bytes_per_rank(SEVEN_B, Gathered.LAYER).total == 4 * 4.1e9
+    objectives = [Objective(kl_coefficient=0.1), Objective(kl_coefficient=0.1, reference=str(GAME)), Objective()]
+    by_key = [
+        training_sizes(Training(), Lora(), objective_settings(objective), read_model_facts(SORT_MODEL)).reference
+        for objective in objectives
+    ]
+    assert by_key == [read_model_facts(SORT_MODEL).parameters, read_model_facts(GAME).parameters, 0]
+
+
 def test_parameters_are_gathered_for_a_batch_where_that_fits() -> None:
     def chosen(sizes: TrainingSizes, wanted: Gathered = Gathered.AUTO, room: int = ROOM) -> tuple[Gathered, str]:
-        return choose_gathered(wanted, sizes, room, activations=4 << 30)
+        return choose_gathered(wanted, msgspec.structs.replace(sizes, activations=4 << 30), room)
 
     assert chosen(SEVEN_B) == (
         Gathered.BATCH,
-        "parameters are gathered once a batch: 68.35 GiB a rank, which fits 72.00 GiB",
+        "parameters are gathered once a batch: 68.75 GiB a rank, which fits 72.00 GiB",
     )
     larger = msgspec.structs.replace(SEVEN_B, parameters=32_800_000_000, layer=488_000_000, ranks=16)
     kind, reason = chosen(larger)

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import msgspec
@@ -15,6 +16,7 @@ from builders.base import SetClock
 from builders.observe import unregistered
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from oracle.control_world import TAIL, begun, control_settings
 from oracle.trace_header import trace_header
 
@@ -48,7 +50,7 @@ from streamrl.observe.report.trajectory_trace import TrajectoryTrace, read_trace
 from streamrl.recipe.scheduling import TailBatching
 from streamrl.run.journal.records import JOURNAL_SCHEMA, JournalBase
 from streamrl.run.journal.recover import RecoveredRun, Resumption
-from streamrl.run.step_metrics import discard_metrics, length_metrics, reward_metrics, unbiased_mean
+from streamrl.run.step_metrics import discard_metrics, length_metrics, reward_metrics, set_metrics, unbiased_mean
 from streamrl.run.wait_reason import WaitReason
 
 SETTINGS = control_settings(steps=9, max_failed_share=0.5, failure_window=64)
@@ -102,6 +104,24 @@ def test_a_group_of_one_says_nothing_about_signal() -> None:
 
 
 # ---- what rewards cost -----------------------------------------------------------------------------
+
+
+def test_each_training_set_has_figures_of_its_own() -> None:
+    """Figures are of the samples of the set alone, and a run of a single source has none."""
+    of_sets = []
+    for n, sample in enumerate(batch_of(3, 2, 4)):
+        prompt = replace(sample.trajectory.prompt, set="code" if n < 2 else "math")
+        of_sets.append(replace(sample, trajectory=replace(sample.trajectory, prompt=prompt)))
+    of_sets[:2] = [replace(one, reward=3.0 + n) for n, one in enumerate(of_sets[:2])]
+    figures = set_metrics(of_sets)
+    assert figures["prompts/code/samples"] == 2
+    assert figures["prompts/code/reward_mean"] == 3.5
+    assert figures["prompts/code/reward_zero_std_ratio"] == 0
+    assert figures["prompts/math/samples"] == 4
+    assert figures["prompts/math/reward_mean"] == pytest.approx(fmean(one.reward for one in of_sets[2:]))
+    assert figures["prompts/math/completion_length_mean"] == 4
+    assert not unregistered(figures)
+    assert set_metrics(batch_of(3, 2, 4)) == {}
 
 
 def returned(sample: int, reward_s: float, *calls: RewardCall) -> Scored:

@@ -18,10 +18,12 @@ from streamrl.control.policies.deterministic import DeterministicControl
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.run_state import Snapshot
 from streamrl.control.settings import ControlSettings
+from streamrl.recipe.objectives.spo import TrackedBaseline
 from streamrl.recipe.scheduling import (
     DeferredPrompts,
     GroupSizing,
     Keeps,
+    KvAdmission,
     LengthSorted,
     RoundKind,
     SizingKind,
@@ -36,6 +38,7 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
     "continuous at 3": {"rounds": CONTINUOUS, "max_staleness": 3},
     "continuous, dropping": {"rounds": CONTINUOUS, "max_staleness": 2, "when_stale": StalePolicy.DROP},
     "continuous, regenerating": {"rounds": CONTINUOUS, "max_staleness": 1, "when_stale": StalePolicy.REGENERATE},
+    "continuous, by KV": {"rounds": CONTINUOUS, "max_staleness": 2, "kv_admission": KvAdmission()},
     "race": {"rounds": TAIL, "tail_batching": TailBatching()},
     "wide race": {
         "rounds": TAIL,
@@ -103,14 +106,19 @@ def random_settings(composition: str, sizing: str, random: Random) -> ControlSet
     else:
         groups, size = random.randint(1, 3), 8
     every, at_end = random.randint(0, 2), random.random() < 0.5
+    shares = random_shares(Random(str(random.getstate())))  # other draws stay as they are without sets
+    in_turns = not composition.startswith("continuous") and random.random() < 0.4
     return control_settings(
         **{
-            "presubmit": random.random() < 0.5,
+            "presubmit": random.random() < 0.5 and not in_turns,
+            "in_turns": in_turns,
             "dynamic_sampling": size > 1 and random.random() < 0.5,
             "batch_groups": groups,
             "group_size": size,
             "group_sizing": SIZINGS[sizing],
             "seed": random.randint(0, 99),
+            "shares": shares,
+            "tracked": random.choice([None, TrackedBaseline()]),
             "steps": random.randint(1, 8),
             "evaluate_every": every,
             "evaluate_limit": 3 * int(at_end),
@@ -121,6 +129,12 @@ def random_settings(composition: str, sizing: str, random: Random) -> ControlSet
             **COMPOSITIONS[composition],
         }
     )
+
+
+def random_shares(random: Random) -> dict[str, float]:
+    """Shares of one to eight training sets, or of a single source."""
+    weights = [random.random() ** 3 + 0.01 for _ in range(random.choice([0, 0, 1, 2, 3, 8]))]
+    return {f"set{number}": weight / sum(weights) for number, weight in enumerate(weights)}
 
 
 def random_run(
@@ -277,6 +291,7 @@ class CrashWorld(World):
             self.batches_lost = self.batches[self.to_step.batch_id]
         self.running, self.paused, self.returning = {}, {}, {}
         self.batches = {}
+        self.of_set = self.positions()
         self.draw = self.to_step = self.to_publish = self.to_evaluate = self.to_save = self.paused_for = None
 
     def _in_flight(self) -> dict[str, object]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -82,6 +83,7 @@ class World:
         self.start = self.trainer_version = self.live_version = resumed_from.version if resumed_from else start
         self.next_prompt = self.core.state.prompts.drawn
         self.prompts_left = None if prompts is None else prompts - self.next_prompt
+        self.of_set = self.positions()
         self.written: Checkpoint | None = None
         self.checkpoint: Checkpoint | None = None
         self.log: list[on.ControlEvent] = []
@@ -93,7 +95,7 @@ class World:
         self.scored: set[TrajectoryId] = set()
         self.oldest: dict[TrajectoryId, int] = {}
         self.batches: dict[int, list[tuple[TrajectoryId, ...]]] = {}
-        self.draw: int | None = None
+        self.draw: do.DrawPrompts | None = None
         self.to_step: do.StepOptimizer | None = None
         self.to_publish: int | None = None
         self.to_evaluate: tuple[int, int] | None = None
@@ -191,7 +193,7 @@ class World:
         match action:
             case do.DrawPrompts():
                 assert self.draw is None
-                self.draw = action.count
+                self.draw = action
             case do.LaunchGroup():
                 self._launch(action)
             case do.Drop():
@@ -315,8 +317,11 @@ class World:
 
     def answer_draw(self) -> None:
         assert self.draw is not None
-        count = self.draw if self.prompts_left is None else min(self.draw, self.prompts_left)
-        exhausted = count < self.draw
+        if self.draw.sets:
+            self.answer_draw_of_sets(self.draw)
+            return
+        count = self.draw.count if self.prompts_left is None else min(self.draw.count, self.prompts_left)
+        exhausted = count < self.draw.count
         if self.prompts_left is not None:
             self.prompts_left -= count
         numbers = range(self.next_prompt, self.next_prompt + count)
@@ -325,6 +330,27 @@ class World:
         tokens = tuple(10 + number % 7 for number in numbers)
         names = tuple(f"p{number}" for number in numbers)
         self.tell(on.PromptsDrawn(prompt_ids=names, exhausted=exhausted, prompt_tokens=tokens))
+
+    def answer_draw_of_sets(self, order: do.DrawPrompts) -> None:
+        """Each set has as many prompts as ``prompts`` says."""
+        assert len(order.sets) == order.count
+        names, sets, exhausted_sets = [], [], []
+        for name in order.sets:
+            if self.prompts is not None and self.of_set[name] >= self.prompts:
+                exhausted_sets.append(name)
+                continue
+            names.append(f"{name}/p{self.of_set[name]}")
+            sets.append(name)
+            self.of_set[name] += 1
+        self.draw = None
+        exhausted = tuple(dict.fromkeys(exhausted_sets))
+        self.tell(on.PromptsDrawn(prompt_ids=tuple(names), sets=tuple(sets), exhausted_sets=exhausted))
+        if not self.over_now:  # else it is not taken
+            assert self.positions() == +self.of_set, "control has other positions than the sources"
+
+    def positions(self) -> Counter[str]:
+        """Prompts that each set has given, as control knows it: where its source is opened again."""
+        return Counter({name: drawn.drawn for name, drawn in self.state.prompts.sets.items() if drawn.drawn})
 
     def score(
         self, trajectory: TrajectoryId, reward: float, tokens: int, late: int = 0, truncated: bool = False
@@ -376,9 +402,16 @@ class World:
         late = [a for a in self.answers[answered:] if not (isinstance(a, do.Drop) and not a.abort)]
         assert not late, "a late result was acted upon"
 
-    def measured(self, token_s: float = 0.001, environment: int = 0) -> on.EnginesMeasured:
-        figures = {"token_s": token_s, "environment": environment, "kv_usage": 0.3}
-        return on.EnginesMeasured(running=float(len(self.running)), waiting=0, preemptions=0, **figures)
+    def measured(self, token_s: float = 0.001, environment: int = 0, **caches: Any) -> on.EnginesMeasured:
+        figures = {"token_s": token_s, "environment": environment, "kv_usage": 0.3, "preemptions": 0} | caches
+        return on.EnginesMeasured(running=float(len(self.running)), waiting=0, **figures)
+
+    def measure_caches(self, random: Random) -> None:
+        """Engines report their KV caches, anywhere from empty to full, and contexts that were known a while ago."""
+        open_groups = [group for group in self.state.buffer.untrained if random.random() < 0.9]
+        contexts = {group: random.randint(0, 100) for group in open_groups}
+        preemptions = random.choice([0, 0, 2])
+        self.tell(self.measured(kv_usage=random.random(), contexts=contexts, preemptions=preemptions))
 
     def measure(self, random: Random) -> None:
         """Engines and clocks report. Now and then the tail looks costly, so that ``auto`` has something to change."""
@@ -398,7 +431,8 @@ class World:
             self.scored.discard(trajectory)
         self.to_step = None
         self.trainer_version = order.policy_version
-        self.tell(on.BatchTrained(batch_id=order.batch_id, policy_version=order.policy_version))
+        change = order.policy_version % 4 / 100 if self.settings.tracked else 0.0
+        self.tell(on.BatchTrained(batch_id=order.batch_id, policy_version=order.policy_version, change=change))
 
     def go_live(self) -> None:
         assert self.to_publish is not None
@@ -453,6 +487,8 @@ class World:
 
     def anything_else(self, random: Random) -> None:
         """What a checker adds to a walk."""
+        if self.core.settings.kv_admission is not None and random.random() < 0.2:
+            self.measure_caches(random)
 
     def run_to_end(self, limit: int = 20_000) -> None:
         """Whatever is possible happens, oldest first: the run must end."""
@@ -519,7 +555,10 @@ class World:
         if self.settings.checkpoint_at_end and self.start < self.settings.steps:
             assert self.saved[-1] == self.trainer_version
         if self.state.starved and not self.drained:
-            left = sorted({f"p{n}" for n in range(self.next_prompt)} - self.over)
+            drawn = {f"p{n}" for n in range(self.next_prompt)}
+            if self.settings.shares:
+                drawn = {f"{name}/p{n}" for name, count in self.of_set.items() for n in range(count)}
+            left = sorted(drawn - self.over)
             assert not left, f"prompts that were drawn and neither trained nor dropped: {left}"
 
     def _check_replay(self) -> None:

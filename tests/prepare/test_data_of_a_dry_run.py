@@ -106,6 +106,7 @@ def infinite(completion, **columns): return float("inf")
 def first_letter(completion, **columns): return float(completion[0] == "1")
 def short(completions, **columns): return [1.0]
 async def patient(completion, **columns): return 1
+def punishes(completion, *, answer): return 1.0 if completion == answer else -2.0
 def keyed(completion, *, info): return info["level"]
 """
 
@@ -134,6 +135,20 @@ def test_each_reward_is_called(name: str, failure: str, tokenizer: Tokenizer, tm
         assert problem.startswith(f"rewards: the reward \"{name}\" fails for the completion '12' of the first row (")
         assert failure in problem and problem.endswith(": correct it; `streamrl reward test` calls it alone")
     assert notes == [] and len(problems) == bool(failure)
+
+
+def test_a_reward_below_0_is_refused_where_it_divides(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """By the sum of all rewards, and only where all of them can be called."""
+    (tmp_path / "reward.py").write_text(REWARDS)
+    rewards = [{"function": f"{tmp_path}/reward.py:punishes"}, {"function": "exact"}]
+    table = {"model": {"path": str(MODEL)}, "prompts": {"train": "t.jsonl"}, "rewards": rewards}
+    prompt = read_prompt({"prompt": "12:", "answer": "12"}, 1, tokenizer)
+    assert call_rewards(load_recipe(table), prompt, tokenizer) == ([], [])
+    table["objective"] = {"algorithm": "maxrl"}
+    (problem,), _ = call_rewards(load_recipe(table), prompt, tokenizer)
+    assert 'has the reward -2, and objective.advantages = "group_ratio" divides by the mean reward' in problem
+    rewards.append({"function": "reward_model", "options": {"path": "m"}})
+    assert call_rewards(load_recipe(table), prompt, tokenizer) == ([], [])
 
 
 def test_a_reward_that_fails_for_an_empty_completion_is_noted(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -175,6 +190,31 @@ def test_the_dry_run_says_all_of_it(tmp_path: Path, write: Write, capsys: pytest
     assert 'metrics.report_to: prometheus?port="99999" is no port: write a number up to 65535' in captured.err
     assert 'warning: the reward "nothing" returns no value (None) for the first row' in captured.out
     assert 'rewards: the reward "raises" fails for the completion' in captured.err
+
+
+def test_the_dry_run_lists_rows_to_imitate(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """And their prompts count as trained; a file that is missing is in no line. A judge that compares is left out of
+    evaluations without siblings."""
+    train = write("train.jsonl", [{"prompt": f"{n}:", "answer": "1"} for n in range(9)])
+    demo = write("demo.jsonl", [{"prompt": f"{n}:", "completion": "1"} for n in range(20, 24)])
+    (tmp_path / "recipe.toml").write_text(
+        f'[model]\npath = "{MODEL}"\n[prompts.train]\nsums = "{train}"\ngone = "gone.jsonl"\n'
+        f'demo = {{ prompts = "{demo}", imitate = 0.5 }}\n[[rewards]]\nfunction = "exact"\n[[rewards]]\n'
+        'function = "judge"\noptions = { endpoint = "http://h/v1", model = "m", compare = "pairs" }\n'
+        f'[engines]\nkind = "simulated"\n[run]\ndirectory = "{tmp_path}"\nsteps = 6\n'
+        f'[rollout]\nprompts_per_batch = 4\n[evaluation]\nprompts = "{demo}?answer=completion"\n'
+    )
+    assert main(["train", str(tmp_path / "recipe.toml"), "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    rows = captured.out.partition("# the rows\n\n")[2].partition("\n\n")[0].splitlines()
+    assert rows == [
+        "prompts.train.sums: 9 rows; share 0.5; 12 prompts, 2 a step: 1.33 passes",
+        "evaluation.prompts: 4 rows",
+        "  warning: 4 of its 4 different prompts are in prompts.train too",
+        "prompts.train.demo: 4 rows; imitated, 12 in 6 steps: 3 passes",
+    ]
+    assert "; without judge, which compares siblings: evaluation.samples = 1 has none" in captured.out
+    assert "gone.jsonl" in captured.err
 
 
 def test_a_missing_column_is_named_in_a_chat_too(tokenizer: Tokenizer, write: Write) -> None:

@@ -19,10 +19,11 @@ from streamrl.base.errors import RecipeError
 from streamrl.prepare.hub.resolution import hub_looked_up, with_hub_folders
 from streamrl.pretrained.weight_files import stored_tensors
 from streamrl.processes.local_launcher import LocalLauncher
-from streamrl.recipe.judge import Judge
+from streamrl.recipe.objective import Objective
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.sections import Engines, Evaluation, EvaluationSet, Recipe
+from streamrl.recipe.served_models import Judge
 from streamrl.recipe.topology import ProcessPlan, Role
 
 CARD = b"---\nconfigs:\n" + b"".join(
@@ -166,15 +167,16 @@ def test_every_place_of_a_name(hub: LocalHub) -> None:
         recipe(),
         evaluation=Evaluation(prompts={"a": "hf:org/tables", "b": EvaluationSet(prompts="hf:org/tables?split=train")}),
         judge=Judge(model="org/tiny"),
+        objective=Objective(kl_coefficient=0.1, reference="org/tiny"),
         rewards=(Reward(function="reward_model", options={"path": "org/tiny"}),),
         engines=msgspec.convert(drafts, Engines),
     )
     with hub_looked_up(named) as found:
         text = dump_recipe(found.recipe)
         assert (
-            "org/tiny" not in text and "hf:" not in text and text.count(found.recipe.model.path.rpartition("/")[2]) == 4
+            "org/tiny" not in text and "hf:" not in text and text.count(found.recipe.model.path.rpartition("/")[2]) == 5
         )
-        assert dump_recipe(found.pinned(found.recipe)).count("hf:org/") == 6
+        assert dump_recipe(found.pinned(found.recipe)).count("hf:org/") == 7
     asked = [request.path for request in hub.requests if request.path == "/api/models/org/tiny"]
     assert len(asked) == 1, "each repository once"
 

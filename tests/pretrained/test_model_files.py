@@ -76,12 +76,19 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, str] | None, str]] = {
     "nothing": ({}, None, r"no \*\.safetensors weights"),
 }
 UNTRAINABLE: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a vision model": (
-        {"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {}},
+    "towers alone": (
+        {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {}, "hidden_size": None},
         "a",
-        "more than text",
+        r"has towers .vision_config in config.json. and no language model .text_config.: .* give the model that the",
     ),
-    "a model without a head": ({"architectures": ["Qwen2Model"]}, "a", "is a Qwen2Model: only causal language models"),
+    "a model of pairs": ({"architectures": ["CLIPModel"], "vision_config": {}}, "a", r"is a CLIPModel: only language"),
+    "an encoder and a decoder": ({"architectures": ["T5ForConditionalGeneration"]}, "a", "only language models"),
+    "experts of four bits": (
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        "a",
+        r"with Mxfp4Config.dequantize=True",
+    ),
+    "a model without a head": ({"architectures": ["Qwen2Model"]}, "a", "is a Qwen2Model: only language models"),
     "quantised weights": ({"quantization_config": {"quant_method": "awq"}}, "a", r"is quantised .awq.: training needs"),
     "padding beyond the embedding": ({"pad_token_id": 8}, "a", r"pad_token_id = 8 in .* 8 embeddings .0 to 7.: resize"),
     "another vocabulary": (
@@ -111,6 +118,7 @@ CUT: list[tuple[dict[str, Any], str]] = [
     ({"layers_block_type": ["mamba", "attention"]}, "mamba"),
     ({"num_attention_heads": None, "n_head": 2}, ""),
     ({"num_attention_heads": None, "model_type": "rwkv"}, "rwkv"),
+    ({"full_attn_idxs": [1], "model_type": "lfm2"}, "lfm2"),
 ]
 
 
@@ -195,6 +203,38 @@ def test_a_file_that_no_library_opens_is_refused(tmp_path: Path, name: str) -> N
     spoil(folder / "model.safetensors")
     with pytest.raises(ModelDirectoryError, match=said):
         read_model_facts(folder)
+
+
+def test_sizes_are_those_of_the_language_model(tmp_path: Path) -> None:
+    """Towers are not counted, and layers that a configuration only lists are; those with a state keep no keys."""
+    folder = folder_of(tmp_path, {}, None)
+    layers = [f"model.language_model.layers.{layer}.a" for layer in range(4)]
+    towers = [f"model.visual.blocks.{layer}.a" for layer in range(9)]
+    write_weights(folder / "model.safetensors", *layers, *towers, "model.embed_vision.b.weight")
+    text = {**CONFIG, "num_hidden_layers": None, "layer_types": ["linear_attention", "full_attention"] * 2}
+    classes = {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 9}}
+    (folder / "config.json").write_text(json.dumps({**classes, "text_config": text | {"architectures": None}}))
+    refuse_untrainable(folder)
+    facts = read_model_facts(folder)
+    assert (facts.parameters, facts.layers, facts.key_value_bytes) == (8, 4, 2 * 2 * 4 * 4)
+    (folder / "config.json").write_text(json.dumps({**classes, **text, "layer_types": None}))
+    assert read_model_facts(folder).layers == 4, "counted among the weights"
+
+
+def test_sizes_that_a_class_has_by_default_are_in_the_weights(tmp_path: Path) -> None:
+    """Published configurations of Gemma 3 leave out what is the default of their class."""
+    folder = folder_of(tmp_path, {}, None)
+    shapes = {"embed_tokens": (96, 8), "q_norm": (4,), "q_proj": (24, 8), "k_proj": (8, 8)}
+    for place, (name, shape) in enumerate(shapes.items(), 1):
+        part = "" if name == "embed_tokens" else "layers.0.self_attn."
+        name = f"language_model.model.{part}{name}.weight"
+        write_weights(folder / f"model-0000{place}-of-00004.safetensors", name, shape=shape)
+    classes = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"hidden_size": 7}}
+    text = {"hidden_size": 8, "num_hidden_layers": 1, "model_type": "gemma3_text"}
+    (folder / "config.json").write_text(json.dumps({**classes, "text_config": text}))
+    facts = read_model_facts(folder)
+    assert (facts.vocabulary, facts.queries, facts.key_value_bytes) == (96, 24, 2 * 2 * 4 * 4)
+    assert not row_split_problems(folder, 2), "heads that are not named do not make layers of attention recurrent"
 
 
 # ---- what ends a completion, and what the model can take -------------------------------------------

@@ -334,6 +334,10 @@ def test_the_first_prompt_is_shown_and_compared(tmp_path: Path) -> None:
     ]
     assert differs == "token 2 of 603 is 1 (<bos>) there, and 105 (ab) of 602 here"
     assert first(prompt_token_ids=[9])[1] == ""
+    (directory / "config.json").write_text('{"model_type": "qwen3_5"}')
+    (directory / "tokenizer_config.json").unlink(missing_ok=True)
+    cause = "; the cause may be its Qwen3_5Tokenizer, which has rules of its own in place of those of tokenizer.json"
+    assert first(prompt="a 1")[1].endswith(f" here{cause}")
 
 
 # ---- one tokenizer everywhere --------------------------------------------------------------------
@@ -457,6 +461,7 @@ def test_text_is_tokenised_in_one_place() -> None:
     apart |= {"prepare/first_prompt.py"}  # to compare with transformers
     apart |= {"prepare/called_rewards.py"}  # completions that a dry run shows to rewards
     apart |= {"learning/small_model/packaged.py"}  # only saves one
+    apart |= {"run/prompts/imitated_rows.py"}  # completions to imitate
     apart |= {"learning/small_model/chats.py"}  # demonstrations of a warm-up
     apart |= {"run/environments/chat.py", "run/environments/chat_tokens.py"}  # what environments say
     apart |= {"pretrained/turns/seam_tokens.py", "pretrained/turns/template_facts.py"}

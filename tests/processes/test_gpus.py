@@ -14,11 +14,11 @@ import msgspec
 import pytest
 from builders.files import SORT
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import InputError, RecipeError
 from streamrl.cli.main import main
 from streamrl.engines.vllm import visible_gpus
-from streamrl.engines.vllm.options import installed_device
-from streamrl.engines.vllm.visible_gpus import Gpu
+from streamrl.engines.vllm.options import engine_options
+from streamrl.engines.vllm.visible_gpus import Gpu, installed_device
 from streamrl.launch.pipeline import Pipeline
 from streamrl.prepare.gpu_placement import gpu_placement
 from streamrl.prepare.preflight import preflight
@@ -27,6 +27,7 @@ from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.rules.load_recipe import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Role, plan_topology
+from streamrl.rewards.served.options import served_options
 from tests.processes.trials import until
 
 SHOWS_GPUS = Path(__file__).with_name("shows_gpus.py")
@@ -34,15 +35,22 @@ GIB = 1 << 30
 
 
 class NoSuchGpu(Exception):
-    pass
+    value = 6
+
+
+class LostGpu(NoSuchGpu):
+    value = 15
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A host with CUDA builds and ``host.gib``: GiB of each GPU, by number; one is named by its UUID, too."""
-    host = SimpleNamespace(gib=[80.0] * 8)
+    """A host with CUDA builds and ``host.gib``: GiB of each GPU, by number; one is named by its UUID, too. All have
+    ``host.capability``; ``host.lost`` does not answer."""
+    host = SimpleNamespace(gib=[80.0] * 8, capability=[9, 0], lost=-1)
 
     def by_number(number: int) -> float:
+        if number == host.lost:
+            raise LostGpu("GPU is lost")
         if number >= len(host.gib):
             raise NoSuchGpu
         return float(host.gib[number])
@@ -59,15 +67,19 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     nvml = SimpleNamespace(
         NVMLError=NoSuchGpu,
+        NVML_ERROR_INVALID_ARGUMENT=2,
+        NVML_ERROR_NOT_FOUND=6,
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: len(host.gib),
         nvmlDeviceGetHandleByIndex=by_number,
         nvmlDeviceGetHandleByUUID=by_uuid,
         nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetCudaComputeCapability=lambda _: host.capability,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     for module in ("streamrl.engines.vllm.visible_gpus", "streamrl.prepare.preflight"):
         monkeypatch.setattr(f"{module}.installed_device", lambda: "cuda")
+    monkeypatch.setattr("streamrl.prepare.preflight.cuda_problem", str)
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
     return host
@@ -96,6 +108,15 @@ def test_gpus_are_those_of_nvml_and_the_environment(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus.visible_gpus() == tuple(Gpu(name, 80 * GIB) for name in found.split())
+
+
+def test_a_gpu_that_does_not_answer_is_named(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost GPU is no reason to leave out all GPUs after it without a word."""
+    cuda.lost = 3
+    with pytest.raises(InputError, match=r"GPU 3: its driver answers 'GPU is lost': .*CUDA_VISIBLE_DEVICES"):
+        visible_gpus.visible_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,4")
+    assert len(visible_gpus.visible_gpus()) == 4
 
 
 def test_memory_that_a_gpu_shares_with_the_host_is_not_known(cuda: Any) -> None:
@@ -221,11 +242,23 @@ def test_the_dry_run_shows_gpus_and_refuses_misfits(cuda: Any, capsys: pytest.Ca
     assert shown[2].startswith("  GPU 2       1.") and "of 80.0 GiB: trainer-0 1." in shown[2]
     cuda.gib = [4.0]
     assert main(asked) == 0
-    assert "  GPU 0       3.8 of 4.0 GiB: engine-0 1." in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "  GPU 0       3.8 of 4.0 GiB: engine-0 1." in shown and "share a GPU side by side: they fit" in shown
     assert main([*asked, "--set", "engines.gpu_memory_utilization=0.85"]) != 0
     error = capsys.readouterr().err
     assert "memory: GPU 0 has 4.0 GiB, and engine-0 1.7, engine-1 1.7, trainer-0 1." in error
     assert "set engines.gpu_memory_utilization = 0." in error
+
+
+def test_a_refusal_is_the_same_after_the_choice_of_turns(cuda: Any) -> None:
+    """A command that has asked which sharing it is, as the dry run, still says what rules turns out."""
+    cuda.gib = [10.0]
+    fitting = recipe("engines.gpu_memory_utilization=0.9")
+    assert gpu_placement(fitting).decided(fitting).in_turns
+    asked = recipe("engines.gpu_memory_utilization=0.9", "rollout.advanced.presubmit=true")
+    problems = gpu_placement(gpu_placement(asked).decided(asked)).problems
+    assert problems == gpu_placement(asked).problems
+    assert "presubmit" in problems[-1]
 
 
 def test_a_cuda_build_without_a_gpu_is_refused_before_the_start(cuda: Any) -> None:
@@ -235,6 +268,41 @@ def test_a_cuda_build_without_a_gpu_is_refused_before_the_start(cuda: Any) -> No
     device, engines = caught.value.problems
     assert device.startswith("training.device: this host has no CUDA device")
     assert engines.startswith("engines: vllm is a CUDA build and sees no GPU")
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [([7, 5], "float32"), ([8, 0], "bfloat16"), ([12, 0], "bfloat16")])
+def test_a_card_without_bfloat16_computes_in_float32(cuda: Any, capability: list[int], dtype: str) -> None:
+    """The demo fits a T4, where engine and judge compute in float32 unless the recipe says otherwise."""
+    cuda.gib = [14.6]
+    cuda.capability = capability
+    made = recipe("engines.dtype=auto")
+    preflight(made)
+    assert engine_options(made, 0, "/s", device="cuda").dtype == dtype
+    judge = msgspec.structs.replace(made.judge, model=made.model.path)
+    assert served_options(msgspec.structs.replace(made, judge=judge), Role.JUDGE, "/s", device="cuda").dtype == dtype
+    assert engine_options(made, 0, "/s", device="cpu").dtype == "float32"
+
+
+def test_dtypes_that_a_card_lacks_are_refused_by_their_keys(cuda: Any) -> None:
+    cuda.gib = [14.6]
+    asked = recipe("engines.dtype=bfloat16", "training.compute_dtype=bfloat16")
+    preflight(asked)
+    cuda.capability = [7, 5]
+    with pytest.raises(RecipeError) as caught:
+        preflight(asked)
+    assert caught.value.problems == [
+        f'{key}: "bfloat16" needs a GPU of compute capability 8.0, and GPU 0 has less: write "float32" or "auto"'
+        for key in ("engines.dtype", "training.compute_dtype")
+    ]
+
+
+def test_a_driver_that_does_not_come_up_is_refused(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked only where a process of the run uses a GPU."""
+    monkeypatch.setattr("streamrl.prepare.preflight.cuda_problem", lambda: "too old: update it")
+    with pytest.raises(RecipeError) as caught:
+        preflight(recipe())
+    assert caught.value.problems == ["cuda: too old: update it"]
+    preflight(recipe("engines.kind=simulated", "training.device=cpu"))
 
 
 @pytest.mark.long

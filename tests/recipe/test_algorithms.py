@@ -9,10 +9,13 @@ import pytest
 from builders.files import ROOT
 
 from streamrl.recipe.objective import KlEstimator, Objective, ObjectiveSettings, objective_settings, why_not_streaming
-from streamrl.recipe.objectives.catalog import ADVANTAGES, METHODS
+from streamrl.recipe.objectives.catalog import ALL_ADVANTAGES, METHODS
+from streamrl.recipe.objectives.distillation import Divergence
 from streamrl.recipe.objectives.grpo import GroupStd
 from streamrl.recipe.objectives.method import KlPlace
 from streamrl.recipe.objectives.ppo import ValueModel
+from streamrl.recipe.objectives.sapo import SoftGate
+from streamrl.recipe.objectives.spo import TrackedBaseline
 
 DOCUMENT = ROOT / "docs" / "training.md"
 
@@ -24,12 +27,18 @@ def resolved(**fields: Any) -> ObjectiveSettings:
 def test_every_field_of_the_recipe_overrides_the_method() -> None:
     """Another value than any method has, for every field: none may be lost on the way."""
     fields: dict[str, Any] = {
+        "function": "my.py:loss",
+        "options": {"bound": 0.3},
         "surrogate": "token_weight",
         "advantages": "cohort",
         "loss_normalization": "sequence_sum",
         "clip_low": 0.11,
         "clip_high": 0.12,
         "dual_clip": 3.0,
+        "reference": "folder",
+        "distillation_coefficient": 0.24,
+        "divergence": Divergence.EXACT,
+        "divergence_beta": 0.25,
         "kl_coefficient": 0.13,
         "kl_estimator": KlEstimator.K2,
         "kl_in": KlPlace.REWARD,
@@ -38,12 +47,14 @@ def test_every_field_of_the_recipe_overrides_the_method() -> None:
         "overlong_penalty": 0.16,
         "train_truncated": False,
         "cohort_batches": 17,
+        "tracked": TrackedBaseline(prior=2.0),
         "discount": 0.18,
         "gae_lambda": 0.19,
         "value_coefficient": 0.21,
         "value_clip": 0.22,
         "value_learning_rate": 0.23,
         "value_model": ValueModel.OWN,
+        "soft_gate": SoftGate(temperature_positive=0.25),
     }
     assert {*fields, "algorithm"} == set(ObjectiveSettings.__struct_fields__)
     for algorithm in METHODS:
@@ -85,6 +96,9 @@ def test_what_needs_other_models_or_trains_without_signal() -> None:
     assert not resolved(algorithm="ppo").has_value_model
     assert not resolved(algorithm="rloo").has_reference
     assert resolved(kl_coefficient=0.01).has_reference
+    assert resolved(algorithm="distillation", reference="folder").has_reference
+    assert not resolved(algorithm="distillation").has_reference, "a served teacher"
+    assert not resolved(reference="folder").has_reference
     # A group of equal rewards has a gradient where siblings are not compared, and through KL and entropy.
     assert not resolved().trains_without_signal
     for fields in (
@@ -92,6 +106,7 @@ def test_what_needs_other_models_or_trains_without_signal() -> None:
         {"algorithm": "ppo"},
         {"kl_coefficient": 0.01},
         {"entropy_coefficient": -0.01},
+        {"distillation_coefficient": 0.01},
     ):
         assert resolved(**fields).trains_without_signal
 
@@ -120,7 +135,7 @@ def test_the_part_with_its_own_keys_is_filled(monkeypatch: pytest.MonkeyPatch) -
     class WithBounded(ObjectiveSettings, frozen=True):
         bounded: Bounded = Bounded()
 
-    monkeypatch.setitem(ADVANTAGES, "bounded", Bounded())
+    monkeypatch.setitem(ALL_ADVANTAGES, "bounded", Bounded())
     settings = WithBounded(advantages="bounded", bounded=Bounded(bound=2.5))
     assert settings.estimator == Bounded(bound=2.5) and settings.estimator.compares_siblings
     assert msgspec.structs.replace(settings, advantages="group_std").estimator == GroupStd()

@@ -33,8 +33,11 @@ def test_every_key_is_explained_where_it_is_written() -> None:
     assert [line.partition(":")[0] for line in explain("restarts") if line.endswith("default 3")] == [
         "run.advanced.restarts",
         "judge.advanced.restarts",
+        "teacher.advanced.restarts",
         "engines.advanced.restarts",
     ]
+    assert explain("prompts.train.sums.share")[0] == "prompts.train.sums.share: a number > 0; default 1.0"
+    assert explain("share")[0] == "prompts.train.NAME.share: a number > 0; default 1.0"
     assert "the loss, or the reward of each token" in "\n".join(explain("objective.advanced.kl_in"))
 
 

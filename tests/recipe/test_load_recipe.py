@@ -120,13 +120,14 @@ GOLDEN = [
     ),
     (
         'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, environment, '
-        "run, rollout, tail_batching, length_sorted, group_sizing, "
-        "sampling, reward_limits, judge, objective, off_policy, training, lora, engines, weights, evaluation, "
+        "run, rollout, tail_batching, length_sorted, kv_admission, group_sizing, "
+        "sampling, reward_limits, judge, teacher, objective, off_policy, training, lora, engines, weights, evaluation, "
         "checkpoint, transport, cluster, metrics"
     ),
     (
         'demo.toml:9: prompts.temperature: unknown key; did you mean "sampling.temperature" or '
-        '"evaluation.temperature"? Keys of [prompts]: train, template, answer, template_arguments, shuffle'
+        '"evaluation.temperature"? Keys of [prompts]: train, template, answer, template_arguments, shuffle, '
+        "skip_solved, pools"
     ),
     'demo.toml:13: rewards.0.weight: "a" is not allowed: must be a number',
     "demo.toml:16: rollout.group_size: 0 is not allowed: must be an integer > 0",
@@ -270,7 +271,11 @@ positive_float = st.floats(1e-300, 1e300)
             in_flight=st.sampled_from(InFlight),
         ),
         sampling=st.builds(Sampling, temperature=st.floats(0.01, 2), top_p=st.floats(1e-9, 1)),
-        objective=st.builds(Objective, algorithm=st.sampled_from(list(METHODS)), entropy_coefficient=st.floats(-1, 1)),
+        objective=st.builds(
+            Objective,
+            algorithm=st.sampled_from(sorted({*METHODS} - {"distillation"})),  # which needs a teacher
+            entropy_coefficient=st.floats(-1, 1),
+        ),
         training=st.builds(Training, learning_rate=st.floats(0, 1)),
         engines=st.integers(1, 4).map(lambda n: Engines(count=n, cores=tuple(f"{i}-{i + 1}" for i in range(n)))),
         evaluation=st.builds(Evaluation, temperature=st.none() | st.floats(1e-9, 2)),

@@ -27,9 +27,9 @@ from streamrl.launch.attached_rewards import AttachedRewards
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.pipeline import carry_out
 from streamrl.launch.reward_workers import change_rewards, open_reward_stage
-from streamrl.prepare.preflight import preflight, with_checkpoint_rewards
+from streamrl.prepare.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward
-from streamrl.recipe.sections import Recipe, ResumedRewards
+from streamrl.recipe.sections import Recipe, ResumedRewards, TrainingSet
 from streamrl.recipe.topology import Topology, control_socket, plan_topology, rewards_endpoint
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.time_limits import LearntLimits
@@ -118,12 +118,14 @@ def live_run(make_recipe: MakeRecipe, tmp_path: Path) -> Callable[..., LiveRun]:
     made: list[LiveRun] = []
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "sort", "answer": "ab", "seconds": 0.0}) + "\n")
 
-    def make(rewards: tuple[Reward, ...] = (), **checkpoint: Any) -> LiveRun:
+    def make(rewards: tuple[Reward, ...] = (), names: tuple[str, ...] = (), **checkpoint: Any) -> LiveRun:
         recipe = make_recipe("length")
+        rows = str(tmp_path / "prompts.jsonl")
+        train = {"named": TrainingSet(prompts=rows, rewards=names), "all": rows} if names else rows
         recipe = structs.replace(
             recipe,
             rewards=rewards or recipe.rewards,
-            prompts=structs.replace(recipe.prompts, train=str(tmp_path / "prompts.jsonl")),
+            prompts=structs.replace(recipe.prompts, train=train),
             checkpoint=structs.replace(recipe.checkpoint, **checkpoint),
         )
         directory = tmp_path / f"run-{len(made)}"
@@ -194,6 +196,35 @@ async def test_rewards_are_changed_from_the_command_line(
     assert not control_socket(run.topology).exists()
     assert await run.streamrl("list") == 1
     assert "no run listens" in capsys.readouterr().err
+
+
+@pytest.mark.long
+async def test_an_attached_reward_scores_sets_that_name_theirs(
+    live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also after a resume; one of the recipe that the set does not name still does not. A name that a set has stays."""
+    half = Reward(function=f"{KILLERS}:half", name="half")
+    first = live_run(rewards=(Reward(function=f"{KILLERS}:length"), half), names=("length",))
+    made = make_trajectory("ab", group=0, answer="ab")
+    named = structs.replace(made, prompt=structs.replace(made.prompt, rewards=("length",)))
+    async with first.going_on() as run:
+        (before,) = await run.score(named)
+        assert before.reward_parts == {"length": 2.0}
+        assert await run.streamrl("attach", f"{KILLERS}:match", "--shadow") == 0
+        (after,) = await run.score(structs.replace(named, id=structs.replace(named.id, group_id=1)))
+        assert after.reward_parts == {"length": 2.0, "match": 1.0}
+        capsys.readouterr()
+        assert await run.streamrl("attach", f"{KILLERS}:prepared") == 2
+        said = capsys.readouterr().err
+        assert "prompts.train.named: " in said and 'has no column "missing"' in said
+        assert await run.streamrl("replace", "length", f"{KILLERS}:match", "--name", "better") == 2
+        assert 'prompts.train.named chooses rewards by name: give it the name "length"' in capsys.readouterr().err
+    resumed, _ = recipe_of_resumed_run(first.recipe, first.run_directory)
+    sets = resumed.prompts.sets
+    assert [(sets[name].serves(half), sets[name].serves(resumed.rewards[-1])) for name in sets] == [
+        (False, True),
+        (True, True),
+    ]
 
 
 ADAPTIVE = Reward(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streamrl.base import types
 from streamrl.base.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory, token_array
@@ -27,8 +28,14 @@ from streamrl.rewards.calls.trusted import TrustedCoroutines
 from streamrl.rewards.reward_exchange import outcome_of
 from streamrl.rewards.reward_queue import RewardQueue
 from streamrl.rewards.scoring import SampleValue, combine
+from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CallResult, CheckedValue, check_returned, check_value
 from tests.rewards.conftest import KILLERS
+
+ALONE = RewardSignature(
+    spec="score.py:score", name="score", first="completion", per_group=False, is_async=False, wants_all=False
+)
+IN_GROUPS = replace(ALONE, per_group=True)
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]
@@ -282,6 +289,25 @@ def killer(name: str, **options: Any) -> Reward:
     return Reward(function=f"{KILLERS}:{name}", trusted=True, **options)
 
 
+async def test_only_the_rewards_of_its_set_score_a_prompt(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
+    """Others are not called, so they cannot fail it either; a prompt without names is scored by all."""
+    recipe = trusted("length", "raises", "three")
+    sampled = make_trajectory()
+    prompt = msgspec.structs.replace(sampled.prompt, rewards=("three", "length"))
+    of_set = msgspec.structs.replace(sampled, prompt=prompt)
+    (outcome,) = await score(recipe, of_set)
+    assert isinstance(outcome, ScoredTrajectory), outcome
+    assert outcome.reward == 6
+    assert [call.function for call in outcome.calls] == ["length", "three"]
+    (failure,) = await score(recipe, sampled)
+    assert isinstance(failure, RewardFailure)
+    assert failure.function == "raises"
+    nobody = msgspec.structs.replace(prompt, rewards=("judge",))
+    (failure,) = await score(recipe, msgspec.structs.replace(sampled, prompt=nobody))
+    assert isinstance(failure, RewardFailure)
+    assert "not applicable" in failure.message
+
+
 async def test_named_parts_are_weighted_and_reported(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
     recipe = with_rewards(trusted("length"), killer("mapping", weight=2.0, part_weights={"style": 0.5}))
     (outcome,) = await score(recipe, make_trajectory())
@@ -370,7 +396,7 @@ any_value = st.one_of(
 def test_no_reward_is_invented(make_trajectory: MakeTrajectory, value: Any) -> None:
     """One function of weight 1: the reward trained on equals what it returned, or there is none."""
     reward = Reward(function="m:f")
-    (checked,) = check_returned(value, 1, per_group=False)
+    (checked,) = check_returned(value, 1, ALONE)
     outcome = outcome_of(make_trajectory(), combine([SampleValue(reward, checked, CallResult((checked,)))]), 0)
     if isinstance(outcome, ScoredTrajectory):
         returned = sum(v for v in value.values() if v is not None) if isinstance(value, dict) else float(value)
@@ -402,7 +428,7 @@ def test_names_of_parts_are_plain_strings_that_travel() -> None:
 
 @given(values=st.lists(any_value, max_size=5), count=st.integers(1, 5))
 def test_group_list_gives_each_sample_its_own_value(values: list[Any], count: int) -> None:
-    checked = check_returned(values, count, per_group=True)
+    checked = check_returned(values, count, IN_GROUPS)
     assert len(checked) == count
     if len(values) != count:
         assert {c.failure.kind for c in checked if c.failure} == {WRONG_TYPE}
@@ -415,10 +441,10 @@ def test_arrays_are_lists_of_their_numbers() -> None:
     """TRL takes what a tensor is made of: a list, an array, a tensor, and each of them in a list."""
     ones = [np.float32(1), np.array(1.0)]
     for returned in (np.array([1, 1]), np.ones(2, np.float32), ones):
-        assert check_returned(returned, 2, per_group=True) == (CheckedValue(1.0),) * 2
+        assert check_returned(returned, 2, IN_GROUPS) == (CheckedValue(1.0),) * 2
     assert check_value({"part": np.array(1)}) == CheckedValue(parts={"part": 1.0})
     for wrong in (np.ones((2, 1)), np.array([1.0, math.nan]), np.array(["a", "b"])):
-        assert check_returned(wrong, 2, per_group=True)[1].failure is not None
+        assert check_returned(wrong, 2, IN_GROUPS)[1].failure is not None
 
 
 @given(parts=st.lists(st.tuples(st.none() | st.floats(-1e6, 1e6), st.floats(-10, 10)), min_size=1, max_size=4))
@@ -444,7 +470,7 @@ def test_total_is_the_weighted_sum_of_what_applies(
 
 
 def result_of(value: Any, seconds: float = 0.0) -> CallResult:
-    return CallResult(check_returned(value, 1, per_group=False), seconds)
+    return CallResult(check_returned(value, 1, ALONE), seconds)
 
 
 async def test_a_queue_bounds_calls_and_takes_the_smallest_rank() -> None:

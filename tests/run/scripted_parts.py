@@ -116,10 +116,14 @@ class CountedPrompts:
     def go_on(self, drawn: int) -> None:
         self._next = drawn
 
-    async def draw(self, count: int) -> list[Prompt]:
+    async def draw(self, count: int, sets: Sequence[str] = ()) -> list[Prompt]:
         numbers = range(self._next, min(self._next + count, self._limit))
         self._next = numbers.stop
-        return [Prompt(prompt_id=f"p{n}", token_ids=token_array([2, 3, 4])) for n in numbers]
+        names = sets or [""] * len(numbers)
+        return [
+            Prompt(prompt_id=f"p{n}", token_ids=token_array([2, 3, 4]), set=name)
+            for n, name in zip(numbers, names, strict=False)
+        ]
 
 
 class CountingRank:

@@ -154,11 +154,24 @@ def test_a_shaping_reward_changes_no_score() -> None:
 def test_the_score_is_the_first_counted_or_named_reward(tmp_path: Path) -> None:
     """The score is the first reward that is no shadow, or the one that the recipe names."""
     text = "".join(f'[[rewards]]\nfunction = "m:{n}"\nshadow = {s}\n' for n, s in (("a", "true"), ("b", "false")))
-    (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n{text}')
-    assert load_recipe(tmp_path / "r.toml").score == "b"
-    assert load_recipe(tmp_path / "r.toml", ["evaluation.advanced.reward=a"]).score == "a"
+    (tmp_path / "r.toml").write_text(
+        f'[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n[evaluation]\nprompts = "h.jsonl"\n{text}'
+    )
+    for overrides, label in (([], "b"), (["evaluation.advanced.reward=a"], "a")):
+        score = load_recipe(tmp_path / "r.toml", overrides).score_of("held_out")
+        assert score and score.label == label
     with pytest.raises(RecipeError, match=r'"c" is no reward of this recipe: write one of a, b'):
         load_recipe(tmp_path / "r.toml", ["evaluation.advanced.reward=c"])
+
+
+def test_a_run_without_rewards_has_no_score() -> None:
+    """A teacher alone trains it: its evaluations say lengths, and no score of 0."""
+    table = {"model": "m", "prompts": {"train": "t.jsonl"}, "evaluation": {"prompts": "h.jsonl"}, "rewards": []}
+    recipe = load_recipe(table | {"objective": {"algorithm": "distillation", "reference": "t"}})
+    assert recipe.score_of("held_out") is None
+    metrics = evaluation_metrics(rewarded(0, 0.0), 1, reward=None)
+    assert metrics["eval/held_out/length_mean"] == 2
+    assert not any("@" in name for name in metrics)
 
 
 def test_one_sample_is_the_mean_over_prompts() -> None:
@@ -223,7 +236,7 @@ async def test_open_requests_are_bounded_and_samples_distinct() -> None:
     assert [(o.id.prompt_id, o.id.sample) for o in orders.launched] == [
         (f"p{p}", s) for p in range(3) for s in range(3)
     ]
-    assert all(o.evaluation and o.group_size == 1 and o.sampling == {"temperature": 0.5} for o in orders.launched)
+    assert all(o.evaluation and o.group_size == 3 and o.sampling == {"temperature": 0.5} for o in orders.launched)
     assert figures["eval/held_out/failed"] == 9
 
 
@@ -310,6 +323,27 @@ async def test_a_cancelled_evaluation_ends_with_its_requests() -> None:
     assert len(orders.launched) == 3
 
 
+async def test_the_samples_of_a_prompt_are_launched_together() -> None:
+    """Rewards that compare siblings wait for all of them: with fewer requests at once, and when it is cancelled."""
+    evaluation, orders = EvaluationRun(held_out(3, 3, in_flight=1), 7, limit=0, seed=1), Launched()
+
+    async def run() -> None:
+        await evaluation.run(orders, orders.note)  # type: ignore[arg-type]
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await anyio.wait_all_tasks_blocked()
+        assert [order.id.sample for order in orders.launched] == [0, 1, 2]
+        await orders.end(orders.launched[0])
+        await anyio.wait_all_tasks_blocked()
+        evaluation.cancel(orders)  # type: ignore[arg-type]
+        for number in range(1, 6):
+            await orders.end(orders.launched[number])
+            await anyio.wait_all_tasks_blocked()
+    assert [order.id.prompt_id for order in orders.launched] == ["p0"] * 3 + ["p1"] * 3
+    assert orders.cancelled == {order.id for order in orders.launched[1:]}
+
+
 async def test_an_evaluation_of_nothing_ends() -> None:
     orders = Launched()
     figures = await EvaluationRun(HeldOut(), 0, limit=0, seed=1).run(orders, orders.note)  # type: ignore[arg-type]
@@ -387,6 +421,9 @@ def test_the_message_has_the_value_the_bound_and_the_advice() -> None:
     later = [message for step in range(2, 11) for message in alarms.check(step, {"reward/zero_std_ratio": 1.0})]
     assert len(later) == 1 and "above 0.95 for 10 steps: almost every prompt" in later[0]
     assert Alarms(alarm_rules(0)).check(1, {"policy/mismatch_abs_mean": 9.0}) == []
+    tail = {"policy/mismatch_below_ratio": 0.011}
+    assert "less than 1 / e as likely" in Alarms(alarm_rules(0.05)).check(1, tail)[0]
+    assert Alarms(alarm_rules(0)).check(1, tail) == []
 
 
 def test_failed_rewards_are_told_of_at_once_and_then_seldom() -> None:

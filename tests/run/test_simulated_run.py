@@ -9,8 +9,10 @@ import pytest
 from builders.files import json_lines
 
 from streamrl.base.errors import CannotContinue
-from streamrl.base.run_events import EvaluationFinished, RunDecided, RunProgress, RunWarning, StepFinished
+from streamrl.base.run_events import EvaluationFinished, RunDecided, RunEvent, RunProgress, RunWarning, StepFinished
 from streamrl.control.actions import ControlAction, LaunchGroup
+from streamrl.control.events import RoundsAdvised
+from streamrl.control.policies.auto import SYNCHRONOUS
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
 from streamrl.observe.report import run_report
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
@@ -221,6 +223,30 @@ async def test_an_exhausted_source_ends_the_run(tmp_path: Path) -> None:
     run = SimulatedRun(run_settings(steps=100), tmp_path, prompts=10)
     assert await run.run() == "prompts exhausted"
     assert run.controller.state.accounting().trained == 40
+
+
+class AdvisedEvents(list[RunEvent]):
+    """Events of a run that is advised to race once its third step is printed."""
+
+    def __init__(self, run: SimulatedRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def append(self, event: RunEvent) -> None:
+        super().append(event)
+        if isinstance(event, StepFinished) and event.step == 3:
+            self._run.controller.notify(RoundsAdvised(goodput={SYNCHRONOUS: 1.0, "tail_batching 1.5": 2.0}))
+
+
+@pytest.mark.parametrize("presubmit", [False, True])
+async def test_a_decision_names_the_first_step_it_concerns(presubmit: bool, tmp_path: Path) -> None:
+    """A round that is submitted in advance opens while the step before it is trained."""
+    run = SimulatedRun(run_settings(rounds=RoundKind.AUTO, presubmit=presubmit, batch_groups=8), tmp_path)
+    run.events = AdvisedEvents(run)
+    assert await run.run() == "finished"
+    [decision] = [event for event in run.events if isinstance(event, RunDecided) and event.subject == "rounds"]
+    races = [e.step for e in run.events if isinstance(e, StepFinished) and "round/short/group_size" in e.metrics]
+    assert decision.step == races[0]
 
 
 # ---- engines that are freed late in a round -------------------------------------------------------------

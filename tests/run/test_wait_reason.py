@@ -161,14 +161,14 @@ class Watched(World):
         self.now_s += self.random.expovariate(1.0)
         self.lives[-1].update(self.state)
         found, _ = self.lives[-1].waits_for()
-        assert_fits(self.state, found)
+        assert_fits(self.state, found, in_turns=self.settings.in_turns)
         return actions
 
     def _shell(self) -> ShellView:
         return ShellView(sampling=self.random.randrange(20), scoring=self.random.randrange(5), capacity=16, engines=1)
 
 
-def assert_fits(state: RunState, found: WaitReason) -> None:
+def assert_fits(state: RunState, found: WaitReason, *, in_turns: bool = False) -> None:
     """Said the other way round than the classifier has it: what each reason promises must be open."""
     open_members = any(group.open and not group.paused for group in state.buffer.untrained.values())
     match found:
@@ -183,7 +183,7 @@ def assert_fits(state: RunState, found: WaitReason) -> None:
         case WaitReason.PROMPTS:
             assert state.pending.draw
         case WaitReason.SAMPLING | WaitReason.TAIL | WaitReason.REWARD:
-            assert open_members and not state.batch_closed and state.batch.missing > 0
+            assert open_members and not state.batch_closed and (state.batch.missing > 0 or in_turns)
         case WaitReason.SHUTDOWN:
             assert state.finished
         case WaitReason.ENGINE_START:

@@ -86,6 +86,7 @@ async def test_the_page_of_extensions_is_a_run(
         "rewards.0.function": f"{page}:brief",
         "rollout.rounds": "custom",
         "rollout.policy": f"{page}:OneByOne",
+        "objective.function": str(ROOT / "examples" / "custom_loss.py") + ":gmpo",
         "engines.kind": "simulated",
         "engines.count": 1,
         "rollout.prompts_per_batch": 4,

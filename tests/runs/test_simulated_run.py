@@ -371,7 +371,8 @@ def test_processes_note_what_they_do_while_they_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("talks", [False, True])
 def test_a_run_of_kills_ends_with_the_weights_of_a_calm_one(tmp_path: Path, talks: bool) -> None:
     """A run whose processes are killed ends with the weights of an undisturbed one. Controller, rank, engine process,
-    reward or environment worker, then the supervisor: real kills of a run with simulated engines."""
+    reward or environment worker, then the supervisor: real kills of a run with simulated engines. The calm run encodes
+    its versions, the engine of the other one reads them from the trainer's memory."""
     steps, temporary = 14 if talks else 24, Path(tempfile.mkdtemp(prefix="srl"))
     environment = os.environ | {"TMPDIR": str(temporary)}
     common = {"run__steps": steps, "run__deterministic": True, "checkpoint__every": 4}
@@ -388,7 +389,8 @@ def test_a_run_of_kills_ends_with_the_weights_of_a_calm_one(tmp_path: Path, talk
         }
         own |= {"environment__max_tokens": 500, "sampling__max_tokens": 24}
         own |= {"environment__advanced__credit": "return_to_go"}
-        flags = [] if arguments else _flags(tmp_path / folder, **common, **(own if talks else {}))
+        near = {"weights__advanced__shared_memory": folder == "killed"}
+        flags = [] if arguments else _flags(tmp_path / folder, **common, **near, **(own if talks else {}))
         pipe = subprocess.PIPE
         return subprocess.Popen([*command, *flags], env=environment, text=True, stdout=pipe, stderr=subprocess.STDOUT)
 
@@ -398,9 +400,12 @@ def test_a_run_of_kills_ends_with_the_weights_of_a_calm_one(tmp_path: Path, talk
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         return len({json.loads(line)["step"] for line in lines if '"kind":"step"' in line and line.endswith("}")})
 
-    def rates(run: Path) -> dict[int, float]:
+    def of_steps(run: Path, metric: str) -> dict[int, float]:
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        return {line["step"]: line["optim/lr"] for line in lines if line["kind"] == "step"}
+        return {line["step"]: line[metric] for line in lines if line["kind"] == "step"}
+
+    def rates(run: Path) -> dict[int, float]:
+        return of_steps(run, "optim/lr")
 
     try:
         alone, killed = start("alone"), start("killed")
@@ -427,6 +432,13 @@ def test_a_run_of_kills_ends_with_the_weights_of_a_calm_one(tmp_path: Path, talk
         assert rates(run) == rates(tmp_path / "alone" / "runs" / "latest") and len({*rates(run).values()}) == steps - 1
         whole, weights = _weights(tmp_path / "alone" / "runs" / "latest", steps), _weights(run, steps)
         assert whole and weights == whole
+        for folder, bytes_or_not in (("alone", True), ("killed", False)):
+            ended = tmp_path / folder / "runs" / "latest"
+            assert any(of_steps(ended, "weights/payload_bytes").values()) is bytes_or_not
+            engines = list(of_steps(ended, "weights/from_memory").values())
+            # A version that was pushed while the engine was down reached it when it was started again.
+            missed = engines.count(0.0)
+            assert missed == steps if bytes_or_not else missed <= 5
         assert _left_of([*markers, _marker(run)], temporary) == []
         for folder, kills in (("alone", 0), ("killed", 5)) if talks else ():
             turns: dict[str, list[str]] = {}

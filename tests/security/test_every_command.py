@@ -34,6 +34,7 @@ SECRETS = {
 }
 OPTION = "sk-canary-of-an-option-0123456789"
 OF_THE_READER = "canary of a file of the reader"
+ROOT = Path(__file__).parents[2]
 SMALL = (
     "engines.kind=simulated run.steps=2 rollout.prompts_per_batch=4 rollout.group_size=4 sampling.max_tokens=32 "
     "evaluation.prompts= training.advanced.threads=1"
@@ -63,6 +64,9 @@ try DIR/recipe.toml {SMALL}
 resume RUN --set run.steps=3
 completion bash
 keys DIR/keys
+memory DIR/recipe.toml --cards 24
+families --list
+objective test {ROOT}/examples/custom_loss.py:gmpo
 launch template slurm DIR/slurm.sh
 launch slurm DIR/recipe.toml --nodes 2 --print
 launch kubernetes DIR/recipe.toml --image i --pvc p --nodes 2 --print

@@ -94,7 +94,7 @@ def test_each_role_gets_its_own_keys_and_others_get_none(keys: Path) -> None:
     given = recipe(keys=str(keys))
     for role in Role:
         told = transport_variables(given, role)
-        if role in (Role.REWARD, Role.ENVIRONMENT, Role.JUDGE):
+        if role in (Role.REWARD, Role.ENVIRONMENT, Role.JUDGE, Role.TEACHER):
             assert not any(told.values())
             assert set(told) == {KEYS_DIRECTORY, KEY_ROLE, OPEN_TO_ALL}, "and what was inherited is taken away"
         else:

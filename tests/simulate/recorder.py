@@ -94,6 +94,7 @@ class Recorder(Simulation):
         """Run to the end; once."""
         rows = self.run().recent
         trainer = self.model.trainer
+        in_turns = self.core.settings.in_turns
         steps: list[StepLine] = []
         now = 0.0
         for row in rows:
@@ -105,6 +106,8 @@ class Recorder(Simulation):
                     samples=row.samples, trained_tokens=row.trained_tokens, generated_tokens=int(row.generated_tokens),
                     step_s=row.step_s, rollout_s=row.rollout_s, training_s=row.training_s, push_s=row.push_s,
                     paused_s=0.01, forward_backward_s=worked,
+                    to_ranks_s=in_turns * self.model.push.to_ranks_s,
+                    to_engines_s=in_turns * self.model.push.to_engines_s,
                 )
             )  # fmt: skip
         trained_s = {line.policy_version - 1: line.time_s - line.push_s for line in steps}

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from streamrl.observe.report.trajectory_trace import RecordedRun
 from streamrl.recipe.scheduling import RoundKind, TailBatching
-from streamrl.recipe.sections import Recipe, ReleaseKind
+from streamrl.recipe.sections import GpuSharing, Recipe, ReleaseKind
 from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.recording import Agreement, agreement
@@ -62,6 +62,8 @@ def test_a_well_simulated_run_leaves_forecasts_unchanged(synchronous: RecordedRu
     stale = recipe_of(RoundKind.CONTINUOUS, max_staleness=2)
     beside = told.unknown(report_of(rounds=RoundKind.CONTINUOUS, max_staleness=2), stale)
     assert "cannot know: the recorded run trained on-policy" in beside, "how fast training is then, no fit can tell"
+    turns = replace(recipe_of(), engines=replace(recipe_of().engines, gpu_sharing=GpuSharing.IN_TURNS))
+    assert "had engines and trainer side by side" in told.unknown(report_of(), turns), "beside it each is slower"
     assert len(told.notes()) == 1 and "as recorded / as simulated" in told.notes()[0]
 
 

@@ -79,6 +79,16 @@ def test_a_recorded_run_gives_its_constants_back() -> None:
     assert fit.model.lengths.correlation == pytest.approx(0.65, abs=0.12)
 
 
+def test_turns_are_recorded_with_their_switches() -> None:
+    """Switches are no part of training or push, so that a run in turns tells the time of one side by side."""
+    truth = with_part(TRUTH, "push", seconds=0.03, pause_s=0.01, to_ranks_s=0.3, to_engines_s=0.7)
+    fit = calibrate(Recorder(truth, 16, in_turns=True).recorded())
+    push = fit.model.push
+    assert (push.seconds, push.to_ranks_s, push.to_engines_s) == pytest.approx((0.03, 0.3, 0.7), rel=1e-3)
+    assert fit.model.trainer.optimizer_s < 0.1 and "push.to_engines_s" not in fit.assumed
+    assert "push.to_engines_s" in calibrate(Recorder(TRUTH, 16).recorded()).assumed
+
+
 def test_the_fitted_cluster_predicts_the_step_of_another_shape() -> None:
     fit = calibrate(Recorder(TRUTH, 10).recorded())
     chosen = control_settings(batch_groups=8, group_size=8)

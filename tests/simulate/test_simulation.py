@@ -36,6 +36,12 @@ POLICIES: dict[str, dict[str, Any]] = {
         "length_sorted": LengthSorted(cohort_batches=3, partial=True),
         "max_staleness": 2,
     },
+    "partial in turns": {
+        "rounds": RoundKind.LENGTH_SORTED,
+        "length_sorted": LengthSorted(cohort_batches=3, partial=True),
+        "max_staleness": 2,
+        "in_turns": True,
+    },
     "continuous": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 2},
     "continuous, dropping": {
         "rounds": RoundKind.CONTINUOUS,
@@ -165,6 +171,24 @@ def test_presubmission_hides_the_arrivals() -> None:
         assert ahead.staleness_max == 0
     assert 1.05 < gain[0.03] < 1.3
     assert gain[0.3] == pytest.approx(1.40 / 1.07, rel=0.1)
+
+
+def test_turns_overlap_nothing_and_cost_two_switches() -> None:
+    """In turns a step takes its rollout, its training without streaming, its push, and both switches."""
+    model = with_part(TINY, "trainer", token_s=2e-4, streaming_speed=0.5, rollout_slowdown=1.5)
+    model = with_part(model, "push", seconds=0.02, pause_s=0.01, to_ranks_s=0.3, to_engines_s=0.7)
+    (beside,), (free,), (turns,) = (
+        simulate(control_settings(in_turns=in_turns), switched, 1, warm_up=1).recent
+        for in_turns, switched in (
+            (False, model),
+            (True, with_part(model, "push", to_ranks_s=0.0, to_engines_s=0.0)),
+            (True, model),
+        )
+    )
+    assert free.training_s > beside.training_s and free.rollout_s < beside.rollout_s
+    assert turns.rollout_s == pytest.approx(free.rollout_s)
+    assert turns.training_s == pytest.approx(free.training_s + 0.3)
+    assert turns.push_s == pytest.approx(free.push_s + 0.7) and free.push_s == pytest.approx(0.02)
 
 
 def test_paused_engines_wait_for_live_weights() -> None:

@@ -15,6 +15,7 @@ from streamrl.base.types import TurnTimes
 from streamrl.cli.main import main
 from streamrl.observe.report.trajectory_trace import RecordedRun, TrajectoryLine, TrajectoryTrace
 from streamrl.recipe.environment import Environment
+from streamrl.recipe.scheduling import AdmissionKind, RoundKind
 from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.lengths import ModelledLengths, RecipeLengths, RecordedLengths
 from streamrl.simulate.recording import agreement
@@ -67,6 +68,23 @@ def test_a_recorded_trajectory_is_replayed_turn_by_turn(
     assert report.recent[0].rollout_s == pytest.approx(environment_s + sampling_s)
     assert report.trained.mean == (160 if "max_turns" in more else 190)
     assert report.rollout_bubble == pytest.approx(1 - sampling_s / (environment_s + sampling_s)), "they hold no slot"
+
+
+def test_admission_by_kv_keeps_contexts_that_slots_evict() -> None:
+    """Engines whose KV caches hold a third of the contexts: fewer are preempted, and a trajectory takes less
+    time."""
+    engine = {"kv_tokens": 6000, "prefill_tokens_s": 20_000.0, "max_num_seqs": 64}
+    model = with_part(with_part(TINY, "engine", **engine), "engines", count=1, prompt_tokens=50)
+    model = replace(model, environment=EnvironmentModel(turn_tokens=8, appended_tokens=60, seconds=0.05))
+    rollout = replace(RECIPE.rollout, rounds=RoundKind.CONTINUOUS, max_staleness=5, prompts_per_batch=8, group_size=2)
+    reports = {}
+    for admission in AdmissionKind:
+        recipe = replace(RECIPE, rollout=replace(rollout, admission=admission))
+        reports[admission] = simulate_recipe(recipe, model, 40, ModelledLengths(TINY.lengths, 3), warm_up=4)
+    slots, kv = reports.values()
+    assert kv.goodput > 1.2 * slots.goodput, (kv.goodput, slots.goodput)
+    assert kv.preemptions < slots.preemptions / 2, (kv.preemptions, slots.preemptions)
+    assert kv.trained.mean == pytest.approx(slots.trained.mean, rel=0.1)
 
 
 ROUNDS = ("continuous at 3", "race on both axes", "deferred prompts resumed", "partial", "sorted, oversubscribed")

@@ -14,6 +14,7 @@ from builders.stages import ZeroRewards, episodes_on
 from builders.weights import anchor
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streamrl.base.errors import RequestRefused
 from streamrl.base.messages import Generate, PauseMode
@@ -29,7 +30,7 @@ from streamrl.base.types import Completion, FinishReason, Prompt, Trajectory, Tr
 from streamrl.contracts import Journal
 from streamrl.engines.resumption import completion_id_of
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.stages.episodes import Episode, EpisodeCancelled, Episodes, OpenTrajectory, one_completion
+from streamrl.stages.episodes import Episode, EpisodeCancelled, Episodes, OpenTrajectory, completion_or, one_completion
 
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
 
@@ -181,6 +182,38 @@ def assert_joined(bench: Bench, sample: int) -> Trajectory:
         assert segment.version_spans[-1].end == len(segment.token_ids)
     assert isinstance(finished, Trajectory) and finished.generated_tokens == sum(map(len, turns[::2]))
     return finished
+
+
+async def test_a_prompt_has_its_own_limit_of_tokens() -> None:
+    """The engine gets the limit of the prompt's set where it is lower than that of the run."""
+    bench = Bench(RecordingEngine(), max_tokens=300)
+    async with bench.stage.running():
+        for sample, limit in enumerate((0, 5, 400)):
+            order = launch(sample)
+            bench.stage.launch(replace(order, prompt=replace(order.prompt, max_tokens=limit)), bench.take)
+        await bench.until(lambda: len(bench.of(Scored)) == 3)
+    assert [request.max_tokens for request in bench.engine.asked.values()] == [300, 5, 300]
+    lengths = sorted(scored.outcome.trajectory.generated_tokens for scored in bench.of(Scored))
+    assert lengths[0] == 5
+
+
+async def test_a_prompt_with_tokens_needs_no_environment() -> None:
+    """Beside episodes, whose environment writes the prompt, a prompt with tokens is sampled as one completion."""
+
+    async def episode(model: OpenTrajectory) -> None:
+        await model.sample(ANSWER)
+        await model.sample(ANSWER)
+
+    bench = Bench(RecordingEngine(), episode=completion_or(episode))
+    async with bench.stage.running():
+        bench.launch(0)
+        order = launch(1)
+        bench.stage.launch(replace(order, prompt=replace(order.prompt, token_ids=token_array())), bench.take)
+        await bench.until(lambda: len(bench.of(Scored)) == 2)
+    turns = {scored.outcome.trajectory.id.sample: scored.outcome.trajectory.segments for scored in bench.of(Scored)}
+    assert [segment.trained for segment in turns[0]] == [True]
+    assert [segment.trained for segment in turns[1]] == [False, True, False, True]
+    assert bench.engine.asked[f"{identity(0)}/0"].token_ids == token_array([2, 3])
 
 
 async def test_a_paused_trajectory_goes_on_with_the_next_version() -> None:

@@ -233,6 +233,7 @@ class Push:
         self.llm = llm
         self.publisher = publisher
         self.staged_bytes = 0
+        self.mover = ""
 
     def publish(self, version: int, bits: Bits) -> WeightAnnouncement:
         published = self.publisher.publish(version, bits)
@@ -253,7 +254,7 @@ class Push:
         from streamrl.weights import commit, stage
 
         staged = await stage(self.llm, announcement)
-        self.staged_bytes = staged.payload_bytes
+        self.staged_bytes, self.mover = staged.payload_bytes, staged.mover
         await self.llm.pause_generation(mode="keep", clear_cache=False)
         try:
             done = await commit(self.llm, announcement.policy_version)

@@ -26,6 +26,7 @@ TAPPED = {
     "streamrl.engines.simulated.engine": ("SimulatedEngine", ("generate", "stage", "commit")),
     "streamrl.engines.vllm.engine": ("RunEngine", ("generate", "stage", "commit")),
     "streamrl.run.journal.run_journal": ("RunJournal", ("on_event",)),
+    "streamrl.rewards.served.gate": ("QuestionBatcher", ("_admit",)),
 }
 
 
@@ -59,7 +60,8 @@ def _before(kind: str, argument: Any) -> dict[str, object]:
         ids = [
             [s.id.prompt_id, s.id.group_id, s.id.sample, s.id.attempt, _digest(s), s.reward] for s in argument.samples
         ]
-        return {"batch": argument.batch_id, "group": argument.group_id, "ids": ids}
+        taught = [len(s.token_values.get("teacher", ())) == s.trained_tokens for s in argument.samples]
+        return {"batch": argument.batch_id, "group": argument.group_id, "ids": ids, "untaught": taught.count(False)}
     if kind in ("close_batch", "save_checkpoint", "stage"):
         return {"version": argument.policy_version}
     if kind == "commit":

@@ -16,8 +16,8 @@ def compared_recipes(path: Path, overrides: Sequence[str], names: str, flag: str
     """Return the recipe in ``path`` for each ``NAME[:key=value...]`` of ``names``, separated by commas; a name is that
     of a system or of a kind of rounds. Raises ``RecipeError`` with the problems of all names, which name ``flag``."""
     load_recipe(path, overrides)  # problems of the recipe itself are reported once
-    recipes: dict[str, Recipe] = {}
-    problems: list[str] = []
+    recipes = {}
+    problems = []
     for text in filter(None, (part.strip() for part in names.split(","))):
         name, *settings = text.split(":")
         if name not in (*System, *RoundKind):

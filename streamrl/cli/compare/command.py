@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Annotated
 
 import anyio
-import msgspec
 from anyio import to_thread
+from msgspec import json
 from msgspec.structs import replace
 
 from streamrl.base.atomic_files import make_directory, write_durable
 from streamrl.base.errors import RecipeError, StreamRLError, leaves
 from streamrl.base.printable import log_to
+from streamrl.base.types import Texts
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
 from streamrl.cli.compare.candidates import compared_recipes
 from streamrl.cli.compare.comparison import Comparison, comparison_page
@@ -73,7 +74,7 @@ class Compare(Command, frozen=True, kw_only=True):
         check_all([(name, recipe) for name, repeat, recipe in plan if repeat == 1])
         make_directory(out.absolute(), 0o700)  # its report has completions
         log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
-        notes: tuple[str, ...] = ()
+        notes: Texts = ()
         if first.engines.kind is EngineKind.SIMULATED:
             notes = (f"engines are {SIMULATED_SENTENCE}",)
         empty = Comparison(
@@ -100,7 +101,7 @@ class Compare(Command, frozen=True, kw_only=True):
 
 def check_all(recipes: Sequence[tuple[str, Recipe]]) -> None:
     """Raise ``RecipeError`` with the problems of every recipe that cannot run, before one is started."""
-    problems: list[str] = []
+    problems = []
     for name, recipe in recipes:
         try:
             preflight(recipe)
@@ -138,7 +139,7 @@ async def compare(plan: Sequence[tuple[str, int, Recipe]], comparison: Compariso
             else:
                 comparison = replace(comparison, runs=(*comparison.runs, run))
                 screen.line(f"{title}: {run.sample_ms:.1f} ms a sample, {len(run.measured)} steps")
-            write_durable(out / FIGURES, msgspec.json.format(msgspec.json.encode(comparison), indent=1))
+            write_durable(out / FIGURES, json.format(json.encode(comparison), indent=1))
             if comparison.runs:
                 write_durable(out / PAGE, await to_thread.run_sync(comparison_page, comparison))
     return comparison

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from streamrl.base.types import Texts
 from streamrl.cli.compare.measured_run import ComparedRun
 from streamrl.cli.compare.run_figures import WARM_UP_STEPS, RunFigures, samples_of
 from streamrl.observe.dashboard.report_page import report_page
@@ -54,10 +55,10 @@ class Comparison(Struct, frozen=True, kw_only=True):
     machine: str
     samples: int
     repeats: int
-    systems: tuple[str, ...]
+    systems: Texts
     runs: tuple[ComparedRun, ...] = ()
-    failures: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    failures: Texts = ()
+    notes: Texts = ()
 
     def values(self, figure: Figure, system: str) -> list[float]:
         """Return the figure of each finished run of ``system`` in which it was measured."""

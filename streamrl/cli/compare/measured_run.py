@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.run_events import EvaluationFinished, RunWarning, StepFinished
-from streamrl.base.types import FinishReason, Metrics
+from streamrl.base.types import FinishReason, Texts
 from streamrl.cli.compare.run_figures import WARM_UP_STEPS, RunFigures, samples_of
 from streamrl.control.policies.sagc import straggler_rate
 from streamrl.launch.control_protocol import ControlRefused, SteerRun
@@ -41,7 +41,7 @@ class ComparedRun(RunFigures, frozen=True, kw_only=True):
     repeat: int
     directory: str
     stragglers: float
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
 
 def measured_recipe(recipe: Recipe, samples: int, repeat: int, name: str, directory: Path) -> Recipe:
@@ -67,8 +67,8 @@ async def measure_run(
 ) -> ComparedRun:
     """Train until ``samples`` are trained after the warm-up, then evaluate and drain. ``progress``: callback with the
     share that is trained. Raises ``ProcessDied`` where the run breaks, ``StreamRLError`` where it ends too early."""
-    steps: list[Metrics] = []
-    warnings: list[str] = []
+    steps = []
+    warnings = []
     trained = 0.0
     last_measured_step = 0
     accuracy = math.nan
@@ -77,7 +77,7 @@ async def measure_run(
             if isinstance(event, RunWarning):
                 warnings.append(f"step {event.step}: {event.message}")
             if isinstance(event, EvaluationFinished) and last_measured_step:
-                accuracy = next(value for name, value in event.metrics.items() if "/avg@" in name)
+                accuracy = next((value for name, value in event.metrics.items() if "/avg@" in name), math.nan)
                 pipeline.drain()
             if not isinstance(event, StepFinished):
                 continue

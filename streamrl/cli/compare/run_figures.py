@@ -4,11 +4,11 @@ command's own process, and by benchmarks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from msgspec import Struct
 
-from streamrl.base.types import Metrics
+from streamrl.base.types import Metrics, MetricsMapping
 
 WARM_UP_STEPS = 2
 """Unmeasured first steps of every run, in which engines and trainer compile and fill their caches."""
@@ -56,7 +56,7 @@ class RunFigures(Struct, frozen=True, kw_only=True):
         """Mean of a metric over the time of the measured steps. NaN where no step has it."""
         return self.mean_by(name, lambda step: step["time/step_s"])
 
-    def mean_by(self, name: str, weight: Callable[[Mapping[str, float]], float]) -> float:
+    def mean_by(self, name: str, weight: Callable[[MetricsMapping], float]) -> float:
         """Mean of a metric over the measured steps that have it, each with its ``weight``. NaN where no step has it."""
         rows = [(step[name], weight(step)) for step in self.measured if name in step]
         total_weight = sum(row_weight for _, row_weight in rows)
@@ -65,6 +65,6 @@ class RunFigures(Struct, frozen=True, kw_only=True):
         return sum(value * row_weight for value, row_weight in rows) / total_weight
 
 
-def samples_of(step: Mapping[str, float]) -> float:
+def samples_of(step: MetricsMapping) -> float:
     """Number of samples that a step trained, from its metrics."""
     return step["perf/samples_s"] * step["time/step_s"]

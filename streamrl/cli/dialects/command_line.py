@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-NAMED_BY_USERS = ("options", "part_weights", "domains", "prompts")
+NAMED_BY_USERS = ("options", "part_weights", "train", "prompts")
 """Tables whose keys may have a hyphen."""
 _PATH = r"([A-Za-z_][\w-]*(?:\.[\w-]+)+)"
 _BARE = re.compile(rf"([+~]*){_PATH}(=.*)?", re.DOTALL)
@@ -19,7 +19,7 @@ def normalized_arguments(words: Iterable[str], flag: str, refuse: Callable[[str]
     """Return the words of a command line with every override behind ``flag``: ``a.b=c``, ``+a.b=c``, ``--a.b c``,
     ``--a-b.c=d``, ``--a.b`` (true), ``--no-a.b`` (false); ``@ RECIPE``, ``@RECIPE`` and ``--config RECIPE`` by its
     place. ``refuse`` is called for what is none of them."""
-    written: list[str] = []
+    written = []
     rest = list(words)
     while rest:
         word = rest.pop(0)

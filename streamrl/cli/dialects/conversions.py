@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from streamrl.base.types import JsonObject
@@ -130,6 +131,8 @@ def _trl_warmup(value: Any, settings: ForeignSettings) -> Effect:
 def _trl_epsilon(value: Any, settings: ForeignSettings) -> Effect:
     if settings.value("loss_type") == "cispo":
         return "=the weights of cispo have an upper bound alone: epsilon_high"
+    if settings.value("loss_type") == "sapo":
+        return "=sapo has a gate in place of a clip"
     return ""
 
 
@@ -195,7 +198,8 @@ def _divided(path: str, whole: str, value: Any, settings: ForeignSettings) -> Ef
 def _verl_files(path: str, value: Any, settings: ForeignSettings) -> Effect:
     files = value if isinstance(value, list) else [value]
     if len(files) != 1:
-        return f"~{path}: {len(files)} files: join them, or write a function that yields the rows of all"
+        sets = ", ".join(f'{Path(str(file)).stem} = "{file}"' for file in files)
+        return f"~{path}: {len(files)} files: join them, or give each a share, which is 1 in {path} = {{{sets}}}"
     column = settings.value("prompt_key") or "prompt"
     return {path: str(files[0]) + ("" if column == "prompt" else f"?prompt={column}")}
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, json
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import PARENT_PID, die_with_parent
@@ -78,7 +77,7 @@ def translate_script(script: Path, words: Sequence[str], folder: Path) -> Transl
             content = answer.read()
     if not content:
         raise RecipeError(f"{script} ended with exit code {code} before its trainer had a recipe: see its output above")
-    decoded = msgspec.json.decode(content, type=_Answer)
+    decoded = json.decode(content, type=_Answer)
     if decoded.translation is None:
         raise RecipeError(*decoded.problems)
     return decoded.translation
@@ -166,7 +165,7 @@ def main(arguments: Sequence[str]) -> None:
         result = _Answer(translation=_Script(Path(script), Path(folder)).recipe(words))
     except RecipeError as error:
         result = _Answer(problems=error.problems)
-    Path(answer).write_bytes(msgspec.json.encode(result, enc_hook=str))
+    Path(answer).write_bytes(json.encode(result, enc_hook=str))
     sys.stdout.flush()
     os._exit(0)  # threads of the script do not hold up the command
 

@@ -57,7 +57,7 @@ def read_settings(path: Path) -> Foreign:
         raise RecipeError(f"{path}: {reason}: give {FORMS}") from None
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise RecipeError(f"{path}: command lines and shell scripts are not read: give {FORMS}")
-    table: Any = None
+    table = None
     try:
         table = parse_toml(text) if path.suffix == ".toml" else _yaml(path, text)
     except (ValueError, RecursionError) as error:

@@ -83,7 +83,7 @@ class Translation(Struct, frozen=True):
 def translated(foreign: Foreign) -> Translation:
     """Translate settings. Raises ``RecipeError`` for settings of a method or a section that is not known here."""
     settings = _settings_with_effects(foreign)
-    every: list[ForeignSetting] = []
+    every = []
     for key, value in settings.items():
         setting = outcome_of(foreign.dialect, key, value, settings)
         if key not in settings.defaults:
@@ -127,9 +127,9 @@ def _settings_with_effects(foreign: Foreign) -> ForeignSettings:
 
 def _refuse_other_methods(foreign: Foreign, outcomes: Iterable[ForeignSetting]) -> None:
     """Raise ``RecipeError`` for settings of another method, and for sections of which no key is known."""
-    problems: list[str] = []
-    sections: set[str] = set()
-    known: set[str] = set()
+    problems = []
+    sections = set()
+    known = set()
     for setting in outcomes:
         row = find(foreign.dialect, setting.key)
         section, dot, _ = setting.key.partition(".")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import json, to_builtins
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import JsonObject
@@ -37,7 +37,7 @@ def foreign_of_trainer(method: str, name: str, objects: Mapping[str, Any], write
 
     Raises ``RecipeError`` with all objects that another process cannot have, each by its name."""
     settings: JsonObject = {"trainer": method.lower()}
-    problems: list[str] = []
+    problems = []
     readers: dict[str, Callable[[Any], Mapping[str, Any]]] = {
         "args": functools.partial(_settings_of_args, method),
         "model": _settings_of_model,
@@ -85,7 +85,7 @@ def _settings_of_args(method: str, args: Any) -> JsonObject:
 
 
 def _plain(value: Any) -> Any:
-    return msgspec.to_builtins(value, order="deterministic", str_keys=True, enc_hook=str)
+    return to_builtins(value, order="deterministic", str_keys=True, enc_hook=str)
 
 
 def _settings_of_model(model: Any) -> JsonObject:
@@ -126,8 +126,8 @@ def _settings_of_adapter(adapter: Any) -> JsonObject:
 
 
 def _settings_of_rewards(write: WriteFile, rewards: Any) -> JsonObject:
-    tables: list[JsonObject] = []
-    labels: set[str] = set()
+    tables = []
+    labels = set()
     for place, reward in enumerate(rewards if isinstance(rewards, list | tuple) else [rewards]):
         if isinstance(reward, str):
             tables.append({"function": "reward_model", "name": f"reward_model_{place}", "options": {"path": reward}})
@@ -161,14 +161,14 @@ def _file_of_rows(rows: Any, name: str, argument: str, write: WriteFile) -> str:
             f"{argument} is a {type(rows).__name__}, which another process cannot read, and not again after a resume: "
             "give one split of a datasets.Dataset, or a list of rows"
         )
-    lines: list[bytes] = []
+    lines = []
     for number, row in enumerate(rows):
         if "prompt" not in row:
             raise RecipeError(f'{argument}: row {number} has no column "prompt": it has {", ".join(row)}')
         if "chat_template_kwargs" in row:
             raise RecipeError(f"{argument}: column chat_template_kwargs: write into the prompts what it would add")
         try:
-            lines.append(msgspec.json.encode(row) + b"\n")
+            lines.append(json.encode(row) + b"\n")
         except TypeError as error:
             raise RecipeError(f"{argument}: row {number} cannot be written as JSON ({error}): convert it") from error
     return write(name, ".jsonl", b"".join(lines))

@@ -95,7 +95,7 @@ class GRPOTrainer:
                 "streamrl.Pipeline(trainer.recipe) as pipeline: async for step in streamrl.live_curve(pipeline): ..."
             )
         recipe = with_hub_folders(self.recipe)
-        pipelines: list[Pipeline] = []
+        pipelines = []
 
         def make() -> Pipeline:
             pipelines.append(Pipeline(recipe))

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from streamrl.base.atomic_files import new_directory
 from streamrl.base.errors import InputError, RecipeError
-from streamrl.base.types import JsonMapping
+from streamrl.base.types import JsonMapping, TextsByName
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.cli.dialects.recorded_script import translate_script
 from streamrl.cli.dialects.setting_files import read_settings
@@ -201,7 +201,7 @@ def _values(name: str, kind: str, gym_task: str, settings: ModelSettings) -> dic
     }
 
 
-def _lengths(rows: list[dict[str, str]], settings: ModelSettings) -> dict[str, object]:
+def _lengths(rows: list[TextsByName], settings: ModelSettings) -> dict[str, object]:
     """Return token limits for ``rows``, whose characters bound the tokens of a prompt and of an answer."""
     prompt = max(len(row["prompt"]) for row in rows)
     completion = max(len(row["completion"]) for row in rows)

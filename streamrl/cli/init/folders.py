@@ -6,7 +6,8 @@ import json
 import string
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+
+from streamrl.base.types import JsonMapping
 
 TEMPLATES = Path(__file__).parent / "templates"
 _SUFFIX = ".txt"
@@ -25,6 +26,6 @@ def write_templates(folder: Path, directory: str, values: Mapping[str, object]) 
         (folder / path.name.removesuffix(_SUFFIX)).write_text(text, encoding="utf-8")
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[JsonMapping]) -> None:
     """Write ``rows`` as JSON objects, one a line."""
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

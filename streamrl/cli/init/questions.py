@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import TextMapping
 
 
-def choose(question: str, choices: Mapping[str, str], free: str) -> str:
+def choose(question: str, choices: TextMapping, free: str) -> str:
     """Return the name of the choice whose number or name is typed; Enter takes the first choice. ``free``: hint at
     other text that may be typed, which is returned unchanged. Raises ``RecipeError`` at the end of the input."""
     names = list(choices)

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonObject, Texts
 from streamrl.cli.init.folders import write_rows
 from streamrl.run.prompts.data_files import FORMATS
 from streamrl.run.prompts.json_rows import open_json
@@ -38,9 +38,9 @@ class Task(Struct, frozen=True, kw_only=True):
     right completions differ). ``templates``: further directories of templates."""
 
     title: str
-    columns: tuple[str, ...] = ("answer",)
+    columns: Texts = ("answer",)
     until: float = 0.35
-    templates: tuple[str, ...] = ("ended",)
+    templates: Texts = ("ended",)
 
 
 TASKS = {

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec.structs import asdict
 
+from streamrl.base.types import Texts
 from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.cli.control import ask_run
 from streamrl.launch.control_protocol import (
@@ -74,9 +75,7 @@ class SetKeys(Command, frozen=True):
     docs/watch.md lists the keys; of any other it is said why not."""
 
     run_directory: RunPath
-    changes: Annotated[
-        tuple[str, ...], Argument("such as training.learning_rate=1e-6", metavar="KEY=VALUE", positional=True)
-    ]
+    changes: Annotated[Texts, Argument("such as training.learning_rate=1e-6", metavar="KEY=VALUE", positional=True)]
     step: Annotated[int, Argument("from the batch of this step on (default: the next one)", metavar="N")] = 0
 
     def run(self) -> int:

@@ -39,6 +39,7 @@ from streamrl.base.run_process import (
     signal_name,
     start_session,
 )
+from streamrl.base.types import TextsByName
 from streamrl.cli.submit.ray_start import RAY_PORT, ray_arguments, variables_with_ray
 from streamrl.processes.cluster.this_host import address_on, raise_file_limit
 
@@ -124,7 +125,7 @@ class Host:
         finally:
             self._end()
 
-    def _start_ray(self, arguments: Sequence[str], variables: dict[str, str]) -> None:
+    def _start_ray(self, arguments: Sequence[str], variables: TextsByName) -> None:
         if shutil.which(arguments[0]) is None:
             raise HostFailed('ray is not on the PATH: `pip install "streamrl[ray]"`, or see --setup')
         with (self._temporary / "ray.out").open("wb") as output:
@@ -194,7 +195,7 @@ class Host:
             raise HostFailed(f"Ray's head at {self._at} has not answered for {GONE_S:g} s: is it there, and reachable?")
         return True
 
-    def _finish(self, command: Sequence[str], variables: dict[str, str], *, needs_all: bool = False) -> int:
+    def _finish(self, command: Sequence[str], variables: TextsByName, *, needs_all: bool = False) -> int:
         """Run a command of the first host, pass orders on to it, and return its exit code. ``needs_all``: whether the
         failure of another host ends the command."""
         assert self._ray is not None
@@ -338,7 +339,7 @@ def say(text: str) -> None:
 
 
 def _start(
-    command: Sequence[str], variables: dict[str, str], dies_by: signal.Signals, **outputs: Any
+    command: Sequence[str], variables: TextsByName, dies_by: signal.Signals, **outputs: Any
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a session of its own. It ends with this process (``dies_by``), which has one thread."""
     return start_session(command, env=variables, preexec_fn=partial(_tie, dies_by), **outputs)

@@ -16,6 +16,7 @@ import yaml
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.host_addresses import wrong_port
+from streamrl.base.types import Texts, TextsByName
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, recipe_file
 from streamrl.cli.submit.job_template import TEMPLATES, filled
 from streamrl.cli.submit.ray_start import DRAIN_S, RAY_PORT, STORE_BYTES, Work, ray_variables, ray_version
@@ -35,9 +36,7 @@ _START_S = 1800
 
 PrintOnly = Annotated[bool, Argument("print it and start nothing", flag="--print")]
 Resume = Annotated[bool, Argument("RECIPE is the directory of a run: go on with it")]
-Variables = Annotated[
-    tuple[str, ...], Argument("variable of every host (default: its value here)", "NAME[=VALUE]", "--env")
-]
+Variables = Annotated[Texts, Argument("variable of every host (default: its value here)", "NAME[=VALUE]", "--env")]
 Setup = Annotated[
     str, Argument("shell line on each host before the rest (default: the programs of this one)", metavar="LINE")
 ]
@@ -67,7 +66,7 @@ class _Launch(Command, frozen=True, kw_only=True):
         refuse_control(self.recipe.absolute(), Path.cwd(), *self.overrides, *self.env, *names)
         return recipe
 
-    def variables(self) -> dict[str, str]:
+    def variables(self) -> TextsByName:
         """Variables of ``--env``. A name without a value has the value that it has here. Raises ``RecipeError``."""
         variables = {}
         for text in self.env:
@@ -109,7 +108,7 @@ class Slurm(_OnHosts, frozen=True, kw_only=True):
     partition: Annotated[str, Argument("of Slurm")] = ""
     account: Annotated[str, Argument("of Slurm")] = ""
     requeue: Annotated[bool, Argument("after a lost node, preemption or its time: go on with the run")] = False
-    sbatch: Annotated[tuple[str, ...], Argument("another option of sbatch; may be repeated", "KEY[=VALUE]")] = ()
+    sbatch: Annotated[Texts, Argument("another option of sbatch; may be repeated", "KEY[=VALUE]")] = ()
     template: Template = None
 
     def run(self) -> int:
@@ -157,8 +156,8 @@ class Kubernetes(_Launch, frozen=True, kw_only=True):
     pvc: Annotated[str, Argument("claim of a volume that all pods may write", metavar="CLAIM")]
     mount: Annotated[str, Argument("its place in the pods (/runs)", metavar="PATH")] = "/runs"
     folder: Annotated[str, Argument("of RECIPE there (default: of the same name, in the mount)", metavar="PATH")] = ""
-    secret: Annotated[tuple[str, ...], Argument("a Secret with variables of all pods; repeatable")] = ()
-    limit: Annotated[tuple[str, ...], Argument("of a pod: cpu=16, memory=200Gi; may be repeated", "NAME=SIZE")] = ()
+    secret: Annotated[Texts, Argument("a Secret with variables of all pods; repeatable")] = ()
+    limit: Annotated[Texts, Argument("of a pod: cpu=16, memory=200Gi; may be repeated", "NAME=SIZE")] = ()
     name: Annotated[str, Argument("of the job (default: run.name)")] = ""
     namespace: Annotated[str, Argument("of the job (default)", metavar="NS")] = "default"
     jobset: Annotated[bool, Argument("a JobSet in place of a RayJob")] = False

@@ -3,12 +3,13 @@ the texts of Slurm, Kubernetes and ssh, in the process of the command, and by ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from msgspec import Struct
 
+from streamrl.base.types import TextMapping, Texts, TextsByName
 from streamrl.processes.cluster.this_host import MEMORY_MONITOR
 
 RAY_PORT = 6379
@@ -28,12 +29,12 @@ _OF_A_STEP = ("SLURM", "PMI")
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def ray_variables() -> dict[str, str]:
+def ray_variables() -> TextsByName:
     """Variables of all Ray processes. The token is not among them: each way to start has its own place for it."""
     return dict(_VARIABLES)
 
 
-def variables_with_ray(variables: Mapping[str, str], token_file: Path) -> dict[str, str]:
+def variables_with_ray(variables: TextMapping, token_file: Path) -> TextsByName:
     """Variables of Ray and of its processes: ``variables`` without those of the job step that started this process,
     which an MPI program would join, and with GPUs in order."""
     inherited = {name: value for name, value in variables.items() if not name.startswith(_OF_A_STEP)}
@@ -68,7 +69,7 @@ class Work(Struct, frozen=True, kw_only=True):
     ``resume``: whether ``recipe`` is the directory of a run."""
 
     recipe: str
-    overrides: tuple[str, ...] = ()
+    overrides: Texts = ()
     name: str = ""
     resume: bool = False
 

@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from anyio.streams.text import TextReceiveStream
 from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import TextMapping
 from streamrl.cli.submit.ray_start import Work, host_command
 
 REACH_S = 10.0
@@ -50,7 +51,7 @@ class SshJob(Struct, frozen=True, kw_only=True):
     folder: Path
     setup: Sequence[str]
     port: int
-    variables: Mapping[str, str] = MappingProxyType({})
+    variables: TextMapping = MappingProxyType({})
     gpus: int | None = None
     interface: str = ""
 

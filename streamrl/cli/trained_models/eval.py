@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
+from msgspec import json
 from msgspec.structs import replace
 from rich.table import Table
 
@@ -27,7 +27,7 @@ from streamrl.prepare.summary import SIMULATED_SENTENCE
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.remote_names import HUB
 from streamrl.recipe.rules.load_recipe import load_recipe, resolve_spec
-from streamrl.recipe.sections import EngineKind, Lora, Recipe
+from streamrl.recipe.sections import ONE_SET, EngineKind, Lora, Recipe
 from streamrl.recipe.toml_text import toml_value
 from streamrl.run.evaluate.evaluation import EvaluationRun
 from streamrl.run.evaluate.sample_files import sample_line
@@ -60,7 +60,7 @@ class Eval(Command, frozen=True, kw_only=True):
         if self.out is not None:
             tokenizer = load_tokenizer(recipe.model.path)
             lines = (sample_line(outcome, tokenizer) for _, outcomes in evaluated for outcome in outcomes)
-            self.out.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            self.out.write_bytes(b"".join(json.encode(line) + b"\n" for line in lines))
         passes = [evaluation_pass for evaluation_pass, _ in evaluated]
         if self.json:
             print_json({"model": recipe.model.path, "version": version, "passes": passes})
@@ -85,9 +85,11 @@ class Eval(Command, frozen=True, kw_only=True):
             raise RecipeError(f"-n {self.limit}: write a number of prompts, or 0 for all")
         if recipe.judge.model:
             raise RecipeError(f"{path} has a judge.model, which eval does not start: leave it out, or name an endpoint")
-        train = replace(recipe.prompts, train=next(iter(recipe.evaluation.sets.values())).prompts)
+        source = next(iter(recipe.evaluation.sets.values())).prompts  # in place of those that are trained on
+        sets = {name: replace(settings, prompts=source) for name, settings in recipe.prompts.all_sets.items()}
+        prompts_read = replace(recipe.prompts, train=source if ONE_SET in sets else sets)
         evaluation = replace(recipe.evaluation, limit=self.limit)
-        recipe = with_hub_folders(replace(recipe, prompts=train, evaluation=evaluation, lora=Lora()))
+        recipe = with_hub_folders(replace(recipe, prompts=prompts_read, evaluation=evaluation, lora=Lora()))
         check_model(recipe)
         return recipe, saved.version if saved else None
 

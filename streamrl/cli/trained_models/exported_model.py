@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
+from msgspec import json
 
 from streamrl.base.atomic_files import flush_directory, make_directory, new_directory
 from streamrl.base.errors import DiskFull, InputError, StreamRLError
@@ -89,7 +89,4 @@ def _generation_config(folder: Path, sampling: Sampling) -> bytes:
     token_settings = {name: value for name, value in settings.items() if name.endswith("_token_id")}
     # Transformers has the names of vLLM.
     run_sampling = {name: getattr(sampling, name) for name in TokenDistribution.__struct_fields__}
-    return (
-        msgspec.json.format(msgspec.json.encode(tokens | token_settings | {"do_sample": True} | run_sampling), indent=2)
-        + b"\n"
-    )
+    return json.format(json.encode(tokens | token_settings | {"do_sample": True} | run_sampling), indent=2) + b"\n"

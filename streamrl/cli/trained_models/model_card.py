@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
+from msgspec import json
 
 from streamrl.base.types import TokenDistribution
 from streamrl.cli.trained_models.saved_model import SavedModel
@@ -76,15 +76,15 @@ def _facts(saved: SavedModel, recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "sampling", ", ".join([*distribution, f"{sampling.max_tokens} tokens"])
     yield "rewards", ", ".join(reward.label for reward in recipe.rewards)
     yield "recipe", f"sha256 {hashlib.sha256((saved.run / 'recipe.toml').read_bytes()).hexdigest()}"
-    packages: Mapping[str, str] = {}
+    packages = {}
     if inputs.is_file():
-        packages = msgspec.json.decode(inputs.read_bytes(), type=RunInputs).packages
+        packages = json.decode(inputs.read_bytes(), type=RunInputs).packages
     yield "versions", ", ".join(f"{package} {number}" for package, number in packages.items())
 
 
 def _scores(saved: SavedModel) -> Iterator[tuple[re.Match[str], float]]:
     """Yield the scores of the last evaluation of the saved version, each with the match of its metric's name."""
-    values: dict[str, float] = {}
+    values = {}
     for line in RunFiles(saved.run).metric_lines():
         if line.kind == "evaluation" and line.step == saved.version:
             values = line.values

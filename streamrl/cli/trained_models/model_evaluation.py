@@ -8,6 +8,7 @@ import contextlib
 import logging
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from math import sqrt
@@ -19,8 +20,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.errors import EngineError, RecipeError
+from streamrl.base.notifier import Notifier
 from streamrl.base.stage_messages import EndedOutcome, Scored
-from streamrl.base.types import ScoredTrajectory, Trajectory, TrajectoryId
+from streamrl.base.types import Metrics, ScoredTrajectory, Trajectory, TrajectoryId
 from streamrl.cli.run_for_report import redirected
 from streamrl.contracts import Journal, Sampler, WatchedEngine
 from streamrl.engines.vllm.options import max_model_len, model_config
@@ -33,9 +35,9 @@ from streamrl.rewards.signature import needed_columns
 from streamrl.run.environments.local_worker import local_worker
 from streamrl.run.evaluate.evaluation import EvaluationRun, HeldOut, read_held_out, scores_by_prompt, values_by_prompt
 from streamrl.run.prompts.open_prompts import check_prompts
-from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.prompt_spec import columns_of_set, environment_writes, held_out_sources
 from streamrl.stages.environment import EnvironmentStage
-from streamrl.stages.episodes import Episode, Episodes, one_completion
+from streamrl.stages.episodes import Episode, Episodes, completion_or, one_completion
 
 _WIDTH = NormalDist().inv_cdf(0.975)
 OnCompletion = Callable[[EvaluationRun], None]
@@ -57,7 +59,7 @@ class EvaluationPass(Struct, frozen=True, kw_only=True):
     samples: int
     temperature: float
     scores: dict[str, dict[str, ScoreOfPrompts]]
-    figures: dict[str, float]
+    figures: Metrics
 
 
 EvaluatedPass = tuple[EvaluationPass, Sequence[EndedOutcome]]
@@ -83,9 +85,12 @@ async def evaluate_model(
     longest = max_model_len(recipe, model_config(recipe.model.path)) - recipe.sampling.max_tokens
     async with opened_rewards(recipe.rewards, recipe.reward_limits, tokenizer) as rewards:
         columns = needed_columns(rewards.signatures)
-        _, *sources = prompt_sources(recipe).values()
-        reader = None if recipe.environment.configured else tokenizer
-        if problems := [line for source in sources for line in check_prompts(source, reader, columns, longest)]:
+        problems = []
+        for name, source in held_out_sources(recipe).items():
+            settings = recipe.settings_of_held_out(name)
+            reader = None if environment_writes(recipe, settings) else tokenizer
+            problems += check_prompts(source, reader, columns_of_set(recipe, settings, columns), longest)
+        if problems:
             raise RecipeError(*problems)
         held_out = await read_held_out(recipe, tokenizer, in_flight=recipe.engines.max_num_seqs)
         limited = {"every": 1, "limit": recipe.evaluation.limit}  # the limits of sets apply to the steps of a run
@@ -110,21 +115,39 @@ async def _episode(recipe: Recipe, tokenizer: Tokenizer) -> AsyncIterator[Episod
     async with anyio.create_task_group() as nursery:
         stage = EnvironmentStage([partial(local_worker, recipe.environment, tokenizer, nursery)])
         async with stage.running():
-            yield stage.episode
+            yield completion_or(stage.episode)
 
 
 class _RewardsHere:
-    """A ``Scorer`` of functions in this process."""
+    """A ``Scorer`` of functions in this process. Functions of groups score all siblings, once the last one has ended:
+    ``siblings`` has those that wait, by group, with None for one that is lost."""
 
     def __init__(self, rewards: RewardSet) -> None:
         self._rewards = rewards
+        self._siblings: defaultdict[int, list[Trajectory | None]] = defaultdict(list)
+        self._scored: dict[TrajectoryId, Scored] = {}
+        self._changed = Notifier()
 
     async def score(self, trajectory: Trajectory, group_size: int) -> Scored:
-        (outcome,) = await self._rewards.score([trajectory])
-        return Scored(outcome=outcome)
+        await self._member_ended(trajectory.id, trajectory, group_size)
+        while trajectory.id not in self._scored:
+            await self._changed.wait()
+        return self._scored.pop(trajectory.id)
 
     async def lost(self, trajectory: TrajectoryId, group_size: int) -> None:
-        return None
+        await self._member_ended(trajectory, None, group_size)
+
+    async def _member_ended(self, identity: TrajectoryId, trajectory: Trajectory | None, group_size: int) -> None:
+        siblings = self._siblings[identity.group_id]
+        siblings.append(trajectory)
+        if self._rewards.per_group and len(siblings) < group_size:
+            return
+        del self._siblings[identity.group_id]
+        sampled = [sibling for sibling in siblings if sibling is not None]
+        if sampled:
+            for outcome in await self._rewards.score(sampled):
+                self._scored[outcome.trajectory.id] = Scored(outcome=outcome)
+            self._changed.notify()
 
 
 async def _pass(
@@ -147,14 +170,14 @@ async def _pass(
 
     async with episodes.running():
         figures = await evaluation.run(episodes, progressed)
-    scores: dict[str, dict[str, ScoreOfPrompts]] = {}
+    scores = {}
     for name, numbers in evaluation.sets.items():
         trajectories = [
             end.outcome
             for end in evaluation.outcomes_of(numbers)
             if isinstance(end, Scored) and isinstance(end.outcome, ScoredTrajectory)
         ]
-        scores[name] = scores_of(scores_by_prompt(trajectories, held_out.reward), settings)
+        scores[name] = scores_of(scores_by_prompt(trajectories, held_out.scores.get(name, "")), settings)
     temperature = sampling.temperature if settings.temperature is None else settings.temperature
     result = EvaluationPass(samples=settings.samples, temperature=temperature, scores=scores, figures=figures)
     return result, evaluation.outcomes

@@ -12,7 +12,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from streamrl.base.errors import InputError
-from streamrl.base.types import Metrics
+from streamrl.base.types import Metrics, Texts, TextsByName
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.observe.run_files.run_reader import SCORE, RunFiles, RunStatus, run_files, runs_in, set_size
 from streamrl.observe.terminal.console import wide_console
@@ -35,11 +35,11 @@ class ListedRun(Struct, frozen=True, kw_only=True):
     step: int
     steps: int
     model: str
-    tags: tuple[str, ...]
+    tags: Texts
     metrics: Metrics
-    scores: dict[str, float]
+    scores: Metrics
     sizes: dict[str, float | None]
-    recipe: dict[str, str]
+    recipe: TextsByName
     problem: str = ""
 
 
@@ -48,7 +48,7 @@ class Runs(Command, frozen=True):
     their last figures side by side."""
 
     places: Annotated[
-        tuple[str, ...], Argument("a directory of runs, or runs to compare", metavar="DIR|RUN", positional=True)
+        Texts, Argument("a directory of runs, or runs to compare", metavar="DIR|RUN", positional=True)
     ] = ()
 
     def run(self) -> int:
@@ -94,11 +94,11 @@ def listed_run(directory: Path) -> ListedRun:
     started = ""
     if started_at := run.started():
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started_at))
-    metrics: Metrics = {}
+    metrics = {}
     if step:
         metrics = step.values
-    scores: dict[str, float] = {}
-    sizes: dict[str, float | None] = {}
+    scores = {}
+    sizes = {}
     if evaluation:
         scores = {name: value for name, value in evaluation.values.items() if SCORE.fullmatch(name)}
         sizes = {name: set_size(name, evaluation.values) for name in scores}

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 from rich.console import Group
 from rich.text import Text
 
+from streamrl.base.types import ScoredTrajectory, Texts
 from streamrl.cli.try_rewards.trial_report import (
     Bin,
     RewardReport,
@@ -23,7 +24,10 @@ from streamrl.observe.terminal.step_line import duration
 from streamrl.prepare.measured_step import MeasuredStep
 from streamrl.recipe import learning_rate
 from streamrl.recipe.sections import Recipe
+from streamrl.rewards.scoring import Outcome
+from streamrl.run.step_metrics import set_metrics
 
+_OF_SETS = ("samples", "reward_mean", "reward_zero_std_ratio", "completion_length_mean", "completion_truncated_ratio")
 _MANY_TRUNCATED = 0.3
 _FEW_SIGNAL = 0.5
 _HOT = 1.0
@@ -36,6 +40,28 @@ _PAGE = """<!doctype html>
 """
 
 
+class SetTrial(Struct, frozen=True, kw_only=True):
+    """One of several training sets. ``limit_key``: key with its ``max_tokens``; ``figures``: metrics
+    ``prompts/<set>/*`` of its completions."""
+
+    name: str
+    share: float
+    limit_key: str
+    max_tokens: int
+    figures: dict[str, float]
+
+    @property
+    def line(self) -> str:
+        """The figures in a line."""
+        figures = self.figures
+        return (
+            f"set {self.name}: share {self.share:.3g}, {figures['samples']:.0f} completions with a reward, mean "
+            f"{figures['reward_mean']:.3f}; {figures['reward_zero_std_ratio']:.0%} of the groups have one value; "
+            f"{figures['completion_length_mean']:.0f} tokens, {figures['completion_truncated_ratio']:.0%} cut at "
+            f"{self.max_tokens}"
+        )
+
+
 class RecipeTrial(Struct, frozen=True, kw_only=True):
     """Findings of ``streamrl try``. ``prompt``: the first prompt as the model sees it, in lines. ``lengths``: token
     counts of the completions, ``truncated`` of which reached ``max_tokens``.
@@ -44,12 +70,12 @@ class RecipeTrial(Struct, frozen=True, kw_only=True):
     or None where no measurement was requested. ``step_sampling_s`` and ``step_training_s`` are these two times, scaled
     to the ``step_trajectories`` of a step, shared evenly by the engines and ranks of the recipe. ``memory``: estimated
     demand of the processes of the run. ``learning_rate``: proposed rate, for ``rate_reason``; ``advice``: changes to
-    make first."""
+    make first; ``sets``: each of several training sets."""
 
     recipe: str
     parameters: int
     prompts: str
-    prompt: tuple[str, ...]
+    prompt: Texts
     reward: RewardReport
     lengths: ValueSpread
     length_histogram: tuple[Bin, ...]
@@ -60,10 +86,25 @@ class RecipeTrial(Struct, frozen=True, kw_only=True):
     step_trajectories: int
     step_sampling_s: float
     step_training_s: float | None
-    memory: tuple[str, ...]
+    memory: Texts
     learning_rate: float
     rate_reason: str
-    advice: tuple[str, ...] = ()
+    advice: Texts = ()
+    sets: tuple[SetTrial, ...] = ()
+
+
+def trials_of_sets(recipe: Recipe, outcomes: Iterable[Outcome]) -> Iterator[SetTrial]:
+    """Yield the figures of the completions of each training set."""
+    figures = set_metrics([outcome for outcome in outcomes if isinstance(outcome, ScoredTrajectory)])
+    for name, share in recipe.prompts.shares.items():
+        limit = recipe.prompts.sets[name].max_tokens
+        yield SetTrial(
+            name=name,
+            share=share,
+            limit_key=f"prompts.train.{name}.max_tokens" if limit else "sampling.max_tokens",
+            max_tokens=limit or recipe.sampling.max_tokens,
+            figures={key: figures.get(f"prompts/{name}/{key}", 0.0) for key in _OF_SETS},
+        )
 
 
 def proposed_rate(recipe: Recipe, parameters: int) -> tuple[float, str]:
@@ -99,12 +140,16 @@ def advice_of(trial: RecipeTrial, recipe: Recipe, *, unused_template: bool) -> I
             if sampling.temperature >= _HOT:
                 remedies += f", a lower sampling.temperature than {sampling.temperature:g} (small models: 0.5 to 0.7)"
             yield remedies
-    truncated_share = trial.truncated / trial.reward.completions
-    if truncated_share > _MANY_TRUNCATED:
-        yield (
-            f"{truncated_share:.0%} of the completions are cut at sampling.max_tokens = {sampling.max_tokens}: raise "
-            f"it (to {2 * sampling.max_tokens}?), or look whether the model ever ends one (chat template, stop tokens)"
-        )
+    cut = [("", "sampling.max_tokens", trial.max_tokens, trial.truncated / trial.reward.completions)]
+    if trial.sets:
+        ratio = "completion_truncated_ratio"
+        cut = [(f" of {part.name}", part.limit_key, part.max_tokens, part.figures[ratio]) for part in trial.sets]
+    for of_set, key, limit, share in cut:
+        if share > _MANY_TRUNCATED:
+            yield (
+                f"{share:.0%} of the completions{of_set} are cut at {key} = {limit}: raise it (to {2 * limit}?), or "
+                "look whether the model ever ends one (chat template, stop tokens)"
+            )
     if unused_template:
         yield "the model has a chat template and the prompts are plain text: put ?chat=true behind prompts.train"
     if trial.training is not None and trial.training.problem:
@@ -126,6 +171,7 @@ def rich_trial(trial: RecipeTrial) -> Group:
         rich_report(trial.reward, trial.prompts, advice=False),
         Text(f"\nlength      {length}; {truncated}"),
         histogram_picture(trial.length_histogram),
+        *(Text(part.line) for part in trial.sets),
         Text("\n".join(["", *trial.prompt, "", *_step_lines(trial)])),
         *(Text.assemble(("-> ", "yellow"), line) for line in trial.advice or _GOOD),
     )

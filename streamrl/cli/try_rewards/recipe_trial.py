@@ -5,21 +5,28 @@ processes. ``try_recipe`` is also the Python interface."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec.structs import replace
 
 from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import FinishReason, Prompt
+from streamrl.base.types import FinishReason, JsonMapping, Prompt, Texts
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file, refuse_no_folder
 from streamrl.cli.run_for_report import run_for_report
-from streamrl.cli.try_rewards.recipe_report import RecipeTrial, advice_of, proposed_rate, report_page, rich_trial
+from streamrl.cli.try_rewards.recipe_report import (
+    RecipeTrial,
+    advice_of,
+    proposed_rate,
+    report_page,
+    rich_trial,
+    trials_of_sets,
+)
 from streamrl.cli.try_rewards.trial_completions import groups_from_engine
 from streamrl.cli.try_rewards.trial_report import histogram, spread, summarize
 from streamrl.cli.try_rewards.trial_scoring import say, score_groups
+from streamrl.control.mixture import sets_in_turn
 from streamrl.observe.terminal.console import open_console
 from streamrl.prepare.first_prompt import first_prompt_lines
 from streamrl.prepare.gpu_placement import gpu_placement
@@ -28,12 +35,12 @@ from streamrl.prepare.measured_step import measure_step
 from streamrl.prepare.memory import estimate_memory, gib
 from streamrl.prepare.preflight import CheckedModel, check_model, preflight
 from streamrl.pretrained.tokenizer import Tokenizer, chat_format, load_tokenizer
-from streamrl.recipe.judge import asks_own_judge
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.run.prompts.open_prompts import open_prompts
-from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.recipe.served_models import asks_own_judge
+from streamrl.run.prompts.prompt_sets import open_training_sets
+from streamrl.run.prompts.prompt_spec import environment_writes
 from streamrl.run.prompts.row_notes import RowNotes
 
 STEP_TIMEOUT_S = 900.0
@@ -68,7 +75,7 @@ class Try(Command, frozen=True):
 
 
 async def try_recipe(
-    recipe: Recipe | str | Path | Mapping[str, Any], completions: int = 64, *, measure_training: bool = True
+    recipe: Recipe | str | Path | JsonMapping, completions: int = 64, *, measure_training: bool = True
 ) -> RecipeTrial:
     """Report on ``completions`` completions of a recipe, in groups of its ``rollout.group_size``. An engine, the
     rewards' processes and a trainer rank are started one after the other, and ended. Progress goes to stderr. The judge
@@ -81,6 +88,12 @@ async def try_recipe(
     recipe = await asyncio.to_thread(with_hub_folders, recipe)
     notes: dict[str, RowNotes] = {}
     preflight(recipe, notes=notes)
+    train = recipe.prompts.train
+    if not isinstance(train, str):
+        train = {name: part for name, part in recipe.prompts.sets.items() if not environment_writes(recipe, part)}
+        if len(train) < len(recipe.prompts.sets):
+            say(f"only {', '.join(train)} are tried: the other sets have episodes of [environment]")
+        recipe = replace(recipe, prompts=replace(recipe.prompts, train=train))
     model = check_model(recipe)
     tokenizer = load_tokenizer(recipe.model.path)
     prompts = await _draw(recipe, tokenizer, completions // size)
@@ -102,7 +115,7 @@ async def try_recipe(
         training = await asyncio.to_thread(measure_step, recipe, trajectories, STEP_TIMEOUT_S)
     all_trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     lengths = [trajectory.generated_tokens for trajectory in all_trajectories]
-    first_prompt = notes["prompts.train"].first or prompts[0]
+    first_prompt = next((note.first for note in notes.values() if note.first and note.first.token_ids), prompts[0])
     length_spread = spread(lengths)
     batch = recipe.batch_trajectories
     step_training_s = None
@@ -114,7 +127,7 @@ async def try_recipe(
     trial = RecipeTrial(
         recipe=f"{recipe.run.name}: {recipe.model.path}",
         parameters=model.facts.parameters,
-        prompts=recipe.prompts.train,
+        prompts=", ".join(training_set.prompts for training_set in recipe.prompts.sets.values()),
         prompt=tuple(first_prompt_lines(first_prompt, tokenizer)),
         reward=summarize(label, outcomes, groups, scoring_s, tokenizer=tokenizer),
         lengths=length_spread,
@@ -130,6 +143,7 @@ async def try_recipe(
         memory=_memory(recipe, model),
         learning_rate=rate,
         rate_reason=reason,
+        sets=tuple(trials_of_sets(recipe, [outcome for group in outcomes for outcome in group])),
     )
     columns = first_prompt.columns
     plain_text = isinstance(columns.get("prompt"), str) and columns.get("messages") is None
@@ -145,7 +159,7 @@ def _rewards_to_try(recipe: Recipe, completions: int) -> list[Reward]:
         raise RecipeError(
             f"--completions {completions}: a group has {size} (rollout.group_size): give as many at least"
         )
-    if recipe.environment.configured:
+    if all(environment_writes(recipe, training_set) for training_set in recipe.prompts.sets.values()):
         raise RecipeError(
             "environment: `try` samples single completions, and this recipe has an environment: run a step of it "
             "(run.steps=1), and look at it with `streamrl samples`"
@@ -160,15 +174,15 @@ def _rewards_to_try(recipe: Recipe, completions: int) -> list[Reward]:
 
 async def _draw(recipe: Recipe, tokenizer: Tokenizer, count: int) -> list[Prompt]:
     """The first prompts of a run of ``recipe``, as many as there are."""
-    spec = prompt_sources(recipe)["prompts.train"]
-    source = open_prompts(spec, tokenizer, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
+    source = open_training_sets(recipe, tokenizer, {})
+    count = min(count, source.size or count)
     try:
-        return await source.draw(min(count, source.size or count))
+        return await source.draw(count, sets_in_turn({}, recipe.prompts.shares, count))
     finally:
         await source.aclose()
 
 
-def _memory(recipe: Recipe, model: CheckedModel) -> tuple[str, ...]:
+def _memory(recipe: Recipe, model: CheckedModel) -> Texts:
     if lines := gpu_placement(recipe).lines():
         return tuple(line.strip() for line in lines)
     estimate = estimate_memory(recipe, model.facts, model.context)

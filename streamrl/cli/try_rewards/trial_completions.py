@@ -8,13 +8,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, json
 from msgspec.structs import asdict, replace
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.base.messages import Generate
-from streamrl.base.types import FinishReason, JsonMapping, JsonObjects, Prompt, TokenArray, Trajectory, token_array
+from streamrl.base.types import (
+    FinishReason,
+    JsonMapping,
+    JsonObjects,
+    Prompt,
+    Texts,
+    TokenArray,
+    Trajectory,
+    token_array,
+)
 from streamrl.cli.trained_models.model_evaluation import started_engine
 from streamrl.prepare.called_rewards import trajectory_of
 from streamrl.pretrained.tokenizer import Tokenizer
@@ -63,7 +71,7 @@ class CompletionLine(Struct, frozen=True):
 
     completion: str | None = None
     text: str | None = None
-    completions: tuple[str, ...] = ()
+    completions: Texts = ()
     prompt_id: str | int | None = None
     prompt: str | int | None = None
     token_ids: tuple[int, ...] = ()
@@ -106,7 +114,7 @@ async def groups_from_file(
 def _read_completions(path: Path) -> tuple[dict[str, list[CompletionLine]], dict[str, list[CompletionLine]]]:
     by_id: dict[str, list[CompletionLine]] = {}
     by_text: dict[str, list[CompletionLine]] = {}
-    decoder = msgspec.json.Decoder(CompletionLine)
+    decoder = json.Decoder(CompletionLine)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -166,11 +174,10 @@ async def groups_from_engine(
         sampled_count = 0
 
         async def sample(group: int, index: int, prompt: Prompt) -> Trajectory:
+            sampling = asdict(recipe.sampling)
+            sampling["max_tokens"] = prompt.token_limit(recipe.sampling.max_tokens)
             request = Generate(
-                request_id=f"{group}.{index}",
-                token_ids=prompt.token_ids,
-                seed=group * samples + index,
-                **asdict(recipe.sampling),
+                request_id=f"{group}.{index}", token_ids=prompt.token_ids, seed=group * samples + index, **sampling
             )
             nonlocal sampled_count
             async with capacity:

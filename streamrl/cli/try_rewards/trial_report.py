@@ -8,15 +8,14 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 from rich.bar import Bar as RichBar
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from streamrl.base.run_events import CompletionSampled
-from streamrl.base.types import RewardFailure, ScoredTrajectory
+from streamrl.base.types import Metrics, RewardFailure, ScoredTrajectory
 from streamrl.cli.try_rewards.trial_completions import CompletedGroup
 from streamrl.observe.terminal.step_line import sample_block
 from streamrl.pretrained.tokenizer import Tokenizer
@@ -85,7 +84,7 @@ class RewardReport(Struct, frozen=True, kw_only=True):
     scored: int
     values: ValueSpread | None
     histogram: tuple[Bin, ...]
-    parts: dict[str, float]
+    parts: Metrics
     seconds: ValueSpread | None
     waited_s: ValueSpread | None
     per_second: float
@@ -212,10 +211,10 @@ def rich_report(report: RewardReport, prompts: str, *, advice: bool = True) -> G
     for name in ("", "mean", "std", "min", "P50", "P95", "max"):
         numbers.add_column(name, justify="left" if not name else "right")
     if report.values is not None:
-        numbers.add_row("value", *(f"{x:.4g}" for x in msgspec.structs.astuple(report.values)))
+        numbers.add_row("value", *(f"{x:.4g}" for x in structs.astuple(report.values)))
     for name, times in (("latency", report.seconds), ("waited", report.waited_s)):
         if times is not None:
-            numbers.add_row(name, *map(_time, msgspec.structs.astuple(times)))
+            numbers.add_row(name, *map(_time, structs.astuple(times)))
     blocks: list[Text | Table] = [heading, Text(), numbers, Text()]
     if report.histogram:
         blocks += [histogram_picture(report.histogram), Text()]

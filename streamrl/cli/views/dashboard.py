@@ -9,6 +9,7 @@ from typing import Annotated
 
 from streamrl.base.errors import InputError, StreamRLError
 from streamrl.base.host_addresses import wrong_port
+from streamrl.base.types import Texts
 from streamrl.cli.command import Argument, Command
 
 RUNS = "runs"
@@ -26,7 +27,7 @@ class Dashboard(Command, frozen=True, kw_only=True):
     waited for, samples. It only reads files of runs, which may go on meanwhile, have ended, or begin later."""
 
     runs: Annotated[
-        tuple[str, ...], Argument("runs, or directories of runs (default: runs)", metavar="RUN", positional=True)
+        Texts, Argument("runs, or directories of runs (default: runs)", metavar="RUN", positional=True)
     ] = ()
     port: Annotated[int, Argument(f"on 127.0.0.1 (default {PORT}; 0: any free one)", metavar="N")] = PORT
 

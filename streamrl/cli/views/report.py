@@ -8,6 +8,7 @@ from typing import Annotated
 
 from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import InputError, StreamRLError
+from streamrl.base.types import Texts
 from streamrl.cli.command import Argument, Command, RunPath, refuse_no_folder
 from streamrl.observe.dashboard.chrome_trace import trace_run
 from streamrl.observe.dashboard.report_page import report_page
@@ -21,7 +22,7 @@ class Report(Command, frozen=True, kw_only=True):
     """Write the page about runs, as streamrl dashboard shows it, as one HTML file (default: report.html in the first
     run). It needs no server and no network."""
 
-    runs: Annotated[tuple[str, ...], Argument("runs, such as runs/latest", metavar="RUN", positional=True)]
+    runs: Annotated[Texts, Argument("runs, such as runs/latest", metavar="RUN", positional=True)]
     out: Out = None
 
     def run(self) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from streamrl.base.errors import InputError
+from streamrl.base.types import Texts
 from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.observe.run_files.run_reader import run_files
 from streamrl.observe.trackers.available_trackers import name_and_options, tracker_problems
@@ -17,7 +18,7 @@ class Sync(Command, frozen=True):
     tracker failed. The same code sends while a run goes on (metrics.report_to)."""
 
     run_directory: RunPath
-    to: Annotated[tuple[str, ...], Argument("tensorboard, wandb, trackio, or a plug-in; may be repeated", "TRACKER")]
+    to: Annotated[Texts, Argument("tensorboard, wandb, trackio, or a plug-in; may be repeated", "TRACKER")]
 
     def run(self) -> int:
         """Send the lines. Raises ``StreamRLError`` where a tracker is not installed, or is sending this run already."""

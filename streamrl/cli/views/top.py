@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-import msgspec
+from msgspec import convert
 
 from streamrl.base.errors import InputError, StreamRLError
 from streamrl.cli.control import DRAINING
@@ -73,7 +73,7 @@ class Top(Watch, frozen=True):
         return ""
 
     async def _steer(self, order: str) -> str:
-        operation = DrainRun() if order == "drain" else msgspec.convert({"order": order, "type": "SteerRun"}, SteerRun)
+        operation = DrainRun() if order == "drain" else convert({"order": order, "type": "SteerRun"}, SteerRun)
         answer = await ask_run(Path(self.where), operation, ANSWER_S)
         if isinstance(answer, ControlRefused):
             raise StreamRLError("; ".join(answer.problems))

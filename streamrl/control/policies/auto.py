@@ -22,6 +22,7 @@ from msgspec.structs import asdict, replace
 from streamrl.base.types import DropReason
 from streamrl.control.actions import Decision
 from streamrl.control.events import RoundsAdvised, RoundTimed
+from streamrl.control.plain_rounds import SynchronousRounds
 from streamrl.control.policies.tail_batching import LONG, TailBatchingRounds
 from streamrl.control.round_policy import (
     Candidate,
@@ -34,7 +35,6 @@ from streamrl.control.round_policy import (
     StatelessRounds,
 )
 from streamrl.control.settings import ControlSettings
-from streamrl.control.synchronous import SynchronousRounds
 from streamrl.recipe.scheduling import SAME_SEED, RoundKind
 
 SYNCHRONOUS = "synchronous"

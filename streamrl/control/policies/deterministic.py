@@ -105,7 +105,10 @@ class DeterministicControl(Control):
     def unanswered_orders(self) -> list[ControlAction]:
         """Orders as those of ``Control``, without those whose answer has arrived and waits here."""
         return unanswered_orders(
-            self.state, waiting_answers=self._answers.keys(), waiting_outcomes=self._outcomes.keys()
+            self.state,
+            self.settings.shares,
+            waiting_answers=self._answers.keys(),
+            waiting_outcomes=self._outcomes.keys(),
         )
 
     def snapshot(self) -> Snapshot:

@@ -17,7 +17,7 @@ from streamrl.base.seeds import derive_seed
 from streamrl.control.policies import sagc
 from streamrl.control.round_policy import FixedSize, GroupSizer, PolicyState, SizingDecision
 from streamrl.control.run_state import GroupLengths
-from streamrl.recipe.scheduling import GroupSizing, SizingKind
+from streamrl.recipe.scheduling import SMALLEST_SIZE, GroupSizing, SizingKind
 
 SURE = 2.0
 """Standard deviations by which a risk must exceed the budget before the run warns that no size meets it."""
@@ -59,7 +59,7 @@ class RandomSize:
     def size(self) -> int:
         return self._draws.size
 
-    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1, earlier_samples: float = 0.0) -> SizingDecision:
         rate = sagc.straggler_rate(_tables(groups), self._settings.straggler_ratio)
         steps = self._draws.held + batches
         if steps < self._settings.dwell:
@@ -118,7 +118,6 @@ class StragglerAwareSize:
         self._settings = settings
         self._sizes = settings.sizes
         self._reuse = reuse and settings.informs_smaller
-        self._utilities = sagc.utilities_of(settings.sizes)
         self._memory = sagc.SizingMemory(
             size=settings.sizes[-1] if settings.budget is None else start,
             budget=settings.budget or 0.0,
@@ -136,10 +135,12 @@ class StragglerAwareSize:
         """Budget in force for the long-term straggler rate: the recipe's, or the measured one (0: not measured yet)."""
         return self._memory.budget
 
-    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1, earlier_samples: float = 0.0) -> SizingDecision:
         settings = self._settings
         tables = _tables(groups)
         rate = sagc.straggler_rate(tables, settings.straggler_ratio)
+        if rate is None and tables and self.size < SMALLEST_SIZE:
+            rate = 0.0
         if rate is None:
             return self._decision(None, f"stays {self.size}: no group of the step was large enough to tell")
         calibrating = not self.budget
@@ -161,7 +162,7 @@ class StragglerAwareSize:
         if not self.budget:
             progress = f"step {memory.steps} without a budget, {memory.calibration_steps} are to measure it"
             return self._decision(rate, message or f"stays {self.size}: {progress}", notify=bool(message))
-        choice = self._choose()
+        choice = self._choose(earlier_samples)
         message = message or self._warning()
         reason = f"{message}; {choice}" if message else choice
         return self._decision(rate, reason, notify=bool(message))
@@ -231,8 +232,9 @@ class StragglerAwareSize:
         self._memory = replace(memory, queue=max(memory.overspent, 0.0))
         return text
 
-    def _choose(self) -> str:
-        """Choose the size of the next round. Returns the reason."""
+    def _choose(self, earlier_samples: float) -> str:
+        """Choose the size of the next round. ``earlier_samples``: samples in a prompt's baseline beside siblings.
+        Returns the reason."""
         memory = self._memory
         settings = self._settings
         risks = sagc.risks_of(memory, self._sizes, settings.optimism)
@@ -241,7 +243,8 @@ class StragglerAwareSize:
             # higher.
             best = self._sizes[0]
         else:
-            best = sagc.best_size(self._utilities, risks, queue=memory.queue, tradeoff=memory.tradeoff)
+            utilities = sagc.utilities_of(self._sizes, earlier_samples)
+            best = sagc.best_size(utilities, risks, queue=memory.queue, tradeoff=memory.tradeoff)
         standing = f"queue {memory.queue:.2f}, risk {risks[best].low:.2f} at size {best}, budget {memory.budget:g}"
         if best == memory.size:
             return f"stays {best}: {standing}"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from streamrl.base.errors import RecipeError
-from streamrl.control.continuous import ContinuousRounds
 from streamrl.control.machine import Control
+from streamrl.control.plain_rounds import ContinuousRounds, SynchronousRounds
 from streamrl.control.policies.auto import AutoRounds
 from streamrl.control.policies.deterministic import DeterministicControl
 from streamrl.control.policies.group_sizing import make_group_sizer
@@ -20,7 +20,6 @@ from streamrl.control.run_state import Snapshot
 from streamrl.control.settings import ControlSettings
 from streamrl.control.steering.changes import steering_with
 from streamrl.control.steering.live_keys import with_values
-from streamrl.control.synchronous import SynchronousRounds
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.user_code import load_user_object
 

@@ -112,6 +112,8 @@ def learn(
     for size in sizes:
         informing = [table_GL for table_GL in groups if reuse or table_GL.shape[1] == size]
         straggled, number = count_stragglers(informing, size, ratio)
+        if size < SMALLEST_SIZE:
+            straggled = 0  # too few members for a longest one to stand out from the median
         straggling[size] = straggling.get(size, 0.0) * discount + straggled
         calm[size] = calm.get(size, 0.0) * discount + number - straggled
     return replace(memory, straggling=straggling, calm=calm)
@@ -132,17 +134,22 @@ def risks_of(memory: SizingMemory, sizes: Sequence[int], optimism: float) -> dic
     return risks
 
 
-def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
-    """Utility of each of the ascending ``sizes``: the variance that it takes off the gradient, scaled from 0 to 1.
+def utilities_of(sizes: Sequence[int], earlier_samples: float = 0.0) -> dict[int, float]:
+    """Utility of each of the ascending ``sizes``: the variance that it takes off the gradient, as a share of what the
+    largest size takes off, from 0 to 1. ``earlier_samples``: samples in the baseline of a prompt beside siblings.
 
     With a leave-one-out baseline (Kool et al. 2019) the variance within prompts is proportional to 1 / (G - 1) at equal
-    prompts and to G / (G - 1) at equal samples. These differ by a constant, so scaled to 0..1 they are equal."""
-    variances = {size: 1 / (size - 1) for size in sizes}
-    smallest = variances[sizes[-1]]
-    largest = variances[sizes[0]]
-    if largest <= smallest:
-        return dict.fromkeys(sizes, 0.0)
-    return {size: (largest - variance) / (largest - smallest) for size, variance in variances.items()}
+    prompts and to G / (G - 1) at equal samples. These differ by a constant, so scaled to 0..1 they are equal. A
+    baseline that has K earlier samples of the prompt leaves 1 / (K + G - 1) in place of 1 / (G - 1)."""
+    variances = {size: 1 / (earlier_samples + size - 1) for size in sizes if earlier_samples + size > 1}
+    utilities = dict.fromkeys(sizes, 0.0)
+    smallest = min(variances.values())
+    largest = max(variances.values())
+    # Without siblings the variance is that of a baseline of the earlier samples alone.
+    scale = 1 / (sizes[0] - 1) - 1 / (sizes[-1] - 1) if sizes[0] > 1 else 1.0
+    if largest > smallest:
+        utilities |= {size: (largest - variance) / scale for size, variance in variances.items()}
+    return utilities
 
 
 def is_out_of_reach(memory: SizingMemory, smallest: int, deviations: float = 0.0) -> bool:

@@ -8,14 +8,14 @@ model directory, becomes ``UNCOMMITTED``."""
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from os import environ
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import anyio
+from anyio import CancelScope, sleep
 from msgspec.structs import replace
 
 from streamrl.base.dedicated_thread import DedicatedThread
@@ -64,7 +64,7 @@ class VllmEngine(ABC):
         self._paused = False
         self._pauses = 0
         self._death = ""
-        self._calls: set[anyio.CancelScope] = set()
+        self._calls: set[CancelScope] = set()
         self._end_tokens: tuple[int, ...] = ()
         self._block_tokens = 1
         self._open_requests = 0
@@ -73,11 +73,12 @@ class VllmEngine(ABC):
 
     async def start(self) -> EngineReady:
         """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
-        os.environ.update(self._vllm_options.variables)
+        environ.update(self._vllm_options.variables)
         unset_service_address()
         self._end_tokens = (await self._thread.call(partial(end_tokens, self._vllm_options.model_path))).ids
         try:
             self._llm = await self._thread.call(self._build)
+            bound_end_tokens(self._llm)
             find_across_parts()
         except ModelRefused:
             raise
@@ -102,7 +103,7 @@ class VllmEngine(ABC):
             cause = self._cause_of_death()
             if cause or (self._llm is not None and self._llm.errored):
                 raise self._die(cause)
-            await anyio.sleep(WATCH_SECONDS)
+            await sleep(WATCH_SECONDS)
 
     async def generate(self, request: Generate) -> Completion:
         if remaining_tokens(request) == 0:
@@ -169,7 +170,7 @@ class VllmEngine(ABC):
     async def aclose(self) -> None:
         llm = self._llm
         self._llm = None
-        with anyio.CancelScope(shield=True):
+        with CancelScope(shield=True):
             if llm is not None:
                 await self._thread.call(partial(llm.shutdown, timeout=SHUTDOWN_SECONDS))
                 # ``AsyncLLM.__del__`` calls shutdown again, which at the end of the process prints an error.
@@ -227,7 +228,7 @@ class VllmEngine(ABC):
         """Await ``call``; raise ``EngineError`` when the engine dies meanwhile, even if vLLM would wait for ever.
         ``refusable``: whether an error of vLLM about the request becomes ``RequestRefused``."""
         self._require_alive()
-        with anyio.CancelScope() as scope:
+        with CancelScope() as scope:
             self._calls.add(scope)
             try:
                 return await call()
@@ -267,6 +268,23 @@ class VllmEngine(ABC):
             for scope in tuple(self._calls):
                 scope.cancel()
         return EngineError(self._death)
+
+
+def bound_end_tokens(llm: Any) -> None:
+    """Let vLLM know only end tokens that the model has an embedding for, of those that it reads itself.
+
+    Until ``min_tokens`` are sampled it bans them all. For one that is too large it writes beyond the logits of the
+    token on a GPU, and a CPU engine dies."""
+    size = llm.vllm_config.model_config.get_vocab_size()
+    renderer = llm.renderer
+    named = llm.input_processor.generation_config_fields
+    if "eos_token_id" in named:
+        ids = named["eos_token_id"]
+        ids = ids if isinstance(ids, list) else [ids]
+        named["eos_token_id"] = [token for token in ids if token is not None and 0 <= token < size]
+    end = renderer.get_eos_token_id()
+    if end is not None and not 0 <= end < size:
+        renderer.get_eos_token_id = lambda: None
 
 
 def sampling_params(request: Generate, **changes: Any) -> SamplingParams:

@@ -1,11 +1,11 @@
 """Options, process variables and vLLM configuration of an ``AsyncLLM`` engine.
 
-``async_llm.engine`` reads them when it starts vLLM. ``engines.vllm.options`` and ``rewards.judge.options`` build the
+``async_llm.engine`` reads them when it starts vLLM. ``engines.vllm.options`` and ``rewards.served.options`` build the
 options of a run's engines and judge on them, in the processes that start or check these."""
 
 from __future__ import annotations
 
-import os
+from os import environ
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ class VllmOptions(Struct, frozen=True, kw_only=True):
 
     ``variables``: variables that must be set before vllm is imported; vllm hands them on to its own processes
     ``workers``: number of processes that compute (the tensor parallel size, unless ``vllm_config`` gets another one)
-    ``prefix_caching``: False where the last bits of a completion must not depend on earlier requests"""
+    ``prefix_caching``: False where the last bits of a completion must not depend on earlier requests
+    ``text_only``: whether the model has towers for images or sound, which are not loaded"""
 
     name: str
     model_path: str
@@ -33,6 +34,7 @@ class VllmOptions(Struct, frozen=True, kw_only=True):
     variables: dict[str, str]
     workers: int = 1
     prefix_caching: bool = True
+    text_only: bool = False
 
     @property
     def on_cpu(self) -> bool:
@@ -46,7 +48,7 @@ def shared_variables(socket_directory: str | Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": str(socket_directory),
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_LOGGING_LEVEL": environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         # None of vLLM's own sockets leaves this host, and no pickle comes over them.
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
@@ -57,8 +59,8 @@ def shared_variables(socket_directory: str | Path) -> dict[str, str]:
 
 def unset_service_address() -> None:
     """Unset VLLM_PORT where Kubernetes set it to the address of a service named vllm: vLLM takes a number only."""
-    if "://" in os.environ.get("VLLM_PORT", ""):
-        del os.environ["VLLM_PORT"]
+    if "://" in environ.get("VLLM_PORT", ""):
+        del environ["VLLM_PORT"]
 
 
 def cpu_variables(linear: str = "plain") -> dict[str, str]:
@@ -107,6 +109,7 @@ def vllm_config(options: VllmOptions, **further: Any) -> Any:
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=options.prefix_caching,
+        language_model_only=options.text_only,
         logprobs_mode="processed_logprobs",
         **(arguments | further),
     ).create_engine_config()

@@ -9,6 +9,9 @@ from typing import Any
 
 from streamrl.base.run_process import die_with
 
+KERNELS_VARIABLE = "STREAMRL_CPU_KERNELS"
+"""Environment variable: "stock" leaves the kernels of a CPU as vLLM has them, to measure against."""
+
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies, if multiprocessing made it (engine core, worker). Without
@@ -17,6 +20,46 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         die_with(parent.pid)
+
+
+def rotate_separate_heads() -> None:
+    """Mend rotary embeddings of queries and keys whose heads are a dimension of their own (latent attention, LFM2).
+    vLLM's kernel of a CPU takes the stride between heads for the one between tokens, and rotates other elements; these
+    tensors now take vLLM's native path."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.platforms import current_platform
+
+    original = RotaryEmbedding.forward_cpu
+    if not current_platform.is_cpu() or hasattr(original, "streamrl_original"):
+        return
+
+    def forward_cpu(rope: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        if query.dim() == 2 and (key is None or key.dim() == 2):
+            return original(rope, positions, query, key)
+        return rope.forward_native(positions, query, key)
+
+    forward_cpu.streamrl_original = original  # type: ignore[attr-defined]
+    RotaryEmbedding.forward_cpu = forward_cpu
+
+
+def route_by_sigmoid() -> None:
+    """Route by sigmoid scores without groups (MiniMax-M2) as in one group. vLLM's router of a CPU has only softmax
+    without groups, and its core dies of the first request."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    original = CPURouter.__init__
+    if hasattr(original, "streamrl_original"):
+        return
+
+    def make(router: Any, *arguments: Any, **options: Any) -> None:
+        original(router, *arguments, **options)
+        if router.scoring_func == "sigmoid" and not router.custom_routing_function and not router.use_grouped_topk:
+            router.use_grouped_topk = True
+            router.num_expert_group = 1
+            router.topk_group = 1
+
+    make.streamrl_original = original  # type: ignore[attr-defined]
+    CPURouter.__init__ = make
 
 
 def keep_linear_weights(*, packed: bool) -> None:
@@ -40,3 +83,19 @@ def keep_linear_weights(*, packed: bool) -> None:
 
     dispatch.streamrl_original = original  # type: ignore[attr-defined]
     utils.dispatch_cpu_unquantized_gemm = dispatch
+    _keep_latent_weights()
+
+
+def _keep_latent_weights() -> None:
+    """Keep the weight of ``kv_b_proj``, which vLLM drops once its AMX kernels of latent attention have packed it: a
+    commit writes to it, and packs it again (``weights.vllm.latent_attention.derive_again``)."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    original = MLAAttention.process_weights_after_loading
+
+    def process_weights(attention: Any, dtype: Any) -> None:
+        weight = attention.kv_b_proj.weight
+        original(attention, dtype)
+        attention.kv_b_proj.weight = weight
+
+    MLAAttention.process_weights_after_loading = process_weights

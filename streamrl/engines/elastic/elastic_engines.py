@@ -15,11 +15,11 @@ set get no more requests; their open requests are aborted and continue on the ne
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from math import inf
 
-import anyio
+from anyio import CancelScope, Event, Lock, create_task_group, current_time, fail_after, move_on_after
 from msgspec.structs import replace
 
 from streamrl.base.errors import EngineError, StreamRLError
@@ -84,7 +84,7 @@ class ElasticEngines(Observer):
         freeing: Freeing | None = None,
         block_tokens: int = 16,
         share_cores: Callable[[int], Awaitable[None]] | None = None,
-        clock: Clock = anyio.current_time,
+        clock: Clock = current_time,
     ) -> None:
         self._pool = pool
         self._processes = processes
@@ -98,16 +98,16 @@ class ElasticEngines(Observer):
         self._step = 0
         self._given_up = False
         self._planned: SetPlan | None = None  # from the decision until its set serves
-        self._running = anyio.CancelScope()
-        self._switching = anyio.CancelScope()
-        self._changed = anyio.Event()
-        self._switch_planned = anyio.Event()
-        self._one_at_a_time = anyio.Lock()
+        self._running = CancelScope()
+        self._switching = CancelScope()
+        self._changed = Event()
+        self._switch_planned = Event()
+        self._one_at_a_time = Lock()
         self._loads: dict[str, EngineLoad] = {}  # of the last plan, by engine
         self._token_s: dict[str, float] = {}  # seconds a token of a request, by engine
         self._idle = 0
         self._shown_serving = 0  # number of serving engines in the last decision that users saw
-        self._looked_at = -math.inf
+        self._looked_at = -inf
         self._switches = 0
         self._switched_s = 0.0
         self._last_set = self._set  # the set of the last complete batch
@@ -200,20 +200,20 @@ class ElasticEngines(Observer):
     async def run(self, notify: Callable[[ControlEvent], None]) -> None:
         """Free engines when they can be spared, and carry out planned switches, until ``end``."""
         with self._running:
-            async with anyio.create_task_group() as tasks:
+            async with create_task_group() as tasks:
                 if self._freeing is not None:
                     tasks.start_soon(self._free_when_due, self._freeing)
                 while True:
                     await self._switch_planned.wait()
-                    self._switch_planned = anyio.Event()
+                    self._switch_planned = Event()
                     if self._planned is not None:
                         await self._switch(self._planned)
 
     async def _free_when_due(self, freeing: Freeing) -> None:
         while True:
-            with anyio.move_on_after(ALONE_LOOK_S if self.freed else None):
+            with move_on_after(ALONE_LOOK_S if self.freed else None):
                 await self._changed.wait()
-            self._changed = anyio.Event()
+            self._changed = Event()
             async with self._one_at_a_time:
                 await self._try_to_free(freeing)
 
@@ -240,7 +240,7 @@ class ElasticEngines(Observer):
         for move in plan.moves:
             by_target[move.to].append(move.request_id)
         try:
-            with anyio.fail_after(DRAIN_SECONDS):
+            with fail_after(DRAIN_SECONDS):
                 # An engine that was lost since the plan takes no requests, and the last serving engine is not drained.
                 for target, request_ids in by_target.items():
                     if target in self._pool.serving:
@@ -292,7 +292,7 @@ class ElasticEngines(Observer):
         """Return an engine with estimates of the sampled tokens: engines return tokens only at the end of a completion.
         ``token_s``: seconds a token of a request (0: unknown)."""
         assert self._freeing is not None
-        now = anyio.current_time()
+        now = current_time()
         cap = self._freeing.cap
 
         def estimated(request: ServedRequest[str]) -> OpenRequest:
@@ -314,7 +314,7 @@ class ElasticEngines(Observer):
     async def _switch(self, plan: SetPlan) -> None:
         """Have the planned set serve; returns when it serves, or the run ends."""
         began = self._clock()
-        with anyio.CancelScope() as self._switching:
+        with CancelScope() as self._switching:
             await self._processes.use(self._chooser.sets[plan.engine_set].engines)
             now = self._clock()
             self._switches += 1

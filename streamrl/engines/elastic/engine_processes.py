@@ -13,12 +13,13 @@ it binds the two streams of the engine again, so a late message of a process nev
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from logging import getLogger
+from math import inf
 
 import anyio
+from anyio import CancelScope, Event, create_task_group, current_time, move_on_after, sleep
 from anyio.abc import TaskGroup, TaskStatus
 from msgspec.structs import replace
 
@@ -51,7 +52,7 @@ PATIENCE_SECONDS = 20.0
 STOP_SECONDS = 60.0
 """Time to wait for the end of a stopped process. By then the stream of a killed one is broken, too."""
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 
 class ProgressWatch:
@@ -63,7 +64,7 @@ class ProgressWatch:
 
     def __init__(self, settings: Engines) -> None:
         self._settings = settings
-        self._looked = -math.inf
+        self._looked = -inf
         self._received = -1
         self._progress: tuple[int, ...] = ()
         self._silent_s = 0.0
@@ -105,16 +106,16 @@ class _EngineLifecycle:
     def __init__(self, name: str, endpoints: tuple[str, str], processes: EngineProcesses, *, in_use: bool) -> None:
         self.name = name
         self._endpoints = endpoints
-        self.stopped = not in_use
+        self.stopped = processes.starts_inactive or not in_use
         self.takes_memory = False
         self.has_live_version = False
         self.ready: tuple[RemoteEngine, EngineReady] | None = None
         self._processes = processes
         self._settings = processes.settings
-        self._admission = anyio.CancelScope()
-        self._listening = anyio.CancelScope()
+        self._admission = CancelScope()
+        self._listening = CancelScope()
         self._engine: RemoteEngine | None = None  # the engine whose streams are open
-        self._streams_closed = anyio.Event()
+        self._streams_closed = Event()
         self._streams_closed.set()
         self.set_in_use(in_use)
 
@@ -142,10 +143,10 @@ class _EngineLifecycle:
 
     async def run(self) -> None:
         """Follow one engine process after another, for ever."""
-        missing_since = math.inf  # time since which the set is in use and the engine does not serve
+        missing_since = inf  # time since which the set is in use and the engine does not serve
         while True:
             if not self.in_use:
-                missing_since = math.inf
+                missing_since = inf
                 await self._stop()
                 await self._processes.until(lambda: self.in_use)
             engine = await self._open_streams()
@@ -159,7 +160,7 @@ class _EngineLifecycle:
                     self.has_live_version = False
                     self.ready = None
             if self.in_use:  # the process died, or was not ready in time
-                missing_since = min(missing_since, anyio.current_time())
+                missing_since = min(missing_since, current_time())
                 self._mark_late()
                 await self._streams_closed.wait()
 
@@ -184,9 +185,9 @@ class _EngineLifecycle:
         receiver = zmq_receiver(
             EngineEvent, events_at, bind=True, window=WINDOW, guard=guard, name=f"{name}.completions"
         )
-        self._streams_closed = anyio.Event()
+        self._streams_closed = Event()
         try:
-            with anyio.CancelScope() as self._listening:
+            with CancelScope() as self._listening:
                 async with sender as orders, receiver as events:
                     self._engine = RemoteEngine(name, orders, events)
                     task_status.started(self._engine)
@@ -208,11 +209,11 @@ class _EngineLifecycle:
         reason = f"not ready within {limit:g} s of being started (engines.advanced.start_timeout_s)"
         pause_s = LONGEST_PAUSE_S if self.late else 0.0
         # The first start of a run has no limit.
-        with anyio.move_on_after(limit + pause_s if processes.pool is not None or self.late else None):
+        with move_on_after(limit + pause_s if processes.pool is not None or self.late else None):
             await processes.until(lambda: engine.readiness or engine.failure or not self.in_use)
             if engine.failure:
                 log.warning("%s did not become ready: %s", self.name, engine.failure)
-                processes.without_engine_since = anyio.current_time()
+                processes.without_engine_since = current_time()
                 return None
             return engine.readiness
         if not self._settings.restarts:
@@ -232,10 +233,10 @@ class _EngineLifecycle:
         processes = self._processes
         while True:
             if processes.pool is not None and self.in_use and await self._join(engine, processes.pool):
-                if missing_since < math.inf:
+                if missing_since < inf:
                     processes.restarts += 1
-                    await processes.emit(EngineBack(engine=self.name, seconds=anyio.current_time() - missing_since))
-                missing_since = math.inf
+                    await processes.emit(EngineBack(engine=self.name, seconds=current_time() - missing_since))
+                missing_since = inf
             await processes.until(lambda: engine.failure or not self.in_use)
             if engine.failure:
                 await self._lose(engine)
@@ -249,7 +250,7 @@ class _EngineLifecycle:
         or its set is not in use any more. Raises ``EngineError`` for an engine with another model."""
         if self.has_live_version:
             return True
-        with anyio.CancelScope() as self._admission:
+        with CancelScope() as self._admission:
             await self._processes.until(lambda: self._processes.sync)
             assert self._processes.sync is not None
             try:
@@ -287,7 +288,7 @@ class _EngineLifecycle:
         sync = self._processes.sync
         assert pool is not None
         assert sync is not None
-        with anyio.move_on_after(DRAIN_SECONDS) as limit:
+        with move_on_after(DRAIN_SECONDS) as limit:
             await pool.drain(self.name, UNAVAILABLE)
         if limit.cancelled_caught:
             engine.give_up(f"requests were not dropped within {DRAIN_SECONDS:g} s of an abort")
@@ -331,7 +332,7 @@ class _EngineLifecycle:
         self.stopped = True
         await self._processes.order(StopEngine(engine=self.name, patience_s=PATIENCE_SECONDS if serves else 0.0))
         if engine is not None and serves:
-            with anyio.move_on_after(STOP_SECONDS):
+            with move_on_after(STOP_SECONDS):
                 with suppress(StreamBroken):  # the process ended before its orders did
                     await engine.aclose()
                 await self._streams_closed.wait()
@@ -343,7 +344,7 @@ class _EngineLifecycle:
         """Have the process of a lost engine killed, unless an engine is ready again in time. The process may still
         exist, suspended: a stream also breaks when heartbeats are missing."""
         limit = self._settings.silence_timeout_s
-        await anyio.sleep(limit)
+        await sleep(limit)
         if self.in_use and self.ready is None:
             reason = (
                 f"it did not come back within {limit:g} s (engines.advanced.silence_timeout_s) of being lost "
@@ -366,7 +367,9 @@ class EngineProcesses:
     ``order``: function that sends an order to the supervisor
     ``emit``: function that sends an event to the observers of the run
     ``guard``: keys of the processes that may connect over TCP
-    ``sleeps``: whether engines of a set that is not in use keep their processes"""
+    ``sleeps``: whether engines of a set that is not in use keep their processes
+    ``starts_inactive``: whether the supervisor leaves every engine to an order of the controller, also at the start
+    of the run (engines in turns, which start after the ranks have moved their state away)"""
 
     def __init__(
         self,
@@ -377,12 +380,14 @@ class EngineProcesses:
         emit: Callable[[EngineLost | EngineBack], Awaitable[None]],
         guard: KeyGuard | None = None,
         sleeps: bool = False,
+        starts_inactive: bool = False,
     ) -> None:
         self.settings = settings
         self.order = order
         self.emit = emit
         self.guard = guard
         self.sleeps = sleeps
+        self.starts_inactive = starts_inactive
         self.pool: EnginePool | None = None
         self.sync: WeightSync | None = None
         self.switching = True
@@ -395,7 +400,7 @@ class EngineProcesses:
         self.streams: TaskGroup | None = None
         """Tasks with the open streams of the processes. This group ends after the tasks of the engines."""
         self._group: TaskGroup | None = None
-        self._changed = anyio.Event()
+        self._changed = Event()
         self._endpoints = endpoints
         self._lifecycles: dict[str, _EngineLifecycle] = {}
 
@@ -426,7 +431,7 @@ class EngineProcesses:
     def notify(self) -> None:
         """Wake the tasks that wait in ``until``, since a state has changed."""
         self._changed.set()
-        self._changed = anyio.Event()
+        self._changed = Event()
 
     async def notify_changes(self, engine: RemoteEngine) -> None:
         """Notify when ``engine`` is ready, and when it fails."""
@@ -445,12 +450,12 @@ class EngineProcesses:
         """Follow and watch the engine processes until ``aclose`` is called and the processes have ended. Raises
         ``EngineError`` when no engine is there for long, or a restarted one has another model."""
         watches: dict[RemoteEngine, ProgressWatch] = {}
-        self.without_engine_since = anyio.current_time()
-        async with anyio.create_task_group() as self.streams, anyio.create_task_group() as self._group:
+        self.without_engine_since = current_time()
+        async with create_task_group() as self.streams, create_task_group() as self._group:
             task_status.started()
             while True:
-                await anyio.sleep(LOOK_S)
-                now = anyio.current_time()
+                await sleep(LOOK_S)
+                now = current_time()
                 self._require_engine(now)
                 engines = [lifecycle.ready[0] for lifecycle in self._lifecycles.values() if lifecycle.ready]
                 watches = {engine: watches.get(engine) or ProgressWatch(self.settings) for engine in engines}
@@ -473,8 +478,8 @@ class EngineProcesses:
     # ---- sets of engines ---------------------------------------------------------------------------
 
     async def start(self, names: Sequence[str]) -> tuple[EnginePool, EngineReady]:
-        """Use the engines ``names``, whose processes the supervisor starts by itself. Waits until each of them is ready
-        or has died, and at least one is ready; engines that died join later.
+        """Use the engines ``names``. Waits until each of them is ready or has died, and at least one is ready; engines
+        that died join later.
 
         Returns the pool of all engines, and the combined readiness of ``names``. Raises ``EngineError`` when their
         models differ."""
@@ -515,15 +520,20 @@ class EngineProcesses:
         self.sync = sync
         self.notify()
 
-    async def use(self, names: Collection[str]) -> None:
-        """Have the engines ``names`` serve, and no others. The others stop *before* these start: the memory may not
-        suffice for both. Requests wait until this returns: when at least one engine serves, and each other one serves
-        or is late, because it died or its version is not available any more."""
+    async def sleep_all(self) -> None:
+        """Have no engine serve, until ``use``. Returns when all sleep or have stopped. Requests wait."""
         assert self.pool is not None
         self.pool.withdraw(self.pool.names, UNAVAILABLE)
         self.switching = True
         self._set_in_use(())
         await self.until(lambda: not any(lifecycle.takes_memory for lifecycle in self._lifecycles.values()))
+
+    async def use(self, names: Collection[str]) -> None:
+        """Have the engines ``names`` serve, and no others. The others stop *before* these start: the memory may not
+        suffice for both. Requests wait until this returns: when at least one engine serves, and each other one serves
+        or is late, because it died or its version is not available any more."""
+        assert self.pool is not None
+        await self.sleep_all()
         self._set_in_use(names)
         joining = self._in_use
         await self.until(

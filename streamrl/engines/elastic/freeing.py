@@ -10,6 +10,7 @@ import heapq
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from msgspec import Struct
 
@@ -238,10 +239,10 @@ def _place(
     requests_on = {engine.name: list(engine.requests) for engine in remaining}
     moves: list[Move] = []
     for request in sorted(moving, key=lambda request: (-final_tokens(request), request.request_id)):
-        share, name = heapq.heappop(fullness)
+        share, name = heappop(fullness)
         requests_on[name].append(request)
         moves.append(Move(request_id=request.request_id, to=name))
-        heapq.heappush(fullness, (share + final_tokens(request) / engines[name].kv_tokens, name))
+        heappush(fullness, (share + final_tokens(request) / engines[name].kv_tokens, name))
     peak_share = 0.0
     for name, requests in requests_on.items():
         engine = engines[name]

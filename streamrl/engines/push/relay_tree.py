@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import ceil
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -107,13 +108,13 @@ class RelayTree:
 
 def pieces_of(size: float) -> int:
     """Return the number of pieces in which ``size`` bytes of a version are sent."""
-    return math.ceil(size / CHUNK_BYTES)
+    return ceil(size / CHUNK_BYTES)
 
 
 def children(hosts: int, pieces: int) -> int:
     """Return the number of hosts that each host sends to, 1 or 2, with which the last host has all ``pieces`` first. A
     link is assumed to carry as much out as in, so two copies take twice the time of one."""
-    levels = max(1, math.ceil(math.log2(hosts / 2 + 1)))
+    levels = max(1, ceil(math.log2(hosts / 2 + 1)))
     return 1 if pieces + hosts - 1 <= 2 * (pieces + levels - 1) else 2
 
 

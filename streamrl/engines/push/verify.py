@@ -14,42 +14,49 @@ waits for the trainer's logprobs of this version."""
 
 from __future__ import annotations
 
-import logging
-import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from logging import getLogger
 from pathlib import Path
 
-import anyio
-import msgspec
+from anyio import CancelScope, create_task_group, fail_after, sleep_forever
 from anyio.abc import TaskGroup
+from msgspec import json
 
 from streamrl.base.atomic_files import append_whole
 from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError, RequestRefused
-from streamrl.base.messages import Generate, WeightAnnouncement
-from streamrl.base.types import Completion, token_array
+from streamrl.base.messages import FirstProbe, Generate, WeightAnnouncement
+from streamrl.base.types import Completion, TokenArray, token_array
 from streamrl.contracts import CanaryReport, Engine, Observer, PushReport
-from streamrl.learning.canary import canary_bounds, probe_tokens
-from streamrl.pretrained.model_facts import read_model_facts
+from streamrl.learning.canary import CanaryBounds, canary_bounds, first_bound, median_difference, probe_tokens
+from streamrl.pretrained.model_facts import read_model_config, read_model_facts
+from streamrl.recipe.field_types import EngineDtype
 from streamrl.recipe.sections import Recipe
+
+FIRST_TIMEOUT_S = 300.0
+_PROMPT_TOKENS = 9
+_SAMPLED_TOKENS = 24
+_LEAST_TOKENS = 8  # of fewer the median is that of single tokens, which rounding may move far
 
 VERSIONS_REMEMBERED = 8
 """Number of versions whose logprobs of the trainer are stored, for late answers."""
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 
 class WeightCanary:
     """Compares logprobs of ``tokens`` between the engines and the trainer. An engine that deviates by more than
-    ``limit`` nats counts as broken. ``run`` must run as a task beside the pushes."""
+    ``bounds.limit`` nats counts as broken. ``run`` must run as a task beside the pushes. ``family``: type of the
+    model."""
 
-    def __init__(self, tokens: Sequence[int], limit: float) -> None:
-        self.limit = limit
+    def __init__(self, tokens: Sequence[int], bounds: CanaryBounds, family: str = "") -> None:
+        self.limit = bounds.limit
+        self._bounds = bounds
+        self._family = family
         self._tokens = token_array(tokens)
         self._expected: dict[int, Sequence[float]] = {}  # logprobs of the trainer, by version
-        self._open: dict[Engine, anyio.CancelScope] = {}  # probes without an answer
+        self._open: dict[Engine, CancelScope] = {}  # probes without an answer
         self._answers: dict[Engine, tuple[int, Sequence[float]]] = {}  # version and logprobs
         self._group: TaskGroup | None = None
         self._probes = 0
@@ -58,15 +65,15 @@ class WeightCanary:
 
     async def run(self) -> None:
         """Run the probes as child tasks until this call is cancelled."""
-        async with anyio.create_task_group() as self._group:
-            await anyio.sleep_forever()
+        async with create_task_group() as self._group:
+            await sleep_forever()
 
     def ask(self, engines: Sequence[Engine]) -> None:
         """Send a probe to each of ``engines`` without an open one. Returns at once."""
         assert self._group is not None, "run() was not started"
         for engine in engines:
             if engine not in self._open:
-                self._open[engine] = anyio.CancelScope()
+                self._open[engine] = CancelScope()
                 start_unless_ending(self._group, self._ask, engine)
 
     def compare(self, policy_version: int, expected: Sequence[float]) -> CanaryReport | None:
@@ -81,7 +88,7 @@ class WeightCanary:
         for version in sorted(self._expected)[:-VERSIONS_REMEMBERED]:
             del self._expected[version]
         deviations = {
-            engine: deviation(logprobs, self._expected[version])
+            engine: median_difference(logprobs, self._expected[version])
             for engine, (version, logprobs) in self._answers.items()
             if version in self._expected
         }
@@ -100,30 +107,68 @@ class WeightCanary:
         versions = [self._answers.pop(engine)[0] for engine in deviations]
         return CanaryReport(max(versions), max(deviations.values()), len(deviations))
 
+    async def check_first(self, engine: Engine, probe: FirstProbe) -> None:
+        """Compare what ``engine`` computes before the first step: its prefill of the tokens with the trainer's, and the
+        tokens that it samples one by one with its prefill of the same tokens. Raises ``EngineError`` with the figure
+        where a median is beyond ``first_bound``; an engine that dies or does not answer in time is left to others."""
+        prompt = self._tokens[:_PROMPT_TOKENS]
+        try:
+            with fail_after(FIRST_TIMEOUT_S):
+                scored = await engine.generate(self._request(self._tokens, len(self._tokens) - 1))
+                sampled = await engine.generate(self._request(prompt, 0, max_tokens=_SAMPLED_TOKENS))
+                count = len(sampled.token_ids)
+                again = await engine.generate(self._request(prompt + sampled.token_ids, count)) if count else sampled
+        except (EngineError, RequestRefused, TimeoutError) as error:
+            log.warning("the first tokens of an engine were not checked: %s", error)
+            return
+        pairs = [
+            (scored.behavior_logprobs, probe.logprobs, "a prefill of the engine and the trainer"),
+            (sampled.behavior_logprobs, again.behavior_logprobs, "sampled tokens and a prefill of the same engine"),
+        ]
+        bound = first_bound(self._bounds, probe.rounding)
+        for logprobs, expected, compared in pairs:
+            if not _LEAST_TOKENS <= len(logprobs) == len(expected):
+                continue
+            nats = median_difference(logprobs, expected)
+            if nats > bound:
+                figures = f"median of {len(logprobs)} tokens; at most {bound:.3g}; bfloat16 costs {probe.rounding:.2g}"
+                raise EngineError(
+                    f"engines do not compute models of type {self._family!r} as the trainer does, on this device and "
+                    f"in this dtype: before the first step, logprobs of {compared} are {nats:.3g} nats apart "
+                    f"({figures}). Set another engines.dtype, or run the engines on another device; "
+                    "weights.advanced.canary = false lets the run begin"
+                )
+
     def forget(self, engine: Engine) -> None:
-        """Forget an engine that is about to stop, and cancel its probe."""
+        """Forget an engine that is gone, and cancel its probe."""
         self._answers.pop(engine, None)
         self.deviating.discard(engine)
+        self.end_probe(engine)
+
+    def end_probe(self, engine: Engine) -> None:
+        """Cancel the probe of an engine, if it has one. An earlier answer is still compared."""
         if engine in self._open:
             self._open[engine].cancel()
 
     async def _ask(self, engine: Engine) -> None:
-        self._probes += 1
-        request = Generate(
-            request_id=f"canary-{self._probes}",
-            token_ids=self._tokens,
-            max_tokens=1,
-            seed=0,
-            temperature=1.0,
-            scored_tokens=len(self._tokens) - 1,
-        )
         try:
             with self._open[engine]:
-                self._note(engine, await engine.generate(request))
+                self._note(engine, await engine.generate(self._request(self._tokens, len(self._tokens) - 1)))
         except (EngineError, RequestRefused) as error:  # the owner of the engine handles its death
             log.warning("the canary of an engine was not answered: %s", error)
         finally:
             del self._open[engine]
+
+    def _request(self, tokens: TokenArray, scored: int, *, max_tokens: int = 1) -> Generate:
+        self._probes += 1
+        return Generate(
+            request_id=f"canary-{self._probes}",
+            token_ids=tokens,
+            max_tokens=max_tokens,
+            seed=0,
+            temperature=1.0,
+            scored_tokens=scored,
+        )
 
     def _note(self, engine: Engine, answer: Completion) -> None:
         """Store an answer, if it is complete and of one version. The answer to an aborted probe is not complete; a
@@ -133,21 +178,16 @@ class WeightCanary:
             self._answers[engine] = (versions.pop(), answer.behavior_logprobs)
 
 
-def canary_of(recipe: Recipe, device: str) -> WeightCanary | None:
-    """Return the canary of ``recipe``, whose engines run on ``device`` (``cpu`` or ``cuda``); None without a canary."""
+def canary_of(recipe: Recipe, device: str, dtype: EngineDtype) -> WeightCanary | None:
+    """Return the canary of ``recipe``, whose engines run on ``device`` (``cpu`` or ``cuda``) in ``dtype``; None without
+    a canary."""
     if not recipe.canary:
         return None
-    tokens = probe_tokens(read_model_facts(Path(recipe.model.path)).vocabulary)
-    return WeightCanary(tokens, canary_bounds(recipe.training, recipe.engines, device).limit)
-
-
-def deviation(logprobs: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the median over tokens of the absolute difference, in nats. Rounding alone may move the logprob of a
-    single token far, for example by the choice of another expert; a fault of a layer moves all. Infinite when more than
-    half of the differences are not finite."""
-    pairs = zip(logprobs, expected, strict=True)
-    differences = [abs(float(logprob) - float(reference)) for logprob, reference in pairs]
-    return statistics.median_low([nats if math.isfinite(nats) else math.inf for nats in differences])
+    directory = Path(recipe.model.path)
+    tokens = probe_tokens(read_model_facts(directory).vocabulary)
+    config = read_model_config(directory)
+    bounds = canary_bounds(recipe.training, recipe.engines, device, dtype)
+    return WeightCanary(tokens, bounds, str(config.get("model_type")))
 
 
 class WeightAudit(Observer):
@@ -176,6 +216,6 @@ class WeightAudit(Observer):
         for name, engine in self._serving().items():
             with suppress(EngineError):  # an engine that died meanwhile is started again
                 checksums[name] = await engine.checksums()
-        line = msgspec.json.encode({"policy_version": policy_version, "checksums": checksums})
+        line = json.encode({"policy_version": policy_version, "checksums": checksums})
         with self._path.open("ab", buffering=0) as file:
             append_whole(file, line + b"\n")

@@ -15,14 +15,17 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
-import anyio
+from anyio import CancelScope, Event, Lock, create_task_group, current_time, fail_after
+from msgspec.structs import replace
 
+from streamrl.base.concurrent_calls import all_of
 from streamrl.base.errors import EngineError, VersionLeft, WeightError
-from streamrl.base.messages import PauseMode, WeightAnnouncement
+from streamrl.base.messages import FirstProbe, PauseMode, WeightAnnouncement
 from streamrl.base.waits import Waits
 from streamrl.contracts import CanaryReport, Engine, PushReport
 from streamrl.engines.push.verify import WeightCanary
 from streamrl.recipe.scheduling import InFlight
+from streamrl.weights.distance import Mover
 
 Limit = Callable[[], AbstractContextManager[None]]
 AddRelays = Callable[[WeightAnnouncement, str, Collection[str]], WeightAnnouncement]
@@ -70,13 +73,13 @@ class WeightSync:
         self._waits = waits or Waits()
         self._add_relays = add_relays
         self._live: WeightAnnouncement | None = None
-        self._pushed = anyio.Event()
+        self._pushed = Event()
         self._paused = False  # all engines, ahead of a push
         self._reported_pause = False
         self.paused_engines: set[Engine] = set()
         """Engines that are paused now."""
-        self._one_at_a_time = anyio.Lock()
-        self._one_anchor = anyio.Lock()  # the trainer publishes one anchor at a time
+        self._one_at_a_time = Lock()
+        self._one_anchor = Lock()  # the trainer publishes one anchor at a time
         self.on_version_left: Callable[[], object] = lambda: None
 
     async def run(self) -> None:
@@ -97,8 +100,15 @@ class WeightSync:
             report = await self._push(announced)
             self._live = announced
             self._pushed.set()
-            self._pushed = anyio.Event()
+            self._pushed = Event()
             return report
+
+    async def check_first_tokens(self, probe: FirstProbe) -> None:
+        """Compare what each engine computes with the trainer's ``probe`` of the live version, before anything is
+        trained: engines of several sets, or on several kinds of GPUs, may differ. Raises ``EngineError`` where one
+        differs by more than rounding does."""
+        if self._canary is not None:
+            await all_of([partial(self._canary.check_first, engine, probe) for engine in self._engines])
 
     async def pause(self) -> None:
         """Pause all engines until the next push or ``resume``. Requests that are submitted from now on wait for it, and
@@ -116,7 +126,7 @@ class WeightSync:
             await _on_each(self._resume, paused, self._limit("not every engine was resumed"), self._failed)
 
     async def _push(self, announced: WeightAnnouncement) -> PushReport:
-        started = anyio.current_time()
+        started = current_time()
         limit = self._limit(f"version {announced.policy_version} was not live on every engine")
         report = None
         deviating = set[Engine]()
@@ -124,18 +134,21 @@ class WeightSync:
             report = self._canary.compare(announced.policy_version - 1, announced.probe_logprobs)
             deviating = self._canary.deviating
         pauses: dict[Engine, float] = {}
+        from_memory: set[Engine] = set()
         refusals: dict[Engine, WeightError] = {}
         staged_at = started
 
         async def take(engine: Engine, version: WeightAnnouncement, names: Mapping[Engine, str]) -> None:
             nonlocal staged_at
             try:
-                await self._stage(engine, self._add_relays(version, names[engine], names.values()))
-                began = anyio.current_time()
+                mover = await self._stage(engine, self._add_relays(version, names[engine], names.values()))
+                if mover not in ("", Mover.ENCODED):
+                    from_memory.add(engine)
+                began = current_time()
                 staged_at = max(staged_at, began)
                 await self._commit(engine, version)
                 await self._resume(engine)
-                pauses[engine] = anyio.current_time() - began
+                pauses[engine] = current_time() - began
             except WeightError as error:
                 refusals[engine] = error
 
@@ -150,7 +163,8 @@ class WeightSync:
             self._failed(engine, _refused(self._engines[engine], announced, refusals[engine]))
         if self._canary is not None:
             self._canary.ask(list(self._engines))
-        return _report(announced, started, staged_at, list(pauses.values()), len(refusing), report)
+        result = _report(announced, started, staged_at, list(pauses.values()), len(refusing), report)
+        return replace(result, from_memory=len(from_memory))
 
     def _report_pause(self) -> None:
         paused = bool(self._engines) and self._engines.keys() <= self.paused_engines
@@ -173,7 +187,7 @@ class WeightSync:
         needed
 
         Raises ``EngineError`` when the engine refuses the anchor, dies, or is late."""
-        alone: anyio.Lock | nullcontext[None] = nullcontext()
+        alone: Lock | nullcontext[None] = nullcontext()
         while True:
             while self._live is None:
                 await self._pushed.wait()
@@ -201,10 +215,14 @@ class WeightSync:
                         with limit():
                             await self._resume(engine)
                     self._engines[engine] = name
+                    if self._canary is not None:
+                        self._canary.ask([engine])
                     return
 
     async def _catch_up(self, name: str, engine: Engine, live: WeightAnnouncement) -> None:
         announced = live
+        if self._canary is not None and engine in self._canary.deviating:
+            announced = await self._anchor_of(live.policy_version)
         while True:
             try:
                 await self._stage(engine, self._add_relays(announced, name, self._engines.values()))
@@ -212,13 +230,17 @@ class WeightSync:
             except WeightError as refusal:
                 if announced is not live:
                     raise _refused(name, live, refusal) from refusal
-            with anyio.CancelScope(shield=True):  # a push must not ask for an anchor before the trainer has answered
+            with CancelScope(shield=True):  # a push must not ask for an anchor before the trainer has answered
                 announced = await self._anchor_of(live.policy_version)
 
     async def leave(self, engine: Engine) -> None:
-        """Exclude ``engine`` from later pushes, since it is to stop or sleep. A push in progress ends first."""
+        """Exclude ``engine`` from later pushes, since it is to stop or sleep. A push in progress ends first. An answer
+        to the canary is compared with the next push all the same."""
         async with self._one_at_a_time:
-            self.remove(engine)
+            self._engines.pop(engine, None)
+            self.paused_engines.discard(engine)
+            if self._canary is not None:
+                self._canary.end_probe(engine)
 
     def remove(self, engine: Engine) -> None:
         """Exclude ``engine`` from a push in progress and from later ones, since it died."""
@@ -240,9 +262,10 @@ class WeightSync:
 
     # ---- one engine --------------------------------------------------------------------------------
 
-    async def _stage(self, engine: Engine, announced: WeightAnnouncement) -> None:
+    async def _stage(self, engine: Engine, announced: WeightAnnouncement) -> str:
+        """Have the engine stage a version. Returns the mover."""
         with self._waiting(engine, f"fetch version {announced.policy_version}"):
-            await engine.stage(announced)
+            return (await engine.stage(announced)).mover
 
     async def _commit(self, engine: Engine, announced: WeightAnnouncement) -> None:
         """Pause, commit and verify. The engine stays paused, so that it samples only with verified weights. Raises
@@ -279,7 +302,7 @@ class WeightSync:
     # ---- time limit --------------------------------------------------------------------------------
 
     def _limit(self, failure: str) -> Limit:
-        return partial(_in_time, failure, anyio.current_time() + self._timeout_s, self._timeout_s)
+        return partial(_in_time, failure, current_time() + self._timeout_s, self._timeout_s)
 
 
 async def _on_each(
@@ -303,7 +326,7 @@ async def _on_each(
                 fatal_errors.append(fatal)
                 group.cancel_scope.cancel()
 
-    async with anyio.create_task_group() as group:
+    async with create_task_group() as group:
         for engine in engines:
             group.start_soon(run_step, engine)
     if fatal_errors:
@@ -325,7 +348,7 @@ def _report(
         policy_version=announced.policy_version,
         staged_s=staged_at - started,
         paused_s=max(pauses, default=0.0),  # without a pause all engines are lost; started ones will get this version
-        total_s=anyio.current_time() - started,
+        total_s=current_time() - started,
         payload_bytes=sum(source.payload_bytes for source in sources),
         changed_share=changed_elements / max(total_elements, 1),
         reanchored=reanchored,
@@ -343,7 +366,7 @@ def _refused(name: str, announced: WeightAnnouncement, refusal: WeightError) -> 
 def _in_time(failure: str, deadline: float, timeout_s: float) -> Iterator[None]:
     """Cancel the body of the context at ``deadline``, and raise ``EngineError`` then."""
     try:
-        with anyio.fail_after(deadline - anyio.current_time()):
+        with fail_after(deadline - current_time()):
             yield
     except TimeoutError as error:
         raise EngineError(f"{failure} within {timeout_s:g} s (weights.advanced.push_timeout_s)") from error

@@ -8,12 +8,13 @@ seconds, by default the measured time of a real engine. The engine has no backgr
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha256
+from time import monotonic
 from typing import Protocol
 
 import anyio
+from anyio import Event
 from anyio.lowlevel import checkpoint
 from msgspec import Struct
 
@@ -71,7 +72,7 @@ class _OpenRequest:
         self.accepted = min(accepted_prefix(unverified, token_ids), len(token_ids) - 1)
         self.spans: list[VersionSpan] = []
         self.finished = False
-        self.wakeup = anyio.Event()
+        self.wakeup = Event()
 
     def sample(self, policy_version: int) -> None:
         """Sample one token; in the first step also the accepted tokens before it."""
@@ -112,7 +113,7 @@ class SimulatedEngine:
         *,
         text: SampledText | None = None,
         weights: HeldWeights | None = None,
-        clock: Clock = time.monotonic,
+        clock: Clock = monotonic,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
         self._options = options
@@ -124,7 +125,7 @@ class SimulatedEngine:
         self._driver: _OpenRequest | None = None  # the request whose caller runs the decode steps
         self._paused = False
         self._asleep = False
-        self._changed = anyio.Event()
+        self._changed = Event()
         self._policy_version = options.policy_version
         self._state_hash = 0
         self._staged: WeightAnnouncement | None = None
@@ -194,14 +195,15 @@ class SimulatedEngine:
         await checkpoint()
 
     async def sleep(self) -> None:
-        """Abort the requests. Before ``wake`` no version can be staged."""
+        """Abort the requests. Before ``wake`` no version can be staged, before ``resume`` no request runs."""
         await self.pause(PauseMode.ABORT, clear_cache=True)
         self._asleep = True
 
     async def wake(self) -> None:
-        """Resume sampling, with the weights from before ``sleep``."""
+        """Have the weights from before ``sleep`` again. The engine is paused."""
+        self._require_alive()
         self._asleep = False
-        await self.resume()
+        await checkpoint()
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         """Stage a version. With ``weights`` it is fetched and verified; otherwise only the base version is checked.
@@ -253,7 +255,7 @@ class SimulatedEngine:
         await checkpoint()
         if self._weights is not None:
             return self._weights.checksums()
-        return {"simulated.weight": hashlib.sha256(str(self._state_hash).encode()).hexdigest()}
+        return {"simulated.weight": sha256(str(self._state_hash).encode()).hexdigest()}
 
     def load(self) -> EngineLoad:
         """Return the load now. Requests beyond ``max_num_seqs`` wait, during a pause all requests wait. All tokens
@@ -290,7 +292,7 @@ class SimulatedEngine:
                 if self._driver is not None:
                     await request.wakeup.wait()
                     if not request.finished:
-                        request.wakeup = anyio.Event()
+                        request.wakeup = Event()
                     continue
                 self._driver = request
                 try:
@@ -335,7 +337,7 @@ class SimulatedEngine:
 
     def _notify(self) -> None:
         self._changed.set()
-        self._changed = anyio.Event()
+        self._changed = Event()
 
     def _require_alive(self) -> None:
         if self._failure:

@@ -6,9 +6,9 @@ temperature 0, which is greedy, on the tokens before it.
 from __future__ import annotations
 
 import math
-import random
 import zlib
 from itertools import islice
+from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
@@ -41,7 +41,7 @@ class LengthMixture(Struct, frozen=True, kw_only=True):
     long_median: float = 250.0
     long_sigma: float = 0.5
 
-    def sample(self, random_source: random.Random) -> int:
+    def sample(self, random_source: Random) -> int:
         """Return one length, at least 1."""
         median = self.median
         sigma = self.sigma
@@ -66,8 +66,8 @@ class SampledText(Protocol):
         """Sample ``request``, which has no unverified tokens. ``room``: tokens that are left in the context."""
 
 
-def _random_source(request: Generate) -> random.Random:
-    return random.Random(request.seed if request.temperature else zlib.crc32(request.token_ids.tobytes()))
+def _random_source(request: Generate) -> Random:
+    return Random(request.seed if request.temperature else zlib.crc32(request.token_ids.tobytes()))
 
 
 class UniformText:
@@ -98,7 +98,7 @@ class UniformText:
             tokens[-1] = self._end_token
         return Draft(tokens, float_array([self._logprob]) * len(tokens), ends)
 
-    def _token(self, source: random.Random) -> int:
+    def _token(self, source: Random) -> int:
         """Return one token, which is not the end token."""
         token = source.randrange(self._vocabulary - 1)
         return token if token < self._end_token else token + 1

@@ -6,26 +6,25 @@ and vLLM's class of parameters takes each operator through Python, to no effect.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from copy import copy
+from logging import getLogger
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn import Parameter
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.parameter import BasevLLMParameter
 
-KERNELS_VARIABLE = "STREAMRL_CPU_KERNELS"  # "stock": as vLLM does, to measure against
-_log = logging.getLogger(__name__)
+_log = getLogger(__name__)
 
 
 def use_cpu_kernels(model: Any, dtype: torch.dtype) -> None:
     """Set the C kernels in the norms and gates of a loaded model that computes in ``dtype``, each after a trial on
     random numbers. Logs one line about the modules that stay on vLLM's native path."""
-    BasevLLMParameter.__torch_function__ = nn.Parameter.__torch_function__
+    BasevLLMParameter.__torch_function__ = Parameter.__torch_function__
     modules = [module for module in model.modules() if isinstance(module, RMSNorm | SiluAndMul)]
     native: Counter[str] = Counter()
     for module in modules:

@@ -6,19 +6,18 @@ process; ``engine_config`` also serves the model probe (``load_plan_probe``)."""
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 from collections.abc import Sequence
+from logging import getLogger
+from os import environ
 from typing import Any
 
-import anyio
-import psutil
-from anyio import to_thread
+from anyio import CancelScope, to_thread
 from msgspec.structs import replace
+from psutil import Process
 
 from streamrl.base.errors import ModelRefused
-from streamrl.base.messages import EngineLoad, EngineReady, Generate
+from streamrl.base.messages import EngineLoad, EngineReady, Generate, PauseMode
 from streamrl.base.types import Completion, FinishReason, TokenArray, routed_within
 from streamrl.base.waits import note_phase
 from streamrl.engines.async_llm.engine import VllmEngine, completion_of, routed_of
@@ -44,7 +43,7 @@ from streamrl.recipe.sections import PIPELINE_PARALLEL
 from streamrl.recipe.toml_text import toml_value
 from streamrl.weights import engine_variables
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 
 class RunEngine(VllmEngine):
@@ -56,6 +55,7 @@ class RunEngine(VllmEngine):
         self._processes: ProcessWatch | None = None
         self._counters = EngineCounters()
         self._holds_outputs = False
+        self._without_cache = False  # from ``sleep`` to ``resume``
         self._verifying: set[str] = set()  # ids of requests whose unverified tokens are being verified
         self._aborted: set[str] = set()  # those of them that were aborted meanwhile
 
@@ -66,7 +66,7 @@ class RunEngine(VllmEngine):
         return self._llm
 
     async def start(self) -> EngineReady:
-        os.environ.update(engine_variables())
+        environ.update(engine_variables())
         ready = await super().start()
         if self._options.adapter.syncs_adapter:
             from streamrl.weights.vllm.adapter import adapter_request
@@ -88,16 +88,34 @@ class RunEngine(VllmEngine):
             await self._unless_dead(lambda: self._llm.engine_core.call_utility_async(ABORT, vllm_ids))
 
     async def sleep(self) -> None:
-        """Free the device's memory; the weights move to CPU memory. Until ``wake`` the engine takes no requests. CUDA
-        only."""
-        self._pauses += 1
-        await self._unless_dead(lambda: self._llm.sleep(level=1))
+        """Abort the requests and free the device's memory. The weights move to CPU memory, unless the engine
+        ``keeps_weights``. On a CPU nothing is freed. Until ``resume`` after ``wake`` no request runs."""
+        if self._options.keeps_weights:
+            await self.pause(PauseMode.ABORT, clear_cache=True)
+            await self._unless_dead(self._llm.release_kv_cache_memory)
+        else:
+            self._pauses += 1
+            await self._unless_dead(lambda: self._llm.sleep(level=1))
         self._paused = True
+        self._without_cache = True
 
     async def wake(self) -> None:
-        """Take the device's memory again. The live version must be committed before anything is sampled."""
-        await self._unless_dead(self._llm.wake_up)
-        self._paused = False
+        """Take the memory of the weights again. The live version must be committed before ``resume``."""
+        if not self._options.keeps_weights:
+            await self._unless_dead(lambda: self._llm.wake_up(["weights"]))
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        if not self._without_cache:  # otherwise its sleep has paused it
+            await super().pause(mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        """Continue sampling after ``pause``. After ``wake``, the KV cache first takes its memory."""
+        if self._without_cache:
+            await self._unless_dead(lambda: self._llm.wake_up(["kv_cache"]))  # vLLM resumes by itself
+            self._without_cache = False
+            self._paused = False
+        else:
+            await super().resume()
 
     def load(self) -> EngineLoad:
         """Return the load after the last decode step of vLLM's core. During a pause all requests wait."""
@@ -109,14 +127,14 @@ class RunEngine(VllmEngine):
         """Stop vLLM and wait for its processes."""
         await super().aclose()
         if self._processes is not None:
-            with anyio.CancelScope(shield=True):
+            with CancelScope(shield=True):
                 await to_thread.run_sync(self._processes.end_all)
 
     def _build(self) -> Any:
         note_phase("imports vLLM")
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        other_children = {child.pid for child in psutil.Process().children()}
+        other_children = {child.pid for child in Process().children()}
         config = engine_config(self._options)
         note_phase("vLLM loads the model and warms up")
         fork_engine_core(spawn_workers=self._options.on_cpu)
@@ -193,7 +211,7 @@ def engine_config(options: EngineOptions) -> Any:
     model."""
     from vllm.config import WeightTransferConfig
 
-    memory = max((gpu.memory for gpu in visible_gpus()), default=0)
+    memory = min((gpu.memory for gpu in visible_gpus()), default=0)
     arguments: dict[str, Any] = {
         "max_num_batched_tokens": batched_tokens(options, memory) or None,
         "enable_sleep_mode": options.sleeps,
@@ -216,6 +234,10 @@ def engine_config(options: EngineOptions) -> Any:
         config = vllm_config(options, **arguments | recipe_arguments)
     except (ValueError, ImportError) as error:  # ImportError: the package of a method of speculation is missing
         raise ModelRefused(f"{options.name}: {_why_refused(options, str(error))}") from error
+    if options.cache_blocks and config.cache_config.block_size < options.block_tokens:
+        # vLLM's kernel of latent attention on a CPU has smaller blocks: as many tokens need more of them.
+        smaller = options.block_tokens // config.cache_config.block_size
+        config.cache_config.num_gpu_blocks_override = options.cache_blocks * smaller
     if options.on_cpu and not config.model_config.use_mla:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

@@ -9,15 +9,15 @@ engine."""
 
 from __future__ import annotations
 
-import logging
-import os
-import time
 from collections.abc import Callable
+from logging import getLogger
+from os import environ
+from time import monotonic
 from typing import Any
 
 from streamrl.engines.vllm.statistics import EngineCounters
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 HELD_VARIABLE = "STREAMRL_HELD_OUTPUTS"  # "stock": without this patch, as a baseline of measurements
 ABORT = "streamrl_abort"
@@ -34,7 +34,7 @@ def hold_outputs(counters: EngineCounters) -> bool:
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.request import RequestStatus
 
-    holds = os.environ.get(HELD_VARIABLE) != "stock"
+    holds = environ.get(HELD_VARIABLE) != "stock"
     EngineCoreProc.streamrl_counters = counters if holds else None
     if hasattr(EngineCoreProc, ABORT) or not holds:
         return holds
@@ -42,7 +42,7 @@ def hold_outputs(counters: EngineCounters) -> bool:
         vllm_step = EngineCoreProc._process_engine_step
         vllm_abort = EngineCoreProc.abort_requests
         vllm_send_aborts = EngineCoreProc._send_abort_outputs
-        _ = Scheduler._preempt_request, Scheduler.schedule, Scheduler.finish_requests
+        _ = Scheduler._preempt_request, Scheduler.update_from_output, Scheduler.finish_requests
     except AttributeError as error:
         log.warning("outputs leave vLLM's core token by token: %s", error)
         return False
@@ -85,21 +85,22 @@ class HeldOutputs:
         self._drafted = 0
         self._accepted = 0
         preempt = scheduler._preempt_request
-        schedule = scheduler.schedule
+        update = scheduler.update_from_output
 
         def preempt_and_count(*arguments: Any, **options: Any) -> None:
             self._preempted += 1
             preempt(*arguments, **options)
 
-        def schedule_and_count(*arguments: Any, **options: Any) -> Any:
-            scheduled = schedule(*arguments, **options)
+        def update_and_count(scheduled: Any, *arguments: Any, **options: Any) -> Any:
+            # With async scheduling, a step of the core schedules one step of the model, and gets the outputs of the
+            # one before.
             self._drafted = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
             decoded = len(scheduled.num_scheduled_tokens) + self._drafted
             self._prefilled = scheduled.total_num_scheduled_tokens > decoded
-            return scheduled
+            return update(scheduled, *arguments, **options)
 
         scheduler._preempt_request = preempt_and_count
-        scheduler.schedule = schedule_and_count
+        scheduler.update_from_output = update_and_count
 
     def count(self, counters: EngineCounters, step: Callable[[], Any]) -> bool:
         """Run a step of the core and count it."""
@@ -109,10 +110,10 @@ class HeldOutputs:
         self._preempted = 0
         self._drafted = 0
         self._accepted = 0
-        began_s = time.monotonic()
+        began_s = monotonic()
         scheduler = self._scheduler
         executed = bool(step())
-        decoded_s = None if self._prefilled else time.monotonic() - began_s
+        decoded_s = None if self._prefilled else monotonic() - began_s
         counters.count_step(
             self._tokens,
             decoded_s,

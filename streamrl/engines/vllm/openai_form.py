@@ -1,6 +1,6 @@
 """vLLM's own OpenAI-compatible routes for an engine of ours, on a socket that only this user can reach.
 
-The judge's process (``rewards.judge.server``) serves them to the reward workers."""
+The judge's process (``rewards.served.server``) serves them to the reward workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
+from anyio import sleep
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -49,7 +49,7 @@ class OpenAIRoutes:
     async def started(self) -> None:
         """Wait until requests are accepted."""
         while not self._started():  # noqa: ASYNC110 - uvicorn has no event for its start
-            await anyio.sleep(_BEGIN_LOOK_S)
+            await sleep(_BEGIN_LOOK_S)
 
     async def _application(self) -> Application:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state

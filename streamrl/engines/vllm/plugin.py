@@ -5,34 +5,48 @@ engines of other programs."""
 
 from __future__ import annotations
 
-import os
 import sys
+from os import environ
 from typing import Any
 
 from streamrl.base.run_process import name_shared_memory
-from streamrl.engines.async_llm.worker import die_with_parent, keep_linear_weights
+from streamrl.engines.async_llm.image_packages import import_without_torchvision
+from streamrl.engines.async_llm.worker import (
+    KERNELS_VARIABLE,
+    die_with_parent,
+    keep_linear_weights,
+    rotate_separate_heads,
+    route_by_sigmoid,
+)
 from streamrl.weights import ENGINE_VARIABLE, WEIGHT_BACKEND
 from streamrl.weights.vllm.linear_layers import LINEAR_VARIABLE
 
 
 def register() -> None:
     """Entry point ``vllm.general_plugins``."""
-    if os.environ.get(ENGINE_VARIABLE) != "1":
+    if environ.get(ENGINE_VARIABLE) != "1":
         return
     die_with_parent()
     name_memory_of_workers(name_shared_memory())
     make_numba_harmless()
+    import_without_torchvision()
     ask_for_tiles()
     register_weight_backend()
-    if os.environ.get(LINEAR_VARIABLE) != "stock":
-        keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
+    if environ.get(LINEAR_VARIABLE) != "stock":
+        keep_linear_weights(packed=environ.get(LINEAR_VARIABLE) == "packed")
+    if environ.get(KERNELS_VARIABLE) != "stock":
+        rotate_separate_heads()
+        route_by_sigmoid()
     watch_after_loading()
-    from streamrl.engines.vllm.sampler_patches import add_continuation
+    from vllm.platforms import current_platform
 
-    add_continuation()
-    from streamrl.engines.vllm.routing_capture import add_routing_capture
+    if current_platform.is_cpu():
+        # On a GPU vLLM has another model runner, and importing this one compiles Triton's kernels.
+        from streamrl.engines.vllm.routing_capture import add_routing_capture
+        from streamrl.engines.vllm.sampler_patches import add_continuation
 
-    add_routing_capture()
+        add_continuation()
+        add_routing_capture()
 
 
 def name_memory_of_workers(prefix: str) -> None:
@@ -100,11 +114,11 @@ def watch_after_loading() -> None:
         return
 
     def process_weights(model: Any, model_config: Any, target_device: Any) -> None:
-        from streamrl.engines.vllm.cpu_kernels import KERNELS_VARIABLE, use_cpu_kernels
+        from streamrl.engines.vllm.cpu_kernels import use_cpu_kernels
         from streamrl.weights.vllm.post_load_changes import record_post_load_changes
 
         record_post_load_changes(model, lambda: original(model, model_config, target_device))
-        if target_device.type == "cpu" and os.environ.get(KERNELS_VARIABLE) != "stock":
+        if target_device.type == "cpu" and environ.get(KERNELS_VARIABLE) != "stock":
             use_cpu_kernels(model, model_config.dtype)
 
     process_weights.streamrl_original = original  # type: ignore[attr-defined]

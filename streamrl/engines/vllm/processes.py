@@ -16,9 +16,13 @@ import signal
 from collections.abc import Collection
 from contextlib import suppress
 from multiprocessing.util import register_after_fork
+from os import environ, getpid
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 
 import psutil
+from psutil import Error as PsutilError
+from psutil import NoSuchProcess, Process
 
 from streamrl.base.run_process import signal_name
 from streamrl.engines.async_llm.worker import die_with_parent
@@ -33,29 +37,29 @@ SHARED_BY_WORKERS = "vllm_dist_"
 def fork_engine_core(*, spawn_workers: bool) -> None:
     """Let the next engine core of this process be a fork of it. ``spawn_workers``: whether the core spawns its workers.
     Call it after vLLM's configuration is made, which sets the start method, too."""
-    os.environ[_METHOD] = "fork"
+    environ[_METHOD] = "fork"
     register_after_fork(fork_engine_core, lambda _: _begin_core(spawn_workers))
 
 
 def core_is_forked() -> bool:
     """Return whether vLLM has forked the core of this process, as requested. vLLM spawns it in WSL, in an actor of Ray,
     and when the process has initialised CUDA; a spawned core lacks the patches of this process."""
-    return os.environ.get(_METHOD) == "fork"
+    return environ.get(_METHOD) == "fork"
 
 
 def _begin_core(spawn_workers: bool) -> None:
     """Set up a forked core process. A spawned core runs our plugin, which ties its life to its parent; a forked core
     does not, since its parent has run the plugin."""
-    if os.environ.get(ENGINE_VARIABLE) != "1":
+    if environ.get(ENGINE_VARIABLE) != "1":
         return
     # The parent's event loop is woken by signals through a socket that the core shares: a SIGTERM to the core, with
     # which vLLM ends it, would end the parent.
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (SIGTERM, SIGINT):
         signal.signal(number, signal.SIG_DFL)
     die_with_parent()
     if spawn_workers:
-        os.environ[_METHOD] = "spawn"
+        environ[_METHOD] = "spawn"
 
 
 class ProcessWatch:
@@ -64,8 +68,8 @@ class ProcessWatch:
     ignored."""
 
     def __init__(self, other_children: Collection[int] = ()) -> None:
-        processes: list[psutil.Process] = []
-        for child in psutil.Process(os.getpid()).children():
+        processes: list[Process] = []
+        for child in Process(getpid()).children():
             if child.pid not in other_children:
                 processes += _with_descendants(child)
         processes = [process for process in processes if "resource_tracker" not in _command_line(process)]
@@ -87,7 +91,7 @@ class ProcessWatch:
         self._processes = [(title, process, None) for title, process, _ in processes]
         alive = [process for _, process, descriptor in processes if _alive(process, descriptor)]
         for process in alive:
-            with suppress(psutil.NoSuchProcess):
+            with suppress(NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive, timeout=END_SECONDS)
         for _, _, descriptor in processes:
@@ -97,7 +101,7 @@ class ProcessWatch:
             path.unlink(missing_ok=True)
 
 
-def _death_descriptor(process: psutil.Process) -> int | None:
+def _death_descriptor(process: Process) -> int | None:
     """Return a descriptor that the kernel makes readable when ``process`` is dead; None where psutil must be asked."""
     with suppress(AttributeError, OSError):  # no such system call, no such process any more, or too many descriptors
         descriptor = os.pidfd_open(process.pid)
@@ -107,45 +111,45 @@ def _death_descriptor(process: psutil.Process) -> int | None:
     return None
 
 
-def _alive(process: psutil.Process, descriptor: int | None) -> bool:
+def _alive(process: Process, descriptor: int | None) -> bool:
     if descriptor is not None:
         deaths = select.poll()
         deaths.register(descriptor, select.POLLIN)
         return not deaths.poll(0)
-    with suppress(psutil.NoSuchProcess):
+    with suppress(NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
-def _shared_memory(process: psutil.Process) -> set[Path]:
+def _shared_memory(process: Process) -> set[Path]:
     try:
         maps = process.memory_maps()
-    except psutil.Error:
+    except PsutilError:
         return set()
     paths = {Path(mapping.path) for mapping in maps}
     # The path of an unlinked file ends with " (deleted)": it does not exist.
     return {path for path in paths if SHARED_BY_WORKERS in path.name and path.exists()}
 
 
-def _with_descendants(process: psutil.Process) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
+def _with_descendants(process: Process) -> list[Process]:
+    with suppress(NoSuchProcess):
         return [process, *process.children(recursive=True)]
     return []
 
 
-def _command_line(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
+def _command_line(process: Process) -> str:
+    with suppress(PsutilError):
         return " ".join(process.cmdline())
     return ""
 
 
-def _title(process: psutil.Process) -> str:
+def _title(process: Process) -> str:
     """Return vLLM's name of a process (``VLLM::EngineCore``, ``VLLM::Worker``), or the name of its program."""
     line = _command_line(process)
     return line.split()[0] if line.startswith("VLLM::") else process.name()
 
 
-def _cause_of_death(process: psutil.Process) -> str:
+def _cause_of_death(process: Process) -> str:
     """Return the signal or exit code of a zombie, as the end of a sentence; empty once the parent has reaped it."""
     with suppress(OSError, ValueError), open(f"/proc/{process.pid}/stat") as file:
         state, *_, status = file.read().rpartition(")")[2].split()

@@ -21,11 +21,10 @@ def allow_capture_on_cpu() -> None:
 
 
 def add_routing_capture() -> None:
-    """Patch this process. The plugin calls it before a model runner is made."""
-    from vllm.platforms import current_platform
+    """Patch this process, of a CPU engine. The plugin calls it before a model runner is made."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    if not current_platform.is_cpu() or hasattr(CPUModelRunner.sample_tokens, "streamrl_original"):
+    if hasattr(CPUModelRunner.sample_tokens, "streamrl_original"):
         return
     vllm_prepare = CPUModelRunner.initialize_kv_cache
     vllm_execute = CPUModelRunner.execute_model

@@ -15,7 +15,7 @@ replayed (see ``verifies``)."""
 
 from __future__ import annotations
 
-import os
+from os import environ
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,10 +47,8 @@ def verifies() -> bool:
 
 
 def add_continuation() -> None:
-    """Patch this process. The plugin calls it before a model runner is made."""
-    from vllm.platforms import current_platform
+    """Patch this process, of a CPU engine. The plugin calls it before a model runner is made."""
     from vllm.v1.sample import rejection_sampler
-    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -59,13 +57,6 @@ def add_continuation() -> None:
         return
     vllm_initialise = CachedRequestState.__post_init__
     vllm_score = GPUModelRunner._get_prompt_logprobs_dict
-    vllm_add_request = MinTokensLogitsProcessor.add_request
-
-    def add_request(params: Any, *arguments: Any) -> Any:
-        """Ban our end tokens in place of vLLM's, which include the tokenizer's own end token: the engine would die of
-        an end token that the model has no embedding for."""
-        entry = vllm_add_request(params, *arguments)
-        return entry and (*entry[:2], set(params.stop_token_ids), *entry[3:])
 
     def initialise(state: Any) -> None:
         vllm_initialise(state)
@@ -90,11 +81,10 @@ def add_continuation() -> None:
 
     score.streamrl_original = vllm_score  # type: ignore[attr-defined]
     CachedRequestState.__post_init__ = initialise
-    MinTokensLogitsProcessor.add_request = staticmethod(add_request)
     GPUModelRunner._get_prompt_logprobs_dict = score
-    if os.environ.get(NUMBERS_VARIABLE) != "stock":
+    if environ.get(NUMBERS_VARIABLE) != "stock":
         TopKTopPSampler.forward_cpu = drawn_ahead(TopKTopPSampler.forward_cpu)
-    if current_platform.is_cpu() and os.environ.get(EXPANSION_VARIABLE) != "stock":
+    if environ.get(EXPANSION_VARIABLE) != "stock":
         rejection_sampler.expand_batch_to_tokens = expanded
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
+from msgspec import to_builtins
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import JsonMapping, JsonObject
@@ -77,6 +77,8 @@ def _why_impossible(started: Recipe, recipe: Recipe, values: JsonMapping, state:
     limit = started.sampling.max_tokens
     if recipe.sampling.max_tokens > limit:
         yield f"sampling.max_tokens: {recipe.sampling.max_tokens} is more than engines have room for: at most {limit}"
+    if recipe.max_tokens != started.max_tokens and recipe.objective.overlong_buffer:
+        yield f"sampling.max_tokens: ranks punish lengths below {limit} (objective.overlong_buffer): {_REMEDY}"
     limit = MOST_GROWTH * started.max_in_flight
     if recipe.max_in_flight > limit:
         yield f"{', '.join(values)}: {recipe.max_in_flight} trajectories would be in flight: at most {limit} may be"
@@ -96,7 +98,7 @@ def _value(settings: ControlSettings, recipe: Recipe, key: str) -> Any:
     value = _value_at(settings, LIVE[key])
     if value is None:
         value = _value_at(recipe, key)
-    return msgspec.to_builtins(value)
+    return to_builtins(value)
 
 
 def _value_at(root: Any, path: str) -> Any:

@@ -3,11 +3,11 @@ answer. ``run_controller`` serves it in the controller's process; ``steering_req
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
+from logging import getLogger
 
-import anyio
-import msgspec
+from anyio import Event
+from msgspec import msgpack
 
 from streamrl.base.errors import RecipeError, StreamBroken
 from streamrl.comm.zmq_stream import zmq_receiver
@@ -31,7 +31,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.run.journal.run_journal import RunJournal
 from streamrl.run.wait_reason import RunWaits
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 _MOST_WAITS = 20
 
@@ -54,7 +54,7 @@ class SteeringService(Observer):
         self._waits = waits
         self._reply = reply
         self._pending_event: ControlEvent | None = None
-        self._event_handled = anyio.Event()
+        self._event_handled = Event()
 
     async def on_event(self, event: ControlEvent) -> None:
         """Note that control has handled the event of a request."""
@@ -78,14 +78,14 @@ class SteeringService(Observer):
             return self._status(number, state)
         try:
             event, text = self._event(request, state)
-            msgspec.msgpack.encode(event)  # as the journal does: an integer may be too large
+            msgpack.encode(event)  # as the journal does: an integer may be too large
         except RecipeError as error:
             return SteeringTaken(request_id=number, problems=tuple(error.problems))
         except Exception as error:  # no error of a request may end the run
             log.exception("steering: %s failed", request)
             return SteeringTaken(request_id=number, problems=(f"{type(error).__name__}: {error}",))
         self._pending_event = event
-        self._event_handled = anyio.Event()
+        self._event_handled = Event()
         notify(event)
         await self._event_handled.wait()
         await self._journal.flushed()

@@ -3,9 +3,9 @@ to the controller with it, and it adds the states of processes to the status."""
 
 from __future__ import annotations
 
-import math
+from math import inf
 
-import anyio
+from anyio import move_on_after
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
@@ -40,7 +40,7 @@ class SteeringRequests(Conversation[SteeringRequest, SteeringReply]):
         """Return the answer to ``request``. Raises ``RecipeError`` where it cannot be carried out, and
         ``StreamRLError`` where the controller ends meanwhile."""
         reply: SteeringReply = SteeringStatus()
-        with anyio.move_on_after(STATUS_LIMIT_S if isinstance(request, ReadStatus) else math.inf):
+        with move_on_after(STATUS_LIMIT_S if isinstance(request, ReadStatus) else inf):
             reply = await self.ask(request)
         if isinstance(reply, SteeringTaken) and reply.problems:
             raise RecipeError(*reply.problems)

@@ -4,21 +4,25 @@ Gradients and sums stay un-normalised, so rows may run before their batch is clo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isfinite
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, autograd, cat, no_grad, zeros_like
 
 from streamrl.base.errors import StreamRLError
-from streamrl.learning.batches.processed_logprobs import processed_logprobs
+from streamrl.learning.batches.processed_logprobs import processed_logprobs, teacher_divergence
 from streamrl.learning.model.critic import Critic
 from streamrl.learning.model.policy import MicroBatch, PackedPolicy, chunks, compute_context
+from streamrl.learning.objective.logprobs import token_logprobs
 from streamrl.learning.objective.objectives import TokenInputs, TokenLoss, needs_whole_sequences, token_loss, value_loss
 from streamrl.learning.options import TrainerOptions
 
 NAMED_SAMPLES = 8
+FAR_NATS = 1.0
+"""Difference of the logprobs of trainer and engine on one version beyond which a token counts as far off."""
 
 
 @dataclass
@@ -31,7 +35,9 @@ class TokenSums:
     ``kl``: estimate of KL(behaviour, trainer).
     ``importance``, ``importance_square``: importance ratio of trainer to behaviour policy, and its square.
     ``mismatch``: absolute difference of trainer and engine logprobs, over the ``on_policy_tokens`` only.
-    ``unreplayed_tokens``: number of packed tokens whose experts no engine returned."""
+    ``far_below``: number of the ``on_policy_tokens`` whose logprob is more than ``FAR_NATS`` below the engine's.
+    ``unreplayed_tokens``: number of packed tokens whose experts no engine returned.
+    ``imitated_tokens``, ``imitation``: number of imitated tokens, and their cross-entropy."""
 
     packed_tokens: float = 0.0
     computed_tokens: float = 0.0
@@ -43,17 +49,28 @@ class TokenSums:
     masked: float = 0.0
     correction: float = 0.0
     reference_kl: float = 0.0
+    teacher_kl: float = 0.0
     kl: float = 0.0
     importance: float = 0.0
     importance_square: float = 0.0
     mismatch: float = 0.0
+    far_below: float = 0.0
     unreplayed_tokens: float = 0.0
+    imitated_tokens: float = 0.0
+    imitation: float = 0.0
 
     def add(self, **sums: Tensor) -> None:
         """Add 0-d tensors by field name; one transfer from the device."""
         values: list[float] = torch.stack([value.detach().double() for value in sums.values()]).tolist()
         for name, value in zip(sums, values, strict=True):
             setattr(self, name, getattr(self, name) + value)
+
+
+class ScoredRow(NamedTuple):
+    """A row with the logprobs of its trained tokens, float32 [N]."""
+
+    row: MicroBatch
+    logprobs_N: Tensor
 
 
 @dataclass
@@ -63,7 +80,9 @@ class BatchSums:
     ``samples``, ``loss_tokens``: divisors of the loss. Groups without signal count in both: their gradient is exactly
     0, so they are not computed. Truncated samples without loss count in ``samples``, and not in ``loss_tokens``.
     ``seconds``: time that preparation, forward and backward took.
-    ``differences``: absolute difference of trainer and behaviour logprobs of each computed token, a tensor a row."""
+    ``differences``: absolute difference of trainer and behaviour logprobs of each computed token, a tensor a row.
+    ``first_row``: first row that was computed, with its logprobs before the steps on the batch, where the objective
+    tracks prompts."""
 
     groups: int = 0
     samples: int = 0
@@ -73,6 +92,23 @@ class BatchSums:
     seconds: float = 0.0
     tokens: TokenSums = field(default_factory=TokenSums)
     differences: list[Tensor] = field(default_factory=list)
+    first_row: ScoredRow | None = None
+
+
+class HeadOutputs(NamedTuple):
+    """Results of the head for trained tokens: float32 [N] each. ``divergence_N``: divergence from the teacher over the
+    vocabulary; 0 where it is no part of the loss."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    divergence_N: Tensor
+
+
+class _Teacher(NamedTuple):
+    """A teacher beside the policy. ``hidden_ND``: states of the teacher that predict the trained tokens of a row."""
+
+    model: PackedPolicy
+    hidden_ND: Tensor
 
 
 def accumulate(
@@ -82,8 +118,10 @@ def accumulate(
     options: TrainerOptions,
     sums: BatchSums,
     batch_id: int,
+    teacher: PackedPolicy | None = None,
 ) -> None:
-    """Add the un-normalised gradient of a row to the parameters, and its sums to ``sums``.
+    """Add the un-normalised gradient of a row to the parameters, and its sums to ``sums``. ``teacher``: model whose
+    divergence over the vocabulary is a part of the loss; None: there is no such part.
 
     The head and the loss run over chunks of trained positions, each with its own backward. Then one backward goes
     through the model. So the logits of the whole row never exist, and no chunk is computed twice unless a sequence is
@@ -93,21 +131,29 @@ def accumulate(
     with compute_context(options, row.tokens_T.device):
         # A separate critic runs first: its activations are freed before the policy makes its own.
         critic_loss = _through_critic(critic if separate_critic else None, None, row, options)
+        scored = None
+        if teacher is not None:
+            with no_grad():
+                scored = _Teacher(teacher, teacher(row._replace(routed=None)))  # its routers choose for themselves
         hidden_ND = policy(row)
         leaf_ND = hidden_ND.detach().requires_grad_()
-        logprobs_N, entropy_N, losses = _through_head(policy, leaf_ND, row, options)
-        critic_loss = critic_loss + _through_critic(None if separate_critic else critic, leaf_ND, row, options)
+        outputs, losses = _through_head(policy, leaf_ND, row, options, scored)
+        trained_ND = leaf_ND[: row.targets_N.numel()]
+        critic_loss = critic_loss + _through_critic(None if separate_critic else critic, trained_ND, row, options)
+        _imitate(policy, leaf_ND, row, sums)
     if options.routing_replay is True and row.sample_ids:
         unreplayed = row.tokens_T.numel() if row.routed is None else row.routed.missing
         sums.tokens.unreplayed_tokens += unreplayed
-    _add_sums(sums, row, logprobs_N, entropy_N, losses, critic_loss)
-    if not math.isfinite(sums.tokens.loss + sums.tokens.value_loss):
+    _add_sums(sums, row, outputs, losses, critic_loss)
+    if options.objective.estimator.tracks_prompts and sums.first_row is None and row.targets_N.numel():
+        sums.first_row = ScoredRow(row, outputs.logprobs_N)
+    if not isfinite(sums.tokens.loss + sums.tokens.value_loss):
         names = ", ".join(row.sample_ids[:NAMED_SAMPLES])
         raise StreamRLError(
             f"the loss of batch {batch_id} is not finite: look at samples {names} "
             f"({len(row.sample_ids)} in the row); lower training.learning_rate if optim/grad_norm grew before"
         )
-    torch.autograd.backward(hidden_ND, leaf_ND.grad)
+    autograd.backward(hidden_ND, leaf_ND.grad)
 
 
 def _through_critic(critic: Critic | None, leaf_ND: Tensor | None, row: MicroBatch, options: TrainerOptions) -> Tensor:
@@ -116,77 +162,103 @@ def _through_critic(critic: Critic | None, leaf_ND: Tensor | None, row: MicroBat
         return row.inputs.weights_N.new_zeros(())
     losses_N = value_loss(options.objective, critic(row, leaf_ND), row.inputs)
     loss = (losses_N * row.inputs.weights_N).sum()
-    torch.autograd.backward(options.objective.value_coefficient * loss)
+    autograd.backward(options.objective.value_coefficient * loss)
     return loss.detach()
 
 
+def _imitate(policy: PackedPolicy, leaf_ND: Tensor, row: MicroBatch, sums: BatchSums) -> None:
+    """Add the gradient of the cross-entropy of the imitated tokens to ``leaf_ND`` and to the head. It is that of the
+    model's own distribution: nobody sampled these tokens."""
+    if row.imitated is None:
+        return
+    _, targets_M, weights_M = row.imitated
+    first = row.targets_N.numel()
+    sums.tokens.imitated_tokens += targets_M.numel()
+    for part in chunks(policy, targets_M.numel()):
+        logits_MV = policy.head(leaf_ND[first + part.start : first + part.stop])
+        losses_M = -token_logprobs(logits_MV, targets_M[part])[0]
+        loss = (losses_M * weights_M[part]).sum()
+        autograd.backward(loss)
+        sums.tokens.add(imitation=losses_M.sum(), loss=loss)
+
+
 def _through_head(
-    policy: PackedPolicy, leaf_ND: Tensor, row: MicroBatch, options: TrainerOptions
-) -> tuple[Tensor, Tensor, TokenLoss]:
-    """Return logprob, entropy and loss of every trained token, without gradient. Add the gradient of the loss to
-    ``leaf_ND`` and to the head."""
+    policy: PackedPolicy, leaf_ND: Tensor, row: MicroBatch, options: TrainerOptions, teacher: _Teacher | None
+) -> tuple[HeadOutputs, TokenLoss]:
+    """Return outputs and loss of every trained token, without gradient. Add the gradient of the loss to ``leaf_ND`` and
+    to the head."""
     settings = options.objective
     off_policy = options.off_policy
     parts = chunks(policy, row.targets_N.numel())
 
-    def processed(part: slice) -> tuple[Tensor, Tensor]:
-        return processed_logprobs(
-            policy, leaf_ND, row, part, options, entropy_gradient=settings.entropy_coefficient != 0
+    def processed(part: slice) -> HeadOutputs:
+        logits_NV = policy.head(leaf_ND[part])
+        logprobs_N, entropy_N = processed_logprobs(
+            logits_NV, row, part, options, entropy_gradient=settings.entropy_coefficient != 0
         )
+        divergence_N = zeros_like(entropy_N)
+        if teacher is not None:
+            with no_grad():
+                teacher_NV = teacher.model.head(teacher.hidden_ND[part])
+            divergence_N = teacher_divergence(logits_NV, teacher_NV, row, part, options)
+        return HeadOutputs(logprobs_N, entropy_N, divergence_N)
 
-    def loss_of(logprobs_N: Tensor, entropy_N: Tensor, inputs: TokenInputs) -> TokenLoss:
-        losses = token_loss(settings, off_policy, logprobs_N, entropy_N, inputs)
-        torch.autograd.backward((losses.loss_N * inputs.weights_N).sum())
+    def loss_of(outputs: HeadOutputs, inputs: TokenInputs) -> TokenLoss:
+        divergence_N = None if teacher is None else outputs.divergence_N
+        losses = token_loss(settings, off_policy, outputs.logprobs_N, outputs.entropy_N, inputs, divergence_N)
+        autograd.backward((losses.loss_N * inputs.weights_N).sum())
         return losses._replace(loss_N=losses.loss_N.detach())
 
     sequences_are_split = len(parts) > 1 or row.full_row is not None
     if sequences_are_split and needs_whole_sequences(settings, off_policy):
         return _through_head_twice(parts, processed, loss_of, row)
     outcomes = []
+    token_losses = []
     for part in parts:
-        logprobs_N, entropy_N = processed(part)
-        losses = loss_of(logprobs_N, entropy_N, row.inputs.part(part))
-        outcomes.append((logprobs_N.detach(), entropy_N.detach(), losses))
-    if len(outcomes) == 1:
-        return outcomes[0]
-    logprobs, entropies, token_losses = zip(*outcomes, strict=True)
-    joined = TokenLoss(*(torch.cat(tensors) for tensors in zip(*token_losses, strict=True)))
-    return torch.cat(logprobs), torch.cat(entropies), joined
+        outputs = processed(part)
+        token_losses.append(loss_of(outputs, row.inputs.part(part)))
+        outcomes.append(HeadOutputs(*(values_N.detach() for values_N in outputs)))
+    if len(parts) == 1:
+        return outcomes[0], token_losses[0]
+    return _joined(outcomes), TokenLoss(*(cat(tensors) for tensors in zip(*token_losses, strict=True)))
+
+
+def _joined(outcomes: list[HeadOutputs]) -> HeadOutputs:
+    """Join the outputs of chunks."""
+    return HeadOutputs(*(cat(tensors) for tensors in zip(*outcomes, strict=True)))
 
 
 def _through_head_twice(
     parts: list[slice],
-    processed: Callable[[slice], tuple[Tensor, Tensor]],
-    loss_of: Callable[[Tensor, Tensor, TokenInputs], TokenLoss],
+    processed: Callable[[slice], HeadOutputs],
+    loss_of: Callable[[HeadOutputs, TokenInputs], TokenLoss],
     row: MicroBatch,
-) -> tuple[Tensor, Tensor, TokenLoss]:
-    """Do the same as ``_through_head`` where chunks or ranks split sequences: first the logprobs of all chunks without
+) -> tuple[HeadOutputs, TokenLoss]:
+    """Do the same as ``_through_head`` where chunks or ranks split sequences: first the outputs of all chunks without
     gradient, then their gradients chunk by chunk. Each rank of a context group computes the losses of the full row,
     and takes the gradients of its own tokens from them."""
-    with torch.no_grad():
+    with no_grad():
         outcomes = [processed(part) for part in parts]
-    logprobs_N, entropy_N = (row.gather(torch.cat(tensors)).requires_grad_() for tensors in zip(*outcomes, strict=True))
+    full = HeadOutputs(*(row.gather(values_N).requires_grad_() for values_N in _joined(outcomes)))
     inputs = row.inputs
     indices: Tensor | slice = slice(None)
     if row.full_row is not None:
         inputs = row.full_row.inputs
         indices = row.full_row.indices_N
-    losses = loss_of(logprobs_N, entropy_N, inputs)
-    grads = [None if tensor.grad is None else tensor.grad[indices] for tensor in (logprobs_N, entropy_N)]
+    losses = loss_of(full, inputs)
+    grads = [None if values_N.grad is None else values_N.grad[indices] for values_N in full]
     for part in parts:
         outputs = zip(processed(part), grads, strict=True)
         pairs = [(output, grad[part]) for output, grad in outputs if output.requires_grad and grad is not None]
-        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
     rank_losses = TokenLoss(*(values_N[indices] for values_N in losses))
-    return logprobs_N.detach()[indices], entropy_N.detach()[indices], rank_losses
+    return HeadOutputs(*(values_N.detach()[indices] for values_N in full)), rank_losses
 
 
-def _add_sums(
-    sums: BatchSums, row: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, losses: TokenLoss, critic_loss: Tensor
-) -> None:
+def _add_sums(sums: BatchSums, row: MicroBatch, outputs: HeadOutputs, losses: TokenLoss, critic_loss: Tensor) -> None:
     inputs = row.inputs
     # With several updates on a batch, the proximal logprobs are those of the policy that engines sampled with.
-    trainer_N = logprobs_N if inputs.proximal_N is None else inputs.proximal_N
+    trainer_N = outputs.logprobs_N if inputs.proximal_N is None else inputs.proximal_N
     difference_N = trainer_N - inputs.behavior_N
     on_policy_N = inputs.staleness_N == 0
     importance_N = difference_N.exp()
@@ -196,15 +268,17 @@ def _add_sums(
         on_policy_tokens=on_policy_N.sum(),
         loss=(losses.loss_N * inputs.weights_N).sum(),
         value_loss=critic_loss,
-        entropy=entropy_N.sum(),
+        entropy=outputs.entropy_N.sum(),
         clipped=losses.clipped_N.sum(),
         masked=losses.masked_N.sum(),
         correction=losses.correction_N.sum(),
         reference_kl=losses.reference_kl_N.sum(),
+        teacher_kl=losses.teacher_kl_N.sum(),
         # The unbiased, never negative estimate k3 of KL(behaviour, trainer): http://joschu.net/blog/kl-approx.html.
         kl=(importance_N - 1 - difference_N).sum(),
         importance=importance_N.sum(),
         importance_square=importance_N.square().sum(),
         mismatch=(difference_N.abs() * on_policy_N).sum(),
+        far_below=((difference_N < -FAR_NATS) & on_policy_N).sum(),
     )
     sums.differences.append(difference_N.abs())

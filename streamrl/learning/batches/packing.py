@@ -12,23 +12,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
+from math import ceil, isnan
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from msgspec import Struct
 from msgspec.structs import replace
+from numpy import concatenate, cumsum, flatnonzero, float32, frombuffer, int64, repeat, uint8
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, from_numpy
+from torch import device as Device
+from torch.distributed import ReduceOp
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import FloatArray, TokenArray, TrainingSample, VersionSpan, routed_within
+from streamrl.base.types import IMITATED, TRAINED, FloatArray, TokenArray, TrainingSample, VersionSpan, routed_within
 from streamrl.learning import process_group
 from streamrl.learning.batches.routed_experts import RoutedSpan, routed_row
 from streamrl.learning.model.attention import PackedSequence, packed_layout
 from streamrl.learning.model.context_parallel import ContextGroup
-from streamrl.learning.model.policy import MicroBatch, empty_micro_batch
+from streamrl.learning.model.policy import ImitatedTokens, MicroBatch, empty_micro_batch
 from streamrl.learning.objective.advantages import FloatVector
 from streamrl.learning.objective.objectives import TokenInputs, needs_whole_sequences
 from streamrl.learning.options import TrainerOptions
@@ -38,10 +40,11 @@ CHEAP_COPY = 16
 
 
 class PreparedSample(Struct, frozen=True):
-    """A sample with advantages, proximal and reference logprobs and critic values of its trained tokens.
+    """A sample with advantages, critic values, and proximal, reference and teacher logprobs of its trained tokens.
 
     Arrays are float32, one entry for each trained token, in order.
     ``weight``: weight of each trained token in the un-normalised sum.
+    ``imitation``: weight of the cross-entropy of each imitated token in that sum.
     ``token_advantages``: advantage of each token; None: ``advantage`` for every token.
     ``sequence``: number of the sequence within its trajectory, where the sample is one of several sequences.
     ``beginning``: number of the sequence's beginning within the group; sequences with the same number share it."""
@@ -49,9 +52,11 @@ class PreparedSample(Struct, frozen=True):
     sample: TrainingSample
     advantage: float = 0.0
     weight: float = 1.0
+    imitation: float = 0.0
     token_advantages: FloatVector | None = None
     proximal: FloatVector | None = None
     reference: FloatVector | None = None
+    teacher: FloatVector | None = None
     old_values: FloatVector | None = None
     returns: FloatVector | None = None
     sequence: int = 0
@@ -63,7 +68,7 @@ class PreparedSample(Struct, frozen=True):
         return f"{self.sample.id}/{self.sequence}" if self.sequence else str(self.sample.id)
 
 
-VECTORS = ("token_advantages", "proximal", "reference", "old_values", "returns")
+VECTORS = ("token_advantages", "proximal", "reference", "teacher", "old_values", "returns")
 Unit = list[PreparedSample]
 """Sequences that stay in one row: a single sequence, or all sequences of a trajectory."""
 
@@ -75,8 +80,8 @@ def sequences_of(item: PreparedSample) -> list[PreparedSample]:
     if not sample.sequence_starts:
         return [item]
     for number, (start, end) in enumerate(pairwise((*sample.sequence_starts, len(sample.token_ids)))):
-        first = sample.loss_mask.count(1, 0, start)
-        last = sample.loss_mask.count(1, 0, end)
+        first = sample.loss_mask.count(TRAINED, 0, start)
+        last = sample.loss_mask.count(TRAINED, 0, end)
         vectors = {name: getattr(item, name) for name in VECTORS}
         spans = [span for span in sample.version_spans if start <= span.start < end]
         sequence = replace(
@@ -89,6 +94,7 @@ def sequences_of(item: PreparedSample) -> list[PreparedSample]:
             ),
             routed=routed_within(sample.routed, start, end, moved=-start),
             sequence_starts=(),
+            token_values={},
         )
         parts = {name: None if vector is None else vector[first:last] for name, vector in vectors.items()}
         sequences.append(replace(item, sample=sequence, sequence=number, **parts))
@@ -121,7 +127,7 @@ def plan_micro_batches(
     copies = [_copied_tokens(size, prefix, budget) for size, prefix in zip(sizes, prefixes, strict=True)]
     total = sum(sizes) + sum(copies)
     # A small last row costs almost as much as a full one: spread the tokens evenly.
-    even_tokens = total / max(1, math.ceil(total / budget))
+    even_tokens = total / max(1, ceil(total / budget))
     rows: list[list[PreparedSample]] = []
     row_tokens = 0
     planned_tokens = 0
@@ -149,7 +155,7 @@ def packed_rows(
     samples: Sequence[PreparedSample],
     options: TrainerOptions,
     version: int,
-    device: torch.device,
+    device: Device,
     *,
     together: bool,
     context: ContextGroup | None = None,
@@ -159,13 +165,13 @@ def packed_rows(
     ``together``: whether every rank yields as many rows, with empty rows at the end where another rank has more; then
     it is collective.
     ``context``: ranks that share each row, which has the budget of all of them."""
-    prompt = max((item.sample.loss_mask.find(b"\1") for item in samples), default=0)
+    prompt = max((0, *(item.sample.loss_mask.find(TRAINED) for item in samples)))
     whole_trajectories = needs_whole_sequences(options.objective, options.off_policy)
     budget = options.row_tokens(device.type, options.parameters, prompt) * options.context_parallel_size
     planned = plan_micro_batches(samples, budget, whole_trajectories=whole_trajectories)
     rows = len(planned)
     if together:
-        rows = round(process_group.all_reduce([float(rows)], device, dist.ReduceOp.MAX)[0])
+        rows = round(process_group.all_reduce([float(rows)], device, ReduceOp.MAX)[0])
     for row in planned:
         yield pack(row, version, device, context)
     for _ in range(rows - len(planned)):
@@ -187,7 +193,7 @@ def _with_beginnings(trajectories: Sequence[Unit]) -> list[PreparedSample]:
     previous: PreparedSample | None = None
     sequences.sort(key=lambda item: (group_key(item), item.sample.token_ids))
     for index, item in enumerate(sequences):
-        untrained = item.sample.loss_mask.find(b"\1")
+        untrained = item.sample.loss_mask.find(TRAINED)
         same_group = previous is not None and group_key(item) == group_key(previous)
         if previous is not None and same_group:
             common = min(common, shared_prefix([previous.sample, item.sample]))
@@ -218,7 +224,7 @@ def _copied_tokens(size: int, prefix: int, budget: int) -> int:
 
 
 def pack(
-    row: Sequence[PreparedSample], policy_version: int, device: torch.device, context: ContextGroup | None = None
+    row: Sequence[PreparedSample], policy_version: int, device: Device, context: ContextGroup | None = None
 ) -> MicroBatch:
     """Make the tensors of one row, or of this rank's slice of it. Neighbours of one group share their prompt.
 
@@ -236,76 +242,101 @@ def pack(
         entries: list[NDArray[Any]] = [
             np.asarray(values, dtype=dtype)[indices] for values, indices in zip(arrays, trained, strict=True)
         ]
-        return torch.from_numpy(np.concatenate(entries)).to(device)
+        return from_numpy(concatenate(entries)).to(device)
 
     def per_token(values: list[float] | list[int], dtype: type) -> Tensor:
         """The value of each sample, repeated for its trained tokens."""
-        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), counts)).to(device)
+        return from_numpy(repeat(np.array(values, dtype=dtype), counts)).to(device)
 
     def joined(vectors: list[FloatVector | None]) -> Tensor | None:
         """One vector for the row. None where the samples have no vectors: either all samples have one, or no sample."""
         present = [vector for vector in vectors if vector is not None]
-        return torch.from_numpy(np.concatenate(present)).to(device) if present else None
+        return from_numpy(concatenate(present)).to(device) if present else None
 
-    advantages = joined([item.token_advantages for item in row])
+    # Groups of a row may differ: a reward gives numbers to the tokens of some alone.
+    advantages = [
+        np.full(count, item.advantage, dtype=float32) if item.token_advantages is None else item.token_advantages
+        for item, count in zip(row, counts, strict=True)
+    ]
     temperatures = [math.nan if sample.temperature is None else sample.temperature for sample in samples]
     batch = MicroBatch(
-        tokens_T=torch.from_numpy(laid.tokens_T).to(device),
-        positions_T=torch.from_numpy(laid.positions_T).to(device),
+        tokens_T=from_numpy(laid.tokens_T).to(device),
+        positions_T=from_numpy(laid.positions_T).to(device),
         layout=packed_layout(laid.sequences, device, context),
-        predictors_N=torch.from_numpy(laid.predictors_N).to(device),
-        targets_N=of_trained([sample.token_ids for sample in samples], np.int64),
+        predictors_N=from_numpy(laid.predictors_N).to(device),
+        targets_N=of_trained([sample.token_ids for sample in samples], int64),
         inputs=TokenInputs(
-            behavior_N=of_trained([sample.behavior_logprobs for sample in samples], np.float32),
-            advantages_N=per_token([item.advantage for item in row], np.float32) if advantages is None else advantages,
-            weights_N=per_token([item.weight for item in row], np.float32),
-            staleness_N=policy_version - of_trained([token_versions(sample) for sample in samples], np.int64),
-            sequence_N=per_token([trajectories[sample.id] for sample in samples], np.int64),
+            behavior_N=of_trained([sample.behavior_logprobs for sample in samples], float32),
+            advantages_N=from_numpy(concatenate(advantages)).to(device),
+            weights_N=per_token([item.weight for item in row], float32),
+            staleness_N=policy_version - of_trained([token_versions(sample) for sample in samples], int64),
+            sequence_N=per_token([trajectories[sample.id] for sample in samples], int64),
             sequences=len(trajectories),
             proximal_N=joined([item.proximal for item in row]),
             reference_N=joined([item.reference for item in row]),
+            teacher_N=joined([item.teacher for item in row]),
             old_values_N=joined([item.old_values for item in row]),
             returns_N=joined([item.returns for item in row]),
         ),
         sample_ids=tuple(item.name for item in row),
         counts=tuple(counts),
-        places_N=torch.from_numpy(_places_in_turns(trained)).to(device),
-        temperature_N=None if all(map(math.isnan, temperatures)) else per_token(temperatures, np.float32),
+        places_N=from_numpy(_places_in_turns(trained)).to(device),
+        temperature_N=None if all(map(isnan, temperatures)) else per_token(temperatures, float32),
         routed=routed_row(laid.routed, device),
+        imitated=_imitated_tokens(row, laid, device),
     )
     return batch.slice_of_rank(context) if context else batch
 
 
-def token_versions(sample: TrainingSample) -> NDArray[np.int64]:
+def _imitated_tokens(row: Sequence[PreparedSample], laid: LaidRow, device: Device) -> ImitatedTokens | None:
+    """The imitated tokens of a row; None: it has none, or they have no weight."""
+    if not any(item.imitation for item in row):
+        return None
+    indices = [imitated_indices(item.sample) for item in row]
+    targets = [
+        np.asarray(item.sample.token_ids, dtype=int64)[places] for item, places in zip(row, indices, strict=True)
+    ]
+    weights = repeat(np.array([item.imitation for item in row], dtype=float32), list(map(len, indices)))
+    return ImitatedTokens(
+        from_numpy(laid.imitated_predictors_M).to(device),
+        from_numpy(concatenate(targets)).to(device),
+        from_numpy(weights).to(device),
+    )
+
+
+def token_versions(sample: TrainingSample) -> NDArray[int64]:
     """Policy version of each token of a sample; the sample's oldest version for a token outside of version spans."""
-    versions = np.full(len(sample.token_ids), sample.oldest_version, dtype=np.int64)
+    versions = np.full(len(sample.token_ids), sample.oldest_version, dtype=int64)
     for span in sample.version_spans:
         versions[span.start : span.end] = span.policy_version
     return versions
 
 
-Tokens = NDArray[np.int64]
+Tokens = NDArray[int64]
 
 
 class LaidRow(NamedTuple):
     """A row of ``T`` tokens.
 
     ``predictors_N``: index of the token that predicts each of the ``N`` trained tokens, sample after sample.
+    ``imitated_predictors_M``: the same of the ``M`` imitated tokens.
     ``routed``: experts that engines returned for each stretch of tokens."""
 
     tokens_T: Tokens
     positions_T: Tokens
     sequences: list[PackedSequence]
     predictors_N: Tokens
+    imitated_predictors_M: Tokens
     routed: list[RoutedSpan]
 
 
 def trained_indices(sample: TrainingSample) -> Tokens:
-    """Return the indices of the trained tokens. Raises ``StreamRLError`` where no token or the first token is
-    trained."""
-    indices = np.flatnonzero(np.frombuffer(sample.loss_mask, dtype=np.uint8))
+    """Return the indices of the trained tokens. Raises ``StreamRLError`` where no token or the first token is trained
+    or imitated."""
+    in_loss = flatnonzero(frombuffer(sample.loss_mask, dtype=uint8))
+    indices = _indices_of(sample, TRAINED)
     lengths = len(sample.token_ids), len(sample.loss_mask), len(sample.behavior_logprobs)
-    if len(set(lengths)) > 1 or not len(indices) or indices[0] == 0:
+    if len(set(lengths)) > 1 or not len(in_loss) or in_loss[0] == 0:
         raise StreamRLError(
             f"sample {sample.id} cannot be trained: it has {lengths[0]} token ids, a loss mask of {lengths[1]} and "
             f"{lengths[2]} logprobs; at least one token must be trained, and not the first (trained: {indices[:3]})"
@@ -313,29 +344,41 @@ def trained_indices(sample: TrainingSample) -> Tokens:
     return indices
 
 
+def imitated_indices(sample: TrainingSample) -> Tokens:
+    """Return the indices of the imitated tokens."""
+    return _indices_of(sample, IMITATED)
+
+
+def _indices_of(sample: TrainingSample, kind: bytes) -> Tokens:
+    return flatnonzero(frombuffer(sample.loss_mask, dtype=uint8) == kind[0])
+
+
 def _places_in_turns(trained: Sequence[Tokens]) -> Tokens:
     """Number of each trained token in its turn, from 0. A turn ends with its sequence, or at a token that is not
     trained."""
+    trained = [indices for indices in trained if len(indices)]
+    if not trained:  # all samples of the row are only imitated
+        return np.zeros(0, dtype=int64)
     order = np.arange(sum(map(len, trained)))
-    begins = np.diff(np.concatenate(trained), prepend=-1) != 1
-    begins[np.cumsum([0, *map(len, trained[:-1])])] = True
+    begins = np.diff(concatenate(trained), prepend=-1) != 1
+    begins[cumsum([0, *map(len, trained[:-1])])] = True
     places: Tokens = order - np.maximum.accumulate(np.where(begins, order, 0))
     return places
 
 
 def needed_tokens(sample: TrainingSample) -> int:
-    """Number of tokens that trained tokens are predicted from: all tokens before the last trained one."""
-    return max(0, sample.loss_mask.rfind(b"\1"))
+    """Number of tokens that the loss is computed from: all tokens before the last trained or imitated one."""
+    return max(0, sample.loss_mask.rfind(TRAINED), sample.loss_mask.rfind(IMITATED))
 
 
 def shared_prefix(siblings: Sequence[TrainingSample]) -> int:
     """Length of the longest beginning without trained tokens that all these samples share; 0 for a single sample."""
     if len(siblings) < 2:
         return 0
-    length = min(sample.loss_mask.find(b"\1") for sample in siblings)
+    length = min(sample.loss_mask.find(TRAINED) for sample in siblings)
     first = np.asarray(siblings[0].token_ids[:length])
     for sample in siblings[1:]:
-        differ = np.flatnonzero(np.asarray(sample.token_ids[:length]) != first[:length])
+        differ = flatnonzero(np.asarray(sample.token_ids[:length]) != first[:length])
         if len(differ):
             length = int(differ[0])
     return length
@@ -348,6 +391,7 @@ def lay_row(groups: Sequence[Sequence[TrainingSample]], multiple: int = 1) -> La
     tokens: list[Tokens] = []
     positions: list[Tokens] = []
     predictors: list[Tokens] = []
+    imitated: list[Tokens] = []
     sequences: list[PackedSequence] = []
     routed: list[RoutedSpan] = []
     row_tokens = 0
@@ -355,7 +399,7 @@ def lay_row(groups: Sequence[Sequence[TrainingSample]], multiple: int = 1) -> La
     def lay(samples: Sequence[TrainingSample], first_position: int, stop: int, prefix: int) -> None:
         """Append a sequence: tokens ``[first_position, stop)``, which are the same in all ``samples``."""
         nonlocal row_tokens
-        ids = np.asarray(samples[0].token_ids[first_position:stop], dtype=np.int64)
+        ids = np.asarray(samples[0].token_ids[first_position:stop], dtype=int64)
         if len(ids):
             tokens.append(ids)
             positions.append(np.arange(first_position, stop))
@@ -371,11 +415,14 @@ def lay_row(groups: Sequence[Sequence[TrainingSample]], multiple: int = 1) -> La
         for sample in siblings:
             sample_start = row_tokens
             lay([sample], length, needed_tokens(sample), prefix)
-            predicting = trained_indices(sample) - 1
-            in_prefix = predicting < length
-            predictors.append(np.where(in_prefix, prefix_start + predicting, sample_start + predicting - length))
+            places = trained_indices(sample) - 1, imitated_indices(sample) - 1
+            for predicting, row_places in zip(places, (predictors, imitated), strict=True):
+                in_prefix = predicting < length
+                row_places.append(np.where(in_prefix, prefix_start + predicting, sample_start + predicting - length))
     if padding := -row_tokens % multiple:
-        tokens.append(np.zeros(padding, dtype=np.int64))
+        tokens.append(np.zeros(padding, dtype=int64))
         positions.append(np.arange(padding))
         sequences.append(PackedSequence(row_tokens, padding, -1))
-    return LaidRow(np.concatenate(tokens), np.concatenate(positions), sequences, np.concatenate(predictors), routed)
+    return LaidRow(
+        concatenate(tokens), concatenate(positions), sequences, concatenate(predictors), concatenate(imitated), routed
+    )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -13,9 +14,9 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from streamrl.base.errors import StreamRLError
-from streamrl.base.types import TrainingGroup, TrainingSample, TrajectoryId
-from streamrl.learning.batches.gradients import BatchSums
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.types import TRAINED, TrainingGroup, TrainingSample, TrajectoryId, WeightedRewards, float_array
+from streamrl.learning.batches.gradients import BatchSums, TokenSums
 from streamrl.learning.batches.packing import PreparedSample
 from streamrl.learning.objective.advantages import (
     FloatVector,
@@ -23,14 +24,19 @@ from streamrl.learning.objective.advantages import (
     group_advantages,
     moments_of,
     separate_advantages,
+    step_advantages,
+    tracked_advantages,
     turn_advantages,
     whiten,
 )
+from streamrl.learning.objective.custom import estimator_of, trains_without_advantage
 from streamrl.learning.objective.objectives import reference_kl, token_weight
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.process_group import all_gather_bytes
 from streamrl.recipe.environment import Credit
-from streamrl.recipe.objectives.method import KlPlace, Value
+from streamrl.recipe.objectives.method import Value
+from streamrl.recipe.objectives.teacher import TEACHER
+from streamrl.recipe.rewards import WHOLE_REWARD, RewardCredit, credit_of
 
 
 class SampleScores(Struct, frozen=True, kw_only=True):
@@ -49,8 +55,10 @@ UNSCORED = SampleScores()
 
 
 def shaped_reward(sample: TrainingSample, options: TrainerOptions) -> float:
-    """Return the reward that the objective sees: with DAPO's soft overlong punishment where the objective has one."""
-    return sample.reward + _overlong(sample, options)
+    """Return the reward of the whole sample that the objective sees: with DAPO's soft overlong punishment where the
+    objective has one, without numbers of steps and tokens."""
+    _, reward = sample.separate_rewards.get(WHOLE_REWARD, (1.0, sample.reward))
+    return reward + _overlong(sample, options)
 
 
 def _overlong(sample: TrainingSample, options: TrainerOptions) -> float:
@@ -59,14 +67,20 @@ def _overlong(sample: TrainingSample, options: TrainerOptions) -> float:
     penalty = options.objective.overlong_penalty
     if not buffer:
         return 0.0
-    return -penalty * min(1.0, max(0.0, (sample.trained_tokens - (options.max_tokens - buffer)) / buffer))
+    limit = sample.max_tokens or options.max_tokens
+    return -penalty * min(1.0, max(0.0, (sample.trained_tokens - (limit - buffer)) / buffer))
 
 
 def has_signal(group: TrainingGroup, options: TrainerOptions) -> bool:
     """Return whether a group can have a gradient at all: whether its siblings have different rewards. Rewards that are
     compared separately, or by turns, may differ where totals are equal."""
     rewards = [_rewards_to_compare(sample, options) for sample in group.samples]
-    return options.objective.trains_without_signal or any(sibling != rewards[0] for sibling in rewards)
+    always = options.objective.trains_without_signal or trains_without_advantage(options.objective)
+    if always or any(sibling != rewards[0] for sibling in rewards):
+        return True
+    if options.learn_observations and any(sample.imitated_tokens for sample in group.samples):
+        return True
+    return any(advantages.any() for advantages in _numbered_advantages(group, options))
 
 
 def _rewards_to_compare(
@@ -76,7 +90,7 @@ def _rewards_to_compare(
     # Turns that all earned 0 compare like turns without rewards, whatever their number.
     if options.credit is not Credit.TRAJECTORY and any(sample.turn_rewards):
         turn_rewards = sample.turn_rewards
-    return shaped_reward(sample, options), sample.separate_rewards, turn_rewards
+    return shaped_reward(sample, options), _separate_rewards(sample), turn_rewards
 
 
 def counts_in_loss(sample: TrainingSample, options: TrainerOptions) -> bool:
@@ -87,7 +101,7 @@ def counts_in_loss(sample: TrainingSample, options: TrainerOptions) -> bool:
 
 def behavior_of_trained(sample: TrainingSample) -> FloatVector:
     """Behaviour logprobs of the trained tokens."""
-    mask = np.frombuffer(sample.loss_mask, dtype=np.uint8) != 0
+    mask = np.frombuffer(sample.loss_mask, dtype=np.uint8) == TRAINED[0]
     trained: FloatVector = np.frombuffer(sample.behavior_logprobs, dtype=np.float32)[mask]
     return trained
 
@@ -108,14 +122,51 @@ def prepare_group(
 def _compare_siblings(
     group: TrainingGroup, penalties: Sequence[FloatVector], options: TrainerOptions
 ) -> Sequence[Value]:
-    """Advantage of each sibling: by its total reward, by turns (an advantage a token), or by each reward separately.
-    The total reward of each sample where the estimator does not compare siblings.
+    """Advantage of each sibling, or of each of its tokens: that of its whole rewards, and those of its steps and tokens
+    where rewards give numbers to them.
 
     ``penalties``: KL penalties of the tokens of each sample."""
-    estimator = options.objective.estimator
+    values = _compare_whole(group, penalties, options)
+    numbered = _numbered_advantages(group, options)
+    return [value + advantages for value, advantages in zip(values, numbered, strict=True)] if numbered else values
+
+
+def _numbered_advantages(group: TrainingGroup, options: TrainerOptions) -> list[FloatVector]:
+    """Advantages of the trained tokens of each sibling by the numbers that rewards gave to steps and tokens, each times
+    the weight of its reward. Empty: no reward gave numbers."""
     samples = group.samples
-    # Siblings are compared by the total of a sample, so its penalties are added up.
-    sums = [float(token_penalties.sum()) if estimator.compares_siblings else 0.0 for token_penalties in penalties]
+    names = sorted({name for sample in samples for name in sample.token_values if credit_of(name)[1]})
+    sums: list[FloatVector] = []
+    for name in names:
+        credit, label = credit_of(name)
+        missing = float_array([math.nan])
+        numbers_S = [
+            np.array(sample.token_values.get(name, missing * sample.trained_tokens), dtype=np.float32)
+            for sample in samples
+        ]
+        advantages_S = [np.nan_to_num(numbers_N) for numbers_N in numbers_S]
+        if credit is RewardCredit.STEPS:
+            advantages_S = step_advantages(numbers_S, estimator_of(options.objective))
+        # The weight of a shadow is missing: its numbers are not trained.
+        weights = [sample.separate_rewards.get(label, (0.0, 0.0))[0] for sample in samples]
+        sums = sums or [np.zeros_like(advantages_N) for advantages_N in advantages_S]
+        for index, weight in enumerate(weights):
+            sums[index] += np.float32(weight) * advantages_S[index]
+    return sums
+
+
+def _compare_whole(group: TrainingGroup, penalties: Sequence[FloatVector], options: TrainerOptions) -> Sequence[Value]:
+    """Advantage of each sibling: by its total reward, by turns (an advantage a token), or by each reward separately.
+    The total reward of each sample where the estimator compares it with nothing.
+
+    ``penalties``: KL penalties of the tokens of each sample."""
+    estimator = estimator_of(options.objective)
+    samples = group.samples
+    if not estimator.of_rewards:
+        return [0.0] * len(samples)
+    # Samples are compared by their totals, so the penalties of a sample are added up.
+    has_totals = estimator.compares_siblings or estimator.tracks_prompts
+    sums = [float(token_penalties.sum()) if has_totals else 0.0 for token_penalties in penalties]
     totals = [shaped_reward(sample, options) - penalty for sample, penalty in zip(samples, sums, strict=True)]
     if options.credit is not Credit.TRAJECTORY:
         turns_ST = turn_advantages(totals, [_turn_rewards(sample) for sample in samples], options.credit, estimator)
@@ -124,15 +175,31 @@ def _compare_siblings(
             np.repeat(turns_T[numbers], tokens)
             for turns_T, (numbers, tokens) in zip(turns_ST.numpy(), turns, strict=True)
         ]
+    if estimator.tracks_prompts:
+        if group.baseline is None:
+            raise RecipeError(
+                f"group {group.group_id} has no baseline of its prompt: it was sampled for another objective; start "
+                "from a checkpoint"
+            )
+        return list(tracked_advantages(torch.tensor(totals, dtype=torch.float64), group.baseline).tolist())
     if not estimator.compares_siblings:
         return totals
-    if not any(sample.separate_rewards for sample in samples):
+    separate = [_separate_rewards(sample) for sample in samples]
+    if not any(separate):
         return list(group_advantages(torch.tensor(totals, dtype=torch.float64), estimator).tolist())
     rewards = [
-        sample.separate_rewards | _shaping(sample, penalty, options)
-        for sample, penalty in zip(samples, sums, strict=True)
+        separate_rewards | _shaping(sample, penalty, options)
+        for separate_rewards, sample, penalty in zip(separate, samples, sums, strict=True)
     ]
     return list(separate_advantages(rewards, estimator).tolist())
+
+
+def _separate_rewards(sample: TrainingSample) -> WeightedRewards:
+    """(weight, value) of each reward of the whole sample that is compared separately."""
+    numbered = {credit_of(name)[1] for name in sample.token_values}
+    return {
+        name: value for name, value in sample.separate_rewards.items() if name != WHOLE_REWARD and name not in numbered
+    }
 
 
 def _turn_rewards(sample: TrainingSample) -> tuple[float, ...]:
@@ -149,7 +216,7 @@ def _shaping(sample: TrainingSample, penalty: float, options: TrainerOptions) ->
     if settings.overlong_buffer and settings.overlong_penalty:
         value = _overlong(sample, options) / settings.overlong_penalty
         shaping["/overlong"] = settings.overlong_penalty, value
-    if settings.has_reference and settings.kl_in is KlPlace.REWARD:
+    if settings.penalizes_reward:
         shaping["/kl"] = settings.kl_coefficient, -penalty / settings.kl_coefficient
     return shaping
 
@@ -157,7 +224,7 @@ def _shaping(sample: TrainingSample, penalty: float, options: TrainerOptions) ->
 def _penalties(sample: TrainingSample, scores: SampleScores, options: TrainerOptions) -> FloatVector:
     settings = options.objective
     behavior = behavior_of_trained(sample)
-    if scores.reference is None or settings.kl_in is not KlPlace.REWARD:
+    if scores.reference is None or not settings.penalizes_reward:
         return np.zeros_like(behavior)
     kl = reference_kl(torch.from_numpy(behavior.copy()), torch.from_numpy(scores.reference), settings.kl_estimator)
     return (settings.kl_coefficient * kl).numpy()
@@ -173,16 +240,36 @@ def _prepare(
         advantages, returns = settings.estimator.of_tokens(
             value, penalties, scores.values, discount=settings.discount, gae_lambda=settings.gae_lambda
         )
+    weight = token_weight(settings.loss_normalization, sample.trained_tokens)
     return PreparedSample(
         sample,
         advantage=value if isinstance(value, float) else 0.0,
-        weight=token_weight(settings.loss_normalization, sample.trained_tokens),
+        weight=weight,
+        imitation=options.learn_observations * weight,
         token_advantages=advantages,
         proximal=scores.proximal,
-        reference=scores.reference,
+        reference=scores.reference if settings.kl_coefficient > 0 else None,
+        teacher=_teacher_logprobs(sample, scores, options),
         old_values=scores.values,
         returns=returns,
     )
+
+
+def _teacher_logprobs(sample: TrainingSample, scores: SampleScores, options: TrainerOptions) -> FloatVector | None:
+    """Logprobs of the trained tokens under the teacher: a served one, or the reference. None where the loss needs none.
+    Raises ``RecipeError`` for a sample that no teacher has scored."""
+    settings = options.objective
+    if not settings.distils or settings.exact_divergence:
+        return None
+    if not options.served_teacher:
+        return scores.reference
+    logprobs = np.array(sample.token_values.get(TEACHER, ()), dtype=np.float32)
+    if len(logprobs) != sample.trained_tokens:
+        raise RecipeError(
+            f"sample {sample.id} has {len(logprobs)} logprobs of the teacher for {sample.trained_tokens} trained "
+            "tokens: it was scored without [teacher]; start from a checkpoint"
+        )
+    return logprobs
 
 
 def token_moments(samples: Sequence[PreparedSample]) -> Moments:
@@ -203,7 +290,11 @@ def whitened(samples: Sequence[PreparedSample], moments: Moments) -> list[Prepar
 def worth_training(item: PreparedSample, options: TrainerOptions) -> bool:
     """Return whether a sample can have a gradient: an advantage of 0 has no gradient without KL, entropy or critic."""
     settings = options.objective
-    if settings.has_critic or settings.has_reference or settings.entropy_coefficient:
+    if settings.has_critic or settings.has_reference or settings.distils or settings.entropy_coefficient:
+        return True
+    if item.imitation and item.sample.imitated_tokens:
+        return True
+    if trains_without_advantage(settings):
         return True
     if item.token_advantages is None:
         return bool(item.advantage)
@@ -239,6 +330,7 @@ class OpenBatch:
     """A rank's batch from its first group to the close.
 
     ``batch_id``: number of the batch; None until its first group arrives.
+    ``imitation``: sums of the rows that are imitated.
     ``waiting``: groups that are still to be computed.
     ``waiting_tokens``: number of tokens of the samples in ``waiting`` that the loss counts.
     ``sample_ids``: names of the samples that are or were in ``waiting`` and that the loss counts."""
@@ -247,6 +339,7 @@ class OpenBatch:
         self._options = options
         self.batch_id: int | None = None
         self.sums = BatchSums()
+        self.imitation = TokenSums()
         self.waiting: list[TrainingGroup] = []
         self.waiting_tokens = 0
         self.sample_ids: list[str] = []

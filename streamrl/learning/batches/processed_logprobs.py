@@ -1,28 +1,30 @@
-"""Logprobs of the trained tokens of a row under the distribution that the engine sampled from.
+"""Logprobs of the trained tokens of a row under the distribution that the engine sampled from, and the distance of this
+distribution from the teacher's.
 
 ``gradients`` and ``scoring`` call it in each trainer rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from streamrl.learning.model.policy import MicroBatch, PackedPolicy
-from streamrl.learning.objective.logprobs import token_logprobs
+from streamrl.learning.model.policy import MicroBatch
+from streamrl.learning.objective.divergence import divergence
+from streamrl.learning.objective.logprobs import processed_logits, token_logprobs
 from streamrl.learning.options import TrainerOptions
 
 
-def processed_logprobs(
-    policy: PackedPolicy,
-    hidden_ND: Tensor,
-    row: MicroBatch,
-    part: slice,
-    options: TrainerOptions,
-    *,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies of ``part`` of the trained tokens of ``row`` under ``policy``, which may be the reference.
-    Both are float32 [N], with N trained tokens in the part."""
+class _Processing(NamedTuple):
+    """Arguments of ``processed_logits`` for a part of a row."""
+
+    temperature_N: Tensor | None
+    excluded: tuple[Tensor, Sequence[int]] | None
+
+
+def _processing(row: MicroBatch, part: slice, options: TrainerOptions) -> _Processing:
     sampling = options.sampling
     excluded = None
     if sampling.min_tokens:
@@ -32,11 +34,31 @@ def processed_logprobs(
     if row.temperature_N is not None:
         temperature_N = row.temperature_N[part]
         temperature_N = torch.where(temperature_N.isnan(), sampling.temperature, temperature_N)
+    return _Processing(temperature_N, excluded)
+
+
+def processed_logprobs(
+    logits_NV: Tensor, row: MicroBatch, part: slice, options: TrainerOptions, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of ``part`` of the trained tokens of ``row`` by ``logits_NV``, of the policy or of the
+    reference. Both are float32 [N], with N trained tokens in the part."""
+    processing = _processing(row, part, options)
     return token_logprobs(
-        policy.head(hidden_ND[part]),
+        logits_NV,
         row.targets_N[part],
-        sampling,
-        temperature_N=temperature_N,
-        excluded=excluded,
+        options.sampling,
+        temperature_N=processing.temperature_N,
+        excluded=processing.excluded,
         entropy_gradient=entropy_gradient,
     )
+
+
+def teacher_divergence(
+    logits_NV: Tensor, teacher_NV: Tensor, row: MicroBatch, part: slice, options: TrainerOptions
+) -> Tensor:
+    """Divergence of the policy from the teacher at ``part`` of the trained tokens of ``row``, float32 [N]. Logits of
+    both are processed alike."""
+    processing = _processing(row, part, options)._asdict()
+    policy_NV = processed_logits(logits_NV, options.sampling, **processing)
+    processed_teacher_NV = processed_logits(teacher_NV, options.sampling, **processing)
+    return divergence(policy_NV, processed_teacher_NV, options.objective.divergence_beta)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Linear, Module, ModuleList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.base.errors import StreamRLError
@@ -55,10 +56,10 @@ def longest_exact_sequence(config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[Module]:
     """The repeated layers: the longest module list that is not inside another one (lists of experts are inside
     layers)."""
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, ModuleList)}
     outermost = [layers for name, layers in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
     if not outermost:
         raise StreamRLError(f"model type {model.config.model_type!r} has no list of layers: it cannot be sharded")
@@ -74,8 +75,11 @@ def linear_modules(model: PreTrainedModel) -> list[str]:
     experts those whose names peft does not take for the experts' own. Raises ``StreamRLError`` where there is none, as
     in GPT-2."""
     head = model.get_output_embeddings()
-    has_experts = any(parameter.dim() == 3 for parameter in model.parameters())
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    without_convolutions = [module for module in model.modules() if not isinstance(module, nn.Conv1d)]
+    has_experts = any(
+        parameter.dim() == 3 for module in without_convolutions for parameter in module.parameters(recurse=False)
+    )
+    linear = [name for name, module in model.named_modules() if isinstance(module, Linear) and module is not head]
     if has_experts:
         linear = [name for name in linear if name.rpartition(".")[2] not in _NAMES_IN_EXPERTS]
     if not linear:
@@ -99,12 +103,12 @@ def refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
             raise StreamRLError(f'lora.targets: {target!r} {problem}: name modules among {names}, or ["all-linear"]')
 
 
-def _why_not_adapted(matches: dict[str, nn.Module], with_own_weight: set[str]) -> str:
+def _why_not_adapted(matches: dict[str, Module], with_own_weight: set[str]) -> str:
     """Return why the modules that a target matches cannot have adapters; empty where they can."""
     if not matches:
         return "is no module of this model"
     for module in matches.values():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, Linear):
             return f"is a module of kind {type(module).__name__}, and only linear ones can be adapted"
     if not matches.keys() <= with_own_weight:
         return "shares its weight with another module, so it cannot have an adapter of its own"

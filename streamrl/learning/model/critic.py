@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, float64, linalg, nn, zeros_like
+from torch import device as Device
+from torch.distributed import all_reduce, get_world_size
 
 from streamrl.learning.model.policy import MicroBatch, PackedPolicy
+from streamrl.learning.model.text_part import text_decoder
 from streamrl.learning.options import TrainerOptions
 
 VALUE_STEP = 0.04
@@ -27,9 +29,7 @@ class Critic:
 
     ``trunk``: separate model below the head; None: the policy, which the value loss then trains, too."""
 
-    def __init__(
-        self, options: TrainerOptions, hidden: int, device: torch.device, trunk: PackedPolicy | None = None
-    ) -> None:
+    def __init__(self, options: TrainerOptions, hidden: int, device: Device, trunk: PackedPolicy | None = None) -> None:
         self.trunk = trunk
         self._copies = options.tensor_parallel_size
         self._linear = nn.Linear(hidden, 1, device=device)
@@ -40,14 +40,14 @@ class Critic:
         groups = [{"params": list(self._parameters.values()), "lr": rate or VALUE_STEP / hidden}]
         if trunk is not None:
             trunk.requires_grad_(False)  # a value does not depend on its output head
-            inner = trunk.hugging_face.base_model.requires_grad_(True)
+            inner = text_decoder(trunk.hugging_face).requires_grad_(True)
             self._parameters |= {f"trunk.{name}": parameter for name, parameter in inner.named_parameters()}
             groups.append({"params": list(inner.parameters()), "lr": rate or TRUNK_RATE})
         self._optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), weight_decay=0.0)
         # Moments exist from the start, so that a checkpoint always has the same tensors.
         for parameter in self._parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-            zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            parameter.grad = zeros_like(parameter)
+            zeros = {"exp_avg": zeros_like(parameter), "exp_avg_sq": zeros_like(parameter)}
             self._optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
 
     def __call__(self, row: MicroBatch, hidden_ND: Tensor | None) -> Tensor:
@@ -64,12 +64,12 @@ class Critic:
     def reduce(self) -> float:
         """Sum gradients over the ranks, and return their norm. Collective."""
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        if dist.get_world_size() > 1:
+        if get_world_size() > 1:
             for gradient in gradients:
-                dist.all_reduce(gradient)
+                all_reduce(gradient)
                 gradient.div_(self._copies)  # ranks with the same rows have the same gradient
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        norms = [linalg.vector_norm(gradient, dtype=float64) for gradient in gradients]
+        return float(linalg.vector_norm(torch.stack(norms)))
 
     def step(self, scale: float, times: int = 1) -> None:
         """Take ``times`` optimizer steps with the gradient times ``scale``, and clear it."""

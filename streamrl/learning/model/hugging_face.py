@@ -80,6 +80,7 @@ def without_compiler() -> Iterator[None]:
 
 
 with without_compiler():
+    import transformers as transformers
     from accelerate import init_empty_weights as init_empty_weights
     from transformers import AttentionInterface as AttentionInterface
     from transformers import AutoConfig as AutoConfig

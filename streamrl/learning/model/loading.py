@@ -10,18 +10,19 @@ rounding with compiled layers."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from logging import getLogger
 from pathlib import Path
 from typing import Any, cast
 
 import psutil
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, bfloat16, cuda, float32, no_grad
+from torch import device as Device
+from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -32,32 +33,29 @@ from streamrl.learning.model.architecture import decoder_layers, refuse_targets
 from streamrl.learning.model.attention import register_packed_attention, register_uncompiled_attention
 from streamrl.learning.model.context_parallel import context_of
 from streamrl.learning.model.critic import Critic
-from streamrl.learning.model.hugging_face import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    disable_progress_bar,
-    init_empty_weights,
-    without_compiler,
-)
+from streamrl.learning.model.hugging_face import AutoConfig, disable_progress_bar, init_empty_weights, without_compiler
 from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards
 from streamrl.learning.model.packing_check import check_packing
 from streamrl.learning.model.parallel import UNSPLIT, Split, refuse_without_plan, split_of, split_tensors
 from streamrl.learning.model.policy import (
     PackedPolicy,
-    card_bytes,
+    card_of,
     computes_in_sixteen_bits,
     gather_once,
     set_sharded,
     shard,
 )
+from streamrl.learning.model.text_part import make_model
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.rank_memory import activation_bytes, choose_gathered, logits_at_once, training_sizes
+from streamrl.learning.rank_memory import choose_gathered, training_sizes
 from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.trainable_models import refuse_untrainable
-from streamrl.pretrained.weight_files import stored_tensors
+from streamrl.pretrained.weight_files import float32_tensors, stored_tensors
 from streamrl.recipe.sections import Gathered
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
+_PLAIN_TYPES = ("BF16", "F16", "F32", "F64")
+"""Types of weights in safetensors files that are not quantised."""
 
 
 def empty_policy(model_path: str) -> PackedPolicy:
@@ -69,9 +67,7 @@ def empty_policy(model_path: str) -> PackedPolicy:
     with _load_errors(model_path), without_compiler():
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-            )
+            model = make_model(config, dtype=float32, attn_implementation="eager")
         model.tie_weights()
     class_name = type(model).__name__
     if config.architectures and class_name not in config.architectures:
@@ -85,7 +81,7 @@ def empty_policy(model_path: str) -> PackedPolicy:
 
 def load_policy(
     model_path: str,
-    device: torch.device,
+    device: Device,
     split: Split = UNSPLIT,
     gathered: Gathered = Gathered.BATCH,
     *,
@@ -94,7 +90,8 @@ def load_policy(
     """Load the model of a Hugging Face directory in float32, without dropout, and check it on a few packed tokens. With
     a ``split``, each rank reads and holds only its part of every tensor, and the call is collective.
 
-    Packing is checked in float32 before the bfloat16 model (``sixteen_bit``, with several ranks only) is made.
+    Packing is checked in float32, and with ``sixteen_bit`` the flash kernel, before the bfloat16 model (with several
+    ranks only) is made. A model with tensors that are published in float32 stays in float32.
     Raises ``StreamRLError`` for a directory that is not a complete model or holds code or pickles, for quantised
     weights, and for a model whose packed rows or published weights would be wrong. Auxiliary losses of routers
     (mixtures of experts) are not trained."""
@@ -107,22 +104,23 @@ def load_policy(
             parameters = _read_parameters(policy, files, device)
             _read_constants(policy, files)
         _assign(policy, parameters)
-        check_packing(policy)
+        check_packing(policy, sixteen_bit=sixteen_bit)
     set_sharded(policy, True)
-    if split.data is None or not sixteen_bit:
+    if split.data is None or not sixteen_bit or policy.float32:  # what is published in float32 is gathered in it
         return policy
     sixteen_bit_policy = _empty_on_device(model_path, device, split)
+    sixteen_bit_policy.recurrent.like(sixteen_bit_policy.hugging_face, policy.recurrent)
     shard(sixteen_bit_policy, split.data, gathered, sixteen_bit=True)
     _assign(sixteen_bit_policy, policy.trained_parameters())
     _read_constants(sixteen_bit_policy, files)
     return sixteen_bit_policy
 
 
-def _empty_on_device(model_path: str, device: torch.device, split: Split = UNSPLIT) -> PackedPolicy:
+def _empty_on_device(model_path: str, device: Device, split: Split = UNSPLIT) -> PackedPolicy:
     """The empty model with its buffers on the device and its layers split."""
     policy = empty_policy(model_path)
     split_tensors(policy, split)
-    policy.hugging_face.set_attn_implementation(register_packed_attention())
+    policy.set_attention(register_packed_attention())
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -138,8 +136,8 @@ def _assign(policy: PackedPolicy, parameters: Mapping[str, Tensor]) -> None:
         policy.hugging_face.tie_weights()
 
 
-@torch.no_grad()
-def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: torch.device) -> dict[str, Tensor]:
+@no_grad()
+def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: Device) -> dict[str, Tensor]:
     """Read the parameters, or this rank's part of them, from files: float32 tensors by name, tied parameters once."""
     parameters = policy.trained_parameters()
     open_files: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in set(files.values())}
@@ -147,7 +145,7 @@ def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: to
     starts: dict[str, int] = {}
     for part in local_shards(parameters):
         parameter = cast("Any", parameters[part.name])
-        tensor = torch.empty(part.local_shape, dtype=torch.float32, device=device)
+        tensor = torch.empty(part.local_shape, dtype=float32, device=device)
         if isinstance(parameter, DTensor):
             tensor = cast("Any", DTensor)(tensor, parameter._spec, requires_grad=False)
         tensors[part.name] = tensor
@@ -160,7 +158,7 @@ def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: to
     return tensors
 
 
-@torch.no_grad()
+@no_grad()
 def _read_constants(policy: PackedPolicy, files: Mapping[str, Path]) -> None:
     """Fill the buffers that are saved with the model with the values of the files. They are not trained, and engines
     keep what they have loaded."""
@@ -224,6 +222,15 @@ def published_shapes(
     return {entry.name: entry.shape for entry in policy.entries}
 
 
+def published_dtypes(model_path: str, names: Iterable[str]) -> dict[str, str]:
+    """Return the dtype, ``bfloat16`` or ``float32``, in which a run publishes each of the tensors ``names``
+    (``published_shapes``) of a directory."""
+    stored = stored_tensors(Path(model_path))
+    tensors = {name: stored[name] for name in names}
+    in_float32 = float32_tensors(tensors)
+    return {name: "float32" if name in in_float32 else "bfloat16" for name in tensors}
+
+
 def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
     """Check that the directory has exactly the tensors that will be published, with the same names and shapes: engines
     load the same directory. Returns the file of each tensor."""
@@ -242,16 +249,28 @@ def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
             "copy or save the model again"
         )
     for entry in policy.entries:
-        if (shape := stored[entry.name].shape) != entry.shape:
+        if stored[entry.name].dtype not in _PLAIN_TYPES:
+            raise StreamRLError(
+                f"{entry.name} is stored as {stored[entry.name].dtype}: training needs plain weights; give a copy in "
+                "bfloat16"
+            )
+        shape = stored[entry.name].shape
+        if shape != entry.shape and (*shape[:-2], *shape[:-3:-1]) == entry.shape:
+            raise StreamRLError(
+                f"{entry.name} is stored as {list(shape)} and computed as {list(entry.shape)}: such experts would be "
+                "published transposed, which engines are not; this family is not trained yet"
+            )
+        if shape != entry.shape:
             raise StreamRLError(
                 f"{entry.name} is {list(shape)} in {stored[entry.name].file.name} and {list(entry.shape)} by "
                 "config.json: they are not of one model; copy or save it again"
             )
+    policy.float32 = float32_tensors({entry.name: stored[entry.name] for entry in policy.entries})
     return {name: tensor.file for name, tensor in stored.items()}
 
 
 def load_models(
-    options: TrainerOptions, device: torch.device
+    options: TrainerOptions, device: Device
 ) -> tuple[PackedPolicy, PackedPolicy | None, Critic | None, bool]:
     """Load policy, reference and critic, as ``options`` require. The last result is whether parameters are gathered
     layer by layer, so that every forward is a collective. Collective with several ranks. Raises ``StreamRLError``."""
@@ -261,12 +280,17 @@ def load_models(
     if options.ranks > 1 and options.ranks_per_group == 1:
         gathered = _choose_gathered(options, device)
     load = partial(_load, options, device, gathered, split)
-    policy = load()
+    policy = load(options.model_path)
     if policy.experts is not None and options.routing_demanded:
         policy.experts.demand_replay()
     reference = None
     critic = None
     policy.context = context_of(options)
+    if policy.context is not None and policy.recurrent.names:
+        raise StreamRLError(
+            f"training.advanced.context_parallel_size: {policy.recurrent.names[0]} carries a state over the splits of "
+            "a row: set it to 1"
+        )
     trunk = load_policy(options.model_path, device) if options.objective.has_value_model else None
     trained_models = [policy]
     if trunk is not None:
@@ -279,44 +303,55 @@ def load_models(
     by_layer = gathered is Gathered.LAYER
     if options.objective.has_reference:
         # Unless every forward is a collective, ranks score different numbers of rows, and each needs the full model.
-        reference = _freeze(load() if by_layer else load_policy(options.model_path, device))
+        path = options.objective.reference or options.model_path
+        reference = _freeze(load(path) if by_layer else load_policy(path, device))
+        # A larger model of the family may have more padding behind the tokens that the policy samples from.
+        reference.logits = policy.hugging_face.config.get_text_config().vocab_size
     if options.objective.has_critic:
         critic = Critic(options, policy.hugging_face.config.get_text_config().hidden_size, device, trunk)
     return policy, reference, critic, by_layer
 
 
-def _load(options: TrainerOptions, device: torch.device, gathered: Gathered, split: Split) -> PackedPolicy:
+def _load(options: TrainerOptions, device: Device, gathered: Gathered, split: Split, model_path: str) -> PackedPolicy:
     sixteen_bit = computes_in_sixteen_bits(options, device)
-    return load_policy(options.model_path, device, split, gathered, sixteen_bit=sixteen_bit)
+    return load_policy(model_path, device, split, gathered, sixteen_bit=sixteen_bit)
 
 
-@torch.no_grad()
+@no_grad()
 def _freeze(policy: PackedPolicy) -> PackedPolicy:
-    """Freeze a policy at the published bits of version 0, which the KL term compares the trained policy with."""
-    for parameter in policy.requires_grad_(False).parameters():
-        part = local_part(parameter)
-        part.copy_(part.to(torch.bfloat16))
+    """Freeze a reference at its published bits: for the initial model, those of version 0."""
+    policy.requires_grad_(False)
+    in_float32 = policy.float32_parameters()
+    for name, parameter in policy.trained_parameters().items():
+        if name not in in_float32:
+            part = local_part(parameter)
+            part.copy_(part.to(bfloat16))
     return policy
 
 
-def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
+def _choose_gathered(options: TrainerOptions, device: Device) -> Gathered:
     """Choose gathering by batch or by layer by the memory that each rank has free. Collective; rank 0 logs why."""
     facts = read_model_facts(Path(options.model_path))
-    sizes = training_sizes(options, options.lora, options.objective, facts, on_device=device.type != "cpu")
-    tokens = options.row_tokens(device.type, facts.parameters, options.max_tokens)
-    logits = min(tokens * facts.vocabulary, logits_at_once(card_bytes(device)))
-    activations = activation_bytes(facts, options, tokens, logits, sixteen_bit=sizes.sixteen_bit)
-    free_bytes = process_group.all_reduce([_free_bytes(device, options.ranks)], device, dist.ReduceOp.MIN)[0]
-    gathered, reason = choose_gathered(options.gathered, sizes, round(free_bytes), activations)
+    sizes = training_sizes(
+        options,
+        options.lora,
+        options.objective,
+        facts,
+        context=options.context,
+        distribution=options.sampling,
+        card=card_of(device),
+    )
+    free_bytes = process_group.all_reduce([_free_bytes(device, options.ranks)], device, ReduceOp.MIN)[0]
+    gathered, reason = choose_gathered(options.gathered, sizes, round(free_bytes))
     if options.rank == 0:
         log.info("%s", reason)
     return gathered
 
 
-def _free_bytes(device: torch.device, ranks: int) -> float:
+def _free_bytes(device: Device, ranks: int) -> float:
     """Free memory that this rank may take: memory of its GPU, or its share of the host's memory."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        return float(cuda.mem_get_info(device)[0])
     return float(psutil.virtual_memory().available) / ranks
 
 
@@ -331,6 +366,7 @@ def checkpoint_activations(policy: PackedPolicy) -> None:
 def compile_policy(policy: PackedPolicy) -> None:
     """Compile the decoder layers for any row length. Attention is not compiled: it runs between two compiled halves of
     a layer. Layers of equal shapes share the code, which is compiled once, at the first row."""
-    policy.hugging_face.set_attn_implementation(register_uncompiled_attention())
+    policy.set_attention(register_uncompiled_attention())
+    policy.recurrent.leave_uncompiled()
     for layer in decoder_layers(policy.hugging_face):
         layer.forward = torch.compile(layer.forward, dynamic=True)

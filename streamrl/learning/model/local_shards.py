@@ -5,13 +5,14 @@ A rank holds a part of each side of a parameter, and a range of elements or of c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy import searchsorted
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -31,7 +32,8 @@ class LocalShard(NamedTuple):
     matrix; 0: all of them.
     ``stride``: distance of the runs in the full tensor.
     ``owned``: whether this rank counts and publishes the part, of the ranks that hold the same part.
-    ``indices``: int64 indices on each side of a parameter that the rank holds."""
+    ``indices``: int64 indices on each side of a parameter that the rank holds.
+    ``dtype``: published dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,6 +45,7 @@ class LocalShard(NamedTuple):
     stride: int = 0
     owned: bool = True
     indices: tuple[np.ndarray, ...] = ()
+    dtype: str = "bfloat16"
 
     @property
     def place(self) -> slice:
@@ -69,10 +72,10 @@ def local_shards(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
             raise StreamRLError(
                 f"{name}: {_describe(tensor)} is {actual_shape} on this rank; understood was {local_shape}"
             )
-        count = math.prod(local_shape)
+        count = prod(local_shape)
         offset = 0
         if count:
-            offset = sum(int(rows[0]) * math.prod(shape[side + 1 :]) for side, rows in enumerate(indices))
+            offset = sum(int(rows[0]) * prod(shape[side + 1 :]) for side, rows in enumerate(indices))
         stop = start + count
         owned = _is_owned(tensor)
         shards.append(LocalShard(name, shape, local_shape, offset, start, stop, owned=owned, indices=indices))
@@ -95,13 +98,13 @@ def _published(entry: CheckpointEntry, shard: LocalShard, rows: np.ndarray) -> L
     if len(shard.shape) > 1:
         width = shard.shape[-1]
         columns = shard.indices[-1]
-    count = math.prod(entry.shape)
+    count = prod(entry.shape)
     local_width = len(columns)
     has_all_columns = local_width == width
     if not local_width or not count:
         return LocalShard(entry.name, entry.shape, (0,), 0, shard.start, shard.start, owned=shard.owned)
-    first = int(np.searchsorted(rows, entry.start // width))
-    last = int(np.searchsorted(rows, (entry.start + count) // width))
+    first = int(searchsorted(rows, entry.start // width))
+    last = int(searchsorted(rows, (entry.start + count) // width))
     local_rows = rows[first:last]
     is_whole_rows = entry.start % width == 0 and count % width == 0
     aligned = is_whole_rows and (len(entry.shape) < 2 or has_all_columns or entry.shape[-1] == width)

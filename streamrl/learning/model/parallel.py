@@ -5,12 +5,12 @@ parallel ranks (``policy.shard``), with a copy on each replica (HSDP)."""
 
 from __future__ import annotations
 
-import math
 from datetime import timedelta
+from math import prod
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
+from torch import device as Device
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl.base.errors import StreamRLError
@@ -36,13 +36,13 @@ class Split(NamedTuple):
 UNSPLIT = Split(None)
 
 
-def split_of(options: TrainerOptions, device: torch.device) -> Split:
+def split_of(options: TrainerOptions, device: Device) -> Split:
     """Make the meshes of ``options``: ranks count first along tensors, then shards, then replicas. Collective."""
     if options.ranks == 1:
         return UNSPLIT
     inner = options.replicas * options.tensor_parallel_size
     sizes = (options.replicas, options.ranks // inner, options.tensor_parallel_size)
-    if math.prod(sizes) != options.ranks:
+    if prod(sizes) != options.ranks:
         raise StreamRLError(f"{options.ranks} ranks are not replicas x shards x tensor parallel ranks {sizes}")
     all_have_the_same_rows = options.ranks == options.tensor_parallel_size
     # The names matter: with others, peft takes layers for tensor parallel ones, and makes adapters of local shape.

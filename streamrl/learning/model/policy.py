@@ -8,11 +8,14 @@ import contextlib
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, bfloat16, cat, cuda, float32, int64, is_grad_enabled
+from torch import device as Device
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import Module, Parameter
 
 from streamrl.base.errors import StreamRLError
+from streamrl.learning.layers.llama4 import PlaceScaling
 from streamrl.learning.model.architecture import (
     checkpoint_entries,
     decoder_layers,
@@ -20,12 +23,14 @@ from streamrl.learning.model.architecture import (
     longest_exact_sequence,
     saved_constants,
 )
-from streamrl.learning.model.attention import PackedLayout, PackedSequence, packed_layout
+from streamrl.learning.model.attention import PackedLayout, PackedSequence, has_bfloat16, packed_layout
 from streamrl.learning.model.context_parallel import ContextGroup
+from streamrl.learning.model.recurrent import RecurrentLayers
 from streamrl.learning.model.routers import RoutedRow, routers_of
+from streamrl.learning.model.text_part import text_decoder
 from streamrl.learning.objective.objectives import TokenInputs
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.rank_memory import logits_at_once
+from streamrl.learning.rank_memory import Card, logits_at_once
 from streamrl.recipe.sections import ComputeDtype, Gathered
 
 
@@ -40,6 +45,17 @@ class FullRow(NamedTuple):
     indices_N: Tensor
 
 
+class ImitatedTokens(NamedTuple):
+    """Tokens of a row whose cross-entropy is a part of the loss: tokens that no policy sampled. Indices are int64.
+
+    ``predictors_M``: index in the row of the token whose output predicts the target.
+    ``weights_M``: float32, weight of the cross-entropy of each in the un-normalised sum."""
+
+    predictors_M: Tensor
+    targets_M: Tensor
+    weights_M: Tensor
+
+
 class MicroBatch(NamedTuple):
     """One row of ``T`` tokens with ``N`` trained tokens, or a rank's slice of it. Indices are int64.
 
@@ -51,7 +67,8 @@ class MicroBatch(NamedTuple):
     ``places_N``: number of each target within its turn.
     ``temperature_N``: float32 temperature of each target, NaN: the one of the options; None: all targets have that one.
     ``routed``: experts that engines chose for the tokens; None: for no token.
-    ``full_row``: row that this is a slice of; None: the rank has the full row."""
+    ``full_row``: row that this is a slice of; None: the rank has the full row.
+    ``imitated``: tokens to imitate; None: the row has none."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -65,6 +82,14 @@ class MicroBatch(NamedTuple):
     temperature_N: Tensor | None = None
     routed: RoutedRow | None = None
     full_row: FullRow | None = None
+    imitated: ImitatedTokens | None = None
+
+    @property
+    def all_predictors(self) -> Tensor:
+        """Index of the token that predicts each trained token, and then each imitated one."""
+        if self.imitated is None:
+            return self.predictors_N
+        return cat([self.predictors_N, self.imitated.predictors_M])
 
     def gather(self, values_N: Tensor) -> Tensor:
         """Gather the values of all trained tokens of the full row; ``values_N`` are the ones of this rank. Where the
@@ -79,7 +104,13 @@ class MicroBatch(NamedTuple):
         rank that predicts it, which may be the rank before the one that has the token."""
         place = context.slice_of_rank(self.tokens_T.numel())
         indices_N = ((self.predictors_N >= place.start) & (self.predictors_N < place.stop)).nonzero()[:, 0]
+        imitated = self.imitated
+        if imitated is not None:
+            all_M, targets_M, weights_M = imitated
+            in_slice_M = (all_M >= place.start) & (all_M < place.stop)
+            imitated = ImitatedTokens(all_M[in_slice_M] - place.start, targets_M[in_slice_M], weights_M[in_slice_M])
         return self._replace(
+            imitated=imitated,
             tokens_T=self.tokens_T[place],
             positions_T=self.positions_T[place],
             predictors_N=self.predictors_N[indices_N] - place.start,
@@ -91,12 +122,12 @@ class MicroBatch(NamedTuple):
         )
 
 
-def empty_micro_batch(device: torch.device) -> MicroBatch:
+def empty_micro_batch(device: Device) -> MicroBatch:
     """Make a row of two tokens, none trained: a rank that has nothing to train takes part in collectives with it."""
     no_values = torch.zeros(0, device=device)
-    no_indices = torch.zeros(0, dtype=torch.int64, device=device)
+    no_indices = torch.zeros(0, dtype=int64, device=device)
     return MicroBatch(
-        tokens_T=torch.zeros(2, dtype=torch.int64, device=device),
+        tokens_T=torch.zeros(2, dtype=int64, device=device),
         positions_T=torch.arange(2, device=device),
         layout=packed_layout([PackedSequence(0, 2)], device),
         predictors_N=no_indices,
@@ -108,7 +139,7 @@ def empty_micro_batch(device: torch.device) -> MicroBatch:
     )
 
 
-class PackedPolicy(nn.Module):
+class PackedPolicy(Module):
     """A Hugging Face causal language model on packed rows. It is the root unit of FSDP2.
 
     Its forward does not apply the output head: the caller does, in chunks, so that the logits of a whole row never
@@ -119,45 +150,62 @@ class PackedPolicy(nn.Module):
     names.
     ``constants``: saved tensors that are not trained: names in the checkpoint by names of the model's buffers. Trainer
     and engines keep the values of the files.
+    ``float32``: names of the tensors in the checkpoint that are published in float32, as they are stored.
     ``partial_gradients``: names of parameters whose gradient on each rank of ``tensor_group`` is only the part of that
     rank's heads (``parallel.split_tensors``).
     ``context``: ranks that split each row; None: every rank has full rows.
-    ``experts``: routers of the model; None: it has no experts."""
+    ``experts``: routers of the model; None: it has no experts.
+    ``logits``: number of tokens, from the first one, that the head gives logits of; None: all."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.hugging_face = model
         kind = f"model type {self.hugging_face.config.model_type!r}"
-        if self.hugging_face.base_model is model:
-            raise StreamRLError(f"{kind} has no inner model that gives hidden states")
-        if not self.hugging_face._can_set_attn_implementation() or not self.hugging_face._supports_attention_backend:
+        self._decoder = (text_decoder(model),)  # in a tuple: it is a part of ``hugging_face``, and no second module
+        # Not by ``_supports_attention_backend``, which classes of hybrid models leave unset: ``packing_check`` sees.
+        if not self.hugging_face._can_set_attn_implementation():
             raise StreamRLError(
                 f"{kind} does not use transformers' attention interface: it cannot be trained on packed rows"
             )
         self.entries = checkpoint_entries(self.hugging_face)
         self.constants = saved_constants(self.hugging_face)
+        self.float32: frozenset[str] = frozenset()
         self.partial_gradients: frozenset[str] = frozenset()
         self.tensor_group: Any = None
         self.context: ContextGroup | None = None
         self._scaling = logit_scaling(self.hugging_face.config)
         self._longest = longest_exact_sequence(self.hugging_face.config)
         self.experts = routers_of(self.hugging_face)
+        self.recurrent = RecurrentLayers()
+        self._place_scaling = PlaceScaling(self.hugging_face)
+        self.logits: int | None = None
+
+    def set_attention(self, name: str) -> None:
+        """Let the layers call the attention that transformers knows by ``name``."""
+        self._decoder[0].set_attn_implementation(name)
+
+    def forget_row(self) -> None:
+        """Let ``hugging_face`` compute what is no packed row."""
+        self.recurrent.begin(None)
+        self._place_scaling.positions_T = None
 
     def head(self, hidden_ND: Tensor) -> Tensor:
         """Logits ``[N, V]``: outputs of the head, scaled and capped as the model does."""
-        return self._scaling(self.hugging_face.get_output_embeddings()(hidden_ND))
+        return self._scaling(self.hugging_face.get_output_embeddings()(hidden_ND)[:, : self.logits])
 
     def forward(self, row: MicroBatch) -> Tensor:
-        """Hidden states that predict the trained tokens of the row: float [N, D]. Raises ``StreamRLError`` for a
-        sequence so long that its rotary angles would depend on the row."""
+        """Hidden states that predict the trained tokens of the row, and then the imitated ones: float [N + M, D].
+        Raises ``StreamRLError`` for a sequence so long that its rotary angles would depend on the row."""
         if self._longest is not None and row.layout.longest > self._longest:
             raise StreamRLError(
                 f"a sequence has {row.layout.longest} tokens; with the rope type of this model at most {self._longest} "
                 "can be trained: lower sampling.max_tokens or engines.max_model_len"
             )
         if self.experts is not None:
-            self.experts.begin(row.routed, row.predictors_N if torch.is_grad_enabled() else None)
-        output = self.hugging_face.base_model(
+            self.experts.begin(row.routed, row.all_predictors if is_grad_enabled() else None)
+        self.recurrent.begin(row.layout)
+        self._place_scaling.positions_T = row.positions_T
+        output = self._decoder[0](
             input_ids=row.tokens_T[None],
             position_ids=row.positions_T[None],
             attention_mask=None,
@@ -167,9 +215,14 @@ class PackedPolicy(nn.Module):
         if self.experts is not None:
             self.experts.end()
         hidden_TD: Tensor = output.last_hidden_state[0]
-        return hidden_TD.index_select(0, row.predictors_N)
+        return hidden_TD.index_select(0, row.all_predictors)
 
-    def trained_parameters(self) -> dict[str, nn.Parameter]:
+    def float32_parameters(self) -> frozenset[str]:
+        """Names of the parameters whose tensors are all published in float32."""
+        rounded = {entry.parameter for entry in self.entries if entry.name not in self.float32}
+        return frozenset(entry.parameter for entry in self.entries) - rounded
+
+    def trained_parameters(self) -> dict[str, Parameter]:
         """Parameters by their names in the model; tied ones once."""
         return dict(self.hugging_face.named_parameters())
 
@@ -185,7 +238,7 @@ def shard(policy: PackedPolicy, mesh: DeviceMesh, gathered: Gathered, *, sixteen
     by_layer = gathered is Gathered.LAYER
     mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
     if sixteen_bit:
-        mixed = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        mixed = MixedPrecisionPolicy(bfloat16, reduce_dtype=float32, cast_forward_inputs=False)
     for layer in decoder_layers(policy.hugging_face):
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=by_layer)
     fully_shard(policy, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
@@ -201,7 +254,7 @@ def gather_once(policy: PackedPolicy) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             for parameter in module.parameters():
-                parameter.grad_dtype = torch.float32
+                parameter.grad_dtype = float32
             module.reshard()
 
 
@@ -229,28 +282,31 @@ def drop_unreduced_gradients(policy: PackedPolicy) -> None:
         policy.zero_grad()
 
 
-def computes_in_sixteen_bits(options: TrainerOptions, device: torch.device) -> bool:
-    """Return whether forwards run in bfloat16: by ``options.compute_dtype``, where ``auto`` means on CUDA."""
+def computes_in_sixteen_bits(options: TrainerOptions, device: Device) -> bool:
+    """Return whether forwards run in bfloat16: by ``options.compute_dtype``, where ``auto`` means on a GPU that has
+    it."""
     dtype = options.compute_dtype
-    return dtype is ComputeDtype.BFLOAT16 or (dtype is ComputeDtype.AUTO and device.type == "cuda")
+    return dtype is ComputeDtype.BFLOAT16 or (dtype is ComputeDtype.AUTO and has_bfloat16(device))
 
 
-def compute_context(options: TrainerOptions, device: torch.device) -> contextlib.AbstractContextManager[object]:
+def compute_context(options: TrainerOptions, device: Device) -> contextlib.AbstractContextManager[object]:
     """Context manager of a forward pass: bfloat16 autocast, or nothing."""
     if computes_in_sixteen_bits(options, device):
-        return torch.autocast(device.type, torch.bfloat16)
+        # Copies of the weights that autocast keeps until its end are of no use where the backward casts them again.
+        return torch.autocast(device.type, bfloat16, cache_enabled=not options.activation_checkpointing)
     return contextlib.nullcontext()
 
 
 def chunks(policy: PackedPolicy, tokens: int) -> list[slice]:
     """Ranges of trained tokens whose logits may exist at once; one range at least."""
     vocabulary = policy.hugging_face.config.get_text_config().vocab_size
-    size = max(1, logits_at_once(card_bytes(policy.hugging_face.device)) // vocabulary)
-    return [slice(start, start + size) for start in range(0, max(1, tokens), size)]
+    card = card_of(policy.hugging_face.device)
+    size = max(1, logits_at_once(card.memory if card else 0) // vocabulary)
+    return [slice(start, min(start + size, tokens)) for start in range(0, max(1, tokens), size)]
 
 
-def card_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU in bytes; 0 for a CPU."""
+def card_of(device: Device) -> Card | None:
+    """Return the GPU of a rank; None on a CPU."""
     if device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(device).total_memory)
+        return None
+    return Card(cuda.get_device_properties(device).total_memory, has_bfloat16(device))

@@ -4,21 +4,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import cache
+from logging import getLogger
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, float64
+from torch import device as Device
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.model.architecture import decoder_layers
 from streamrl.pretrained.model_facts import experts_of
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 _WITHOUT = "without torch.topk"
 
 
@@ -53,10 +55,10 @@ class Routers:
         self._counted_N: Tensor | None = None
         self._replayed = 0
         self._loads_LE: Tensor | None = None
-        self._device: Callable[[], torch.device] = lambda: model.device
+        self._device: Callable[[], Device] = lambda: model.device
         for layer, decoder in enumerate(decoder_layers(model)):
             for block in decoder.modules():
-                if isinstance(getattr(block, "experts", None), nn.Module):
+                if isinstance(getattr(block, "experts", None), Module):
                     block.forward = self._around(layer, block.forward)
 
     def begin(self, row: RoutedRow | None, counted_N: Tensor | None = None) -> None:
@@ -101,7 +103,7 @@ class Routers:
 
     def _loads(self) -> Tensor:
         if self._loads_LE is None:
-            self._loads_LE = torch.zeros(self._layers, self.number, dtype=torch.float64, device=self._device())
+            self._loads_LE = torch.zeros(self._layers, self.number, dtype=float64, device=self._device())
         return self._loads_LE
 
     def _around(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,17 +4,18 @@ Names end in ``_S`` for one entry a sample of a group, and in ``_N`` for one ent
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, from_numpy
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from streamrl.base.types import Baseline
 from streamrl.recipe.environment import Credit
 from streamrl.recipe.objectives.method import Advantages
 
@@ -46,7 +47,7 @@ def whiten(values_N: FloatVector, moments: Moments) -> FloatVector:
     variance = mean_square - mean * mean
     if variance <= 0:
         return np.zeros(values_N.shape, dtype=np.float32)
-    return ((values_N.astype(np.float64) - mean) / math.sqrt(variance)).astype(np.float32)
+    return ((values_N.astype(np.float64) - mean) / sqrt(variance)).astype(np.float32)
 
 
 def group_advantages(rewards_S: Tensor, estimator: Advantages) -> Tensor:
@@ -64,6 +65,23 @@ def group_advantages(rewards_S: Tensor, estimator: Advantages) -> Tensor:
     return estimator.of_group(rewards_S, centred_S).float()
 
 
+def tracked_advantages(rewards_S: Tensor, baseline: Baseline) -> Tensor:
+    """Advantages of the samples of one group over the mean of the prompt's earlier rewards and of the siblings',
+    divided by the standard deviation of rewards from their baselines (SPO, arXiv 2509.13232). Float32 [S].
+
+    A sample without siblings of a prompt of which nothing is known has advantage 0, and so have differences that are
+    only rounding errors."""
+    rewards_S = rewards_S.double()
+    weight = baseline.weight + rewards_S.numel() - 1
+    if weight <= 0:
+        return torch.zeros(rewards_S.shape, dtype=torch.float32)
+    means_S = (baseline.total + rewards_S.sum() - rewards_S) / weight
+    errors_S = rewards_S - means_S
+    rounding = EQUAL * max(float(rewards_S.abs().max()), abs(baseline.total) / max(baseline.weight, 1.0))
+    errors_S = errors_S.where(errors_S.abs() > rounding, 0.0)
+    return (errors_S / baseline.deviation).float()
+
+
 def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], estimator: Advantages) -> Tensor:
     """Compare each reward separately with the same reward of the siblings, and add the advantages by weight (GDPO,
     arXiv 2601.05242). So a reward of small deviation still counts besides a reward of large deviation. Float32 [S].
@@ -76,6 +94,26 @@ def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], 
         values = torch.tensor([rewards_S[index][name][1] for index in members], dtype=torch.float64)
         advantages_S[members] += weights * group_advantages(values, estimator).double()
     return advantages_S.float()
+
+
+def step_advantages(numbers_S: Sequence[FloatVector], estimator: Advantages) -> list[FloatVector]:
+    """Advantages of the tokens of siblings by numbers of their steps: DeepSeekMath's process supervision (arXiv
+    2402.03300, section 4.1.3). The numbers of all steps of the group are compared as the rewards of siblings are, and a
+    token has the sum of the compared numbers of its step and of those behind it. Float32 [N] each.
+
+    ``numbers_S``: numbers of each sample, at the last token of each step; NaN for other tokens."""
+    has_number_S = [~np.isnan(numbers_N) for numbers_N in numbers_S]
+    pooled = np.concatenate([numbers_N[has] for numbers_N, has in zip(numbers_S, has_number_S, strict=True)])
+    compared = group_advantages(from_numpy(pooled), estimator).double().numpy()
+    advantages = []
+    first = 0
+    for numbers_N, has in zip(numbers_S, has_number_S, strict=True):
+        steps_N = np.zeros(numbers_N.shape)
+        stop = first + int(has.sum())
+        steps_N[has] = compared[first:stop]
+        first = stop
+        advantages.append(steps_N[::-1].cumsum()[::-1].astype(np.float32))
+    return advantages
 
 
 def turn_advantages(

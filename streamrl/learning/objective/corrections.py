@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, no_grad, zeros_like
 
-from streamrl.recipe.objective import OffPolicy, Proximal, RatioLevel
+from streamrl.recipe.objective import Mask, OffPolicy, Proximal, RatioLevel
 
 
 class Correction(NamedTuple):
@@ -53,34 +53,42 @@ def proximal_logprobs(proximal: Proximal, trainer_N: Tensor, behavior_N: Tensor,
     return torch.where(staleness_N > 0, older_N, trainer_N)
 
 
-@torch.no_grad()
+@no_grad()
 def off_policy_correction(
     off_policy: OffPolicy,
     proximal_N: Tensor,
+    trainer_N: Tensor,
     behavior_N: Tensor,
     staleness_N: Tensor,
     sequence_N: Tensor,
     sequences: int,
 ) -> Correction:
     """Weight and mask of each token. A token that needs no correction has weight exactly 1 and is not masked.
+    ``trainer_N``: logprobs of the trainer's policy before the first update on the batch.
 
     Weight: w truncated at ``cap`` at the level of ``truncate``, times staleness_discount ** staleness. The levels are
     ``token``: truncated importance sampling (https://fengyao.notion.site/off-policy-rl); ``sequence``: product of w
     over the sequence (unbiased, and its variance grows with length); ``geometric``: length-th root of this product.
-    Mask: w at the level of ``mask`` is outside [mask_low, mask_high]. Known methods: ``token`` for both and cap >=
-    mask_high is IcePop (https://ringtech.notion.site/icepop); ``sequence`` for both, cap = mask_high and mask_low 0 is
-    masked importance sampling (https://richardli.xyz/post/rl-collapse-part3, which also has the geometric mask)."""
+    Mask: w at the level of ``mask`` is outside [mask_low, mask_high]. Known methods: ``icepop``, by which a token has
+    weight w, or is masked where pi_trainer / pi_behavior is outside, which is w of the decoupled proximal policy
+    (https://ringtech.notion.site/icepop); ``sequence`` for both, cap = mask_high and mask_low 0 is masked importance
+    sampling (https://richardli.xyz/post/rl-collapse-part3, which also has the geometric mask)."""
     # The logprobs of a token of the trained version differ by engine rounding only: ``correct_mismatch`` corrects it.
-    corrected_N = torch.ones_like(staleness_N, dtype=torch.bool) if off_policy.correct_mismatch else staleness_N > 0
+    corrected_N = torch.ones_like(staleness_N, dtype=torch.bool) if off_policy.corrects_mismatch else staleness_N > 0
     difference_N = proximal_N - behavior_N
     weight_N = torch.ones_like(difference_N)
-    if off_policy.truncate is not RatioLevel.NONE:
+    masked_by_N = difference_N
+    if off_policy.mask is Mask.ICEPOP:
+        weight_N = difference_N.exp()
+        masked_by_N = trainer_N - behavior_N
+    elif off_policy.truncate is not RatioLevel.NONE:
         weight_N = _ratios(off_policy.truncate, difference_N, sequence_N, sequences).clamp(max=off_policy.cap)
     weight_N = weight_N * off_policy.staleness_discount ** staleness_N.to(weight_N.dtype)
-    masked_N = torch.zeros_like(corrected_N)
-    if off_policy.mask is not RatioLevel.NONE:
-        ratio_N = _ratios(off_policy.mask, difference_N, sequence_N, sequences)
-        masked_N = corrected_N & ((ratio_N < off_policy.mask_low) | (ratio_N > off_policy.mask_high))
+    masked_N = zeros_like(corrected_N)
+    if off_policy.mask_level is not RatioLevel.NONE:
+        low, high = off_policy.mask_bounds
+        ratio_N = _ratios(off_policy.mask_level, masked_by_N, sequence_N, sequences)
+        masked_N = corrected_N & ((ratio_N < low) | (ratio_N > high))
     # Selected by ``where`` and not multiplied: cap < 1 must not change a token that needs no correction.
     weight_N = torch.where(corrected_N, weight_N, 1.0)
     return Correction(weight_N.masked_fill(masked_N, 0.0), masked_N)

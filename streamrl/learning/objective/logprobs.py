@@ -10,12 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, autograd, float32, linalg, zeros_like
 
-from streamrl.base.types import TokenDistribution
-
-UNCHANGED = TokenDistribution()
-"""The model's own distribution: temperature 1, and no token is removed."""
+from streamrl.base.types import UNCHANGED, TokenDistribution
 
 
 def removed_tokens(logits_NV: Tensor, settings: TokenDistribution) -> Tensor | None:
@@ -26,7 +23,7 @@ def removed_tokens(logits_NV: Tensor, settings: TokenDistribution) -> Tensor | N
     (ascending sort, softmax, cumulative sum, ``<= 1 - p``, the last token always stays), so that equal logits give an
     equal nucleus. Either of two tied tokens at the edge may be removed; both have the same probability, so the
     renormalised logprobs are the same. Logits that differ in the last bits can move a token at the very edge."""
-    if not (settings.top_p < 1 or settings.top_k or settings.min_p):
+    if not settings.removes_tokens:
         return None
     if settings.min_p > 0:
         probabilities_NV = logits_NV.softmax(dim=-1)
@@ -37,13 +34,13 @@ def removed_tokens(logits_NV: Tensor, settings: TokenDistribution) -> Tensor | N
         sorted_NV = sorted_NV.masked_fill(sorted_NV < sorted_NV[:, -settings.top_k, None], -torch.inf)
     removed_NV = sorted_NV == -torch.inf
     if settings.top_p < 1:
-        threshold = 1 - torch.tensor(settings.top_p, dtype=torch.float32, device=logits_NV.device)
+        threshold = 1 - torch.tensor(settings.top_p, dtype=float32, device=logits_NV.device)
         removed_NV |= torch.cumsum(sorted_NV.softmax(dim=-1), dim=-1) <= threshold
     removed_NV[:, -1] = False
-    return torch.zeros_like(removed_NV).scatter_(-1, order_NV, removed_NV)
+    return zeros_like(removed_NV).scatter_(-1, order_NV, removed_NV)
 
 
-class _SampledLogprobs(torch.autograd.Function):
+class _SampledLogprobs(autograd.Function):
     """Log-softmax at one target of each row and the entropy of the row, with one [N, V] buffer.
 
     ``log_softmax`` followed by ``exp`` keeps two such buffers and computes the exponential twice more (for the entropy
@@ -58,7 +55,7 @@ class _SampledLogprobs(torch.autograd.Function):
         sum_N = exponentials_NV.sum(-1)
         log_sum_N = sum_N.log()
         with torch.autocast(logits_NV.device.type, enabled=False):  # autocast would compute the products in bfloat16
-            mean_logit_N = torch.linalg.vecdot(exponentials_NV, logits_NV) / sum_N
+            mean_logit_N = linalg.vecdot(exponentials_NV, logits_NV) / sum_N
         entropy_N = log_sum_N + (largest_N - mean_logit_N)
         if entropy_gradient:
             ctx.save_for_backward(exponentials_NV, sum_N, targets_N, logits_NV, mean_logit_N)
@@ -85,6 +82,33 @@ class _SampledLogprobs(torch.autograd.Function):
         return gradient_NV, None, None
 
 
+def processed_logits(
+    logits_NV: Tensor,
+    settings: TokenDistribution = UNCHANGED,
+    *,
+    temperature_N: Tensor | None = None,
+    excluded: tuple[Tensor, Sequence[int]] | None = None,
+) -> Tensor:
+    """Logits, float32 [N, V], divided by the temperature, and as low as they can be for excluded tokens. Arguments as
+    for ``token_logprobs``."""
+    # float64 is not rounded: tests compute references with it.
+    scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, float32))
+    if temperature_N is not None:
+        scaled_NV = scaled_NV / temperature_N[:, None]
+    elif settings.temperature != 1.0:
+        scaled_NV = scaled_NV / settings.temperature
+    if excluded is not None:
+        removed_NV = zeros_like(scaled_NV, dtype=torch.bool)
+        removed_NV[:, list(excluded[1])] = excluded[0][:, None]
+        scaled_NV = scaled_NV.masked_fill(removed_NV, _lowest(scaled_NV))
+    return scaled_NV
+
+
+def _lowest(logits_NV: Tensor) -> float:
+    """Logit of a removed token; not -inf: 0 * -inf in the entropy is NaN."""
+    return torch.finfo(logits_NV.dtype).min
+
+
 def token_logprobs(
     logits_NV: Tensor,
     targets_N: Tensor,
@@ -103,20 +127,10 @@ def token_logprobs(
     ``temperature_N``: temperature of each row, [N], in place of that of ``settings``.
     ``excluded``: rows (bool [N]) and the token ids that could not be sampled in these rows.
     ``entropy_gradient``: whether the entropy can be differentiated; then the logits are kept for it."""
-    # float64 is not rounded: tests compute references with it.
-    scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    if temperature_N is not None:
-        scaled_NV = scaled_NV / temperature_N[:, None]
-    elif settings.temperature != 1.0:
-        scaled_NV = scaled_NV / settings.temperature
-    lowest = torch.finfo(scaled_NV.dtype).min  # not -inf: 0 * -inf in the entropy is NaN
-    if excluded is not None:
-        removed_NV = torch.zeros_like(scaled_NV, dtype=torch.bool)
-        removed_NV[:, list(excluded[1])] = excluded[0][:, None]
-        scaled_NV = scaled_NV.masked_fill(removed_NV, lowest)
+    scaled_NV = processed_logits(logits_NV, settings, temperature_N=temperature_N, excluded=excluded)
     cut_NV = removed_tokens(scaled_NV.detach(), settings)
     if cut_NV is not None:
-        scaled_NV = scaled_NV.masked_fill(cut_NV.scatter_(-1, targets_N[:, None], False), lowest)
+        scaled_NV = scaled_NV.masked_fill(cut_NV.scatter_(-1, targets_N[:, None], False), _lowest(scaled_NV))
     result: tuple[Tensor, Tensor] = _SampledLogprobs.apply(  # type: ignore[no-untyped-call]
         scaled_NV, targets_N, entropy_gradient
     )

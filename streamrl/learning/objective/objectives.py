@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, zeros_like
 
 from streamrl.learning.objective.corrections import off_policy_correction, proximal_logprobs, sequence_means
-from streamrl.recipe.objective import KlEstimator, ObjectiveSettings, OffPolicy, RatioLevel
-from streamrl.recipe.objectives.method import KlPlace, LossNormalization
+from streamrl.learning.objective.custom import surrogate_of
+from streamrl.recipe.objective import KlEstimator, Mask, ObjectiveSettings, OffPolicy, RatioLevel
+from streamrl.recipe.objectives.method import KlPlace, LossNormalization, SurrogateTokens
 
 LARGEST_LOG_RATIO = 20.0
 """A ratio of two policies is truncated at exp(20): beyond it, float32 overflows to inf and inf * 0 to NaN."""
@@ -30,7 +31,8 @@ class TokenInputs(NamedTuple):
     ``sequence_N``: int64, index of the token's trajectory, whose tokens share a ratio in some objectives.
     ``sequences``: number of trajectories of the row.
     ``proximal_N``: logprobs before the first of several updates on a batch; None: logprobs of this forward.
-    ``reference_N``: logprobs of the reference model.
+    ``reference_N``: logprobs of the reference model, for a KL.
+    ``teacher_N``: logprobs of the teacher.
     ``old_values_N``: values of the critic before the first update.
     ``returns_N``: returns that the critic learns."""
 
@@ -42,6 +44,7 @@ class TokenInputs(NamedTuple):
     sequences: int
     proximal_N: Tensor | None = None
     reference_N: Tensor | None = None
+    teacher_N: Tensor | None = None
     old_values_N: Tensor | None = None
     returns_N: Tensor | None = None
 
@@ -60,49 +63,79 @@ class TokenLoss(NamedTuple):
     ``clipped_N``: bool, whether the clip removed the token's gradient (``token_weight``: bounded its weight).
     ``masked_N``: bool, whether the off-policy correction left the token out.
     ``correction_N``: off-policy weight, 0 where masked.
-    ``reference_kl_N``: estimated KL to the reference model, 0 without one."""
+    ``reference_kl_N``: estimated KL to the reference model, 0 without one.
+    ``teacher_kl_N``: estimated KL to the teacher (k1), or the exact divergence; 0 without a teacher."""
 
     loss_N: Tensor
     clipped_N: Tensor
     masked_N: Tensor
     correction_N: Tensor
     reference_kl_N: Tensor
+    teacher_kl_N: Tensor
 
 
 def token_loss(
-    settings: ObjectiveSettings, off_policy: OffPolicy, logprobs_N: Tensor, entropy_N: Tensor, tokens: TokenInputs
+    settings: ObjectiveSettings,
+    off_policy: OffPolicy,
+    logprobs_N: Tensor,
+    entropy_N: Tensor,
+    tokens: TokenInputs,
+    divergence_N: Tensor | None = None,
 ) -> TokenLoss:
     """Loss of each token under ``settings``, corrected for staleness by ``off_policy``.
 
-    correction * surrogate + kl_coefficient * KL - entropy_coefficient * entropy, as in TRL and verl: a token that the
-    correction leaves out still has its KL term. With several updates on a batch, ``tokens.proximal_N`` has the
-    trainer's logprobs before the first of them; without it, the logprobs of this forward take their place."""
+    correction * surrogate + kl_coefficient * KL + distillation_coefficient * ``divergence_N`` - entropy_coefficient *
+    entropy, as in TRL and verl: a token that the correction leaves out still has the other terms. With several updates
+    on a batch, ``tokens.proximal_N`` has the trainer's logprobs before the first of them; without it, the logprobs of
+    this forward take their place."""
     trainer_N = logprobs_N.detach() if tokens.proximal_N is None else tokens.proximal_N
     proximal_N = proximal_logprobs(off_policy.proximal, trainer_N, tokens.behavior_N, tokens.staleness_N)
     correction_N, masked_N = off_policy_correction(
-        off_policy, proximal_N, tokens.behavior_N, tokens.staleness_N, tokens.sequence_N, tokens.sequences
+        off_policy, proximal_N, trainer_N, tokens.behavior_N, tokens.staleness_N, tokens.sequence_N, tokens.sequences
     )
-    loss_N, clipped_N = _surrogate_loss(settings, logprobs_N, proximal_N, tokens)
+    advantages_N = tokens.advantages_N
+    teacher_kl_N = zeros_like(trainer_N)
+    if tokens.teacher_N is not None:
+        # Minus the gradient of KL(policy, teacher) is E[(log teacher - log policy) grad log policy]: the difference is
+        # the reward of its token, and of no other one (a discount of 0).
+        advantages_N = advantages_N + settings.distillation_coefficient * (tokens.teacher_N - tokens.behavior_N)
+        teacher_kl_N = trainer_N - tokens.teacher_N
+    loss_N, clipped_N = _surrogate_loss(settings, logprobs_N, proximal_N, tokens._replace(advantages_N=advantages_N))
     loss_N = correction_N * loss_N
-    kl_N = torch.zeros_like(trainer_N)
+    kl_N = zeros_like(trainer_N)
     if tokens.reference_N is not None:
         kl_N = reference_kl(logprobs_N, tokens.reference_N, settings.kl_estimator)
         if settings.kl_in is KlPlace.LOSS:
             loss_N = loss_N + settings.kl_coefficient * kl_N
+    if divergence_N is not None:
+        loss_N = loss_N + settings.distillation_coefficient * divergence_N
+        teacher_kl_N = divergence_N.detach()
     if settings.entropy_coefficient != 0:
         loss_N = loss_N - settings.entropy_coefficient * entropy_N
-    return TokenLoss(loss_N, clipped_N, masked_N, correction_N, kl_N.detach())
+    return TokenLoss(loss_N, clipped_N, masked_N, correction_N, kl_N.detach(), teacher_kl_N)
 
 
 def _surrogate_loss(
     settings: ObjectiveSettings, logprobs_N: Tensor, proximal_N: Tensor, tokens: TokenInputs
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token, and where the clip took effect. The formulas are in ``recipe/objectives``."""
-    surrogate = settings.token_surrogate
+    surrogate = surrogate_of(settings)
     difference_N = logprobs_N - proximal_N
     if surrogate.whole_sequences:
         difference_N = sequence_means(difference_N, tokens.sequence_N, tokens.sequences)[tokens.sequence_N]
-    return surrogate.loss(_ratio(difference_N), tokens.advantages_N, logprobs_N, settings.clip)
+    return surrogate.loss(
+        SurrogateTokens(
+            logprobs_N,
+            proximal_N,
+            tokens.behavior_N,
+            _ratio(difference_N),
+            tokens.advantages_N,
+            tokens.staleness_N,
+            tokens.sequence_N,
+            tokens.sequences,
+            settings.clip,
+        )
+    )
 
 
 def _ratio(difference_N: Tensor) -> Tensor:
@@ -151,7 +184,11 @@ def value_loss(settings: ObjectiveSettings, values_N: Tensor, tokens: TokenInput
 def needs_whole_sequences(settings: ObjectiveSettings, off_policy: OffPolicy) -> bool:
     """Return whether a token's loss depends on other tokens of its trajectory, which chunks may not split then."""
     pooled = {RatioLevel.SEQUENCE, RatioLevel.GEOMETRIC}
-    return settings.token_surrogate.whole_sequences or off_policy.truncate in pooled or off_policy.mask in pooled
+    surrogate = surrogate_of(settings)
+    levels = {off_policy.mask_level}
+    if off_policy.mask is not Mask.ICEPOP:  # its weights are of tokens, whatever truncate says
+        levels.add(off_policy.truncate)
+    return surrogate.whole_sequences or surrogate.reads_trajectory or not levels.isdisjoint(pooled)
 
 
 def token_weight(normalization: LossNormalization, trained_tokens: int) -> float:

@@ -5,18 +5,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch import bfloat16, manual_seed
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
 )
 
 PAD = "<pad>"
@@ -41,13 +41,14 @@ class Vocabulary(ABC):
         """Make the tokenizer that is saved with a policy."""
 
     def policy(
-        self, seed: int, *, layers: int = 3, architecture: type[LlamaConfig | Qwen2Config] = LlamaConfig
+        self, seed: int, *, layers: int = 3, architecture: Callable[..., PreTrainedConfig] = LlamaConfig
     ) -> PreTrainedModel:
-        """Make a randomly initialised float32 policy of about 0.1 million parameters a layer.
+        """Make a randomly initialised float32 policy of about 0.1 million parameters a layer. ``architecture``: class
+        of its configuration.
 
         With a Qwen2 model, transformers replaces the saved tokenizer by Qwen2's own class, which drops spaces; with a
         Llama model it loads the saved tokenizer."""
-        torch.manual_seed(seed)
+        manual_seed(seed)
         config = architecture(
             vocab_size=len(self.ids),
             hidden_size=96,
@@ -66,7 +67,7 @@ class Vocabulary(ABC):
         """Write ``policy`` in bfloat16, the format that trainers publish and engines hold, and its tokenizer. Returns
         the number of parameters."""
         policy.generation_config = GenerationConfig(**self.special_ids)
-        policy.to(torch.bfloat16).save_pretrained(folder)
+        policy.to(bfloat16).save_pretrained(folder)
         self.tokenizer().save_pretrained(folder)
         return sum(parameter.numel() for parameter in policy.parameters())
 

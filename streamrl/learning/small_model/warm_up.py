@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from random import Random
 
 import torch
-from torch import Tensor
+from torch import Tensor, manual_seed, no_grad, set_num_threads
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -41,7 +41,7 @@ def demonstrations(path: Path) -> tuple[list[Demonstration], Characters]:
     return examples, characters
 
 
-def batches(examples: Sequence[Demonstration], rng: random.Random) -> Iterator[list[Demonstration]]:
+def batches(examples: Sequence[Demonstration], rng: Random) -> Iterator[list[Demonstration]]:
     """Endless batches of near-equal length and at most ``BATCH_TOKENS`` tokens, in random order."""
     while True:
         pool = sorted(rng.choices(examples, k=POOL), key=lambda example: len(example[0]))
@@ -54,10 +54,10 @@ def batches(examples: Sequence[Demonstration], rng: random.Random) -> Iterator[l
         yield from pool_batches
 
 
-@torch.no_grad()
+@no_grad()
 def share_right(policy: PreTrainedModel, held_out: Sequence[Demonstration], characters: Characters) -> float:
     """Share of ``held_out`` for which the completion sampled at temperature 1 is the one of the corpus."""
-    torch.manual_seed(0)
+    manual_seed(0)
     padding = characters.ids[PAD]
     width = max(prompt_length for _, prompt_length in held_out)
     prompts = torch.full((len(held_out), width), padding)
@@ -82,11 +82,11 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     disable_progress_bar()
-    torch.set_num_threads(1)  # more threads sum in another order, and the weights would differ
+    set_num_threads(1)  # more threads sum in another order, and the weights would differ
     examples, characters = demonstrations(options.corpus)
     policy = characters.policy(options.seed)
     held_out = examples[: min(HELD_OUT, len(examples) // 8)]
-    source = islice(batches(examples[len(held_out) :], random.Random(options.seed)), options.steps)
+    source = islice(batches(examples[len(held_out) :], Random(options.seed)), options.steps)
     step = 0
     share = 0.0
 

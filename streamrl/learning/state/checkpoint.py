@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-import torch
-import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
-from msgspec import Struct
+from msgspec import Struct, msgpack
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, no_grad, zeros_like
+from torch.distributed import get_rank, get_world_size
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as _load
@@ -112,12 +110,13 @@ def save(
 
     def prepare() -> None:
         shutil.rmtree(partial, ignore_errors=True)
+        published.update(_constants(model_path, published))
         _refuse_full_disk(directory, [*tensors.values(), *published.values()], min_free_bytes)
         (partial / "trainer").mkdir(parents=True)
 
     def export() -> None:
         save_hugging_face(partial / "hf", published, model_path)
-        (partial / SCALARS).write_bytes(msgspec.msgpack.encode(scalars))
+        (partial / SCALARS).write_bytes(msgpack.encode(scalars))
         take_sidecar(directory, partial, sidecar_digests or {})
 
     try:
@@ -125,14 +124,14 @@ def save(
         _write_tensors(partial / "trainer", tensors)
         _on_every_rank(lambda: weights.save_adapter(partial / ADAPTER))
         _on_first_rank(export)
-        shares = slice(dist.get_rank(), None, dist.get_world_size())
+        shares = slice(get_rank(), None, get_world_size())
         digests = _on_every_rank(
             lambda: durable_files.flush_and_digest(partial, durable_files.files_below(partial)[shares])
         )
         _on_first_rank(lambda: durable_files.write_digests(partial, digests))
         _on_first_rank(lambda: durable_files.move_into_place(partial, directory))
     except StreamRLError:
-        if dist.get_rank() == 0:
+        if get_rank() == 0:
             for unfinished in (partial, sidecar_folder(directory)):
                 shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -146,7 +145,7 @@ def load(
     directory = durable_files.surviving_directory(directory)
     _verify_together(directory)
     scalars = _read_scalars(directory)
-    buffers = {name: torch.zeros_like(moment) for name, moment in optimizer.moments().items()}
+    buffers = {name: zeros_like(moment) for name, moment in optimizer.moments().items()}
     _refuse_missing(directory, "optimizer state", buffers, scalars.moments, "keep training.optimizer as it was")
     remedy = (
         "keep objective.algorithm and objective.value_model as they were, or start from the checkpoint's hf directory "
@@ -160,7 +159,7 @@ def load(
             f"one that {directory / ADAPTER} names, not a model with the adapters merged"
         )
     masters_L = weights.masters.full()
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), no_grad():
         warnings.simplefilter("ignore")
         try:
             reader = HuggingFaceStorageReader(str(directory / "trainer"))
@@ -257,7 +256,7 @@ def _verify_together(directory: Path) -> None:
 
     def faults_of_part() -> list[str]:
         digests = durable_files.read_digests(directory)
-        names = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
+        names = sorted(digests)[get_rank() :: get_world_size()]
         return durable_files.faults(directory, {name: digests[name] for name in names})
 
     faults = [fault for rank_faults in _on_every_rank(faults_of_part) for fault in rank_faults]
@@ -267,10 +266,10 @@ def _verify_together(directory: Path) -> None:
 def _read_scalars(directory: Path) -> _Scalars:
     try:
         encoded = (directory / SCALARS).read_bytes()
-        file_format = msgspec.msgpack.decode(encoded, type=_Format).format
+        file_format = msgpack.decode(encoded, type=_Format).format
         if file_format != FORMAT:
             raise StreamRLError(f"checkpoint {str(directory)!r} has format {file_format}; this version reads {FORMAT}")
-        return msgspec.msgpack.decode(encoded, type=_Scalars)
+        return msgpack.decode(encoded, type=_Scalars)
     except (OSError, *UNDECODABLE) as error:
         raise StreamRLError(f"{str(directory)!r} is not a checkpoint of streamrl: {error}") from error
 
@@ -315,7 +314,7 @@ def _base(weights: PublishedWeights) -> int | None:
 def _is_single_rank() -> bool:
     """Whether there is one rank, which plans without other ranks. The plans of several ranks travel as torch's pickles
     (SECURITY.md, ranks)."""
-    return dist.get_world_size() == 1
+    return get_world_size() == 1
 
 
 def _on_every_rank(work: Callable[[], T]) -> list[T]:
@@ -328,8 +327,8 @@ def _on_every_rank(work: Callable[[], T]) -> list[T]:
     except (OSError, RuntimeError, SafetensorError, StreamRLError) as error:
         outcome = (None, str(error))
         cause = error
-    payloads = all_gather_bytes(msgspec.msgpack.encode(outcome))
-    outcomes: list[tuple[T, str]] = [msgspec.msgpack.decode(payload, type=tuple[Any, str]) for payload in payloads]
+    payloads = all_gather_bytes(msgpack.encode(outcome))
+    outcomes: list[tuple[T, str]] = [msgpack.decode(payload, type=tuple[Any, str]) for payload in payloads]
     for _, failure in outcomes:
         if failure:
             raise StreamRLError(failure) from cause
@@ -338,4 +337,4 @@ def _on_every_rank(work: Callable[[], T]) -> list[T]:
 
 def _on_first_rank(work: Callable[[], None]) -> None:
     """Run ``work`` on rank 0 while the other ranks wait. Raises ``StreamRLError`` on every rank when it fails."""
-    _on_every_rank(work if dist.get_rank() == 0 else lambda: None)
+    _on_every_rank(work if get_rank() == 0 else lambda: None)

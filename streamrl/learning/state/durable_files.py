@@ -5,10 +5,10 @@ Trainer ranks write checkpoints with it; the controller, ``preflight`` and comma
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from logging import getLogger
 from pathlib import Path
 
 from streamrl.base.atomic_files import flush_directory
@@ -17,7 +17,7 @@ from streamrl.base.errors import StreamRLError
 DIGESTS = "digests"
 _REPLACED = ".replaced"
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 
 def files_below(directory: Path) -> list[str]:

@@ -16,9 +16,9 @@ Bytes: 4 an element of the model (forward), 2 an adapted element (the base); mas
 
 from __future__ import annotations
 
-import math
 import warnings
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -27,8 +27,10 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor, cat, int16, linalg, manual_seed, no_grad, zeros_like
+from torch.distributed import all_reduce, get_rank
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.seeds import derive_seed
@@ -55,7 +57,7 @@ class Adapted(NamedTuple):
     ``lengths_name``: name of the lengths of the rows; empty without DoRA."""
 
     weight: str
-    parameter: nn.Parameter
+    parameter: Parameter
     base: Tensor
     scale: float
     a_name: str
@@ -70,24 +72,24 @@ class AdapterWeights(PublishedWeights):
     modules."""
 
     def __init__(self, options: TrainerOptions, policy: PackedPolicy) -> None:
-        super().__init__(policy.trained_parameters(), policy.entries)
+        super().__init__(policy.trained_parameters(), policy.entries, policy.float32_parameters())
         self.model_path = options.model_path
         layers, self.config = peft_adapters(options.lora, policy.hugging_face, options.model_path, options.seed)
         self._master_tensors: Tensors = {}
         self._adapted: list[Adapted] = []
-        for parameter in self._parameters.values():
+        for name, parameter in self._parameters.items():
             parameter.requires_grad_(False)
             part = local_part(parameter.detach())
-            part.copy_(part.to(PUBLISHED_DTYPE))
+            part.copy_(part.to(self._dtype_of(name)))
         self.base_part = self._sum_of_bits()
         for module, (lora_a, lora_b, scale) in layers.items():
             self._adapt(module, lora_a, lora_b, scale)
         self.master_shards = local_shards(self._master_tensors)
-        self.adapter_elements = sum(math.prod(shard.shape) for shard in self.master_shards)
+        self.adapter_elements = sum(prod(shard.shape) for shard in self.master_shards)
         self.masters: Masters = WholeMasters(
-            torch.cat([local_part(tensor).flatten() for tensor in self._master_tensors.values()])
+            cat([local_part(tensor).flatten() for tensor in self._master_tensors.values()])
         )
-        self.gradient_L = torch.zeros_like(self.masters.full())
+        self.gradient_L = zeros_like(self.masters.full())
         self._master_tensors = self.as_tensors(self.masters.full())
         gradients = self.as_tensors(self.gradient_L)
         self._gradients = {name: local_part(tensor) for name, tensor in gradients.items()}
@@ -105,12 +107,12 @@ class AdapterWeights(PublishedWeights):
             if not shard.owned:
                 continue
             for first in range(0, flat.numel(), _BITS_AT_A_TIME):
-                bits = flat[first : first + _BITS_AT_A_TIME].to(PUBLISHED_DTYPE).view(torch.int16).long()
+                bits = flat[first : first + _BITS_AT_A_TIME].to(PUBLISHED_DTYPE).view(int16).long()
                 places = torch.arange(1, len(bits) + 1, device=bits.device) + shard.offset + first
                 total += key * int((bits * places).sum())
         return total % (1 << 64)
 
-    def _base_of(self, parameter: nn.Parameter) -> Tensor:
+    def _base_of(self, parameter: Parameter) -> Tensor:
         return local_part(parameter.detach()).to(PUBLISHED_DTYPE)
 
     def _adapt(self, module: str, lora_a: Tensor, lora_b: Tensor, scale: float) -> None:
@@ -124,7 +126,7 @@ class AdapterWeights(PublishedWeights):
             self._master_tensors[name] = tensor
         if self.config.use_dora:
             adapted = adapted._replace(lengths_name=f"{module}.lora_magnitude_vector")
-            lengths_N = torch.linalg.vector_norm(base.float(), dim=1)
+            lengths_N = linalg.vector_norm(base.float(), dim=1)
             if isinstance(parameter.data, DTensor):
                 mesh = parameter.data.device_mesh
                 placements = parameter.data.placements
@@ -146,7 +148,7 @@ class AdapterWeights(PublishedWeights):
 
             cast("Any", adapted.parameter).register_post_accumulate_grad_hook(project)
 
-    @torch.no_grad()
+    @no_grad()
     def _project(self, adapted: Adapted, gradient_NM: Tensor, gradient_RM: Tensor) -> None:
         """Add the gradients of this rank's rows of B, and add to ``gradient_RM`` the part of the gradient of the full A
         that comes from this rank's rows of the weight."""
@@ -163,27 +165,27 @@ class AdapterWeights(PublishedWeights):
         b_NR = local_part(self._master_tensors[adapted.b_name])
         return torch.addmm(adapted.base.float(), b_NR, self._full_a[adapted.a_name], alpha=adapted.scale)
 
-    @torch.no_grad()
+    @no_grad()
     def refresh_forward(self) -> None:
         for adapted in self._adapted:
             a_RM = self._master_tensors[adapted.a_name]
             self._full_a[adapted.a_name] = a_RM.full_tensor() if isinstance(a_RM, DTensor) else a_RM
             merged_NM = self._merged(adapted)
             if adapted.lengths_name:
-                norms_N = self._norms[adapted.weight] = torch.linalg.vector_norm(merged_NM, dim=1)
+                norms_N = self._norms[adapted.weight] = linalg.vector_norm(merged_NM, dim=1)
                 merged_NM *= (local_part(self._master_tensors[adapted.lengths_name]) / norms_N)[:, None]
             local_part(adapted.parameter.detach()).copy_(merged_NM.to(PUBLISHED_DTYPE))
 
-    @torch.no_grad()
+    @no_grad()
     def collect_gradient(self) -> Tensor:
         if self._sharded:
             a_shards = {shard.name: shard for shard in self.master_shards}
             for adapted in self._adapted:
-                gradient_RM = torch.zeros_like(self._full_a[adapted.a_name])
+                gradient_RM = zeros_like(self._full_a[adapted.a_name])
                 if adapted.parameter.grad is not None:
                     self._project(adapted, local_part(adapted.parameter.grad), gradient_RM)
                     adapted.parameter.grad = None
-                dist.all_reduce(gradient_RM)
+                all_reduce(gradient_RM)
                 shard = a_shards[adapted.a_name]
                 self.gradient_L[shard.place] += gradient_RM.flatten()[shard.offset :][: shard.stop - shard.start]
         return self.gradient_L
@@ -198,7 +200,7 @@ class AdapterWeights(PublishedWeights):
         for name, tensor in self._master_tensors.items():  # a collective on every rank
             complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             tensors[f"{PEFT_PREFIX}{name}"] = complete.to("cpu", copy=True)
-        if dist.is_initialized() and dist.get_rank() != 0:
+        if dist.is_initialized() and get_rank() != 0:
             return
         directory.mkdir(parents=True)
         base = cached_name(self.model_path)  # the name of the Hub, by which others find the base
@@ -233,7 +235,7 @@ def peft_adapters(
     with torch.random.fork_rng(devices_with_generator), warnings.catch_warnings():
         # The warning that tied weights cannot be merged: ``refuse_targets`` refuses them.
         warnings.simplefilter("ignore")
-        torch.manual_seed(derive_seed(seed, "lora") % (1 << 32))
+        manual_seed(derive_seed(seed, "lora") % (1 << 32))
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:

@@ -17,7 +17,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, bfloat16, float32, int16, int32, no_grad
+from torch import device as Device
 
 from streamrl.learning.rank_memory import STEP_ELEMENTS
 
@@ -26,10 +27,15 @@ Tensors = dict[str, Tensor]
 
 
 class Masters(ABC):
-    """Float32 masters of ``size`` elements, read and written in parts. ``device``: device of the optimizer step."""
+    """Float32 masters of ``size`` elements, read and written in parts. ``step_elements``: largest part."""
 
     size: int
-    device: torch.device
+    step_elements: int
+
+    @property
+    @abstractmethod
+    def device(self) -> Device:
+        """Device of the optimizer step; the CPU while the rank's state is away from it (``host_memory``)."""
 
     @abstractmethod
     def read(self, place: slice) -> Tensor:
@@ -41,18 +47,17 @@ class Masters(ABC):
 
     def chunks(self) -> Iterator[slice]:
         """Yield places that cover all elements, in order; one place at least."""
-        chunk = STEP_ELEMENTS[self.device.type]
-        for start in range(0, max(1, self.size), chunk):
-            yield slice(start, min(start + chunk, self.size))
+        for start in range(0, max(1, self.size), self.step_elements):
+            yield slice(start, min(start + self.step_elements, self.size))
 
     def full(self) -> Tensor:
         """Return all masters, float32 [L]: a copy where they are split."""
-        values_L = torch.empty(self.size, dtype=torch.float32, device=self.device)
+        values_L = torch.empty(self.size, dtype=float32, device=self.device)
         for place in self.chunks():
             values_L[place] = self.read(place)
         return values_L
 
-    @torch.no_grad()
+    @no_grad()
     def load(self, values_L: Tensor) -> None:
         """Store all masters, float32 [L] on their device."""
         for place in self.chunks():
@@ -65,7 +70,11 @@ class WholeMasters(Masters):
     def __init__(self, values_L: Tensor) -> None:
         self.values_L = values_L.detach()
         self.size = values_L.numel()
-        self.device = values_L.device
+        self.step_elements = STEP_ELEMENTS[values_L.device.type]
+
+    @property
+    def device(self) -> Device:
+        return self.values_L.device
 
     def read(self, place: slice) -> Tensor:
         return self.values_L[place]
@@ -84,24 +93,33 @@ class SplitMasters(Masters):
     ``forward``: functions that return the flat float32 vectors of the forward, one after the other in the masters.
     They are functions because FSDP2 may replace the tensor of a parameter. The current values become the masters, and
     the vectors are rounded.
-    ``sizes``: number of elements of each vector."""
+    ``sizes``: number of elements of each vector.
+    ``in_float32``: places that are published in float32: the forward has the masters there, and remainders are 0."""
 
-    @torch.no_grad()
-    def __init__(self, forward: Sequence[Callable[[], Tensor]], sizes: Sequence[int], device: torch.device) -> None:
+    @no_grad()
+    def __init__(
+        self,
+        forward: Sequence[Callable[[], Tensor]],
+        sizes: Sequence[int],
+        device: Device,
+        in_float32: Sequence[slice] = (),
+    ) -> None:
+        self._in_float32 = in_float32
         self._forward = list(forward)
         self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self._stops = [start + size for start, size in zip(self._starts, sizes, strict=True)]
         self.size = sum(sizes)
-        self.device = device
-        self._remainders_L = torch.empty(self.size, dtype=torch.int16, device=device)
-        scratch = min(self.size, STEP_ELEMENTS[device.type])
-        self._values_C = torch.empty(scratch, dtype=torch.float32, device=device)
-        self._patterns_C = torch.empty(scratch, dtype=torch.int32, device=device)
+        self.step_elements = STEP_ELEMENTS[device.type]
+        self._remainders_L = torch.empty(self.size, dtype=int16, device=device)
+        scratch = min(self.size, self.step_elements)
+        self._values_C = torch.empty(scratch, dtype=float32, device=device)
+        self._patterns_C = torch.empty(scratch, dtype=int32, device=device)
         for place in self.chunks():
-            values_C = self._values_C[: place.stop - place.start]
-            for part, inside in self._parts(place):
-                values_C[inside] = part
-            self.write(place, values_C)
+            self.write(place, self._published(place))
+
+    @property
+    def device(self) -> Device:
+        return self._remainders_L.device
 
     def _parts(self, place: slice) -> Iterator[tuple[Tensor, slice]]:
         """Yield the parts of the forward's vectors that are in ``place``, each with its slice of ``place``."""
@@ -114,20 +132,28 @@ class SplitMasters(Masters):
                 yield part, slice(start - place.start, stop - place.start)
             index += 1
 
-    @torch.no_grad()
-    def read(self, place: slice) -> Tensor:
+    def _published(self, place: slice) -> Tensor:
+        """Return the forward's values of ``place``, in float32."""
         values_C = self._values_C[: place.stop - place.start]
         for part, inside in self._parts(place):
             values_C[inside] = part
-        values_C.view(torch.int32).add_(self._remainders_L[place])
         return values_C
 
-    @torch.no_grad()
+    @no_grad()
+    def read(self, place: slice) -> Tensor:
+        values_C = self._published(place)
+        values_C.view(int32).add_(self._remainders_L[place])
+        return values_C
+
+    @no_grad()
     def write(self, place: slice, values: Tensor) -> None:
         patterns_C = self._patterns_C[: place.stop - place.start]
-        published_C = patterns_C.view(torch.float32)
-        published_C.copy_(values.to(torch.bfloat16))
+        published_C = patterns_C.view(float32)
+        published_C.copy_(values.to(bfloat16))
+        for other in self._in_float32:
+            inside = slice(max(0, other.start - place.start), max(0, min(other.stop, place.stop) - place.start))
+            published_C[inside] = values[inside]
         for part, inside in self._parts(place):
             part.copy_(published_C[inside])
-        torch.sub(values.view(torch.int32), patterns_C, out=patterns_C)
+        torch.sub(values.view(int32), patterns_C, out=patterns_C)
         self._remainders_L[place] = patterns_C.clamp_(max=(1 << 15) - 1)

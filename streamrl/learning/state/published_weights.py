@@ -20,8 +20,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, cat, linalg, no_grad, split
+from torch.distributed import all_reduce, get_rank, get_world_size
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from streamrl.learning.model.architecture import CheckpointEntry
 from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards
@@ -39,6 +41,7 @@ class PublishedWeights(ABC):
     """Masters, gradients and published bits of one rank. The parameters must be loaded, and sharded where they will be.
 
     ``shards``: published tensors, with the names and shapes of the checkpoint (``entries``; None: of the parameters).
+    ``in_float32``: names of parameters that are published in float32; all others in bfloat16.
     ``master_shards``: tensors that make up the masters, ``gradient_L`` and the optimizer's moments.
     ``_master_tensors``: tensors with the shapes and the sharding of ``master_shards``.
     ``adapter_elements``: number of elements of all adapters over all ranks; 0 where all parameters are trained.
@@ -51,14 +54,23 @@ class PublishedWeights(ABC):
     adapter_elements = 0
     base_part: int | None = None
 
-    def __init__(self, parameters: dict[str, nn.Parameter], entries: Sequence[CheckpointEntry] | None = None) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, Parameter],
+        entries: Sequence[CheckpointEntry] | None = None,
+        in_float32: Set[str] = frozenset(),
+    ) -> None:
         self._parameters = parameters
+        self._in_float32 = in_float32
         self._parameter_shards = local_shards(parameters)
         self._entries = entries or [
             CheckpointEntry(shard.name, shard.name, shard.shape, 0) for shard in self._parameter_shards
         ]
         # Of the ranks that hold the same part of a tensor, one publishes it; the part is empty on the others.
-        shards = published_shards(self._parameter_shards, self._entries)
+        shards = [
+            shard._replace(dtype="float32") if entry.parameter in in_float32 else shard
+            for entry, shard in zip(self._entries, published_shards(self._parameter_shards, self._entries), strict=True)
+        ]
         self.shards = [
             shard if shard.owned else shard._replace(offset=0, stop=shard.start, run=0, stride=0) for shard in shards
         ]
@@ -92,8 +104,10 @@ class PublishedWeights(ABC):
         """Set gradients to 0 for the next batch."""
 
     def bits(self) -> dict[str, np.ndarray]:
-        """Published bits of this rank as flat uint16 arrays, by name. They may be views, valid until a step."""
-        return {name: bit_array(values) for name, values in self.values().items()}
+        """Published bits of this rank as flat uint16 arrays, of float32 tensors uint32, by name. They may be views,
+        valid until a step."""
+        dtypes = {shard.name: shard.dtype for shard in self.shards}
+        return {name: bit_array(values, dtypes[name]) for name, values in self.values().items()}
 
     def values(self) -> Tensors:
         """Float32 values of ``bits`` on their device: flat views, by name, which are valid until a step."""
@@ -119,17 +133,21 @@ class PublishedWeights(ABC):
             tensors[shard.name] = local
         return tensors
 
+    def _dtype_of(self, parameter: str) -> torch.dtype:
+        """Published dtype of a parameter."""
+        return torch.float32 if parameter in self._in_float32 else PUBLISHED_DTYPE
+
     def _saved(self, parameter: str) -> Tensor:
         return self._parameters[parameter].detach()
 
-    @torch.no_grad()
+    @no_grad()
     def full_published(self) -> Tensors:
-        """All tensors of the model, complete, in bfloat16 on the CPU, adapters merged. Collective. The first rank gets
-        them, the other ranks get an empty dictionary."""
-        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        """All tensors of the model, complete, in their published dtypes on the CPU, adapters merged. Collective. The
+        first rank gets them, the other ranks get an empty dictionary."""
+        is_first_rank = not dist.is_initialized() or get_rank() == 0
         complete: Tensors = {}
         for name in self._parameters:
-            published = self._saved(name).to(PUBLISHED_DTYPE)
+            published = self._saved(name).to(self._dtype_of(name))
             full_tensor = published.full_tensor() if isinstance(published, DTensor) else published
             # Copied: a tensor gathered from uneven shards is a view of a padded buffer, which safetensors refuses.
             if is_first_rank:
@@ -153,12 +171,13 @@ class FullWeights(PublishedWeights):
 
     def __init__(
         self,
-        parameters: dict[str, nn.Parameter],
+        parameters: dict[str, Parameter],
         entries: Sequence[CheckpointEntry] | None = None,
+        in_float32: Set[str] = frozenset(),
         *,
         masters_on_cpu: bool = False,
     ) -> None:
-        super().__init__(parameters, entries)
+        super().__init__(parameters, entries, in_float32)
         self._group: Any = None
         self._partial: list[slice] = []
         self.master_shards = self._parameter_shards
@@ -174,17 +193,18 @@ class FullWeights(PublishedWeights):
             self.masters: Masters = WholeMasters(masters_L)
             self._cpu_bits_L = torch.empty(size, dtype=PUBLISHED_DTYPE, pin_memory=True)
         elif forward_L is not None:
-            self.masters = SplitMasters([lambda: forward_L], [size], device)
+            self.masters = SplitMasters([lambda: forward_L], [size], device, self._float32_places)
         else:
             parts = [self._flat_part(parameter) for parameter in parameters.values()]
-            self.masters = SplitMasters(parts, [shard.stop - shard.start for shard in self.master_shards], device)
+            sizes = [shard.stop - shard.start for shard in self.master_shards]
+            self.masters = SplitMasters(parts, sizes, device, self._float32_places)
         self.gradient_L = torch.zeros(size, dtype=torch.float32, device=device)
         for parameter, gradient in zip(parameters.values(), self.as_tensors(self.gradient_L).values(), strict=True):
             # The backward adds to an existing gradient in place, so it fills the flat vector.
             parameter.grad = gradient
         self.refresh_forward()
 
-    @torch.no_grad()
+    @no_grad()
     def _take_over(self, forward_L: Tensor) -> Tensor:
         """Copy the parameters to one vector, and make them views of it. Their own memory is freed one by one."""
         for shard, parameter in self._pairs():
@@ -193,19 +213,25 @@ class FullWeights(PublishedWeights):
         return forward_L
 
     @staticmethod
-    def _flat_part(parameter: nn.Parameter) -> Callable[[], Tensor]:
+    def _flat_part(parameter: Parameter) -> Callable[[], Tensor]:
         return lambda: local_part(parameter.detach()).view(-1)
 
-    def _pairs(self) -> list[tuple[LocalShard, nn.Parameter]]:
+    @property
+    def _float32_places(self) -> list[slice]:
+        return [shard.place for shard in self.master_shards if shard.name in self._in_float32]
+
+    def _pairs(self) -> list[tuple[LocalShard, Parameter]]:
         return list(zip(self.master_shards, self._parameters.values(), strict=True))
 
-    @torch.no_grad()
+    @no_grad()
     def refresh_forward(self) -> None:
         if self._cpu_bits_L is None:
             return  # split masters write the forward's values in each step
-        rounded_L = self._cpu_bits_L.copy_(self.masters.full()).to(self.gradient_L.device)
+        masters_L = self.masters.full()
+        rounded_L = self._cpu_bits_L.copy_(masters_L).to(self.gradient_L.device)
         for shard, parameter in self._pairs():
-            local_part(parameter).copy_(rounded_L[shard.place].view(shard.local_shape))
+            source_L = masters_L if shard.name in self._in_float32 else rounded_L
+            local_part(parameter).copy_(source_L[shard.place].view(shard.local_shape))
 
     def reduce_over(self, group: Any, partial: Set[str]) -> None:
         """Sum the gradients of the parameters ``partial`` over the ranks of ``group``, at each close."""
@@ -214,9 +240,9 @@ class FullWeights(PublishedWeights):
 
     def collect_gradient(self) -> Tensor:
         if self._partial:
-            joined = torch.cat([self.gradient_L[place] for place in self._partial])
-            dist.all_reduce(joined, group=self._group)
-            parts = torch.split(joined, [place.stop - place.start for place in self._partial])
+            joined = cat([self.gradient_L[place] for place in self._partial])
+            all_reduce(joined, group=self._group)
+            parts = split(joined, [place.stop - place.start for place in self._partial])
             for place, part in zip(self._partial, parts, strict=True):
                 self.gradient_L[place] = part
         return self.gradient_L
@@ -236,8 +262,11 @@ def _joined(places: Sequence[slice]) -> list[slice]:
     return joined
 
 
-def bit_array(values: Tensor) -> np.ndarray:
-    """Return the bfloat16 bits of flat float32 values, their upper halves, as uint16: a view of values on a CPU."""
+def bit_array(values: Tensor, dtype: str = "bfloat16") -> np.ndarray:
+    """Return the published bits of flat float32 values: of bfloat16 their upper halves, as uint16, of float32 all, as
+    uint32. They are views of values on a CPU."""
+    if dtype == "float32":
+        return values.cpu().numpy().view(np.uint32)
     halves = upper_halves(values)
     if halves.device.type != "cpu":
         # Made contiguous on the device: a copy of the strided view would transfer both halves.
@@ -254,8 +283,8 @@ def global_norm(gradient_L: Tensor, counted: Sequence[slice] | None = None) -> f
     """Euclidean norm over the shards of all ranks. Collective. ``counted``: places that no other rank counts; None: all
     places."""
     places = [slice(None)] if counted is None else _joined(counted)
-    parts = [part for place in places for part in torch.split(gradient_L[place], NORM_ELEMENTS)] or [gradient_L[:0]]
-    square = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(square)
+    parts = [part for place in places for part in split(gradient_L[place], NORM_ELEMENTS)] or [gradient_L[:0]]
+    square = torch.stack([linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
+    if get_world_size() > 1:
+        all_reduce(square)
     return float(square.sqrt())

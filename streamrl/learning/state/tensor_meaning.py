@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import json
 
 from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.pretrained.model_facts import read_model_config
@@ -35,7 +36,7 @@ def other_meanings(checkpoint: Path, lora: Lora, model_path: str) -> Iterator[st
     """Yield what a run with ``lora`` and the model in ``model_path`` has otherwise than the run that wrote
     ``checkpoint``, each as the key, both values and the remedy. What cannot be read is left to the reader of it."""
     try:
-        saved = msgspec.json.decode((checkpoint / ADAPTER / ADAPTER_CONFIG).read_bytes(), type=JsonObject)
+        saved = json.decode((checkpoint / ADAPTER / ADAPTER_CONFIG).read_bytes(), type=JsonObject)
     except (OSError, msgspec.MsgspecError):
         saved = {}
     if (checkpoint / "hf").is_dir():
@@ -87,4 +88,4 @@ def _at(config: JsonMapping, path: str) -> str:
 
 
 def _text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()[:80]
+    return json.encode(value).decode()[:80]

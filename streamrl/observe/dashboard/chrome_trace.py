@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec import json
 
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonObject, Metrics
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
 
 MOST_REQUESTS = 200_000
@@ -69,13 +69,13 @@ class ChromeTrace:
         """Add a bar to a row of a process of this run. ``process``: 0 for the steps, 1 and above for the engines."""
         self._add(name, process, row, "X", ts=1e6 * at_s, dur=1e6 * seconds, args=arguments)
 
-    def counter(self, name: str, at_s: float, values: dict[str, float]) -> None:
+    def counter(self, name: str, at_s: float, values: Metrics) -> None:
         """Add values to a curve of the run."""
         self._add(name, 0, 0, "C", ts=1e6 * at_s, args=values)
 
     def encoded(self) -> bytes:
         """Return the content of the file."""
-        return msgspec.json.encode({"traceEvents": self._events, "displayTimeUnit": "ms"})
+        return json.encode({"traceEvents": self._events, "displayTimeUnit": "ms"})
 
     def _add(self, name: str, process: int, row: int, phase: str, **fields: Any) -> None:
         self._events.append({"name": name, "ph": phase, "pid": self._first_process + process, "tid": row, **fields})

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import anyio
-import msgspec
 from anyio import to_thread
-from msgspec import Struct
+from msgspec import MsgspecError, Struct, json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonObject, TextsByName
 from streamrl.observe.dashboard.run_view import RunView
 from streamrl.observe.dashboard.timeline_columns import event_row, step_row
 
@@ -60,8 +59,8 @@ def place_of(view: RunView) -> StreamPlace:
 def read_place(text: str) -> StreamPlace | None:
     """Decode the id of an event. None where it is invalid or of another server process."""
     try:
-        place = msgspec.json.decode(text, type=StreamPlace)
-    except msgspec.MsgspecError:
+        place = json.decode(text, type=StreamPlace)
+    except MsgspecError:
         return None
     return place if place.server == os.getpid() else None
 
@@ -115,7 +114,7 @@ class LiveEvents(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, view: RunView, place: StreamPlace | None, headers: dict[str, str]) -> None:
+    def __init__(self, view: RunView, place: StreamPlace | None, headers: TextsByName) -> None:
         super().__init__(headers=headers | {"X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._view = view
@@ -163,10 +162,10 @@ class LiveEvents(Response):
             self._place = place_of(self._view)
         events = [_event(kind, data) for kind, data in news(self._view, self._place)]
         if events:
-            place = msgspec.json.encode(self._place).decode()
+            place = json.encode(self._place).decode()
             events[-1] = f"id: {place}\n{events[-1]}"
         return "".join(events)
 
 
 def _event(kind: str, data: Any) -> str:
-    return f"event: {kind}\ndata: {msgspec.json.encode(data).decode()}\n\n"
+    return f"event: {kind}\ndata: {json.encode(data).decode()}\n\n"

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 
-import msgspec
+from msgspec import json
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import JsonMapping, JsonObject
@@ -67,7 +67,7 @@ def _inlined(page: dict[str, bytes], answers: JsonObject) -> bytes:
     if INDEX not in page:
         raise StreamRLError("the files of the page are not installed: install streamrl again")
     # Without "<" in the data no text of a model can end the script or begin a comment.
-    data = msgspec.json.encode(answers).decode().replace("<", "\\u003c")
+    data = json.encode(answers).decode().replace("<", "\\u003c")
     scripts = [f"window.STREAMRL_REPORT = {data};"]
 
     def inline(match: re.Match[str]) -> str:

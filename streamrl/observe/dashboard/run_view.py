@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from streamrl.base.line_file import open_regular, read_lines
 from streamrl.base.run_events import WORDS, NamedPrompt
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonObject, TextsByName
 from streamrl.observe.dashboard.metric_columns import RunMetrics
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
@@ -112,7 +112,7 @@ class RunView:
             "trained": histograms(ended_s[trained], tokens[trained]),
         }
 
-    def words(self) -> dict[str, str]:
+    def words(self) -> TextsByName:
         """Return the first words of prompts, by id. A run of an older streamrl has those of its samples alone."""
         samples = read_lines(self.files.samples, PromptOfSample)
         texts = {sample.prompt_id: " ".join((sample.question or sample.prompt).split()) for sample in samples}

@@ -6,8 +6,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack, suppress
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, json
 
 from streamrl.base.errors import UNDECODABLE
 from streamrl.base.line_file import bounded_lines, decoded_lines, open_regular, open_rotated
@@ -49,8 +48,8 @@ class SampleFilter(Struct, frozen=True, kw_only=True):
 def sample_rows(files: RunFiles, sample_filter: SampleFilter, offset: int, limit: int) -> JsonObject:
     """Return up to ``limit`` completions from ``offset`` on, the last step first, with the fields of their lines but
     for token ids, and the number of all completions that pass the filter (``total``)."""
-    decode = msgspec.json.Decoder(_Key).decode
-    matches: list[tuple[int, int, int, int]] = []  # negative step, index of the source, offset in its file, bytes
+    decode = json.Decoder(_Key).decode
+    matches = []  # negative step, index of the source, offset in its file, bytes
     with ExitStack() as stack:
         sources = [("training", stack.enter_context(file)) for file in open_rotated(files.samples)]
         for step, path in files.evaluations().items():

@@ -10,9 +10,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import msgspec
 import uvicorn
 from anyio import to_thread
+from msgspec import ValidationError, convert, json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -123,7 +123,7 @@ class DashboardServer(RunViews):
 
 
 def _json(answer: Any) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json", headers=HEADERS)
+    return Response(json.encode(answer), media_type="application/json", headers=HEADERS)
 
 
 def _without_request(answer: Callable[[RunView], Any], request: Request, view: RunView) -> Any:
@@ -140,8 +140,8 @@ def _number(request: Request, name: str, default: int) -> int:
 def _samples(request: Request, view: RunView) -> JsonObject:
     parameters = {name: text for name, text in request.query_params.items() if text}
     try:
-        sample_filter = msgspec.convert(parameters, SampleFilter, strict=False)
-    except msgspec.ValidationError as error:
+        sample_filter = convert(parameters, SampleFilter, strict=False)
+    except ValidationError as error:
         raise HTTPException(400, f"step, least, most: {error}") from None
     return view.samples(sample_filter, _number(request, "offset", 0), _number(request, "limit", 50))
 

@@ -11,8 +11,8 @@ from itertools import accumulate, chain
 from threading import RLock
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec import json
 from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
@@ -99,7 +99,7 @@ class TimelineColumns:
     def __init__(self, files: RunFiles) -> None:
         self._redaction = files.redaction()
         self._lines = FollowedLines(files.trace)
-        self._decode = msgspec.json.Decoder(TraceHeader | TraceLine).decode
+        self._decode = json.Decoder(TraceHeader | TraceLine).decode
         self._columns: dict[str, array[Any]] = {name: array(_CODES[kind]) for name, kind in COLUMNS.items()}
         self._engine = array("H")
         self._moments = array("f", [0.0])
@@ -165,7 +165,7 @@ class TimelineColumns:
         launch. They are made one by one, so that there is never a second copy of all columns."""
         with self.lock:
             count = self._placed_count
-            head = msgspec.json.encode(self.head())
+            head = json.encode(self.head())
             order = np.argsort(self.column("launched"), kind="stable")
             moments = self._moments.tobytes()
         head += b" " * (-(len(head) + 4) % 8)

@@ -13,6 +13,7 @@ from streamrl.base.types import Metrics
 
 REPEAT_STEPS = 20
 """An alarm is reported at most once in this number of steps, whether it lasts or comes and goes."""
+FAR_BELOW_SHARE = 0.01
 NO_SIGNAL_SHARE = 0.95
 NO_SIGNAL_STEPS = 10
 
@@ -46,6 +47,14 @@ def alarm_rules(mismatch_bound: float, canary_bound: float = 0.0) -> tuple[Alarm
         "whether the engines hold the trainer's weights; off_policy.correct_mismatch = true corrects what stays, "
         "off_policy.advanced.alarm moves this bound",
     )
+    lower_tail = AlarmRule(
+        metric="policy/mismatch_below_ratio",
+        bound=FAR_BELOW_SHARE if mismatch_bound > 0 else 0.0,
+        advice="the engine sampled tokens that the trainer, on the same weights, finds less than 1 / e as likely: the "
+        "policy would hardly sample them, and training on them may diverge (Sparrow, arXiv 2606.08446). Look at "
+        "engines.dtype and training.compute_dtype, at engines.args, and at sampling settings that cut tokens; "
+        'off_policy.mask = "icepop" leaves such tokens out',
+    )
     canary = AlarmRule(
         metric="weights/canary_deviation",
         bound=canary_bound,
@@ -59,7 +68,7 @@ def alarm_rules(mismatch_bound: float, canary_bound: float = 0.0) -> tuple[Alarm
         bound=0,
         advice="an observer of run.advanced.observers raises; logs/controller.log has the first error of each",
     )
-    return (*(rule for rule in (mismatch, canary) if rule.bound > 0), no_signal, observers)
+    return (*(rule for rule in (mismatch, lower_tail, canary) if rule.bound > 0), no_signal, observers)
 
 
 class Alarms:

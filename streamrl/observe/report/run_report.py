@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 from msgspec import Struct
+from msgspec.structs import replace
 
 from streamrl.base.messages import EngineLoad, WeightAnnouncement
 from streamrl.base.run_events import (
@@ -41,11 +42,16 @@ from streamrl.observe.report.step_timer import (
 )
 from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats, work_metrics
 from streamrl.observe.report.trajectory_trace import StepLine, TrajectoryTrace
-from streamrl.recipe.scheduling import RoundKind
 from streamrl.run.evaluate.evaluation import HeldOutEvaluations
 from streamrl.run.evaluate.sample_files import PromptWords, TrainingSamples
 from streamrl.run.journal.recover import Resumption, what_was_restored
-from streamrl.run.step_metrics import completion_metrics, control_metrics, reward_metrics, staleness_metrics
+from streamrl.run.step_metrics import (
+    completion_metrics,
+    control_metrics,
+    reward_metrics,
+    set_metrics,
+    staleness_metrics,
+)
 from streamrl.run.wait_reason import RunWaits, ShellView
 
 PROGRESS_INTERVAL_S = 0.25
@@ -60,14 +66,15 @@ class FigureSources(Struct, frozen=True, kw_only=True):
 
     ``rollout``: counters of the episodes. ``load``: combined load of all engines. ``serving``: number of engines that
     are sent requests. ``rewards_in_flight``: number of trajectories in the reward stage. ``loop_lag``: longest time
-    in seconds for which the event loop did not answer since the last call. ``more_metrics``: further metrics of a step,
-    called once a step."""
+    in seconds for which the event loop did not answer since the last call. ``contexts``: tokens of the contexts of open
+    trajectories, by group id. ``more_metrics``: further metrics of a step, called once a step."""
 
     rollout: Callable[[], RolloutStatistics]
     load: Callable[[], EngineLoad] = EngineLoad
     serving: Callable[[], int] = lambda: 1
     rewards_in_flight: Callable[[], int] = lambda: 0
     loop_lag: Callable[[], float] = lambda: 0.0
+    contexts: Callable[[], dict[int, int]] = dict
     more_metrics: Callable[[], Metrics] = dict
 
 
@@ -157,8 +164,10 @@ class RunReport(Observer):
                 measured = self.engines_measured(self._sources.load())
                 settings = self._control.settings
                 environment_changed = measured.environment != reported_environment
-                if settings.rounds is RoundKind.CUSTOM or (settings.reads_environment and environment_changed):
+                if settings.reads_load or (settings.reads_environment and environment_changed):
                     reported_environment = measured.environment
+                    if settings.kv_admission is not None:
+                        measured = replace(measured, contexts=self._sources.contexts())
                     notify(measured)
 
     def end(self) -> None:
@@ -214,7 +223,8 @@ class RunReport(Observer):
             case do.Drop():
                 self.trajectories.dropped(action.ids, action.reason, self.elapsed())
             case do.Decision():
-                await self.decided(action, self._next_step)
+                # A round that is submitted in advance belongs to the step after the one that is trained now.
+                await self.decided(action, self._next_step + int(self._control.state.batch_closed))
             case do.StepOptimizer():
                 self._timer.batch_closed()
                 self._round_kind = action.round_kind
@@ -237,6 +247,7 @@ class RunReport(Observer):
         kind = self._round_kind
         all_metrics = {
             **reward_metrics(batch),
+            **set_metrics(batch),
             **reward_cost,
             **completion_metrics(batch),
             **staleness_metrics(batch, policy_version - 1),
@@ -274,7 +285,7 @@ class RunReport(Observer):
         if version == self._recovered_version:  # an earlier process began the step: its times are not known
             metrics = {name: value for name, value in metrics.items() if not name.startswith(_MEASURED_WITH_TIME)}
         elif self._trace is not None:
-            self._trace.append(_step_line(self.elapsed(), trained, push, times))
+            self._trace.append(_step_line(self.elapsed(), trained, metrics, push, times))
         await self._emit(StepFinished(step=version, policy_version=version, metrics=metrics))
         for sample in trained.samples_to_show:
             await self._emit(sample)
@@ -357,6 +368,7 @@ class RunReport(Observer):
         metrics |= work_metrics(self.trajectories, self._rounds, trained.tokens)
         metrics |= control_metrics(self._control.state) | self._rewards.take() | self._sources.more_metrics()
         metrics["reward/in_flight"] = float(self._sources.rewards_in_flight())
+        metrics["engines/preemptions_total"] = float(self._last_load.preemptions)
         return metrics | self.waits.take(times.ended_at)
 
     def _shell(self) -> ShellView:
@@ -371,7 +383,10 @@ class RunReport(Observer):
         )
 
 
-def _step_line(elapsed_s: float, trained: _TrainedBatch, push: PushReport, times: StepTimes) -> StepLine:
+def _step_line(
+    elapsed_s: float, trained: _TrainedBatch, metrics: Metrics, push: PushReport, times: StepTimes
+) -> StepLine:
+    to_ranks = ("time/engines_sleep_s", "time/state_in_s", "time/state_out_s")
     return StepLine(
         time_s=round(elapsed_s, 4),
         policy_version=push.policy_version,
@@ -385,5 +400,7 @@ def _step_line(elapsed_s: float, trained: _TrainedBatch, push: PushReport, times
         training_s=round(trained.times.training_s, 5),
         push_s=round(times.push_s, 5),
         paused_s=round(push.paused_s, 5),
-        forward_backward_s=round(trained.metrics.get("time/forward_backward_s", 0.0), 5),
+        forward_backward_s=round(metrics.get("time/forward_backward_s", 0.0), 5),
+        to_ranks_s=round(sum(metrics.get(name, 0.0) for name in to_ranks), 5),
+        to_engines_s=round(metrics.get("time/engines_wake_s", 0.0), 5),
     )

@@ -3,13 +3,13 @@ the controller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from msgspec import Struct
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import RolloutStatistics
-from streamrl.base.types import Clock, Metrics
+from streamrl.base.types import Clock, Metrics, MetricsMapping
 from streamrl.contracts import PushReport
 from streamrl.control.events import EnginesMeasured
 from streamrl.observe.report.trajectory_trace import EnginesLine
@@ -113,7 +113,7 @@ def _idle_share(busy_s: float, total_s: float) -> float:
     return min(max(1 - busy_s / total_s, 0.0), 1.0)
 
 
-def time_metrics(times: StepTimes, push: PushReport, trainer: Mapping[str, float]) -> Metrics:
+def time_metrics(times: StepTimes, push: PushReport, trainer: MetricsMapping) -> Metrics:
     """Return ``time/*`` and ``weights/*`` of a step, and the idle shares of engines and trainer. ``trainer``: metrics
     that the trainer reported."""
     working = sum(trainer.get(f"time/{part}_s", 0.0) for part in ("forward_backward", "optim", "publish"))
@@ -126,6 +126,7 @@ def time_metrics(times: StepTimes, push: PushReport, trainer: Mapping[str, float
         "weights/payload_bytes": float(push.payload_bytes),
         "weights/changed_ratio": push.changed_share,
         "weights/reanchored": float(push.reanchored),
+        "weights/from_memory": float(push.from_memory),
         "util/trainer_idle_ratio": max(1 - working / times.seconds, 0.0),
         "util/free_slot_ratio": times.free_slots,
         "util/engine_idle_ratio": times.engine_idle,

@@ -140,7 +140,7 @@ class TrajectoryStats:
 
         Returns the metric ``round_cost_s``: seconds by which the batch would have been complete earlier if every reward
         had come at once. The same value is returned under the function that the last sample waited for longest."""
-        members: list[tuple[float, Scored]] = []
+        members = []
         for scored in batch:
             trajectory = self._open.pop(scored.trajectory.id, None)
             if trajectory is None or not isinstance(trajectory.outcome, Scored):
@@ -285,7 +285,7 @@ class RewardCalls:
 
     def take(self) -> Metrics:
         """Return the figures as metrics. Called once a step."""
-        metrics: Metrics = {}
+        metrics = {}
         for name, calls in self._calls.items():
             seconds = [call.seconds for call in calls]
             metrics[f"reward/func/{name}/latency_p50_s"] = percentile(seconds, 0.5)

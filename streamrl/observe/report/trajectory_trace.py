@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct, json
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.line_file import LineFile
@@ -26,8 +25,8 @@ TRAINED = "trained"
 UNFINISHED = "unfinished"
 """Outcome of a trajectory that was under way when the run ended."""
 
-Count = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
-Number = Annotated[float, msgspec.Meta(ge=-1e38, le=1e38)]
+Count = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 32)]
+Number = Annotated[float, Meta(ge=-1e38, le=1e38)]
 """Limits of 32-bit columns. A line with a number beyond them was not written by a run, and counts as a line that cannot
 be read."""
 TracedTurn = tuple[Count, Number, Count, Number]
@@ -109,7 +108,8 @@ class StepLine(Line, frozen=True, tag="step"):
     ``step_s``: seconds of the whole step, with waits. ``rollout_s``: seconds until the batch was full. ``training_s``:
     seconds from then until the batch was trained. ``push_s``: seconds of the push, until the version was live.
     ``paused_s``: seconds in which the push paused the engines. ``forward_backward_s``: seconds of forward and backward
-    passes, which with streaming begin before the batch is full."""
+    passes, which with streaming begin before the batch is full. ``to_ranks_s``, ``to_engines_s``: the parts of
+    ``training_s`` and ``push_s`` in which GPUs change hands, where engines and ranks take turns."""
 
     time_s: Number
     policy_version: Count
@@ -124,6 +124,8 @@ class StepLine(Line, frozen=True, tag="step"):
     push_s: Number
     paused_s: Number = 0.0
     forward_backward_s: Number = 0.0
+    to_ranks_s: Number = 0.0
+    to_engines_s: Number = 0.0
 
 
 class EnginesLine(Line, frozen=True, tag="engines"):
@@ -205,7 +207,7 @@ def read_trace(path: Path, tail_bytes: int = 0) -> RecordedRun:
 
 def trace_lines(path: Path, tail_bytes: int = 0) -> Iterator[TraceHeader | TraceLine]:
     """Yield the lines of a trace, for files that are too large to hold in memory. Raises like ``read_trace``."""
-    decoder = msgspec.json.Decoder(TraceHeader | TraceLine)
+    decoder = json.Decoder(TraceHeader | TraceLine)
     with path.open("rb") as file:
         number = 0
         for number, text in enumerate(file, start=1):

@@ -10,6 +10,8 @@ from importlib.resources import files
 
 from msgspec import Struct
 
+from streamrl.base.types import TextsByName
+
 AGGREGATIONS = {
     "mean": "mean",
     "std": "standard deviation",
@@ -52,7 +54,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 @cache
-def find_metric(name: str) -> tuple[Metric, dict[str, str]] | None:
+def find_metric(name: str) -> tuple[Metric, TextsByName] | None:
     """Return the metric of the table that ``name`` (such as ``reward/func/exact/mean``) is an instance of, and the
     words that it fills in (``{"function": "exact"}``)."""
     for metric in METRICS:

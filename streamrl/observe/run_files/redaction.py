@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from streamrl.base.types import JsonMapping, TextMapping
 from streamrl.recipe.rewards import Reward, with_current_keys
 from streamrl.recipe.toml_text import parse_toml
 
@@ -48,7 +49,7 @@ def is_secret_name(name: str) -> bool:
 class Redaction:
     """Replaces the values of ``secrets`` (value -> name) by ``[name removed]``."""
 
-    def __init__(self, secrets: Mapping[str, str]) -> None:
+    def __init__(self, secrets: TextMapping) -> None:
         # The longest first: a secret may be the beginning of another one.
         values = sorted((value for value in secrets if len(value) >= SHORTEST_SECRET), key=len, reverse=True)
         self._replacements = {value.encode(): f"[{secrets[value]} removed]".encode() for value in values}
@@ -77,7 +78,7 @@ class Redaction:
         return value
 
 
-def run_redaction(variables: Mapping[str, str], recipe_toml: str = "", attached: Sequence[Reward] = ()) -> Redaction:
+def run_redaction(variables: TextMapping, recipe_toml: str = "", attached: Sequence[Reward] = ()) -> Redaction:
     """Make the redaction for the files of a run. ``variables``: variables of a process of the run; ``recipe_toml``:
     recipe as text, which counts as empty where it cannot be read; ``attached``: rewards that the recipe may not
     have."""
@@ -100,7 +101,7 @@ def _is_path(value: str) -> bool:
     return _PATH.fullmatch(value) is not None
 
 
-def _variables_of_rewards(rewards: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _variables_of_rewards(rewards: Iterable[JsonMapping]) -> Iterator[str]:
     for reward in rewards:
         yield from reward.get("variables", ())
         yield from (value for key, value in reward.get("options", {}).items() if key == "api_key_variable")

@@ -17,7 +17,7 @@ async def live_curve(steps: AsyncIterable[StepFinished], *metrics: str) -> Async
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in metrics or ("reward/mean",)}
     ipython: Any = sys.modules.get("IPython")
     display = importlib.import_module("IPython.display") if ipython and ipython.get_ipython() else None
-    output: Any = None
+    output = None
     async for step in steps:
         for name, values in points.items():
             if name in step.metrics:

@@ -257,6 +257,8 @@ class StdoutReporter:
                 labels.add("round")
         if "policy/reference_kl" in metrics:
             labels.add("kl")
+        if "policy/teacher_kl" in metrics:
+            labels.add("teacher-kl")
         if metrics.get("async/staleness_max", 0.0) > 0:
             labels.add("stale")
         return frozenset(labels)

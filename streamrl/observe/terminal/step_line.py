@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from streamrl.base.printable import one_line
 from streamrl.base.run_events import CompletionSampled, RunResumed
+from streamrl.base.types import MetricsMapping
 
 ABSENT = "-"
 LINE_TEXT = 160
@@ -77,6 +78,7 @@ COLUMNS = (
 FURTHER = (
     Column("round", "round/<kind>/group_size", lambda value: f"{value:.0f}", 9, moves=True),
     Column("kl", "policy/reference_kl", lambda value: f"{value:.2g}", 8, moves=True),
+    Column("teacher-kl", "policy/teacher_kl", lambda value: f"{value:.2g}", 11, moves=True),
     Column("stale", "async/staleness_mean", lambda value: f"{value:.1f}", 6, moves=True),
     Column("tok/s", "perf/train_tok_s", short_count, 7),
     Column("grad", "optim/grad_norm", lambda value: f"{value:.2g}", 8),
@@ -107,7 +109,7 @@ def further_columns(moving: frozenset[str], steps: int, width: int | None) -> tu
     return tuple(columns)
 
 
-def round_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
+def round_of(metrics: MetricsMapping) -> tuple[str, float] | None:
     """Return kind and group size of the round that a step trained (``round/<kind>/group_size``); None where they are
     not known."""
     for name, value in metrics.items():
@@ -118,7 +120,7 @@ def round_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     return None
 
 
-def _cell(column: Column, metrics: Mapping[str, float], width: int = 0) -> str:
+def _cell(column: Column, metrics: MetricsMapping, width: int = 0) -> str:
     """Return the text of a metric; ``-`` where it is absent or not finite. ``width``: number of characters to which the
     kind of a round is shortened (0: it is not)."""
     kind = ""
@@ -134,12 +136,7 @@ def _cell(column: Column, metrics: Mapping[str, float], width: int = 0) -> str:
 
 
 def step_line(
-    step: int,
-    steps: int,
-    metrics: Mapping[str, float],
-    step_s: float,
-    remaining_s: float,
-    further: Sequence[Column] = (),
+    step: int, steps: int, metrics: MetricsMapping, step_s: float, remaining_s: float, further: Sequence[Column] = ()
 ) -> str:
     """Return the line of a step with a label at each value, for files and pipes."""
     head = f"step {step:>{len(str(steps))}}/{steps}"
@@ -155,12 +152,7 @@ def table_header(steps: int, further: Sequence[Column] = ()) -> str:
 
 
 def table_row(
-    step: int,
-    steps: int,
-    metrics: Mapping[str, float],
-    step_s: float,
-    remaining_s: float,
-    further: Sequence[Column] = (),
+    step: int, steps: int, metrics: MetricsMapping, step_s: float, remaining_s: float, further: Sequence[Column] = ()
 ) -> str:
     """Return the line of a step as a row under ``table_header``."""
     cells = "".join(f"{_cell(column, metrics, column.width):>{column.width}}" for column in (*COLUMNS, *further))
@@ -169,7 +161,7 @@ def table_row(
     return f"{head}{cells}{duration(step_s):>{_TIME_WIDTH}}{remaining:>{_REMAINING_WIDTH}}"
 
 
-def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
+def evaluation_line(step: int, metrics: MetricsMapping) -> str:
     """Return a line such as ``eval at step 20: held_out 0.531 pass@8 0.814 (2048 prompts)``, with pass@k for the
     largest k above 1, and the mean of each reward function where there are several."""
     parts = []
@@ -181,7 +173,7 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     return f"eval at step {step}: " + (", ".join(parts) or "no result")
 
 
-def _collection_scores(collection: str, average: float, k: str, metrics: Mapping[str, float]) -> str:
+def _collection_scores(collection: str, average: float, k: str, metrics: MetricsMapping) -> str:
     """Return the scores of one held-out set, for ``evaluation_line``."""
     prefix = f"eval/{collection}"
     text = f"{collection} {average:.3f}"
@@ -221,6 +213,7 @@ def sample_block(title: str, sample: CompletionSampled) -> list[str]:
         parts = [(f"{turn.role} {turn.tokens} tok" if turn.sampled else turn.role, turn.text) for turn in sample.turns]
         label_width = 20
     indent = " " * (label_width + 2)
+    parts += [(entry.reward, f"{entry.number:+.4g}  {one_line(entry.text)[:LINE_TEXT]}") for entry in sample.numbers]
     lines = [f"  {name:<{label_width}}" + text.replace("\n", f"\n{indent}") for name, text in parts]
     return [f"{title}: {_figures(sample)}" if title else _figures(sample), *lines]
 

@@ -123,11 +123,15 @@ class TopApplication(App[None]):
         self._steer = steer
         self._why_not = why_not
         self._logs = logs
+        # Kept here: a timer may still call while the screens of an application that ends are gone.
+        self._board = Board(picture)
+        self._log_view = RichLog(id="log", max_lines=5000, wrap=True)
+        self._filter_line = Input(placeholder="part of a metric's name; Enter", id="filter")
 
     def compose(self) -> ComposeResult:
-        yield Board(self.picture)
-        yield RichLog(id="log", max_lines=5000, wrap=True)
-        yield Input(placeholder="part of a metric's name; Enter", id="filter")
+        yield self._board
+        yield self._log_view
+        yield self._filter_line
         yield Static(Text(" ? keys  1-7 boxes  / metrics  l log  p P d c e steer  q leave", no_wrap=True), id="foot")
 
     def on_mount(self) -> None:
@@ -146,46 +150,41 @@ class TopApplication(App[None]):
                 break
             self.picture.take(message)
         self.picture.look()
-        if (log := self.query_one("#log", RichLog)).display:
+        if self._log_view.display:
             lines = self._logs()
-            if not lines and not log.lines:
+            if not lines and not self._log_view.lines:
                 lines = ["no process has written to its log so far"]
             for line in lines:
-                log.write(Text(one_line(line)))
-        self.query_one(Board).draw()
+                self._log_view.write(Text(one_line(line)))
+        self._board.draw()
 
     def _add_event(self, style: str, text: str) -> None:
         self.picture.events.append(ShownEvent(time.time(), style, one_line(text)))
-        self.query_one(Board).draw()
+        self._board.draw()
 
     def action_hide(self, key: str) -> None:
-        board = self.query_one(Board)
-        board.hidden = board.hidden ^ {key}
-        board.draw()
+        self._board.hidden = self._board.hidden ^ {key}
+        self._board.draw()
 
     def action_keys(self) -> None:
         self.push_screen(Question(KEYS))
 
     def action_log(self) -> None:
-        log = self.query_one("#log", RichLog)
-        board = self.query_one(Board)
-        board.display = log.display
-        log.display = not log.display
-        if log.display:
-            log.focus()
+        self._board.display = self._log_view.display
+        self._log_view.display = not self._log_view.display
+        if self._log_view.display:
+            self._log_view.focus()
         else:
             self.set_focus(None)
         self._look()
 
     def action_filter(self) -> None:
-        line = self.query_one("#filter", Input)
-        line.display = True
-        line.focus()
+        self._filter_line.display = True
+        self._filter_line.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        board = self.query_one(Board)
-        board.name_part = event.value.strip()
-        board.draw()
+        self._board.name_part = event.value.strip()
+        self._board.draw()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.input.display = False

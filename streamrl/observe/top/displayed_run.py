@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 
 from streamrl.base import run_events
 from streamrl.base.printable import one_line
@@ -64,9 +63,9 @@ class Picture:
         self.gone = False
         if message.topic == "live":
             try:
-                self.live = msgspec.convert(message.fields, Live)
+                self.live = convert(message.fields, Live)
                 self.steps = self.live.steps
-            except msgspec.ValidationError:
+            except ValidationError:
                 self.live = None
         elif message.topic == "event":
             name = str(message.fields.get("event"))

@@ -208,7 +208,7 @@ def curves(picture: Picture, width: int, height: int, name_part: str) -> list[Te
         points = picture.points(name)
         value = f"{points[-1][1]:.4g}" if points else "-"
         curve = Curve(name, points, marked=name.startswith("eval/"))
-        plot: list[str] = []
+        plot = []
         if curve_height >= 7:
             plot = terminal_plot([curve], width=width - 12, height=curve_height - 4)
         label_width = min(max(map(len, names)), max(width // 2, 22))
@@ -222,7 +222,7 @@ def curves(picture: Picture, width: int, height: int, name_part: str) -> list[Te
 
 def events(picture: Picture, width: int, height: int, name_part: str) -> list[Text]:
     """Return events and alarms, the newest at the top, each on up to four lines."""
-    lines: list[Text] = []
+    lines = []
     for event in list(picture.events)[: -height - 1 : -1]:
         at = time.strftime("%H:%M:%S ", time.localtime(event.time))
         text_width = max(width - len(at), 8)
@@ -278,7 +278,7 @@ def screen(picture: Picture, width: int, height: int, hidden: Collection[str] = 
     columns = [[key for key in keys if key not in hidden] for keys in column_keys]
     columns = [column for column in columns if column]
     below = [key for key in below_keys if key not in hidden]
-    below_lines: list[Text] = []
+    below_lines = []
     if below:
         below_height = height // 4 if columns else height - 1
         below_lines = _column(picture, below, width, below_height, name_part)
@@ -311,7 +311,7 @@ def _column(picture: Picture, keys: Sequence[str], width: int, height: int, name
     spare_lines = height - sum(heights.values()) - len(keys)
     for index in range(spare_lines if keys else 0):
         heights[growing[index % len(growing)]] += 1
-    lines: list[Text] = []
+    lines = []
     for key in keys:
         box_height = heights[key]
         box_lines = BOXES[key].draw(picture, width, box_height, name_part)

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.host_addresses import wrong_port
+from streamrl.base.types import TextsByName
 from streamrl.observe.trackers.tracker import Tracker
 
 GROUP = "streamrl.trackers"
@@ -23,7 +24,7 @@ class _Shipped(NamedTuple):
     package. ``pip``: argument of pip that installs them."""
 
     place: str
-    packages: dict[str, str]
+    packages: TextsByName
     pip: str
 
 
@@ -35,7 +36,7 @@ SHIPPED = {
 }
 
 
-def name_and_options(spec: str) -> tuple[str, dict[str, str]]:
+def name_and_options(spec: str) -> tuple[str, TextsByName]:
     """Split an entry of ``metrics.report_to``, such as ``prometheus?port=9500``, into the name and the options."""
     name, _, options = spec.partition("?")
     return name, dict(parse_qsl(options))

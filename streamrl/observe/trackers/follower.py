@@ -12,8 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, json
 
 from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, StreamRLError
@@ -84,7 +83,7 @@ def follow_run(directory: Path, spec: str, has_ended: Callable[[], bool]) -> int
 
 def _read(path: Path) -> _Cursors:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Cursors)
+        return json.decode(path.read_bytes(), type=_Cursors)
     except (OSError, *UNDECODABLE):  # no file, or of another version: every line is sent
         return _Cursors()
 
@@ -136,7 +135,7 @@ class Follower:
         return _Cursors(metrics, samples, trace, time.time())
 
     def _store(self, cursors: _Cursors) -> None:
-        write_durable(self._path, msgspec.json.encode(cursors))
+        write_durable(self._path, json.encode(cursors))
 
     def _take(self, file: FollowedLines) -> int:
         lines = file.read()

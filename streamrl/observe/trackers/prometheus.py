@@ -6,10 +6,11 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import MetricsMapping, TextsByName
 from streamrl.observe.run_files.metric_help import find_metric
 from streamrl.observe.run_files.run_reader import RunFiles
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
@@ -47,7 +48,7 @@ class Prometheus(Tracker):
                 f'port {port} of {address} cannot be used ({error.strerror}): report to "prometheus?port=N"'
             ) from error
 
-    def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, time_s: float, values: MetricsMapping) -> None:
         with self._lock:
             self._values |= {**values, "step": max(self._values["step"], step)}
 
@@ -67,7 +68,7 @@ class Prometheus(Tracker):
         with self._lock:
             figures = [(key, *name_and_labels(key), value) for key, value in self._values.items()]
             figures += [("events_total", "events_total", {"kind": kind}, count) for kind, count in self._events.items()]
-        families: dict[str, list[tuple[str, dict[str, str], float]]] = {}
+        families: dict[str, list[tuple[str, TextsByName, float]]] = {}
         for key, name, labels, value in figures:
             families.setdefault(name, []).append((key, {"run": self._run, **labels}, value))
         for name, rows in families.items():
@@ -79,7 +80,7 @@ class Prometheus(Tracker):
             yield family
 
 
-def name_and_labels(key: str) -> tuple[str, dict[str, str]]:
+def name_and_labels(key: str) -> tuple[str, TextsByName]:
     """Return the name and the labels of a metric for Prometheus: ``reward/func/exact/latency_p50_s`` becomes
     ``reward_func_latency_p50_seconds`` with ``function="exact"``."""
     metric, labels = find_metric(key) or (None, {})

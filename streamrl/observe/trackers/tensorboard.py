@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.base.run_events import CompletionSampled
+from streamrl.base.types import MetricsMapping
 from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 
 _BINS = 30
@@ -38,7 +39,7 @@ class TensorBoard(Tracker):
         # two files of one second.
         self._writer = self._parts.EventsWriter(str(folder / "events"), filename_suffix=f".{len(files):06d}")
 
-    def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, time_s: float, values: MetricsMapping) -> None:
         make_value = self._parts.Summary.Value
         cells = [make_value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step, time_s, self._parts.Summary(value=cells))

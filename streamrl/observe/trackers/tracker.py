@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from streamrl.base.run_events import CompletionSampled
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonObject, MetricsMapping, Texts, TextsByName
 
 
 class RunInfo(Struct, frozen=True, kw_only=True):
@@ -23,10 +23,10 @@ class RunInfo(Struct, frozen=True, kw_only=True):
     directory: Path
     run_id: str
     project: str
-    tags: tuple[str, ...]
+    tags: Texts
     recipe: JsonObject
     moved_s: float = 0.0
-    options: dict[str, str] = {}
+    options: TextsByName = {}
 
 
 def sample_table(step: int, samples: Sequence[CompletionSampled]) -> tuple[list[str], list[list[Any]]]:
@@ -61,7 +61,7 @@ class Tracker:
     def open(self, run: RunInfo) -> None:
         """Begin this run, or continue it."""
 
-    def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, time_s: float, values: MetricsMapping) -> None:
         """Send the finite metrics of a step, or of an evaluation, which may come after later steps. ``time_s``: seconds
         since 1970."""
 

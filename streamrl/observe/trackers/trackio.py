@@ -15,7 +15,7 @@ from typing import Any
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.run_events import CompletionSampled
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonObject, MetricsMapping
 from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 
 
@@ -48,7 +48,7 @@ class Trackio(Tracker):
                 auto_log_gpu=False,
             )
 
-    def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, time_s: float, values: MetricsMapping) -> None:
         self._log(step, dict(values))
 
     def samples(self, step: int, kind: str, rows: Sequence[CompletionSampled]) -> None:
@@ -86,7 +86,7 @@ class Trackio(Tracker):
 
 def _hashes(folder: Path, run_id: str) -> set[int]:
     """Return hashes of the step and the names of each row of this run."""
-    hashes: set[int] = set()
+    hashes = set()
     for path in folder.glob("*.db"):
         with (
             suppress(sqlite3.DatabaseError),

@@ -19,6 +19,7 @@ from zlib import crc32
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.run_events import CompletionSampled
+from streamrl.base.types import JsonMapping, MetricsMapping
 from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Wandb(Tracker):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, time_s: float, values: MetricsMapping) -> None:
         self._log(step, values)
 
     def samples(self, step: int, kind: str, rows: Sequence[CompletionSampled]) -> None:
@@ -113,7 +114,7 @@ class Wandb(Tracker):
     def close(self) -> None:
         self._run.finish()
 
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+    def _log(self, step: int, values: JsonMapping) -> None:
         if hash((step, frozenset(values))) not in self._earlier_rows:
             self._run.log({"step": step, **values})
             self._logged += 1

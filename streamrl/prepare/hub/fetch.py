@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 from streamrl.base.atomic_files import SHARED, make_directory, write_durable
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import JsonMapping
 from streamrl.prepare.hub import messages
 from streamrl.prepare.hub.failures import no_room, sentence
 from streamrl.prepare.hub.messages import HubAnswer, WantedFiles, answer_s
@@ -189,7 +188,7 @@ def _data_files(request: WantedFiles, repository: _Files) -> DataFiles:
     names = list(repository.sizes)
     if request.files:
         return DataFiles(matching(request.files, names))
-    card: JsonMapping = {}
+    card = {}
     name = repository.name
     if "README.md" in names:
         path = hf_hub_download(name.repository, "README.md", repo_type=name.kind, revision=name.revision)

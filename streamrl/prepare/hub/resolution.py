@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, convert, json, to_builtins
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import end_session, last_line, start_session
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonObject, Texts, TextsByName
 from streamrl.prepare.hub import messages
 from streamrl.prepare.hub.messages import HubAnswer, Resolved, WantedFiles, answer_s
 from streamrl.recipe.remote_names import HUB, cached_name, is_bare_name, read_hub_name
@@ -46,16 +45,16 @@ class HubRecipe(Struct, frozen=True, kw_only=True):
     ``lines``: name and size of each, for people."""
 
     recipe: Recipe
-    names: dict[str, str] = {}
-    lines: tuple[str, ...] = ()
+    names: TextsByName = {}
+    lines: Texts = ()
 
     def pinned(self, recipe: Recipe) -> Recipe:
         """``recipe`` with names and commits in place of folders."""
-        table = msgspec.to_builtins(recipe)
+        table = to_builtins(recipe)
         for place in _places(table):
             text = _at(table, place)
             _at(table, place[:-1])[place[-1]] = self.names.get(text, text)
-        return msgspec.convert(table, Recipe)
+        return convert(table, Recipe)
 
 
 def with_hub_folders(recipe: Recipe) -> Recipe:
@@ -68,7 +67,8 @@ def with_hub_folders(recipe: Recipe) -> Recipe:
 def with_hub_prompts(spec: str) -> str:
     """``spec``, a value of ``prompts.train``, with a folder of the cache in place of a name of the Hub. Raises
     ``RecipeError``."""
-    return with_hub_folders(recipe_around(prompts=spec)).prompts.train
+    (training_set,) = with_hub_folders(recipe_around(prompts=spec)).prompts.sets.values()
+    return training_set.prompts
 
 
 def recipe_around(*, model: str = "/", prompts: str = "none.jsonl") -> Recipe:
@@ -85,9 +85,9 @@ def hub_looked_up(recipe: Recipe) -> Iterator[HubRecipe]:
 
 
 def _resolved(recipe: Recipe, stand_ins: str) -> HubRecipe:
-    table = msgspec.to_builtins(recipe)
-    requests: dict[Place, WantedFiles] = {}
-    problems: list[str] = []
+    table = to_builtins(recipe)
+    requests = {}
+    problems = []
     for place in _places(table):
         key = ".".join(map(str, place))
         text = _at(table, place)
@@ -112,7 +112,7 @@ def _resolved(recipe: Recipe, stand_ins: str) -> HubRecipe:
         names[text] = f"{HUB}{resolved.name}{question}{query}"
         _at(table, place[:-1])[place[-1]] = text
     lines = tuple(map(_size_line, resolutions.values()))
-    return HubRecipe(recipe=msgspec.convert(table, Recipe), names=names, lines=lines)
+    return HubRecipe(recipe=convert(table, Recipe), names=names, lines=lines)
 
 
 def _size_line(resolved: Resolved) -> str:
@@ -124,16 +124,17 @@ def _size_line(resolved: Resolved) -> str:
 
 def _places(table: JsonObject) -> Iterator[Place]:
     """Places at which a recipe may name data or a model."""
-    yield from (("prompts", "train"), ("model", "path"), ("judge", "model"))
-    held_out = table["evaluation"]["prompts"]
-    if isinstance(held_out, str):
-        yield ("evaluation", "prompts")
-    else:
-        for name, prompts in held_out.items():
-            if isinstance(prompts, str):
-                yield ("evaluation", "prompts", name)
-            else:
-                yield ("evaluation", "prompts", name, "prompts")
+    yield from (("model", "path"), ("judge", "model"), ("objective", "reference"))
+    if not table["teacher"]["endpoint"]:
+        yield ("teacher", "model")
+    keys: tuple[Place, ...] = (("prompts", "train"), ("evaluation", "prompts"))
+    for key in keys:
+        sources = _at(table, key)
+        if isinstance(sources, str):
+            yield key
+        else:
+            for name, prompts in sources.items():
+                yield (*key, name) if isinstance(prompts, str) else (*key, name, "prompts")
     for n, reward in enumerate(table["rewards"]):
         model = reward_traits(reward["function"]).model
         if model in reward["options"]:
@@ -168,8 +169,8 @@ def _ask(requests: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]
 
     from streamrl.observe.terminal.console import open_console
 
-    resolutions: dict[str, Resolved] = {}
-    problems: list[str] = []
+    resolutions = {}
+    problems = []
     console = open_console(sys.stderr, soft_wrap=True)
     name_column = TextColumn("downloading {task.description}", markup=False)
     columns = name_column, BarColumn(), DownloadColumn(), TimeRemainingColumn()
@@ -209,7 +210,7 @@ def _answers(requests: Sequence[WantedFiles], stand_ins: str, errors: IO[bytes])
     """Messages of the process that asks the Hub, until it ends, or has waited too long for the Hub: the lookup of an
     address has no time limit of its own."""
     command = [sys.executable, "-P", "-m", "streamrl.prepare.hub.fetch", str(_LONGEST_S), str(os.getpid())]
-    with stdin_of([msgspec.json.encode(requests).decode(), stand_ins]) as stdin:
+    with stdin_of([json.encode(requests).decode(), stand_ins]) as stdin:
         child = start_session(command, stdin=stdin, stdout=subprocess.PIPE, stderr=errors)
     assert child.stdout is not None, "it has a pipe"
     guard_s = answer_s() + _SLOW_MACHINE_S
@@ -220,7 +221,7 @@ def _answers(requests: Sequence[WantedFiles], stand_ins: str, errors: IO[bytes])
         while select.select([output], (), (), patience_s)[0] and (read := os.read(output, 1 << 16)):
             *lines, waiting = (waiting + read).split(b"\n")
             for line in lines:
-                answer = msgspec.json.decode(line, type=HubAnswer)
+                answer = json.decode(line, type=HubAnswer)
                 patience_s = guard_s if answer == messages.Asking() else _LONGEST_S
                 yield answer
     finally:

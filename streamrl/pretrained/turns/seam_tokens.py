@@ -10,18 +10,18 @@ tokens already."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
-from streamrl.base.types import TokenArray
+from streamrl.base.types import JsonMapping, JsonObject, TokenArray
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
 
-ChatMessage = Mapping[str, Any]
+ChatMessage = JsonMapping
 
 
 class CannotContinueError(ChatError):
@@ -43,14 +43,14 @@ class SeamKind(StrEnum):
     REWRITTEN = "rewritten"
 
 
-class Seam(msgspec.Struct, frozen=True):
+class Seam(Struct, frozen=True):
     """A seam. ``token_ids``: int32, appended to the sampled tokens and not trained."""
 
     token_ids: TokenArray
     kind: SeamKind
 
 
-class CalledTool(msgspec.Struct, frozen=True):
+class CalledTool(Struct, frozen=True):
     """A tool call of a sampled turn. ``call_id``: id to which the tool message refers."""
 
     name: str
@@ -62,10 +62,7 @@ class ChatSeams:
     variables of the template."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        self, tokenizer: Tokenizer, tools: Sequence[JsonMapping] | None = None, arguments: JsonMapping | None = None
     ) -> None:
         self._tokenizer = tokenizer
         self._tools = tools
@@ -162,11 +159,11 @@ def _mark() -> str:
     return "x" + secrets.token_hex(8)
 
 
-def _message(text: str, *, role: str = "assistant") -> dict[str, Any]:
+def _message(text: str, *, role: str = "assistant") -> JsonObject:
     return {"role": role, "content": text}
 
 
-def _placeholders(calls: Sequence[CalledTool]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+def _placeholders(calls: Sequence[CalledTool]) -> Iterator[tuple[JsonObject, list[str]]]:
     """Yield messages to render in place of the turn, the best first, each with its marks."""
     if calls:
         marks = [_mark() for _ in calls]
@@ -179,7 +176,7 @@ def _placeholders(calls: Sequence[CalledTool]) -> Iterator[tuple[dict[str, Any],
     yield _message(mark), [mark]
 
 
-def calling_message(calls: Sequence[CalledTool], arguments: Sequence[Any], text: str = "") -> dict[str, Any]:
+def calling_message(calls: Sequence[CalledTool], arguments: Sequence[Any], text: str = "") -> JsonObject:
     """Return the assistant's message that calls tools, in the form that chat templates take. ``arguments``: arguments
     of each call."""
     tool_calls = [

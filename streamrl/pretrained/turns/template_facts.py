@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
+from streamrl.base.types import JsonMapping
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.seam_tokens import CalledTool, ChatMessage, calling_message
@@ -30,7 +31,7 @@ class Appending(StrEnum):
     REFUSED = "is refused"
 
 
-class TemplateFacts(msgspec.Struct, frozen=True):
+class TemplateFacts(Struct, frozen=True):
     """Behavior of a chat template.
 
     ``effects``: effect of a message by its role (``user``, ``tool``), and by role and ``after reasoning`` for a message
@@ -70,7 +71,7 @@ class TemplateFacts(msgspec.Struct, frozen=True):
 
 
 def template_facts(
-    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None, arguments: Mapping[str, Any] | None = None
+    tokenizer: Tokenizer, tools: Sequence[JsonMapping] | None = None, arguments: JsonMapping | None = None
 ) -> TemplateFacts:
     """Find the behavior of a model's chat template. ``tools``: JSON schemas; ``arguments``: further variables of the
     template. Raises ``ChatError`` for a template that refuses even one message of a user."""
@@ -156,7 +157,7 @@ def _calling_turn(name: str, count: int, *, as_text: bool = False) -> tuple[Chat
     return calling_message(calls, arguments), results
 
 
-def format_of_template(tokenizer: Tokenizer, arguments: Mapping[str, Any] | None = None) -> tuple[str, str]:
+def format_of_template(tokenizer: Tokenizer, arguments: JsonMapping | None = None) -> tuple[str, str]:
     """Find the format of ``tool_calls.CALL_FORMATS`` that reads a call as the model's chat template writes it (empty:
     none does). Return it, and the text that the template writes. ``arguments``: further variables of the template."""
     function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}

@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import msgspec
+from msgspec import Struct, ValidationError, convert
+
+from streamrl.base.types import JsonMapping, JsonObject
 
 LONGEST_CALL = 1 << 20
 """Limit of the characters of a call."""
@@ -17,14 +19,14 @@ _THINK = "<think>"
 _THINK_END = "</think>"
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class ToolCall(Struct, frozen=True):
     """A call as the model wrote it. ``arguments``: arguments, not checked against the schema of the tool."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: JsonObject
 
 
-class ParsedTurn(msgspec.Struct, frozen=True):
+class ParsedTurn(Struct, frozen=True):
     """Parts of a turn. ``text``: text outside of reasoning and calls; ``problem``: sentence for the model about invalid
     calls, where ``calls`` is empty; ``stop``: text of the caller that ended the turn, empty where none did."""
 
@@ -41,9 +43,9 @@ class BadCallError(ValueError):
 
 TextAndCalls = tuple[str, list[ToolCall]]
 """Text outside of the calls, and the calls."""
-Functions = Mapping[str, Mapping[str, Any]]
+Functions = Mapping[str, JsonMapping]
 """Functions of the JSON schemas of the tools, by name."""
-Schemas = Sequence[Mapping[str, Any]]
+Schemas = Sequence[JsonMapping]
 CallReader = Callable[[str, Functions], TextAndCalls]
 """Reads the text of a turn, without its reasoning. Raises ``BadCallError``."""
 
@@ -126,7 +128,7 @@ def _qwen_xml(content: str, functions: Functions) -> TextAndCalls:
         name = match[1].strip()
         body = match[2]
         schema = functions.get(name, {}).get("parameters", {})
-        arguments: dict[str, Any] = {}
+        arguments = {}
         while body.strip():
             parameter = _PARAMETER.match(body)
             if parameter is None:
@@ -143,7 +145,7 @@ def _qwen_xml(content: str, functions: Functions) -> TextAndCalls:
     return text_outside + remaining, calls
 
 
-def _typed(text: str, schema: Any, definitions: Mapping[str, Any]) -> Any:
+def _typed(text: str, schema: Any, definitions: JsonMapping) -> Any:
     kinds = _kinds(schema, definitions)
     if "string" in kinds:
         return None if text == "null" and "null" in kinds else text
@@ -153,7 +155,7 @@ def _typed(text: str, schema: Any, definitions: Mapping[str, Any]) -> Any:
         return _OF_PYTHON.get(text, text)  # the tool's own check refuses it
 
 
-def _kinds(schema: Any, definitions: Mapping[str, Any]) -> list[str]:
+def _kinds(schema: Any, definitions: JsonMapping) -> list[str]:
     """Return the JSON types of the values that a schema allows; ``string`` where it does not say. ``definitions``:
     schemas to which it may refer."""
     if not isinstance(schema, Mapping):
@@ -225,23 +227,23 @@ def read_call(name: str, arguments: str) -> ToolCall:
     return _call_of({"name": name, "arguments": _loads(arguments)})
 
 
-class _WrittenCall(msgspec.Struct, forbid_unknown_fields=True):
+class _WrittenCall(Struct, forbid_unknown_fields=True):
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: JsonObject = {}
     id: Any = None
     type: Any = None
 
 
 def _call_of(value: Any) -> ToolCall:
     try:
-        call = msgspec.convert(value, _WrittenCall)
-    except (msgspec.ValidationError, RecursionError) as error:
+        call = convert(value, _WrittenCall)
+    except (ValidationError, RecursionError) as error:
         problem = str(error).replace("`", "")
         raise BadCallError(f"a call must be a JSON object with name and arguments alone: {problem}") from None
     return ToolCall(call.name, call.arguments)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:
     table = dict(pairs)
     if len(table) < len(pairs):
         raise ValueError("a key stands twice")

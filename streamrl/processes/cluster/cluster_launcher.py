@@ -7,25 +7,24 @@ started on a host that the run does not use yet, or wait until one joins."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from hashlib import sha256
+from logging import getLogger
+from os import environ
 from pathlib import Path
+from time import monotonic
 from typing import Protocol
 
-import anyio
-import msgspec
+from anyio import CancelScope, Lock, create_task_group, sleep
 from anyio.abc import TaskGroup
-from msgspec import Struct
+from msgspec import Struct, json
 from msgspec.structs import replace
 
 from streamrl.base.atomic_files import write_atomic, write_durable
 from streamrl.base.errors import RecipeError
 from streamrl.base.host_addresses import at_port
-from streamrl.engines.vllm.options import installed_device
+from streamrl.engines.vllm.visible_gpus import installed_device
 from streamrl.processes.cluster.daemon_messages import DaemonSetup, EndAll, EndLeftBehind, HostFacts, StartProcess
 from streamrl.processes.cluster.failed_joins import FailedJoins
 from streamrl.processes.cluster.host_assignment import GpuNeed, HostRoom, assign, gpu_need, on_fewer_ranks
@@ -47,7 +46,7 @@ from streamrl.recipe.topology import (
     plan_topology,
 )
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 LOOK_S = 2.0
 """How often the cluster is asked for hosts while one is missing."""
@@ -119,7 +118,7 @@ class ClusterLauncher:
         self._places: dict[str, ProcessPlace] = {}
         self._epoch = _next_epoch(run_directory)
         self._starts = 0
-        self._looking = anyio.Lock()
+        self._looking = Lock()
         self._failed_joins = FailedJoins()
         self._run_host: HostFacts | None = None
         self._placing = False
@@ -158,17 +157,17 @@ class ClusterLauncher:
 
     async def _assigned(self) -> dict[str, ProcessPlace]:
         """Places on the hosts that are not lost, once there is room for engines and ranks."""
-        began_s = time.monotonic()
+        began_s = monotonic()
         while True:
             living = [host.facts for host in self.hosts.values() if not host.lost]
             rooms = [HostRoom(name=facts.name, address=facts.address, gpus=gpu_names(facts)) for facts in living]
             try:
-                return self._assign(rooms, may_lose_ranks=time.monotonic() > began_s + ROOM_S)
+                return self._assign(rooms, may_lose_ranks=monotonic() > began_s + ROOM_S)
             except RecipeError:
-                if time.monotonic() > began_s + ROOM_S:
+                if monotonic() > began_s + ROOM_S:
                     raise
             await self._look()
-            await anyio.sleep(LOOK_S)
+            await sleep(LOOK_S)
 
     def _assign(self, rooms: Sequence[HostRoom], *, may_lose_ranks: bool) -> dict[str, ProcessPlace]:
         """Assign places on ``rooms`` for a run that has begun, also on fewer hosts than ``cluster.hosts``."""
@@ -262,7 +261,7 @@ class ClusterLauncher:
     async def _watch(self) -> None:
         """Look for a host to join while one is lost."""
         while True:
-            await anyio.sleep(LOOK_S)
+            await sleep(LOOK_S)
             if any(host.lost for host in self.hosts.values()):
                 await self._look()
 
@@ -334,7 +333,7 @@ class ClusterLauncher:
                     endpoints[f"{plan.name}.weights"] = f"tcp://{at_port(place.address, port)}"
             plans.append(plan)
         self._topology = replace(self._topology, processes=tuple(plans), endpoints=endpoints)
-        write_atomic(self._run_directory / TOPOLOGY_FILE, msgspec.json.encode(self._topology))
+        write_atomic(self._run_directory / TOPOLOGY_FILE, json.encode(self._topology))
 
     def _plan_of(self, name: str) -> ProcessPlan:
         assert self._topology is not None
@@ -346,19 +345,19 @@ class ClusterLauncher:
         daemon_plans = [plan for plan in plans if plan.role in (Role.ENGINE, Role.TRAINER)]
         return DaemonSetup(
             run_directory=str(self._run_directory),
-            digest=hashlib.sha256((self._run_directory / "recipe.toml").read_bytes()).hexdigest(),
+            digest=sha256((self._run_directory / "recipe.toml").read_bytes()).hexdigest(),
             epoch=self._epoch,
             lease_s=cluster.lease_s,
             ports=cluster.ports,
             port_count=sum(len(STREAMS[plan.role]) + 1 for plan in daemon_plans) + 1,
             interface=cluster.interface,
             address=offer.address,
-            variables={name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)},
+            variables={name: value for name, value in environ.items() if name.startswith(PASSED_ON)},
         )
 
     async def release(self) -> None:
         """End all daemons."""
-        async with anyio.create_task_group() as releasing:
+        async with create_task_group() as releasing:
             for host in self.hosts.values():
                 host.lose("the run has ended")
                 releasing.start_soon(host.link.release)
@@ -372,13 +371,13 @@ async def cluster_launcher(
     hosts, or one cannot serve."""
     need = gpu_need(recipe, installed_device())
     launcher = ClusterLauncher(recipe, run_directory, sockets, hosts, local, need, save)
-    async with anyio.create_task_group() as nursery:
+    async with create_task_group() as nursery:
         try:
             await launcher.run(nursery)
             yield launcher
         finally:
             nursery.cancel_scope.cancel()
-            with anyio.CancelScope(shield=True):
+            with CancelScope(shield=True):
                 await launcher.release()
 
 

@@ -3,16 +3,16 @@ them in the supervisor's process while a host is missing."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from logging import getLogger
+from time import monotonic
 
 from msgspec import Struct
 
 from streamrl.base.errors import StreamRLError
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 FIRST_PAUSE_S = 4.0
 LONGEST_PAUSE_S = 300.0
@@ -39,7 +39,7 @@ class FailedJoins:
 
     def may_try(self, host: str) -> bool:
         """Return whether the pause of ``host`` is over."""
-        return host not in self.by_host or self.by_host[host].retry_s <= time.monotonic()
+        return host not in self.by_host or self.by_host[host].retry_s <= monotonic()
 
     @contextmanager
     def joining(self, host: str) -> Iterator[None]:
@@ -53,6 +53,6 @@ class FailedJoins:
                 pause_s = min(2.0 * earlier.pause_s, LONGEST_PAUSE_S)
             if earlier is None or earlier.text != text:
                 log.warning("no host has joined: %s", text)
-            self.by_host[host] = FailedJoin(text, pause_s, time.monotonic() + pause_s)
+            self.by_host[host] = FailedJoin(text, pause_s, monotonic() + pause_s)
         else:
             self.by_host.pop(host, None)

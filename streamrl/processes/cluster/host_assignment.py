@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import msgspec
+from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.rules.rules import broken_rules
@@ -86,10 +87,10 @@ def on_fewer_ranks(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> 
     """Return ``recipe`` with as many of its ranks as have room on ``hosts``; None where no rank has room. The launcher
     asks after hosts were lost, so the numbers of hosts in ``[cluster]`` are not required of the result."""
     for ranks in range(recipe.training.ranks, 0, -1):
-        fewer = msgspec.structs.replace(
+        fewer = structs.replace(
             recipe,
-            training=msgspec.structs.replace(recipe.training, ranks=ranks),
-            cluster=msgspec.structs.replace(recipe.cluster, hosts=0, trainer_hosts=0, engine_hosts=0),
+            training=structs.replace(recipe.training, ranks=ranks),
+            cluster=structs.replace(recipe.cluster, hosts=0, trainer_hosts=0, engine_hosts=0),
         )
         with suppress(RecipeError):
             assign(fewer, hosts, need)

@@ -6,24 +6,26 @@ have started the successors of these processes on another host."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import sha256
+from os import environ, getpid
 from pathlib import Path
+from time import monotonic
 from typing import IO
 
-import anyio
-import msgspec
+from anyio import Lock
+from msgspec import json
 
+from streamrl.base.errors import InputError
 from streamrl.base.run_process import start_session
-from streamrl.engines.vllm.visible_gpus import visible_gpus
+from streamrl.engines.vllm.visible_gpus import Gpu, visible_gpus
 from streamrl.prepare.machine_check import installed_version
 from streamrl.processes.cluster.daemon_messages import (
     DaemonAnswer,
@@ -64,7 +66,7 @@ class HostDaemon:
         self._orders_done = 0
         self._survivors: tuple[int, ...] = ()
         self._port_locks: list[IO[bytes]] = []
-        self._order_lock = anyio.Lock()
+        self._order_lock = Lock()
         self._launcher.open()
         raise_file_limit()
         self._lease = _start_lease(setup.lease_s, self._sockets)
@@ -74,8 +76,13 @@ class HostDaemon:
         problem = ""
         if not self._address:
             problem = f"no address of this host is in cluster.advanced.interface = {self._setup.interface}"
+        gpus: tuple[Gpu, ...] = ()
+        try:
+            gpus = visible_gpus()
+        except InputError as error:
+            problem = str(error)
         recipe = self._directory / "recipe.toml"
-        sees_run = recipe.is_file() and hashlib.sha256(recipe.read_bytes()).hexdigest() == self._setup.digest
+        sees_run = recipe.is_file() and sha256(recipe.read_bytes()).hexdigest() == self._setup.digest
         ports: list[int] = []
         if self._address and not self._port_locks:
             allowed_ports = port_range(self._setup.ports)
@@ -85,10 +92,10 @@ class HostDaemon:
             address=self._address,
             sees_run=sees_run,
             packages=packages_here(),
-            gpus=visible_gpus(),
+            gpus=gpus,
             ports=tuple(ports),
             nice=os.nice(0),
-            memory_monitor=os.environ.get(MEMORY_MONITOR) != "0",
+            memory_monitor=environ.get(MEMORY_MONITOR) != "0",
             problem=problem,
         )
 
@@ -149,8 +156,8 @@ class HostDaemon:
             self._reasons[number] = read_reason(self._directory, child.name)
         if (reason := self._reasons.get(number)) is None:
             return ProcessState(pid=pid, exit_code=code)
-        age_s = time.monotonic() - reason.monotonic_s
-        return ProcessState(pid=pid, exit_code=code, reason=msgspec.json.encode(reason), reason_age_s=age_s)
+        age_s = monotonic() - reason.monotonic_s
+        return ProcessState(pid=pid, exit_code=code, reason=json.encode(reason), reason_age_s=age_s)
 
     def _renew(self) -> None:
         if self._lease.poll() is not None:  # it was killed, and nothing else would end the processes of this host
@@ -169,7 +176,7 @@ def packages_here() -> dict[str, str]:
 
 
 def _start_lease(lease_s: float, sockets: Path) -> subprocess.Popen[bytes]:
-    arguments = (str(lease_s), str(sockets), str(os.getpid()))
+    arguments = (str(lease_s), str(sockets), str(getpid()))
     command: Sequence[str] = (sys.executable, "-P", "-m", "streamrl.processes.cluster.lease", *arguments)
     # In its own session: Ray ends the process group of a worker, and the lease must outlive the daemon for a moment.
     lease = start_session(command, stdin=subprocess.PIPE, stderr=None)

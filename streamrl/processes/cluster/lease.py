@@ -10,9 +10,10 @@ import os
 import select
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
+from signal import SIGINT, SIGKILL
+from time import monotonic
 
 from streamrl.processes.local_launcher import end_marked_processes
 
@@ -27,19 +28,19 @@ def main() -> None:
     lease_s = float(sys.argv[1])
     sockets = Path(sys.argv[2])
     daemon = int(sys.argv[3])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    deadline = time.monotonic() + max(lease_s, FIRST_S)
-    while (remaining_s := deadline - time.monotonic()) > 0:
+    signal.signal(SIGINT, signal.SIG_IGN)
+    deadline = monotonic() + max(lease_s, FIRST_S)
+    while (remaining_s := deadline - monotonic()) > 0:
         if select.select([0], [], [], remaining_s)[0]:
             if not os.read(0, 65_536):
                 break  # the daemon has ended
-            deadline = time.monotonic() + lease_s
+            deadline = monotonic() + lease_s
     else:
         sys.stderr.write(f"the run did not reach this host for {lease_s:g} s: its processes end\n")
         sys.stderr.flush()
     if os.getppid() == daemon:
         with suppress(ProcessLookupError):
-            os.kill(daemon, signal.SIGKILL)
+            os.kill(daemon, SIGKILL)
     # Children of the daemon die with it. Processes that they started and that outlive them have the run's marker.
     end_marked_processes(sockets, SWEEP_S)
 

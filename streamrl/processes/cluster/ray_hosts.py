@@ -17,12 +17,15 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
+from logging import getLogger
+from os import environ
+from signal import SIGTERM
 from types import ModuleType
 from typing import IO, Any
 
 import anyio
-import msgspec
-from anyio import to_thread
+from anyio import CancelScope, current_time, fail_after, move_on_after, to_thread
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
@@ -34,7 +37,7 @@ from streamrl.processes.cluster.host_daemon import HostDaemon
 from streamrl.processes.cluster.remote_host import DaemonGone, DaemonLink
 from streamrl.recipe.sections import Cluster, Transport, TransportSecurity
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 PROBE_S = 3.0
 START_S = 60.0
@@ -46,7 +49,7 @@ class RayDaemon:
     """The actor that Ray starts on a host. Its methods run in one thread, which starts all processes on this host."""
 
     def __init__(self, setup: bytes, name: str) -> None:
-        self._setup = msgspec.msgpack.decode(setup, type=DaemonSetup)
+        self._setup = msgpack.decode(setup, type=DaemonSetup)
         self._name = name
         self._daemon: HostDaemon | None = None
 
@@ -54,12 +57,12 @@ class RayDaemon:
         """Encoded ``HostFacts``. The first call begins the lease."""
         if self._daemon is None:
             self._daemon = HostDaemon(self._setup, name=self._name)
-        return msgspec.msgpack.encode(self._daemon.facts())
+        return msgpack.encode(self._daemon.facts())
 
     async def answer(self, request: bytes) -> bytes:
         """Encoded ``DaemonAnswer`` to an encoded ``DaemonRequest``."""
         assert self._daemon is not None
-        return msgspec.msgpack.encode(await self._daemon.answer(msgspec.msgpack.decode(request, type=DaemonRequest)))
+        return msgpack.encode(await self._daemon.answer(msgpack.decode(request, type=DaemonRequest)))
 
     async def close(self) -> None:
         """End all processes of the run on this host."""
@@ -83,11 +86,11 @@ class RayLink(DaemonLink):
 
     async def facts(self) -> HostFacts:
         """Facts of the host. Raises the errors of ``ask``."""
-        return msgspec.msgpack.decode(await self._call(self._actor.facts.remote()), type=HostFacts)
+        return msgpack.decode(await self._call(self._actor.facts.remote()), type=HostFacts)
 
     async def release(self) -> None:
         """End the daemon with all processes below it."""
-        with suppress(DaemonGone, OSError), anyio.move_on_after(10.0):
+        with suppress(DaemonGone, OSError), move_on_after(10.0):
             await self._call(self._actor.close.remote())
         await to_thread.run_sync(self.give_back)
 
@@ -151,7 +154,7 @@ class RayHosts:
                 bundle["GPU"] = float(count)
             bundles.append(bundle)
         groups = await to_thread.run_sync(lambda: [placement_group([bundle]) for bundle in bundles])
-        began_s = anyio.current_time()
+        began_s = current_time()
         are_ready = [await to_thread.run_sync(partial(group.wait, _remaining_start_s(began_s))) for group in groups]
         if not all(are_ready):
             await to_thread.run_sync(lambda: [remove_placement_group(group) for group in groups])
@@ -160,7 +163,7 @@ class RayHosts:
                 f"Ray did not give this run its hosts within {START_S:g} s ({requested}): see `ray status`"
             )
         variables = {}
-        if python_path := os.environ.get("PYTHONPATH"):
+        if python_path := environ.get("PYTHONPATH"):
             variables["PYTHONPATH"] = python_path
         Actor = self._ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=100)(RayDaemon)
         links = [
@@ -171,13 +174,13 @@ class RayHosts:
                     # A daemon without GPUs, and all processes below it, see none: Ray would let it see all of the host.
                     runtime_env={"env_vars": variables if count else variables | {"CUDA_VISIBLE_DEVICES": ""}},
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group),
-                ).remote(msgspec.msgpack.encode(setup(offer)), offer.name),
+                ).remote(msgpack.encode(setup(offer)), offer.name),
                 group,
             )
             for group, (offer, count) in zip(groups, gpus.items(), strict=True)
         ]
         try:
-            with anyio.fail_after(START_S):
+            with fail_after(START_S):
                 facts = [await link.facts() for link in links]
         except (DaemonGone, OSError) as error:
             for link in links:
@@ -191,7 +194,7 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
     """Connect to the cluster of a recipe. Raises ``RecipeError`` where Ray is not installed, no head answers, its
     version of Ray or Python is another, or it admits everybody who reaches its ports."""
     # Before Ray is imported: with a wrong token Ray would try for 20 s.
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
+    environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     try:
         import ray
     except ImportError:
@@ -206,12 +209,12 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
             f"cluster.address = {cluster.address}: nobody answers there within {PROBE_S:g} s: start Ray "
             "(`ray start --head --port PORT`), or name the address of its head"
         )
-    if os.environ.get("RAY_AUTH_MODE") != "token" and transport.security is not TransportSecurity.NONE:
+    if environ.get("RAY_AUTH_MODE") != "token" and transport.security is not TransportSecurity.NONE:
         raise RecipeError(
             "cluster: Ray runs code of everybody who reaches its ports: start it with RAY_AUTH_MODE=token and "
             'RAY_AUTH_TOKEN_PATH, on all hosts and here; or allow it by transport.advanced.security = "none"'
         )
-    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    getLogger("ray").setLevel(logging.CRITICAL)
     connect = partial(ray.init, address=cluster.address, namespace=_NAMESPACE, log_to_driver=False)
     ray_messages = ""
     try:
@@ -235,7 +238,7 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
     try:
         yield hosts
     finally:
-        with anyio.CancelScope(shield=True):
+        with CancelScope(shield=True):
             await to_thread.run_sync(ray.shutdown)
             _restore_signals()
 
@@ -244,7 +247,7 @@ def _restore_signals() -> None:
     """Install Python's handler of SIGTERM again. Ray's own code replaces it at a connection and sets it to the default
     at the end of a connection: then SIGTERM would end this process, in place of a drain."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        signal.signal(SIGTERM, signal.getsignal(SIGTERM))
 
 
 @contextmanager
@@ -261,7 +264,7 @@ def _stderr_to(file: IO[bytes]) -> Iterator[None]:
 
 
 def _remaining_start_s(began_s: float) -> float:
-    return max(START_S - (anyio.current_time() - began_s), 0.1)
+    return max(START_S - (current_time() - began_s), 0.1)
 
 
 def _free_gpus() -> dict[str, int]:
@@ -272,7 +275,7 @@ def _free_gpus() -> dict[str, int]:
 
 async def _answers(host: str, port: int) -> bool:
     """Return whether a server accepts a connection within ``PROBE_S``: Ray itself would try for minutes."""
-    with suppress(OSError), anyio.move_on_after(PROBE_S):
+    with suppress(OSError), move_on_after(PROBE_S):
         stream = await anyio.connect_tcp(host, port)
         await stream.aclose()
         return True

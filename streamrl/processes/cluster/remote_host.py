@@ -4,15 +4,15 @@
 
 from __future__ import annotations
 
-import logging
-import signal
-import time
 from contextlib import suppress
+from logging import getLogger
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from time import monotonic
 from typing import Protocol
 
-import anyio
-import msgspec
+from anyio import Event, fail_after, move_on_after
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
@@ -27,7 +27,7 @@ from streamrl.processes.cluster.daemon_messages import (
 )
 from streamrl.processes.exit_reason import ExitKind, ExitReason, read_exit_reason, write_reason
 
-log = logging.getLogger(__name__)
+log = getLogger(__name__)
 
 PING_S = 0.25
 ANSWER_S = 1.0
@@ -74,11 +74,11 @@ class RemoteProcess:
 
     def terminate(self) -> None:
         """Order the daemon to send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
+        self.send_signal(SIGTERM)
 
     def kill(self) -> None:
         """Order the daemon to send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
+        self.send_signal(SIGKILL)
 
 
 class RemoteHost:
@@ -99,10 +99,10 @@ class RemoteHost:
         self._first = 0
         self._names: dict[int, str] = {}
         self._states: dict[int, ProcessState] = {}
-        self._answered_s = time.monotonic()
+        self._answered_s = monotonic()
         self._is_late = False
-        self._changed = anyio.Event()
-        self._wake = anyio.Event()
+        self._changed = Event()
+        self._wake = Event()
 
     @property
     def name(self) -> str:
@@ -135,9 +135,9 @@ class RemoteHost:
         try:
             while not self.lost:
                 await self._ask()
-                if time.monotonic() > self._answered_s + self._lease_s + MARGIN_S:
+                if monotonic() > self._answered_s + self._lease_s + MARGIN_S:
                     self.lose(f"{self.name} has not answered for {self._lease_s + MARGIN_S:g} s")
-                with anyio.move_on_after(PING_S):
+                with move_on_after(PING_S):
                     await self._wake.wait()
         finally:
             self.lose("the run has ended")  # also when cancelled: ``carried_out`` would wait for ever
@@ -151,13 +151,13 @@ class RemoteHost:
             self._notify()
 
     async def _ask(self) -> None:
-        asked_s = time.monotonic()
-        self._wake = anyio.Event()
+        asked_s = monotonic()
+        self._wake = Event()
         request = DaemonRequest(epoch=self._epoch, first=self._first, orders=tuple(self._orders))
         try:
-            with anyio.fail_after(ANSWER_S):
-                encoded = await self.link.ask(msgspec.msgpack.encode(request))
-            answer = msgspec.msgpack.decode(encoded, type=DaemonAnswer)
+            with fail_after(ANSWER_S):
+                encoded = await self.link.ask(msgpack.encode(request))
+            answer = msgpack.decode(encoded, type=DaemonAnswer)
         except DaemonGone as error:
             self.lose(f"the daemon of {self.name} has ended: {error}")
             return
@@ -192,7 +192,7 @@ class RemoteHost:
 
     def _note_reason(self, name: str, state: ProcessState) -> None:
         """Write the reason of an end where the supervisor reads it, with the time of this host's clock."""
-        at_s = time.monotonic()
+        at_s = monotonic()
         if state.failure:
             self._write(name, ExitReason(kind=ExitKind.CAUSE, message=state.failure, monotonic_s=at_s))
         elif state.reason and (reason := read_exit_reason(state.reason)):
@@ -205,10 +205,10 @@ class RemoteHost:
     def _end_states(self) -> None:
         for number, state in self._states.items():
             if state.exit_code is None:
-                reason = ExitReason(kind=ExitKind.CAUSE, message=self.lost, monotonic_s=time.monotonic())
+                reason = ExitReason(kind=ExitKind.CAUSE, message=self.lost, monotonic_s=monotonic())
                 self._write(self._names[number], reason)
-                self._states[number] = replace(state, exit_code=-signal.SIGKILL)
+                self._states[number] = replace(state, exit_code=-SIGKILL)
 
     def _notify(self) -> None:
         self._changed.set()
-        self._changed = anyio.Event()
+        self._changed = Event()

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from pathlib import Path
+from socket import AF_INET, AF_INET6
 from typing import IO
 
 import psutil
@@ -34,7 +35,7 @@ def free_ports(address: str, ports: Iterable[int], count: int) -> tuple[list[int
     for port in ports:
         if len(reserved) == count:
             break
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe, suppress(OSError):
+        with socket.socket(AF_INET6 if ":" in address else AF_INET) as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port))
             lock = (folder / f"{port}.lock").open("ab")
@@ -51,7 +52,7 @@ def free_ports(address: str, ports: Iterable[int], count: int) -> tuple[list[int
 def address_on(interface: str) -> str:
     """This host's first address of an interface (eth1; an IPv4 address where it has one) or in a network (10.1.0.0/16,
     fd00::/8); empty where it has none."""
-    for family in (socket.AF_INET, socket.AF_INET6):
+    for family in (AF_INET, AF_INET6):
         for name, addresses in psutil.net_if_addrs().items():
             for address in (entry.address for entry in addresses if entry.family == family):
                 if "%" in address:  # of one link only: no other host would know of which one

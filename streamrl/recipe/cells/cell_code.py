@@ -21,6 +21,7 @@ from typing import Any
 
 from streamrl.base.atomic_files import make_directory, write_durable
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import TextsByName
 from streamrl.recipe.user_code import spec_of
 
 CELLS = "cells"
@@ -77,7 +78,7 @@ class _Definitions:
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._texts: dict[str, str] = {}
+        self._texts: TextsByName = {}
         self._values: dict[str, Any] = {}
 
     def texts(self) -> list[str]:

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import json, to_builtins
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.recipe.cells.cell_code import CELLS, name_of_code, written
 from streamrl.recipe.field_types import as_table
 from streamrl.recipe.sections import Run
@@ -20,7 +20,7 @@ _SHORT = {"model": "path", "prompts": "train", "objective": "algorithm"}
 """Sections that may be written as one value, with the key of this value."""
 
 
-def python_table(sections: Mapping[str, Any]) -> JsonObject:
+def python_table(sections: JsonMapping) -> JsonObject:
     """Return ``sections`` as a table of plain values. ``model``, ``prompts`` and ``objective`` may be one value, and
     ``rewards`` one reward. A function or class becomes its name, rows of prompts (a list, a dataset) a file. Raises
     ``RecipeError``."""
@@ -41,7 +41,7 @@ def python_table(sections: Mapping[str, Any]) -> JsonObject:
     for section, key in (("prompts", "train"), ("evaluation", "prompts")):
         if isinstance(table.get(section), dict) and key in table[section]:
             table[section][key] = _source(table[section][key], f"{section}.{key}", cells)
-    plain: JsonObject = msgspec.to_builtins(table, enc_hook=partial(_plain, cells))
+    plain: JsonObject = to_builtins(table, enc_hook=partial(_plain, cells))
     return plain
 
 
@@ -53,7 +53,14 @@ def _plain(cells: Path, value: Any) -> Any:
 
 
 def _source(value: Any, path: str, cells: Path) -> Any:
-    """Return a source of prompts as it is, or the file to which its rows are written. Raises ``RecipeError``."""
+    """Return a source of prompts as it is, or the file to which its rows are written; of a table of sets, each of them.
+    Raises ``RecipeError``."""
+    if isinstance(value, dict):
+        sets = {name: table if isinstance(table, dict) else {"prompts": table} for name, table in value.items()}
+        return {
+            name: table | {"prompts": _source(table.get("prompts", ""), f"{path}.{name}", cells)}
+            for name, table in sets.items()
+        }
     if isinstance(value, str | Path) or callable(value):
         return value
     if not hasattr(value, "__len__") or isinstance(value, Mapping):
@@ -61,5 +68,5 @@ def _source(value: Any, path: str, cells: Path) -> Any:
             f"{path}: a {type(value).__name__} cannot be read by another process, and not again after a resume: give "
             "rows in a list, or the function that makes the iterator"
         )
-    rows = b"".join(msgspec.json.encode(row, enc_hook=partial(_plain, cells)) + b"\n" for row in value)
+    rows = b"".join(json.encode(row, enc_hook=partial(_plain, cells)) + b"\n" for row in value)
     return str(written(cells, "rows", ".jsonl", rows))

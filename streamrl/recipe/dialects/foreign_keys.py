@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from streamrl.base.types import JsonMapping, JsonObject
+from streamrl.base.types import JsonMapping, JsonObject, TextMapping, TextsByName
 from streamrl.recipe.field_types import as_written, paths_in_view
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value, value_or_text
@@ -35,7 +35,7 @@ class Row(Struct, frozen=True):
 
     key: str
     here: str
-    values: Mapping[str, str] = {}
+    values: TextMapping = {}
 
     def effect(self, value: Any, key: str) -> str:
         """Return the effect of ``value``, in which the last part of the dotted ``key`` replaces ``*``."""
@@ -44,13 +44,13 @@ class Row(Struct, frozen=True):
 
 
 @cache
-def _table() -> tuple[Mapping[str, Mapping[str, Row]], Mapping[str, JsonMapping], Mapping[str, str], Mapping[str, str]]:
+def _table() -> tuple[Mapping[str, Mapping[str, Row]], Mapping[str, JsonMapping], TextMapping, TextMapping]:
     """Read (rows of each system by key, defaults of each system, arguments of vLLM that a recipe cannot set,
     switches)."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     texts = {f"@{name}": text for name, text in table.pop("texts").items()}
     switches = {key: switch for keys, switch in table.pop("switches").items() for key in keys.split()}
-    owned: dict[str, str] = {}
+    owned = {}
     for arguments, owner in table.pop("owned").items():
         for argument in arguments.split():
             owned[argument] = owner.replace(".*", f".{argument}")
@@ -61,7 +61,7 @@ def _table() -> tuple[Mapping[str, Mapping[str, Row]], Mapping[str, JsonMapping]
         rows[dialect] = {}
         for keys, entry in entries.items():
             default_effect, *texts_of_values = [entry] if isinstance(entry, str) else entry
-            effects: dict[str, str] = {}
+            effects: TextsByName = {}
             for text in texts_of_values:  # "VALUE VALUE: EFFECT"
                 values, _, effect = text.partition(": ")
                 effects |= dict.fromkeys(values.split(), texts.get(effect, effect))
@@ -75,13 +75,13 @@ def dialects() -> Mapping[str, Mapping[str, Row]]:
     return _table()[0]
 
 
-def owned_arguments() -> Mapping[str, str]:
+def owned_arguments() -> TextMapping:
     """Return the arguments of vLLM that ``engines.args`` cannot have: for each the key that sets it, or ``-`` and the
     reason why no key does."""
     return _table()[2]
 
 
-def switches() -> Mapping[str, str]:
+def switches() -> TextMapping:
     """Return the keys that have an effect only where another has a value: for each ``OTHER=VALUE``."""
     return _table()[3]
 
@@ -146,7 +146,7 @@ def foreign_answer(key: str, value: Any = NOT_GIVEN) -> str:
 def _effects_by_owner(key: str, value: Any) -> dict[str, dict[str, list[str]]]:
     """Effects of the best matching rows of all systems: for each effect the keys that have it, each with its systems as
     ``verl's``."""
-    rows: dict[str, Row] = {}
+    rows = {}
     for dialect, table in dialects().items():
         row = find(dialect, key)
         if row is not None and row.key in table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.recipe.objectives.grpo import GroupStd
-from streamrl.recipe.objectives.method import Clip, Method, Surrogate, Tensor
+from streamrl.recipe.objectives.method import Method, Surrogate, SurrogateTokens, Tensor
 
 
 class TokenWeight(Surrogate, frozen=True):
@@ -12,10 +12,10 @@ class TokenWeight(Surrogate, frozen=True):
     name = "token_weight"
     dual_clips = False
 
-    def loss(self, ratio_N: Tensor, advantages_N: Tensor, logprobs_N: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-        ratio_N = ratio_N.detach()
-        weight_N = ratio_N.clamp(1 - clip.low, 1 + clip.high)
-        return -weight_N * advantages_N * logprobs_N, weight_N != ratio_N
+    def loss(self, tokens: SurrogateTokens) -> tuple[Tensor, Tensor]:
+        ratio_N = tokens.ratio_N.detach()
+        weight_N = ratio_N.clamp(1 - tokens.clip.low, 1 + tokens.clip.high)
+        return -weight_N * tokens.advantages_N * tokens.logprobs_N, weight_N != ratio_N
 
 
 # The paper has no lower bound of the weight and does not print the upper one: 5, as in TRL's paper index for ScaleRL

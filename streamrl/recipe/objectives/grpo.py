@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.recipe.objectives.method import Advantages, Clip, LossNormalization, Method, Surrogate, Tensor
+from streamrl.recipe.objectives.method import Advantages, LossNormalization, Method, Surrogate, SurrogateTokens, Tensor
 
 STD_EPSILON = 1e-4
 """Added to a group's standard deviation, as TRL and the plain loop do."""
@@ -13,7 +13,10 @@ class TokenClip(Surrogate, frozen=True):
 
     name = "token_clip"
 
-    def loss(self, ratio_N: Tensor, advantages_N: Tensor, logprobs_N: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    def loss(self, tokens: SurrogateTokens) -> tuple[Tensor, Tensor]:
+        clip = tokens.clip
+        ratio_N = tokens.ratio_N
+        advantages_N = tokens.advantages_N
         # r has an upper bound where A > 0, and a lower one where A < 0; the dual clip is an upper bound where A < 0.
         # clamp has no gradient outside of its bounds.
         rising_N = advantages_N > 0

@@ -44,11 +44,43 @@ class KlPlace(StrEnum):
 
 
 class Clip(NamedTuple):
-    """Bounds of r, the ratio of two policies: ``1 - low``, ``1 + high``, and ``dual`` where A < 0 (0: none)."""
+    """Bounds of r, the ratio of two policies: ``1 - low``, ``1 + high``, and ``dual`` where A < 0 (0: none).
+    ``divergence_mask`` bounds the difference of two probabilities: ``-low``, ``high``."""
 
     low: float
     high: float
     dual: float
+
+
+class SurrogateTokens(NamedTuple):
+    """Trained tokens of whole sequences, or a part of them. Float32 [N] unless noted.
+
+    ``logprobs_N``: log pi, differentiable.
+    ``proximal_N``: log pi_proximal.
+    ``behavior_N``: logprobs that the engine reported.
+    ``ratio_N``: r = pi / pi_proximal, differentiable, at most exp(20).
+    ``staleness_N``: int64, versions between the one that sampled the token and the one that is differentiated.
+    ``sequence_N``: int64, index of the token's trajectory.
+    ``sequences``: number of trajectories."""
+
+    logprobs_N: Tensor
+    proximal_N: Tensor
+    behavior_N: Tensor
+    ratio_N: Tensor
+    advantages_N: Tensor
+    staleness_N: Tensor
+    sequence_N: Tensor
+    sequences: int
+    clip: Clip
+
+    def sequence_sum(self, values_N: Tensor) -> Tensor:
+        """Sum of ``values_N`` over the trajectory of each token, differentiable. [N]."""
+        sums_S = values_N.new_zeros(self.sequences).index_add(0, self.sequence_N, values_N)
+        return sums_S[self.sequence_N]
+
+    def sequence_mean(self, values_N: Tensor) -> Tensor:
+        """Mean of ``values_N`` over the trajectory of each token, differentiable. [N]."""
+        return self.sequence_sum(values_N) / self.sequence_sum(values_N.new_ones(values_N.shape))
 
 
 class Surrogate(Section, frozen=True):
@@ -57,14 +89,16 @@ class Surrogate(Section, frozen=True):
 
     ``clips``: whether ``clip_low`` and ``clip_high`` have an effect;
     ``dual_clips``: whether ``dual_clip`` has an effect;
-    ``whole_sequences``: whether r is the geometric mean of the ratios of a trajectory, the same for each token."""
+    ``whole_sequences``: whether r is the geometric mean of the ratios of a trajectory, the same for each token;
+    ``reads_trajectory``: whether the loss of a token reads other tokens of its trajectory."""
 
     name: ClassVar[str]
     clips: ClassVar[bool] = True
     dual_clips: ClassVar[bool] = True
     whole_sequences: ClassVar[bool] = False
+    reads_trajectory: ClassVar[bool] = False
 
-    def loss(self, ratio_N: Tensor, advantages_N: Tensor, logprobs_N: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    def loss(self, tokens: SurrogateTokens) -> tuple[Tensor, Tensor]:
         """Return (loss of each token, differentiable; whether the clip changed it, bool). [N] each."""
         raise NotImplementedError
 
@@ -72,20 +106,26 @@ class Surrogate(Section, frozen=True):
 class Advantages(Section, frozen=True):
     """Baseline and scale of an advantage. Text and keys as for a ``Surrogate``.
 
+    ``of_rewards``: whether rewards make advantages at all;
     ``compares_siblings``: whether rewards of a group are compared, so that a group of one, or of equal rewards, has no
     advantage;
     ``varies_with_size``: whether the size of the group scales the advantages, so that groups of several sizes would
     have different weights;
     ``whole_batch``: whether advantages are whitened over the batch, so that they are known when it is complete;
     ``of_cohort``: whether they are whitened over ``cohort_batches`` batches;
-    ``of_critic``: whether they are computed from values of a critic."""
+    ``of_critic``: whether they are computed from values of a critic;
+    ``positive_rewards``: whether no reward may be below 0;
+    ``tracks_prompts``: whether they are relative to a ``base.types.Baseline`` of the prompt, which control keeps."""
 
     name: ClassVar[str]
+    of_rewards: ClassVar[bool] = True
     compares_siblings: ClassVar[bool] = False
     varies_with_size: ClassVar[bool] = False
     whole_batch: ClassVar[bool] = False
     of_cohort: ClassVar[bool] = False
     of_critic: ClassVar[bool] = False
+    positive_rewards: ClassVar[bool] = False
+    tracks_prompts: ClassVar[bool] = False
 
     def of_group(self, rewards_S: Tensor, centred_S: Tensor) -> Tensor:
         """Return the advantages of siblings whose rewards differ, float64 [S]; called where ``compares_siblings``.
@@ -131,3 +171,4 @@ class Method(Struct, frozen=True):
     clip_high: float = 0.2
     kl_in: KlPlace = KlPlace.LOSS
     dynamic_sampling: bool = False
+    distillation_coefficient: float = 0.0

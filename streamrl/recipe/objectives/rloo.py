@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from streamrl.recipe.objectives.method import Advantages, Clip, KlPlace, LossNormalization, Method, Surrogate, Tensor
+from streamrl.recipe.objectives.method import (
+    Advantages,
+    KlPlace,
+    LossNormalization,
+    Method,
+    Surrogate,
+    SurrogateTokens,
+    Tensor,
+)
 
 
 class PolicyGradient(Surrogate, frozen=True):
@@ -12,8 +20,9 @@ class PolicyGradient(Surrogate, frozen=True):
     clips = False
     dual_clips = False
 
-    def loss(self, ratio_N: Tensor, advantages_N: Tensor, logprobs_N: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-        return -ratio_N * advantages_N, advantages_N.new_zeros(advantages_N.shape).bool()
+    def loss(self, tokens: SurrogateTokens) -> tuple[Tensor, Tensor]:
+        advantages_N = tokens.advantages_N
+        return -tokens.ratio_N * advantages_N, advantages_N.new_zeros(advantages_N.shape).bool()
 
 
 class LeaveOneOut(Advantages, frozen=True):

@@ -47,7 +47,7 @@ def refused_arguments(recipe: Recipe) -> Broken:
 @rule("engines", "off_policy")
 def rounded_engines(recipe: Recipe) -> Broken:
     """Engines that round differently from the trainer need the correction of the mismatch."""
-    if recipe.off_policy.correct_mismatch:
+    if recipe.off_policy.corrects_mismatch:
         return
     for path, arguments in _arguments(recipe):
         for name in ROUNDING:
@@ -114,13 +114,15 @@ def speculation(recipe: Recipe) -> Broken:
                 )
 
 
-@rule("sampling")
+@rule("sampling", "prompts.train")
 def sampled_tokens(recipe: Recipe) -> Broken:
     """Stop strings must have characters; the least length must not exceed the limit."""
     sampling = recipe.sampling
     if "" in sampling.stop:
         yield Problem("sampling.stop", "has an empty text, at which every completion would end: remove it")
-    if sampling.min_tokens > sampling.max_tokens:
-        yield Problem(
-            "sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens = {sampling.max_tokens}: lower it"
-        )
+    limits = [("", sampling.max_tokens)]
+    limits += [(f"prompts.train.{name}.", settings.max_tokens) for name, settings in recipe.prompts.sets.items()]
+    limit, place = min((limit, place) for place, limit in limits if limit)
+    if sampling.min_tokens > limit:
+        text = f"{sampling.min_tokens} is more than {place}max_tokens = {limit}: lower it"
+        yield Problem("sampling.min_tokens", text)

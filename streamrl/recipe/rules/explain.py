@@ -63,14 +63,14 @@ def _explained(path: str) -> list[str]:
         if part == ADVANCED and part is parts[-1] and key is not None:
             advanced = [below for below in keys.values() if below.advanced]
             return [f"[{path}]", *(line for below in advanced for line in _key_lines(below))]
-        if part == ADVANCED:
-            continue
+        if part == ADVANCED or (part not in keys and key is not None and key.named):
+            continue  # a name of the user's
         if part not in keys:
             return []
         key = keys[part]
         keys = {}
-        if key.struct is not None:
-            keys = keys_of(key.struct)
+        if (struct := key.inner[0]) is not None:
+            keys = keys_of(struct)
     if key is None:
         return []
     if len(parts) == 1:
@@ -181,8 +181,9 @@ def _table(struct: msgspec.StructMeta, prefix: str) -> str:
                 default = f"`{short_toml(key.default)}`"
             name = f"{prefix}{ADVANCED}.{key.name}" if key.advanced else f"{prefix}{key.name}"
             rows.append(f"| `{name}` | {expected(key.kind)} | {default} | {_cell(key)} |".replace("|  |", "| |"))
-            if key.struct is not None:
-                add(key.struct, f"{name}.")
+            inner, place = key.inner
+            if inner is not None:
+                add(inner, f"{name}.{place}")
 
     add(struct, "")
     return "\n".join(rows)

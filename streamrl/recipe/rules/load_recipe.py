@@ -11,20 +11,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec import convert
 from msgspec.structs import asdict, replace
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.recipe.cells.python_recipe import python_table
 from streamrl.recipe.check_fields import CheckedTable
 from streamrl.recipe.environment import ENVIRONMENT_REWARD, MCP, command_of
 from streamrl.recipe.field_types import as_table
+from streamrl.recipe.objectives.distillation import DISTILLATION, NO_REWARD
 from streamrl.recipe.problems import Origin, problem
 from streamrl.recipe.remote_names import HUB, is_bare_name, is_url
 from streamrl.recipe.rewards import Reward, reward_traits, with_current_keys
 from streamrl.recipe.rules.rules import apply_system, broken_rules, foreign_answer
-from streamrl.recipe.sections import EvaluationSet, Recipe
+from streamrl.recipe.sections import EvaluationSet, Recipe, TrainingSet
 from streamrl.recipe.toml_text import TOML_REMEDIES, key_lines, parse_toml, toml_document, value_or_text
 
 _MARKED_PATHS = ("./", "../")
@@ -40,7 +41,7 @@ _PLACEHOLDERS: dict[str, Any] = {
 }
 
 
-def load_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(source: str | Path | JsonMapping, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file, or a recipe of Python objects (``cells.python_recipe.python_table``), and apply ``--set``
     overrides such as ``rollout.group_size=4`` or ``rewards.0.weight=2``.
 
@@ -50,7 +51,7 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     return read_recipe(source, overrides)[0]
 
 
-def read_recipe(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+def read_recipe(source: str | Path | JsonMapping, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
     """Read a recipe as ``load_recipe`` does. Returns also the keys that ``rollout.system`` sets, one line for each."""
     if isinstance(overrides, str):
         raise RecipeError(f"overrides is one text: write load_recipe(..., [{overrides!r}])")
@@ -166,6 +167,9 @@ def _check(table: JsonObject, origin: Origin, overrides: Sequence[str], director
     if "environment" in table:
         table = {"rewards": [{"function": ENVIRONMENT_REWARD}]} | table
     overridden = [_override(table, text, problems) for text in overrides]
+    objective = table.get("objective")
+    if isinstance(objective, dict) and objective.get("algorithm") == DISTILLATION.name and not table.get("rewards"):
+        table = table | {"rewards": [{"function": NO_REWARD}]}
     origin = replace(origin, overridden=frozenset(path for path in overridden if path))
     origin, contradictions, system = apply_system(table, origin)
     checked = CheckedTable(table, origin, foreign_answer)
@@ -185,7 +189,7 @@ def _recipe(checked: CheckedTable) -> Recipe:
             values[name] = placeholder | values.get(name, {})
         else:
             values[name] = [placeholder[0] | item for item in values.get(name, placeholder)]
-    return msgspec.convert(values, Recipe)
+    return convert(values, Recipe)
 
 
 def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
@@ -200,7 +204,7 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         recipe,
         run=replace(recipe.run, observers=observers),
         model=replace(recipe.model, path=resolve_model(recipe.model.path, directory)),
-        prompts=replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
+        prompts=replace(recipe.prompts, train=_resolved_sets(recipe.prompts.train, directory)),
         rollout=replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),
         rewards=tuple(resolved_reward(reward, directory) for reward in recipe.rewards),
         environment=replace(
@@ -215,7 +219,21 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
             args=_arguments(recipe.engines.args, directory),
             sets=tuple(replace(shape, args=_arguments(shape.args, directory)) for shape in recipe.engines.sets),
         ),
+        objective=replace(
+            recipe.objective,
+            reference=resolve_model(recipe.objective.reference, directory),
+            function=resolve_function(recipe.objective.function, directory),
+        ),
         judge=replace(recipe.judge, model=resolve_model(recipe.judge.model, directory)),
+        teacher=replace(
+            recipe.teacher,
+            model=resolve_model(recipe.teacher.model, directory) if recipe.teacher.is_own else recipe.teacher.model,
+            tokenizer=_absolute_if_set(recipe.teacher.tokenizer, directory),
+            further=tuple(
+                replace(other, tokenizer=_absolute_if_set(other.tokenizer, directory))
+                for other in recipe.teacher.further
+            ),
+        ),
         reward_limits=replace(recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)),
         evaluation=replace(recipe.evaluation, prompts=_resolved_sets(recipe.evaluation.prompts, directory)),
         transport=replace(recipe.transport, keys=_absolute_if_set(recipe.transport.keys, directory)),
@@ -292,10 +310,10 @@ def resolve_function(spec: str, directory: Path) -> str:
 
 
 def _resolved_sets(prompts: Any, directory: Path) -> Any:
-    """Return ``evaluation.prompts``, in any of its forms, with absolute paths."""
+    """Return ``prompts.train`` or ``evaluation.prompts``, in any of their forms, with absolute paths."""
     if isinstance(prompts, dict):
-        return {name: _resolved_sets(held_out, directory) for name, held_out in prompts.items()}
-    if isinstance(prompts, EvaluationSet):
+        return {name: _resolved_sets(named, directory) for name, named in prompts.items()}
+    if isinstance(prompts, EvaluationSet | TrainingSet):
         return replace(prompts, prompts=resolve_spec(prompts.prompts, directory))
     return resolve_spec(prompts, directory)
 

@@ -1,13 +1,15 @@
-"""Rules of ``[[rewards]]``, ``[reward_limits]`` and ``[judge]``."""
+"""Rules of ``[[rewards]]``, ``[reward_limits]`` and ``[judge]``, and those that ``[teacher]`` has in common with it."""
 
 from __future__ import annotations
 
-from streamrl.recipe.judge import CALLS_AT_ONCE, JUDGE_REWARD, Judge, asks_own_judge
+from streamrl.recipe.objectives.distillation import NO_REWARD
 from streamrl.recipe.problems import short_toml
-from streamrl.recipe.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, FailurePolicy, Reward
+from streamrl.recipe.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, FailurePolicy, Reward, RewardCredit
 from streamrl.recipe.rules.engine_rules import are_cores
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
 from streamrl.recipe.sections import Recipe
+from streamrl.recipe.served_models import CALLS_AT_ONCE, JUDGE_REWARD, Judge, asks_own_judge, compares_siblings
+from streamrl.recipe.topology import Role, served_models
 
 has_no_effect(
     " ".join(f"judge.{name}" for name in Judge.__struct_fields__ if name != "model"),
@@ -42,18 +44,28 @@ def rewards_are_named(recipe: Recipe) -> Broken:
             yield Problem(f"rewards.{index}.name", f'"{name}" would break the names of metrics: write it without "/"')
 
 
-@rule("rewards.weight", "rewards.shadow")
+@rule("rewards", "objective", "prompts.train")
 def some_reward_counts(recipe: Recipe) -> Broken:
-    """At least one reward must be trained."""
+    """At least one reward must be trained, and of each set that names its rewards."""
     trained = [reward for reward in recipe.rewards if not reward.shadow]
+    taught = recipe.objective_settings.distils or not recipe.objective_settings.estimator.of_rewards
+    zero = {reward.label for reward in trained if reward.weight == 0 or (reward.function == NO_REWARD and not taught)}
     if recipe.rewards and not trained:
         yield Problem(
             "rewards", "every reward is a shadow, so there is nothing to train on: set shadow = false for one"
         )
-    elif recipe.rewards and all(reward.weight == 0 for reward in trained):
+    elif recipe.rewards and len(zero) == len(trained):
         yield Problem(
-            "rewards", "every weight is 0, so every reward would be 0: give at least one a weight that is not 0"
+            "rewards",
+            f'every weight is 0, or the reward "{NO_REWARD}" without a teacher, so every reward would be 0: give at '
+            "least one a weight that is not 0",
         )
+    elif not taught:
+        for name, training_set in recipe.prompts.sets.items():
+            counted = {reward.label for reward in trained if reward.label in training_set.rewards}
+            if counted and counted <= zero:
+                text = f"has only {', '.join(sorted(counted))}, which is always 0: add a reward with a weight"
+                yield Problem(f"prompts.train.{name}.rewards", text)
 
 
 @rule("rewards")
@@ -116,6 +128,43 @@ def combination(recipe: Recipe) -> Broken:
         )
 
 
+@rule("rewards.credit", "reward_limits.combine", "objective")
+def numbers_reach_their_tokens(recipe: Recipe) -> Broken:
+    """Numbers of steps and tokens need a method that compares siblings within their group, and does not change
+    advantages with the batch; nothing may make one number of them."""
+    settings = recipe.objective_settings
+    combine = recipe.reward_limits.combine
+    for index, reward in enumerate(recipe.rewards):
+        if reward.credit is RewardCredit.COMPLETION:
+            continue
+        key = f"rewards.{index}.credit"
+        credit = f'"{reward.credit}" gives numbers to {reward.credit}'
+        estimator = settings.estimator
+        if estimator.whole_batch or estimator.positive_rewards or not estimator.compares_siblings:
+            yield Problem(
+                key,
+                f'{credit}, and objective.advantages = "{settings.advantages}" takes one reward a completion: set '
+                'advantages = "group_std", or credit = "completion"',
+            )
+        if settings.token_surrogate.whole_sequences:
+            yield Problem(
+                key,
+                f'{credit}, which objective.surrogate = "{settings.surrogate}" averages over the trajectory: set '
+                'surrogate = "token_clip", or credit = "completion"',
+            )
+        if combine not in (COMBINE_WEIGHTS, COMBINE_SEPARATE):
+            yield Problem(
+                key,
+                f'{credit}, and reward_limits.combine = "{combine}" makes one number of them: set combine = '
+                f'"{COMBINE_WEIGHTS}", or credit = "completion"',
+            )
+        if reward.late_is_wrong:
+            yield Problem(
+                f"rewards.{index}.late_is_wrong",
+                f'true gives a completion one number, and credit = "{reward.credit}": remove one of them',
+            )
+
+
 @rule("rewards", "judge")
 def judges_are_there(recipe: Recipe) -> Broken:
     """A reward that sends questions needs a judge, and a judge needs such a reward."""
@@ -136,24 +185,49 @@ def judges_are_there(recipe: Recipe) -> Broken:
         )
 
 
-@rule("rewards", "judge")
-def questions_come_in_time(recipe: Recipe) -> Broken:
-    """The longest wait of a question, for a batch or for the actor, must end before the time limit of its reward."""
-    judge = recipe.judge
-    if not judge.model:
-        return
-    if judge.batch_wait_s > judge.max_wait_s:
-        yield Problem(
-            "judge.batch_wait_s",
-            f"{judge.batch_wait_s:g} is above max_wait_s = {judge.max_wait_s:g}: lower it, or raise that",
-        )
+@rule("rewards", "rollout.group_size", "rollout.prompts_per_batch", "group_sizing", "evaluation", "prompts.train")
+def judged_siblings_and_steps(recipe: Recipe) -> Broken:
+    """A judge that compares needs siblings, also where it is the score of held-out prompts, and one that judges steps
+    gives numbers to them."""
+    rollout = recipe.rollout
+    batches = recipe.group_sizing.batches(rollout.prompts_per_batch, rollout.group_size)
+    key_of_size = "group_sizing.sizes has 1" if recipe.group_sizing.varies else "rollout.group_size = 1"
     for index, reward in enumerate(recipe.rewards):
-        if asks_own_judge(reward) and reward.timeout_s <= judge.max_wait_s:
+        key = f"rewards.{index}.options"
+        if compares_siblings(reward) and any(size < 2 for _, size in batches):
+            yield Problem(key, f"compare needs siblings, and {key_of_size}: raise it, or remove compare")
+        judges_steps = reward.function == JUDGE_REWARD and bool(reward.options.get("steps"))
+        if judges_steps and reward.credit is not RewardCredit.STEPS:
+            yield Problem(key, 'steps gives numbers to steps: set credit = "steps" below [rewards.advanced]')
+    for name in recipe.evaluation.sets:
+        score = recipe.score_of(name)
+        if score and compares_siblings(score) and recipe.evaluation.samples < 2:
+            text = f'1 has no siblings, and "{score.label}", the score of {name}, compares them: raise it to 2 or more'
+            yield Problem("evaluation.samples", f"{text}, or name a reward that does not in evaluation.reward")
+            return
+
+
+@rule("rewards", "judge", "teacher")
+def questions_come_in_time(recipe: Recipe) -> Broken:
+    """The longest wait of a question, for a batch or for the actor, must end before the time limit of who asks."""
+    limits: dict[Role, dict[str, float]] = {Role.JUDGE: {}, Role.TEACHER: {}}
+    limits[Role.TEACHER]["teacher.timeout_s"] = recipe.teacher.timeout_s
+    for index, reward in enumerate(recipe.rewards):
+        if asks_own_judge(reward):
+            limits[Role.JUDGE][f"rewards.{index}.timeout_s"] = reward.timeout_s
+    for role, settings in served_models(recipe).items():
+        if settings.batch_wait_s > settings.max_wait_s:
             yield Problem(
-                f"rewards.{index}.timeout_s",
-                f"{reward.timeout_s:g} is over before a question that may wait for judge.max_wait_s = "
-                f"{judge.max_wait_s:g} is asked: raise it, or lower max_wait_s",
+                f"{role}.batch_wait_s",
+                f"{settings.batch_wait_s:g} is above max_wait_s = {settings.max_wait_s:g}: lower it, or raise that",
             )
+        for key, timeout_s in limits[role].items():
+            if timeout_s <= settings.max_wait_s:
+                yield Problem(
+                    key,
+                    f"{timeout_s:g} is over before a question that may wait for {role}.max_wait_s = "
+                    f"{settings.max_wait_s:g} is asked: raise it, or lower max_wait_s",
+                )
 
 
 @rule("rewards", "judge", "reward_limits")
@@ -180,13 +254,14 @@ def _open_questions(reward: Reward) -> int:
     return concurrency if isinstance(concurrency, int) else CALLS_AT_ONCE
 
 
-@rule("judge")
-def judge_cores(recipe: Recipe) -> Broken:
+@rule("judge", "teacher")
+def cores_of_served_models(recipe: Recipe) -> Broken:
     """``cores`` must be a list of cores; it sets the number of threads, too."""
-    judge = recipe.judge
-    if judge.cores and not are_cores(judge.cores):
-        yield Problem("judge.cores", f'"{judge.cores}" is not a list of cores: write "0", "0-3" or "0,2,4-7"')
-    if judge.cores and judge.threads:
-        yield Problem(
-            "judge.threads", f"{judge.threads} beside judge.cores, which say how many there are: leave one out"
-        )
+    for role, settings in served_models(recipe).items():
+        if settings.cores and not are_cores(settings.cores):
+            yield Problem(f"{role}.cores", f'"{settings.cores}" is not a list of cores: write "0", "0-3" or "0,2,4-7"')
+        if settings.cores and settings.threads:
+            yield Problem(
+                f"{role}.threads",
+                f"{settings.threads} beside {role}.cores, which say how many there are: leave one out",
+            )

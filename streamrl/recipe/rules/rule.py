@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from streamrl.base.types import Texts
 from streamrl.recipe.field_types import as_written, keys_of, written_path
 from streamrl.recipe.problems import short_toml
 from streamrl.recipe.sections import Recipe
@@ -29,7 +30,7 @@ Broken = Iterator[Problem]
 class Rule(Struct, frozen=True):
     """A rule. ``reads``: paths of the values that ``check`` reads."""
 
-    reads: tuple[str, ...]
+    reads: Texts
     check: Callable[[Recipe], Broken]
 
 
@@ -93,7 +94,7 @@ def broken_rules(recipe: Recipe, bad_paths: Set[str] = frozenset()) -> list[tupl
 
 
 @cache
-def _above_reads(reads: tuple[str, ...]) -> Set[str]:
+def _above_reads(reads: Texts) -> Set[str]:
     return {above for read in reads for above in _upwards(read)}
 
 

@@ -9,7 +9,9 @@ from streamrl.recipe.rules import (  # noqa: F401 - each registers its rules
     reward_rules,
     run_rules,
     scheduling_rules,
+    teacher_rules,
     transport_rules,
+    turn_rules,
 )
 from streamrl.recipe.rules.rule import broken_rules
 from streamrl.recipe.rules.systems import apply_system

@@ -8,12 +8,14 @@ import re
 from collections.abc import Mapping
 
 from streamrl.base.host_addresses import wrong_port
+from streamrl.recipe.environment import ENVIRONMENT_REWARD, Credit
+from streamrl.recipe.objectives.distillation import NO_REWARD
 from streamrl.recipe.problems import did_you_mean, short_toml
 from streamrl.recipe.remote_names import is_url, name_in_address, url_problem
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
 from streamrl.recipe.schedules.schedule import SCHEDULES, WITHOUT_END, options_of, rate_factor
 from streamrl.recipe.scheduling import RoundKind
-from streamrl.recipe.sections import ADAPTER_RANKS, Gathered, OptimizerKind, Recipe, Run
+from streamrl.recipe.sections import ADAPTER_RANKS, SOLVED, Gathered, OptimizerKind, Recipe, Run, TrainingSet
 
 DEVICES = ("auto", "cpu", "cuda")
 LONGEST_RUN_NAME = 45
@@ -65,13 +67,103 @@ def evaluation(recipe: Recipe) -> Broken:
             yield Problem(f"evaluation.prompts.{name}", "is empty: name its prompts, or remove it")
 
 
-@rule("evaluation.reward", "rewards")
+@rule("prompts.train", "evaluation.prompts", "rewards", "sampling.max_tokens", "prompts.template", "environment")
+def settings_of_sets(recipe: Recipe) -> Broken:
+    """Settings of a training set must be possible in the run, and held-out sets must name one."""
+    labels = [reward.label for reward in recipe.rewards]
+    limit = recipe.sampling.max_tokens
+    for name, training_set in recipe.prompts.sets.items():
+        path = f"prompts.train.{name}"
+        unknown = [label for label in training_set.rewards if label not in labels]
+        for label in unknown:
+            text = f'"{label}" is no reward of this recipe: write names out of {", ".join(labels)}'
+            yield Problem(f"{path}.rewards", text)
+        if not unknown and all(reward.shadow for reward in recipe.rewards if training_set.serves(reward)):
+            yield Problem(f"{path}.rewards", "names no reward that is trained: add one that is no shadow")
+        if not training_set.environment:
+            yield from _beside_environment(recipe, training_set, f"{path}.environment")
+        if training_set.max_tokens > limit:
+            text = f"{training_set.max_tokens} is above sampling.max_tokens = {limit}, the limit of all sets"
+            yield Problem(f"{path}.max_tokens", f"{text}: raise that")
+    held_out_settings = [recipe.settings_of_held_out(name) for name in recipe.evaluation.sets]
+    for index, reward in enumerate(recipe.rewards):
+        serving = [settings.serves(reward) for settings in (*recipe.prompts.sets.values(), *held_out_settings)]
+        if serving and not any(serving):
+            text = f'"{reward.label}" scores nothing, because no set names it: add it to prompts.train.NAME.rewards'
+            yield Problem(f"rewards.{index}", f"{text}, or remove it")
+    for name, held_out in recipe.evaluation.sets.items():
+        if held_out.like and held_out.like not in recipe.prompts.all_sets:
+            sets = ", ".join(filter(None, recipe.prompts.all_sets)) or "none: prompts.train is a single source"
+            text = f'"{held_out.like}" is no training set; there are {sets}'
+            yield Problem(f"evaluation.prompts.{name}.like", f"{text}: correct it, or remove the key")
+
+
+def _beside_environment(recipe: Recipe, training_set: TrainingSet, path: str) -> Broken:
+    """Single completions are trained beside episodes whose credit is that of the trajectory, by rewards of the run."""
+    credit = recipe.environment.credit
+    if not recipe.environment.configured:
+        yield Problem(path, "false has no effect without an [environment]: remove it")
+    elif credit is not Credit.TRAJECTORY:
+        text = f'false cannot be mixed with environment.credit = "{credit}", as a completion has one turn'
+        yield Problem(path, f'{text}: set credit = "trajectory"')
+    rewards = [reward for reward in recipe.rewards if training_set.serves(reward) and not reward.shadow]
+    if rewards and all(reward.function == ENVIRONMENT_REWARD for reward in rewards):
+        yield Problem(path, "false leaves the set without a reward: add [[rewards]] that score its completions")
+
+
+@rule("prompts.skip_solved", "prompts.pools")
+def pools(recipe: Recipe) -> Broken:
+    """Pools need bounds, and names that metrics can have."""
+    for name, pool in recipe.prompts.pools.items():
+        path = f"prompts.pools.{name}"
+        if not re.fullmatch(NAME, name) or (name == SOLVED and recipe.prompts.skip_solved is not None):
+            text = f'"{name}" cannot name a pool: use letters, digits and "._-", and not the pool of skip_solved'
+            yield Problem("prompts.pools", text)
+        elif pool.minimum is None and pool.below is None:
+            yield Problem(path, "has neither minimum nor below, and would hold all prompts: add one of them")
+        elif pool.minimum is not None and pool.below is not None and pool.minimum >= pool.below:
+            text = f"holds nothing from minimum = {pool.minimum:g} to below = {pool.below:g}: correct one of them"
+            yield Problem(path, text)
+
+
+@rule("prompts.train", "training.epochs")
+def training_sets(recipe: Recipe) -> Broken:
+    """A run trains on one source, or on sets with names that metrics can have."""
+    sets = recipe.prompts.sets
+    if not sets:
+        problem = "has no set that is sampled: add one without imitate" if recipe.prompts.imitated else "is empty"
+        yield Problem("prompts.train", f"{problem}: name the prompts")
+    for name, training_set in recipe.prompts.all_sets.items():
+        if training_set.imitate_steps and not training_set.imitate:
+            yield Problem(
+                f"prompts.train.{name}.imitate_steps", "has no effect without imitate: set it, or remove this"
+            )
+        if training_set.imitate and (training_set.rewards or training_set.max_tokens):
+            key = "rewards" if training_set.rewards else "max_tokens"
+            yield Problem(f"prompts.train.{name}.{key}", "has no effect with imitate, which samples nothing: remove it")
+        path = f"prompts.train.{name}" if name else "prompts.train"
+        if isinstance(recipe.prompts.train, dict) and not re.fullmatch(NAME, name):
+            yield Problem("prompts.train", f'"{name}" cannot be part of a metric: use letters, digits and "._-"')
+        elif not training_set.prompts:
+            yield Problem(path, "is empty: name its prompts, or remove it")
+    if len(sets) > 1 and recipe.training.epochs:
+        text = f"{recipe.training.epochs:g} passes over {len(sets)} sets, whose shares say how often each is read"
+        yield Problem("training.epochs", f"{text}: set run.steps in its place")
+
+
+@rule("evaluation", "rewards", "prompts.train")
 def evaluated_reward(recipe: Recipe) -> Broken:
-    """The score of evaluations must be a reward of the recipe."""
+    """The score of evaluations must be a reward of the recipe, which scores all held-out sets."""
     name = recipe.evaluation.reward
     labels = [reward.label for reward in recipe.rewards]
     if name and name not in labels:
         yield Problem("evaluation.reward", f'"{name}" is no reward of this recipe: write one of {", ".join(labels)}')
+        return
+    for held_out in recipe.evaluation.sets:
+        rewards = recipe.settings_of_held_out(held_out).rewards
+        if name and rewards and name not in rewards:
+            text = f'"{name}" does not score the held-out set {held_out}, as its training set has {", ".join(rewards)}'
+            yield Problem("evaluation.reward", f"{text}: add it there, or remove this: the first of each is the score")
 
 
 @rule("lora")
@@ -171,13 +263,17 @@ def run_length(recipe: Recipe) -> Broken:
         )
 
 
-@rule("evaluation.every", "evaluation.prompts", "checkpoint", "run.steps", "training.epochs")
+@rule("evaluation", "checkpoint", "run.steps", "training.epochs", "rewards", "prompts.train")
 def checkpoints(recipe: Recipe) -> Broken:
     """The best checkpoints need scores of the same steps; kept checkpoints must be written."""
     checkpoint = recipe.checkpoint
-    sets = recipe.evaluation.sets.values()
-    every = next((held_out.every or 0 for held_out in sets), 0)  # the first set has the score
-    if checkpoint.keep_best and not every:
+    sets = recipe.evaluation.sets
+    first = next(iter(sets), "")  # it has the score
+    every = next((held_out.every or 0 for held_out in sets.values()), 0)
+    if checkpoint.keep_best and sets and recipe.score_of(first) is None:
+        text = f'has no score to compare, as the only reward of {first} is "{NO_REWARD}": add a reward, or remove this'
+        yield Problem("checkpoint.keep_best", f"{checkpoint.keep_best} {text}")
+    elif checkpoint.keep_best and not every:
         yield Problem(
             "checkpoint.keep_best",
             f"{checkpoint.keep_best} needs held-out scores: set evaluation.prompts and evaluation.every, "
@@ -293,11 +389,14 @@ def in_flight(recipe: Recipe) -> Broken:
         )
 
 
-@rule("model.path", "judge.model", "prompts.train", "evaluation.prompts")
+@rule("model.path", "judge.model", "teacher", "objective.reference", "prompts.train", "evaluation.prompts")
 def no_addresses(recipe: Recipe) -> Broken:
     """Models and data are paths or names of the Hub, not addresses of pages."""
     places = [("model.path", recipe.model.path), ("judge.model", recipe.judge.model)]
-    places += [("prompts.train", recipe.prompts.train)]
+    if recipe.teacher.is_own:
+        places.append(("teacher.model", recipe.teacher.model))
+    places += [("objective.reference", recipe.objective.reference)]
+    places += [("prompts.train", training_set.prompts) for training_set in recipe.prompts.all_sets.values()]
     places += [("evaluation.prompts", held_out.prompts) for held_out in recipe.evaluation.sets.values()]
     if not recipe.model.path:
         yield Problem("model.path", "is empty: name a directory, or a model of the Hub (owner/name)")

@@ -10,12 +10,14 @@ from itertools import pairwise
 
 from streamrl.recipe.field_types import Section
 from streamrl.recipe.problems import short_toml
-from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
+from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
 from streamrl.recipe.scheduling import (
     SMALLEST_SIZE,
+    AdmissionKind,
     DeferredPrompts,
     GroupSizing,
     Keeps,
+    KvAdmission,
     LengthSorted,
     RoundKind,
     SizingKind,
@@ -89,6 +91,14 @@ has_no_effect(" ".join(f"tail_batching.{name}" for name in READ_BY_AUTO), _unles
 has_no_effect(_keys("length_sorted", LengthSorted), _unless_rounds(RoundKind.LENGTH_SORTED), *_ROUNDS)
 has_no_effect("rollout.in_flight", _nothing_in_flight, *_ROUNDS)
 has_no_effect("rollout.when_stale", _nothing_stale, *_ROUNDS)
+has_no_effect(
+    _keys("kv_admission", KvAdmission),
+    unless(
+        lambda recipe: recipe.rollout.admission is AdmissionKind.KV,
+        ' with rollout.admission = "slots": remove it, or set rollout.admission = "kv"',
+    ),
+    "rollout.admission",
+)
 OF_VARIED_SIZES = ("sizes", "keeps", "dwell")
 """Keys of ``[group_sizing]`` that every kind with several sizes reads."""
 has_no_effect(
@@ -176,11 +186,6 @@ def races(recipe: Recipe) -> Broken:
             "tail_batching.prompt_oversampling",
             '1 with response_oversampling = 1 races nothing: raise one of them, or set rounds = "synchronous"',
         )
-    if bool(tail.domain_column) != bool(tail.domains):
-        yield Problem(
-            "tail_batching.domains",
-            "needs domain_column and domains: name the column of the prompts and the share of each of its values",
-        )
 
 
 @rule("rollout.rounds", "tail_batching", "length_sorted", "objective")
@@ -207,6 +212,26 @@ def cohorts(recipe: Recipe) -> Broken:
         yield Problem(
             "length_sorted.oversubscription",
             f"{options.oversubscription:g} would never fill a batch: set 1 or more, or 0 (the whole cohort)",
+        )
+
+
+@rule("rollout.admission", "kv_admission", *_ROUNDS)
+def admission(recipe: Recipe) -> Broken:
+    """Admission by KV caches pauses trajectories, whose tokens are then of several versions."""
+    if recipe.rollout.admission is AdmissionKind.SLOTS:
+        return
+    if recipe.rollout.rounds is not RoundKind.CONTINUOUS:
+        yield Problem(
+            "rollout.admission",
+            f'"kv" does not fit rounds = "{recipe.rollout.rounds}": trajectories that are paused go on under later '
+            'weights; set admission = "slots", or rounds = "continuous"',
+        )
+    options = recipe.kv_admission
+    if options.soft_mark >= options.hard_mark:
+        yield Problem(
+            "kv_admission.soft_mark",
+            f"{options.soft_mark:g} is not below hard_mark = {options.hard_mark:g}: what is resumed would be paused "
+            "at once; set a lower soft_mark",
         )
 
 
@@ -275,18 +300,20 @@ def sizes_fit_the_batch(recipe: Recipe) -> Broken:
         )
 
 
-@rule("group_sizing", "rollout", "run.steps", "training.epochs")
+@rule("group_sizing", "rollout", "run.steps", "training.epochs", "objective")
 def sizes_show_stragglers(recipe: Recipe) -> Broken:
     """Constants of the straggler-aware controller must be in the range in which it works."""
     sizing = recipe.group_sizing
     rollout = recipe.rollout
     if sizing.kind is not SizingKind.SAGC:
         return
+    tracks_prompts = recipe.objective_settings.estimator.tracks_prompts
     for index, size in enumerate(sizing.sizes):
-        if size < SMALLEST_SIZE:
+        if size < SMALLEST_SIZE and not tracks_prompts:
             yield Problem(
                 f"group_sizing.sizes.{index}",
-                f"{size} is too small to show a straggler (longest against median): set it to {SMALLEST_SIZE} or more",
+                f"{size} is too small to show a straggler (longest against median): set it to {SMALLEST_SIZE} or more, "
+                'or objective.advantages = "tracked", which needs no siblings',
             )
     if rollout.group_size not in sizing.sizes:
         yield Problem(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from streamrl.base.types import JsonMapping, JsonObject
+from streamrl.base.types import JsonMapping, JsonObject, Texts
 from streamrl.recipe.problems import Origin, problem, short_toml
 from streamrl.recipe.scheduling import System
 
@@ -118,9 +118,9 @@ def apply_system(table: JsonObject, origin: Origin) -> tuple[Origin, list[str], 
         return origin, [], []
     system = System(rollout.pop("system"))
     where = f'{origin.locate("rollout.system")} (system = "{name}")'
-    problems: list[str] = []
-    rows: list[tuple[str, ...]] = []
-    implied: dict[str, str] = {}
+    problems = []
+    rows = []
+    implied = {}
     for setting in SYSTEMS[system]:
         published = setting.value(table) if callable(setting.value) else setting.value
         if published is None:
@@ -183,7 +183,7 @@ def explained_systems() -> list[str]:
     return lines
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _columns(rows: Sequence[Texts]) -> list[str]:
     """``rows`` as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -9,6 +9,7 @@ from ipaddress import ip_network
 from urllib.parse import parse_qsl
 
 from streamrl.base.host_addresses import host_of, is_loopback, is_public, is_wildcard
+from streamrl.base.types import Metrics
 from streamrl.recipe.rules.rule import Broken, Problem, rule
 from streamrl.recipe.sections import ClusterKind, Recipe, TransportKind, TransportSecurity
 from streamrl.recipe.topology import port_range
@@ -97,14 +98,14 @@ def open_to_others(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "metrics.endpoint", endpoint
 
 
-def transport_metrics(recipe: Recipe) -> dict[str, float]:
+def transport_metrics(recipe: Recipe) -> Metrics:
     """Return the metrics of the transport, the same for every step."""
     return {"health/insecure_transport": float(bool(insecure_notice(recipe)))}
 
 
 def insecure_notice(recipe: Recipe) -> str:
     """Return a line for each way in which sockets are open to other hosts without keys; empty: there is none."""
-    notices: list[str] = []
+    notices = []
     addresses = ", ".join(f"{field} = {value}" for field, value in open_to_others(recipe))
     if addresses and recipe.transport.security is TransportSecurity.NONE:
         notices.append(

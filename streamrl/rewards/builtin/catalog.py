@@ -12,6 +12,7 @@ from typing import Any
 from streamrl.rewards.builtin.environment import ENVIRONMENT
 from streamrl.rewards.builtin.length import LENGTH
 from streamrl.rewards.builtin.mathematics import MATH
+from streamrl.rewards.builtin.no_reward import NONE
 from streamrl.rewards.builtin.reasoning_gym_task import REASONING_GYM
 from streamrl.rewards.builtin.reward_model import REWARD_MODEL
 from streamrl.rewards.builtin.text import EXACT, FORMAT, REGEX
@@ -32,7 +33,8 @@ def _judge(**options: Any) -> RewardCallable:
 
 BUILTIN: Mapping[str, Callable[..., RewardCallable]] = {
     **{
-        reward.name: reward for reward in (EXACT, REGEX, MATH, REASONING_GYM, LENGTH, FORMAT, REWARD_MODEL, ENVIRONMENT)
+        reward.name: reward
+        for reward in (EXACT, REGEX, MATH, REASONING_GYM, LENGTH, FORMAT, REWARD_MODEL, ENVIRONMENT, NONE)
     },
     "code": _code,
     "judge": _judge,

@@ -15,7 +15,7 @@ import torch
 from msgspec import Struct
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from streamrl.recipe.sections import ComputeDtype
+from streamrl.recipe.sections import BFLOAT16_CAPABILITY, ComputeDtype
 from streamrl.rewards.builtin.reward_model_options import RewardModelOptions
 
 
@@ -94,7 +94,9 @@ class BatchedClassifier:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         on_cuda = device.startswith("cuda")
-        half = options.dtype is ComputeDtype.BFLOAT16 or (options.dtype is ComputeDtype.AUTO and on_cuda)
+        half = options.dtype is ComputeDtype.BFLOAT16
+        if options.dtype is ComputeDtype.AUTO and on_cuda:
+            half = torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY
         if options.threads and not on_cuda:
             torch.set_num_threads(options.threads)
         local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

@@ -72,7 +72,7 @@ def _math(options: MathOptions) -> RewardCallable:
         raise ValueError(f"the {options.column} {answer!r} of this prompt cannot be read as mathematics: correct it")
 
     def read_completion(completion: str) -> Any:
-        expressions: Any = []
+        expressions = []
         box = boxed_answer(completion)
         if box:
             expressions = library.parse(box, extraction, fallback_mode="no_fallback", parsing_timeout=None)

@@ -8,8 +8,9 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-import msgspec
+from msgspec import json
 
+from streamrl.base.types import JsonMapping
 from streamrl.recipe.problems import nearest
 from streamrl.rewards.declared import BadOption, BuiltinReward, Options, RewardCallable, compiled, declare, last_match
 
@@ -36,7 +37,7 @@ def _reasoning_gym(options: ReasoningGymOptions) -> RewardCallable:
     def verifier(task: str, settings: bytes) -> Any:
         if task not in factory.DATASETS:
             raise ValueError(f'the task "{task}" of this prompt is none of reasoning-gym: correct the column')
-        return factory.create_dataset(task, **msgspec.json.decode(settings))
+        return factory.create_dataset(task, **json.decode(settings))
 
     def reasoning_gym(completion: str, **columns: Any) -> float:
         task = options.task or columns.get("task")
@@ -45,8 +46,8 @@ def _reasoning_gym(options: ReasoningGymOptions) -> RewardCallable:
         answer = completion.strip() if extract is None else last_match(extract, completion)
         if answer is None:
             return 0.0
-        settings: Mapping[str, Any] = columns.get("task_options") or {}
-        dataset = verifier(task, msgspec.json.encode(settings, order="deterministic"))
+        settings: JsonMapping = columns.get("task_options") or {}
+        dataset = verifier(task, json.encode(settings, order="deterministic"))
         entry = {
             "question": columns.get("question") or columns.get("prompt") or "",
             "answer": columns["answer"],

@@ -21,7 +21,7 @@ def _reward_model(options: RewardModelOptions) -> RewardCallable:
         raise BadOption(f'"label" = {options.label}: the model has {labels}, counted from 0')
     if options.label < 0 and labels > 1:
         raise BadOption(f'"label" is not set, and the model has {labels}: choose one, counted from 0')
-    scorer: Any = None
+    scorer = None
 
     async def reward_model(_completion: str, *, prompt: str, messages: Any = None) -> float:
         nonlocal scorer

@@ -20,7 +20,7 @@ class RewardModelOptions(Options, frozen=True):
     counts, for a model with several (-1: the model has one); ``sigmoid``: sigmoid of the logit, 0 to 1.
     ``max_tokens``: longest text; a longer one is a failure and is not shortened. ``batch``: completions scored at once,
     at most; ``threads``: threads of torch on a CPU (0: torch's choice). ``device``: auto, cpu or cuda; ``dtype``: auto
-    (bfloat16 on CUDA), float32 or bfloat16."""
+    (bfloat16 on GPUs of compute capability 8.0 or more), float32 or bfloat16."""
 
     path: str
     chat: bool = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from streamrl.base.types import Texts
 from streamrl.rewards.declared import BadOption, BuiltinReward, Options, RewardCallable, compiled, declare, last_match
 
 
@@ -74,7 +75,7 @@ class FormatOptions(Options, frozen=True):
 
     ``opened``: the prompt ends with the first opening tag, so the completion begins inside of the first block."""
 
-    tags: tuple[str, ...]
+    tags: Texts
     opened: bool = False
 
 

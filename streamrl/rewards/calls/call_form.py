@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import AnyFunction
 from streamrl.rewards.scoring import copied
 from streamrl.rewards.signature import PROVIDED, RewardSignature
 
@@ -18,7 +19,7 @@ VERL_TEXT = "solution_str"
 VERL_EXTRA = "extra_info"
 _FIRST_OF_GROUPS = ("completion_ids", "prompts")  # first parameters of TRL functions that take no ``completions``
 # Arguments of a group that differ between siblings.
-_LISTS = {"completion_ids", "token_ids", "finish_reason", "environment_reward", "tool_calls"}
+_LISTS = {"completion_ids", "token_ids", "finish_reason", "environment_reward", "tool_calls", "turn_texts"}
 
 # Annotations of one value and of several. A union of both kinds matches neither pattern: it takes either.
 _SINGLE = re.compile(r"(?!.*\|(list|List|Sequence)\b)(Optional\[)?(str|int|float|bool|dict|Dict|Mapping)\b")
@@ -83,8 +84,8 @@ def misread(spec: str, completion_param: inspect.Parameter, parameters: Sequence
 
 
 def adapted(
-    function: Callable[..., Any], signature: RewardSignature, completion_param: inspect.Parameter, *, is_first: bool
-) -> Callable[..., Any]:
+    function: AnyFunction, signature: RewardSignature, completion_param: inspect.Parameter, *, is_first: bool
+) -> AnyFunction:
     """A function for ``call(completion, **arguments)``: ``function`` itself where that is its form, otherwise a wrapper
     around it."""
     is_verl = completion_param.name == VERL_TEXT
@@ -113,7 +114,9 @@ def adapted(
     def call(completion: Any, **arguments: Any) -> Any:
         return _score_of(function(**keyword_arguments(completion, arguments)), is_verl)
 
-    return call_async if signature.is_async else call
+    wrapper = call_async if signature.is_async else call
+    vars(wrapper).update(getattr(function, "__dict__", {}))  # a built-in reward is closed by its ``aclose``
+    return wrapper
 
 
 def example(spec: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
+from msgspec import msgpack
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, die_with, set_process_option
@@ -207,7 +207,7 @@ class ForkServer:
     def _report(self, event: ServerEvent) -> None:
         # Where the worker is gone, the next ``recv_fds`` of ``serve`` ends this process.
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._control.send(msgspec.msgpack.encode(event))
+            self._control.send(msgpack.encode(event))
 
 
 def _child_pids() -> list[int]:

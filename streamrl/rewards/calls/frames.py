@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-import msgspec
-from msgspec import Struct
+from msgspec import DecodeError, Struct, msgpack
 
 from streamrl.base.errors import UNDECODABLE
 from streamrl.base.types import RewardFailureKind
@@ -116,7 +115,7 @@ class FrameReader(Generic[Received]):
     """Splits a stream of bytes into frames of ``Received``."""
 
     def __init__(self, kind: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._decoder = msgpack.Decoder(kind)
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> Iterator[Received]:
@@ -127,7 +126,7 @@ class FrameReader(Generic[Received]):
         while len(buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, start)
             if length > LARGEST_FRAME:
-                raise msgspec.DecodeError(f"a frame of {length} bytes")
+                raise DecodeError(f"a frame of {length} bytes")
             end = start + _LENGTH.size + length
             if end > len(buffer):
                 break
@@ -139,7 +138,7 @@ class FrameReader(Generic[Received]):
 
 def to_frame(content: Any) -> bytes:
     """The frame of ``content``."""
-    body = msgspec.msgpack.encode(content)
+    body = msgpack.encode(content)
     return _LENGTH.pack(len(body)) + body
 
 
@@ -156,9 +155,8 @@ def answered_values(answer: CallAnswer, count: int) -> CheckedValues:
 
 
 def _is_finite(value: CheckedValue) -> bool:
-    if value.value is not None and not math.isfinite(value.value):
-        return False
-    return all(map(math.isfinite, value.parts.values()))
+    numbers = [value.value, *value.parts.values(), *(span.number for span in value.spans), *value.token_numbers]
+    return all(number is None or math.isfinite(number) for number in numbers)
 
 
 def decode_order(received: bytes) -> ServerOrder:
@@ -171,17 +169,17 @@ def decode_event(received: bytes) -> ServerEvent:
     return _decoded(_events, received)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Received], body: bytes) -> Received:
+def _decoded(decoder: msgpack.Decoder[Received], body: bytes) -> Received:
     try:
         return decoder.decode(body)
-    except msgspec.DecodeError:
+    except DecodeError:
         raise
     except UNDECODABLE as error:
-        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from error
+        raise DecodeError(f"{type(error).__name__}: {error}") from error
 
 
-_orders: msgspec.msgpack.Decoder[ServerOrder] = msgspec.msgpack.Decoder(ServerOrder)
-_events: msgspec.msgpack.Decoder[ServerEvent] = msgspec.msgpack.Decoder(ServerEvent)
+_orders: msgpack.Decoder[ServerOrder] = msgpack.Decoder(ServerOrder)
+_events: msgpack.Decoder[ServerEvent] = msgpack.Decoder(ServerEvent)
 
 
 class SharedStatus:

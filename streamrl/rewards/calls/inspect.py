@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import BinaryIO
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, json
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
+from streamrl.base.types import Texts
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
 from streamrl.rewards.calls.loading import load_reward
@@ -27,7 +27,7 @@ class RewardInspection(Struct, frozen=True, kw_only=True):
     remedy)."""
 
     signature: RewardSignature | None = None
-    problems: tuple[str, ...] = ()
+    problems: Texts = ()
 
 
 def inspect_in_subprocess(rewards: Sequence[Reward], timeout_s: float = 60.0) -> list[RewardInspection]:
@@ -50,7 +50,7 @@ def inspect_in_subprocess(rewards: Sequence[Reward], timeout_s: float = 60.0) ->
 def _inspect_some(rewards: Sequence[Reward], timeout_s: float) -> tuple[list[RewardInspection], str, float]:
     """Inspections of the first rewards, the failure that ended the process at the next reward, and the seconds that the
     process ran."""
-    arguments = [msgspec.json.encode(reward).decode() for reward in rewards]
+    arguments = [json.encode(reward).decode() for reward in rewards]
     # The process has the same variables as the processes of a reward worker that call the functions.
     variables = variables_of_user_code(rewards)
     ran = run_throwaway("streamrl.rewards.calls.inspect", arguments, timeout_s, variables=variables)
@@ -67,7 +67,7 @@ def read_inspections(written: bytes) -> list[RewardInspection]:
     inspections = []
     for line in filter(None, written.splitlines()):
         try:
-            inspections.append(msgspec.json.decode(line, type=RewardInspection))
+            inspections.append(json.decode(line, type=RewardInspection))
         except UNDECODABLE:  # the line is incomplete, or the user's module wrote to the descriptor
             break
     return inspections
@@ -75,12 +75,12 @@ def read_inspections(written: bytes) -> list[RewardInspection]:
 
 def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
     for argument in arguments:
-        reward = msgspec.json.decode(argument, type=Reward)
+        reward = json.decode(argument, type=Reward)
         try:
             inspection = RewardInspection(signature=load_reward(reward).signature)
         except RecipeError as error:
             inspection = RewardInspection(problems=tuple(error.problems))
-        answers.write(msgspec.json.encode(inspection) + b"\n")
+        answers.write(json.encode(inspection) + b"\n")
 
 
 if __name__ == "__main__":

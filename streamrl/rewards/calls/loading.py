@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import AnyFunction, Texts
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.user_code import load_user_object
 from streamrl.rewards.builtin.catalog import BUILTIN
@@ -52,14 +53,14 @@ def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunct
         if reward.options:
             function = _bind(reward, function)
     reward_function = _read_function(reward.function, reward.label, function)
-    signature = replace(reward_function.signature, special_tokens=reward.special_tokens)
+    signature = replace(reward_function.signature, special_tokens=reward.special_tokens, credit=reward.credit)
     adaptive = reward.adaptive_timeout
     if adaptive is not None and adaptive.key != "prompt_id":
         signature = replace(signature, limit_key=adaptive.key)
     return replace(reward_function, signature=signature)
 
 
-def _build(reward: Reward) -> Callable[..., Any]:
+def _build(reward: Reward) -> AnyFunction:
     factory = BUILTIN.get(reward.function)
     if factory is None:
         own_function = 'or a function of yours as "module:function" or "path/to/file.py:function"'
@@ -74,7 +75,7 @@ def _build(reward: Reward) -> Callable[..., Any]:
         ) from error
 
 
-def _bind(reward: Reward, function: Callable[..., Any]) -> Callable[..., Any]:
+def _bind(reward: Reward, function: AnyFunction) -> AnyFunction:
     """``function`` with the options bound. Raises ``RecipeError`` for an option that the function does not take."""
     parameters = _parameters(reward.function, function)
     completion_param = completion_parameter(reward.function, parameters)
@@ -95,7 +96,7 @@ def _takes_any_keyword(parameters: Iterable[inspect.Parameter]) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _parameters(spec: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters(spec: str, function: AnyFunction) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError) as error:
@@ -104,10 +105,10 @@ def _parameters(spec: str, function: Callable[..., Any]) -> list[inspect.Paramet
         ) from error
 
 
-def _read_function(spec: str, name: str, function: Callable[..., Any]) -> RewardFunction:
+def _read_function(spec: str, name: str, function: AnyFunction) -> RewardFunction:
     if inspect.isclass(function):
         raise RecipeError(f'reward "{spec}" is a class: name a function, or an instance that can be called')
-    bound: tuple[str, ...] = ()
+    bound: Texts = ()
     inner = function
     if isinstance(function, functools.partial):
         bound = tuple(function.keywords)
@@ -121,8 +122,8 @@ def _read_function(spec: str, name: str, function: Callable[..., Any]) -> Reward
     wants_all = _takes_any_keyword(parameters)
     provided_names = PROVIDED_OF_GROUPS if per_group else PROVIDED
     problems = list(misread(spec, completion_param, parameters))
-    columns: list[str] = []
-    optional: list[str] = []
+    columns = []
+    optional = []
     provided = [name for name in ("prompts", "completion_ids") if per_group and wants_all]
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

@@ -33,10 +33,9 @@ from contextlib import suppress
 from typing import Any
 
 import anyio
-import msgspec
 from anyio import to_thread
 from anyio.abc import TaskGroup
-from msgspec import Struct
+from msgspec import DecodeError, Struct, msgpack
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.notifier import Notifier
@@ -136,7 +135,7 @@ class CallChild:
         self.status: int | None = None
         self._frames: FrameReader[CallAnswer] = FrameReader(CallAnswer)
         self._answers: deque[CallAnswer] = deque()
-        self._decode_error: msgspec.DecodeError | None = None
+        self._decode_error: DecodeError | None = None
         self._sequence = 0
         self._socket, self.child_socket = socket.socketpair()
         self._socket.setblocking(False)
@@ -177,7 +176,7 @@ class CallChild:
                 return None
             try:
                 self._answers.extend(self._frames.feed(received))
-            except msgspec.DecodeError as error:  # raised once the answers before it are returned
+            except DecodeError as error:  # raised once the answers before it are returned
                 self._decode_error = error
         return self._answers.popleft()
 
@@ -314,7 +313,7 @@ class _ForkServerClient:
     def _send(self, order: ServerOrder, descriptors: Sequence[int] = ()) -> None:
         assert self._control is not None
         with suppress(BrokenPipeError, ConnectionResetError):  # ``_watch`` notices the end of the server
-            socket.send_fds(self._control, [msgspec.msgpack.encode(order)], list(descriptors))
+            socket.send_fds(self._control, [msgpack.encode(order)], list(descriptors))
 
     async def _receive(self) -> Any:
         """The next event; None: the server ended, or user code that it imported wrote to its socket."""
@@ -328,7 +327,7 @@ class _ForkServerClient:
                 continue
             except OSError:
                 return None
-            except msgspec.DecodeError as error:
+            except DecodeError as error:
                 _log.warning("the server of the reward processes answers in no known way (%s)", error)
                 return None
 
@@ -479,7 +478,7 @@ class CallPool:
             self._children.add(child)
             self._server.fork(child, self._memory_bytes)
             reason = f"it was not ready within {_READY_LIMIT_S:g} s"
-            with anyio.move_on_after(_READY_LIMIT_S), suppress(msgspec.DecodeError):
+            with anyio.move_on_after(_READY_LIMIT_S), suppress(DecodeError):
                 if await child.receive() is not None:
                     self._server.starts_since_ready = 0
                     return child
@@ -560,7 +559,7 @@ class _PlainProcess:
         """Serve until the process ends, or is to end. Calls that are pending then have to run in another process.
         ``calls``: first calls. Returns the call that found the process exhausted and has to run in a new one, if
         any."""
-        exhausted_calls: list[Call] = []
+        exhausted_calls = []
         with self._scope:
             async with anyio.create_task_group() as serving:
                 serving.start_soon(self._send_calls, calls)
@@ -610,8 +609,8 @@ class _PlainProcess:
             try:
                 answer = await child.receive()
                 if answer is not None and answer.sequence != next(iter(child.pending), None):
-                    raise msgspec.DecodeError("an answer to no call")
-            except msgspec.DecodeError as error:  # user code wrote to the socket
+                    raise DecodeError("an answer to no call")
+            except DecodeError as error:  # user code wrote to the socket
                 if child.pending:
                     self._take_oldest().fail(RewardFailureKind.RAISED, f"wrote to its channel ({error})")
                 break
@@ -673,7 +672,7 @@ class _LoopProcess:
         while not self._child.retired or self._child.pending:
             try:
                 answer = await self._child.receive()
-            except msgspec.DecodeError as error:
+            except DecodeError as error:
                 await self._fail_running_call(f"wrote to its channel ({error})")
                 return
             if answer is None:

@@ -147,7 +147,7 @@ class SyncServer:
             if inspect.isawaitable(returned):  # a decorator hides an async function
                 returned = self._finish(returned)
             seconds = Clock.perf_counter() - started
-            values = check_returned(returned, count, per_group=function.signature.per_group)
+            values = check_returned(returned, count, function.signature)
         except BaseException as error:  # noqa: BLE001 - SystemExit in a user's function is a failure of the reward
             seconds = Clock.perf_counter() - started
             values = failed(RewardFailureKind.RAISED, describe_error(error), count)
@@ -185,7 +185,7 @@ async def values_of_coroutine(
     """The values of a call, and whether the process was exhausted. Raises nothing except ``CancelledError``."""
     try:
         returned = await function.call(completion, **arguments)
-        return check_returned(returned, count, per_group=function.signature.per_group), False
+        return check_returned(returned, count, function.signature), False
     except asyncio.CancelledError:
         raise  # the caller knows whether it cancelled the call or user code did
     except BaseException as error:  # noqa: BLE001 - SystemExit in a user's coroutine is a failure of the reward
@@ -202,7 +202,7 @@ class _ObservedCoroutine:
 
     def __await__(self) -> Generator[Any, Any, Any]:
         step: Callable[[Any], Any] = self._inner.send
-        argument: Any = None
+        argument = None
         while True:
             self._page.begin(self._sequence)
             try:

@@ -7,7 +7,7 @@ The reward worker has one ``RewardSet`` for each version of the rewards. Command
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -47,13 +47,20 @@ class RewardSet:
 
     ``tasks``: task group of trusted coroutines and of the pool. It must live longer than the set, because a trusted
     coroutine that swallows its cancellation stays in it, and it ends with ``StreamRLError`` when call processes cannot
-    be started any more. ``signatures``: signatures of all functions, once they are loaded; ``combines``: the recipe has
-    its own combining function, which is the last function of the set."""
+    be started any more. ``attached``: names of rewards that a running run got, which score every prompt, also one whose
+    training set names its rewards. ``signatures``: signatures of all functions, once they are loaded; ``combines``: the
+    recipe has its own combining function, which is the last function of the set."""
 
     def __init__(
-        self, rewards: Sequence[Reward], limits: RewardLimits, tokenizer: Detokenizer, tasks: asyncio.TaskGroup
+        self,
+        rewards: Sequence[Reward],
+        limits: RewardLimits,
+        tokenizer: Detokenizer,
+        tasks: asyncio.TaskGroup,
+        attached: Set[str] = frozenset(),
     ) -> None:
         self.rewards = rewards
+        self.attached = attached
         self.limits = limits
         self.signatures: list[RewardSignature] = []
         self._tokenizer = tokenizer
@@ -243,7 +250,11 @@ class Scoring:
         calls = []
         places = range(len(texts.completions))
         groups = texts.groups() if signature.per_group else [[place] for place in places]
+        label = self._rewards.rewards[index].label
         for members in groups:
+            labels = texts.prompt_of(members[0]).rewards
+            if labels and label not in labels and label not in self._rewards.attached:
+                continue
             arguments = texts.arguments(signature, members)
             if isinstance(arguments, CallFailure):
                 self._set(index, members, column_failure(arguments, len(members)))
@@ -281,8 +292,9 @@ class Scoring:
         if index == len(rewards):
             self._combined[members[0]] = result
             return
-        for member, checked in zip(members, result.values, strict=True):
-            self._values[member][index] = SampleValue(rewards[index], checked, result)
+        signature = self._rewards.signatures[index]
+        for place, member in enumerate(members):
+            self._values[member][index] = self._texts.value(rewards[index], signature, member, result, place)
 
     def _combine(self) -> None:
         """Combine the values, all of which are known now. Where the recipe has its own combining function, its calls

@@ -42,7 +42,7 @@ def call_at_once(
                 returned.close()
             values = failed(RewardFailureKind.WRONG_TYPE, message, count)
         else:
-            values = check_returned(returned, count, per_group=function.signature.per_group)
+            values = check_returned(returned, count, function.signature)
     except BaseException as error:  # noqa: BLE001 - SystemExit in a user's function is a failure of the reward
         values = failed(RewardFailureKind.RAISED, describe_error(error), count)
     seconds = time.perf_counter() - started

@@ -159,7 +159,7 @@ class _Serving:
                 await asyncio.shield(asyncio.wait_for(rewards.aclose(), _CLOSE_LIMIT_S))
 
     async def _receive(self, serving: asyncio.TaskGroup) -> None:
-        load_tasks: set[asyncio.Task[None]] = set()
+        load_tasks = set()
         while True:
             try:
                 order = await self._orders.receive()
@@ -209,7 +209,8 @@ class _Serving:
 
     async def load(self, version: int, rewards: Sequence[Reward]) -> RewardSet:
         """Load functions as ``version``. Raises ``RecipeError``; then nothing of them is loaded."""
-        reward_set = RewardSet(rewards, self._recipe.reward_limits, self._tokenizer, self._user_calls)
+        attached = {reward.label for reward in rewards} - {reward.label for reward in self._recipe.rewards}
+        reward_set = RewardSet(rewards, self._recipe.reward_limits, self._tokenizer, self._user_calls, attached)
         try:
             await reward_set.open()
         except BaseException:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from streamrl.base.types import JsonMapping
 from streamrl.rewards.sandbox.values import near
 
 Comparison = Literal["exact", "lines", "tokens"]
@@ -71,7 +72,7 @@ def extract_code(completion: str, *, whole_completion: bool = False) -> str | No
 
 def _blocks(text: str) -> list[tuple[str, str]]:
     """Language and content of every fenced block, without the indentation that its fence has (CommonMark)."""
-    blocks: list[tuple[str, str]] = []
+    blocks = []
     fence = ""
     language = ""
     indent = 0
@@ -174,7 +175,7 @@ def _one_case(test: Any, entry_point: str, setup: str) -> Case:
     raise ValueError(f'a test is {test!r:.80}: give a string with Python, or a mapping with "input" and "output"')
 
 
-def _paired(tests: Mapping[str, Any], setup: str, tolerance: float | None) -> tuple[Case, ...]:
+def _paired(tests: JsonMapping, setup: str, tolerance: float | None) -> tuple[Case, ...]:
     inputs = tests.get("inputs")
     outputs = tests.get("outputs")
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):

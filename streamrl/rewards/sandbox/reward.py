@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import usable_cores
+from streamrl.base.types import JsonObject
 from streamrl.recipe.field_types import Natural, Positive, PositiveFloat
 from streamrl.rewards.declared import BadOption, BuiltinReward, Options, declare
 from streamrl.rewards.sandbox.asserts import SimpleTest, parse_test, passes, take_apart
@@ -154,7 +155,7 @@ class CodeReward:
         code = extract_code(completion, whole_completion=options.whole)
         if code is None:
             return CodeOutcome(0.0, ())
-        outcomes: list[CaseOutcome] = []
+        outcomes = []
         for index, case in enumerate(cases):
             key = f"{prompt_id} case {index}"
             limit_s = options.timeout_s
@@ -185,9 +186,9 @@ class CodeReward:
             if isinstance(case, ProgramCase):
                 report, output = await self._sandbox.run_program(source, case.stdin.encode(), limits)
                 return self._judge_output(report, output, case.stdout)
-            test: SimpleTest | None = None
+            test = None
             nonce = secrets.token_hex(16)
-            order: dict[str, Any] = {"setup": case.setup}
+            order: JsonObject = {"setup": case.setup}
             if isinstance(case, CallCase):
                 order |= {"function": case.function, "arguments": case.arguments}
             else:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.run_process import end_session, last_line, start_session
+from streamrl.base.types import JsonMapping, JsonObject, Texts, TextsByName
 from streamrl.rewards.sandbox.jail import Limits
 from streamrl.rewards.sandbox.values import MALFORMED, decode
 
@@ -89,8 +90,8 @@ class LayersFound(Struct, frozen=True, tag=True):
     """First message of a zygote. ``active``: layers that were built and tested; ``missing``: layers that could not be
     built, each with the reason."""
 
-    active: tuple[str, ...]
-    missing: dict[str, str]
+    active: Texts
+    missing: TextsByName
 
     @property
     def isolating(self) -> bool:
@@ -151,7 +152,7 @@ class Sandbox:
             report = await self._run("program", limits, files)
             return report, _content(files[2], limits.file_bytes + 1)
 
-    async def run_module(self, source: bytes, order: Mapping[str, Any], limits: Limits) -> tuple[ProgramEnd, Answer]:
+    async def run_module(self, source: bytes, order: JsonMapping, limits: Limits) -> tuple[ProgramEnd, Answer]:
         """Load ``source`` as a module and carry out ``order`` (see ``program.as_module``) in its process. Returns the
         end of the process and its answer."""
         with _files(source, json.dumps(order).encode(), None, None) as files:
@@ -215,7 +216,7 @@ class _Zygote:
             raise
         return zygote
 
-    async def run(self, run_id: int, order: dict[str, Any], files: Sequence[int], seconds: float) -> ProgramEnd:
+    async def run(self, run_id: int, order: JsonObject, files: Sequence[int], seconds: float) -> ProgramEnd:
         answer = self._answers[run_id] = self._loop.create_future()
         try:
             socket.send_fds(self._control, [json.dumps(order).encode()], list(files))
@@ -277,7 +278,7 @@ class _Zygote:
 @contextlib.contextmanager
 def _files(*contents: bytes | None) -> Iterator[list[int]]:
     """Make files in memory, one for each of ``contents``: sealed with the content; empty and writable for None."""
-    files: list[int] = []
+    files = []
     try:
         for content in contents:
             fd = os.memfd_create("run", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -310,9 +311,9 @@ def available_layers() -> LayersFound:
     return probe_layers(ALL_LAYERS)
 
 
-def probe_layers(layers: tuple[str, ...]) -> LayersFound:
+def probe_layers(layers: Texts) -> LayersFound:
     """Start a sandbox and return the names of ``layers`` that are active in it, and the reasons why others are not."""
-    results: list[LayersFound] = []
+    results = []
 
     async def start_sandbox() -> None:
         try:

@@ -47,7 +47,7 @@ def main(control_fd: int) -> None:
     control = socket.socket(fileno=control_fd)
     layer_names = json.loads(control.recv(_MESSAGE_BYTES))["layers"]
     _warm_up()
-    missing: dict[str, str] = {}
+    missing = {}
     attempts = (True, False) if "namespaces" in layer_names else (False,)
     for namespaces in attempts:
         problem_reader, problem_writer = os.pipe()
@@ -105,7 +105,7 @@ def _run_zygote(
             _isolate(library)
         missing = dict(missing)
         landlock = "landlock" in layer_names and _works("landlock", missing, lambda: files.restrict([], [], []))
-        machine: int | None = None
+        machine = None
         if "seccomp" in layer_names and _works("seccomp", missing, _try_filter):
             machine = sc.machine_index()
         layers = jail.Layers(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from anyio import to_thread
 
 from streamrl.base.errors import EpochLost, StoreError, StreamRLError
 from streamrl.base.run_events import RunWarning
+from streamrl.base.types import TextMapping
 from streamrl.comm.object_store import ObjectStore
 from streamrl.learning.state.durable_files import DIGESTS, read_digests
 from streamrl.recipe.remote_names import place_of_run
@@ -132,7 +133,7 @@ class CheckpointCopies:
         if f"{name}/{DIGESTS}" in stored_keys.get(name, ()):
             return name
         self._epoch.check()
-        digests: Mapping[str, str] = read_digests(directory)
+        digests: TextMapping = read_digests(directory)
         keys = stored_keys.setdefault(name, [])
         for file, digest in digests.items():
             key = f"{name}/{file}"

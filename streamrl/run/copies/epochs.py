@@ -11,8 +11,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, json
 
 from streamrl.base.atomic_files import flush_directory, write_durable
 from streamrl.base.errors import UNDECODABLE, EpochLost, StoreError
@@ -74,7 +73,7 @@ def take_epoch(place: str, run_directory: Path) -> Epoch:
         process=os.getpid(),
         directory=str(run_directory),
     )
-    if not store.create(_key(number), msgspec.json.encode(claim)):
+    if not store.create(_key(number), json.encode(claim)):
         winner = _decoded(store.get(_key(number)) or b"")
         raise StoreError(f"epoch {number} of {place} was taken by {winner} at the same time: this process ends")
     return Epoch(store, number)
@@ -86,7 +85,7 @@ def _key(number: int) -> str:
 
 def _decoded(content: bytes) -> Claim | None:
     try:
-        return msgspec.json.decode(content, type=Claim)
+        return json.decode(content, type=Claim)
     except UNDECODABLE:
         return None
 

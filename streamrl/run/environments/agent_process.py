@@ -14,7 +14,7 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import anyio
 import anyio.abc
 import anyio.to_thread
-import msgspec
+from msgspec import Struct, json
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.types import JsonMapping, TextsByName
 from streamrl.recipe.environment import Environment, with_run_python
 from streamrl.rewards.user_variables import variables_of_user_code
 from streamrl.run.environments.agents.printed_reward import LARGEST_LINE, PrintedReward
@@ -128,7 +129,7 @@ class Agents:
             yield
             self._group.cancel_scope.cancel()
 
-    async def run(self, session: EndpointSession, columns: Mapping[str, Any], printed: PrintedReward) -> None:
+    async def run(self, session: EndpointSession, columns: JsonMapping, printed: PrintedReward) -> None:
         """Give a row and the key of ``session`` to an agent, which fills ``printed``. When the call ends, cancelled or
         not, a program for one trajectory has ended with all its processes. Raises ``AgentFailedError``."""
         with self._server.serving(session):
@@ -136,25 +137,25 @@ class Agents:
                 await self._run_in_shared_process(session.key, columns, printed)
                 return
             end_of_input = b""
-            process = _Process(msgspec.json.encode(columns) + b"\n", end_of_input, printed=printed)
+            process = _Process(json.encode(columns) + b"\n", end_of_input, printed=printed)
             await self._run_program(session.key, process)
 
-    async def _run_in_shared_process(self, key: str, columns: Mapping[str, Any], printed: PrintedReward) -> None:
+    async def _run_in_shared_process(self, key: str, columns: JsonMapping, printed: PrintedReward) -> None:
         process = self._process_with_room()
         end = asyncio.Future[None]()
         process.tasks[key] = _Task(printed, end)
-        process.lines.put_nowait(msgspec.json.encode({"key": key, "row": columns}) + b"\n")
+        process.lines.put_nowait(json.encode({"key": key, "row": columns}) + b"\n")
         try:
             await end
         finally:
             # A task whose end is done and that has not been removed belongs to a cancelled trajectory, which the agent
             # may still be running.
             if process.tasks and all(task.end.done() for task in process.tasks.values()):
-                process.limit.cancel()
+                process.scope.cancel()
 
     def _process_with_room(self) -> _Process:
         for process in self._processes:
-            if len(process.tasks) < self._tasks_a_process and not process.limit.cancel_called:
+            if len(process.tasks) < self._tasks_a_process and not process.scope.cancel_called:
                 return process
         process = _Process()
         self._processes.append(process)
@@ -175,9 +176,9 @@ class Agents:
                 process.fail(key, failure)
 
     async def _run_program(self, key: str, program: _Process) -> None:
-        """Run the program until it ends, or ``program.limit`` is cancelled. Raises ``AgentFailedError``."""
+        """Run the program until it ends, or ``program.scope`` is cancelled. Raises ``AgentFailedError``."""
         command = [sys.executable, "-I", "-S", "-c", _REAPER, str(os.getpid()), str(_GRACE_S), *self._command]
-        limit = program.limit
+        scope = program.scope
         folder = TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
         variables = self._program_variables(key) | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder.name)
         with anyio.CancelScope(shield=True):  # a start that is cancelled half-way would leave a process
@@ -188,7 +189,7 @@ class Agents:
                 tasks.start_soon(program.read, process.stdout)
                 tasks.start_soon(program.read, process.stderr, program.errors)
                 try:
-                    with limit:
+                    with scope:
                         await process.wait()
                 finally:
                     with anyio.CancelScope(shield=True), suppress(ProcessLookupError):
@@ -199,12 +200,12 @@ class Agents:
             program.end_line()
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(folder.cleanup)
-        if limit.cancelled_caught:
+        if scope.cancelled_caught:
             raise _failure(f"wrote more than {MOST_OUTPUT} bytes", program.errors)
         if process.returncode:
             raise _failure(f"ended with {process.returncode}", program.errors)
 
-    def _program_variables(self, key: str) -> dict[str, str]:
+    def _program_variables(self, key: str) -> TextsByName:
         """Return the environment variables of a program: variables of the worker that programs need or the recipe
         names, and the address and key for clients of both APIs."""
         variables = variables_of_user_code((), self._variables)
@@ -231,7 +232,7 @@ class _Task(NamedTuple):
     end: asyncio.Future[None]
 
 
-class _TaskLine(msgspec.Struct):
+class _TaskLine(Struct):
     """A line by which such a process ends a trajectory."""
 
     key: str
@@ -242,13 +243,13 @@ class _Process:
     """One process of the agent. ``printed``: reward that it prints; None: it takes many trajectories.
 
     ``lines``: queue of lines for its stdin; an empty one closes stdin;
-    ``limit``: scope whose cancellation ends the process;
+    ``scope``: cancel scope whose cancellation ends the process;
     ``errors``: end of its stderr;
     ``tasks``: trajectories that it has, by key."""
 
     def __init__(self, *lines: bytes, printed: PrintedReward | None = None) -> None:
         self.lines = asyncio.Queue[bytes]()
-        self.limit = anyio.CancelScope()
+        self.scope = anyio.CancelScope()
         self._printed = printed
         self._line = bytearray()
         self.errors = bytearray()
@@ -271,7 +272,7 @@ class _Process:
             async for part in stream:
                 written += len(part)
                 if written > MOST_OUTPUT and self._printed:  # of a process for many trajectories the end is held alone
-                    self.limit.cancel()
+                    self.scope.cancel()
                 if output is not None:
                     output += part
                     output[:] = output[-_TAIL_BYTES:]
@@ -304,7 +305,7 @@ class _Process:
     def _end_task(self, line: bytes) -> None:
         """End the trajectory that a line of stdout names; other lines are ignored."""
         with suppress(*UNDECODABLE):
-            message = msgspec.json.decode(line, type=_TaskLine)
+            message = json.decode(line, type=_TaskLine)
             if message.key not in self.tasks:
                 return
             if message.error:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-import msgspec
-from msgspec import structs
+from msgspec import Struct, json, structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.messages import ReturnedCall
-from streamrl.base.types import FinishReason, TokenArray, Turn, token_array
+from streamrl.base.types import FinishReason, JsonMapping, TokenArray, Turn, token_array
 from streamrl.pretrained.turns.seam_tokens import ChatMessage, SeamKind
 from streamrl.pretrained.turns.tool_calls import ParsedTurn, ToolCall
 from streamrl.run.environments.chat_tokens import AppendedTokens, ChatModel, ChatTokens, called_tools, sampled_message
@@ -32,7 +31,7 @@ _CONTENT = (str, list, type(None))
 """Types of the content of a message: a text, parts, or nothing beside calls."""
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Reply(Struct, frozen=True):
     """A turn of the model.
 
     ``text``: text without reasoning and calls;
@@ -166,7 +165,7 @@ class Chat:
             results.append({"role": "tool", "tool_call_id": tool.call_id, "name": tool.name, "content": text})
         return await self._next(results)
 
-    async def open_tools(self, columns: Mapping[str, Any] | None = None) -> OpenTools:
+    async def open_tools(self, columns: JsonMapping | None = None) -> OpenTools:
         """Open the tools of this conversation, once: tool classes are instantiated, and reset with ``columns``."""
         if self._open_tools is None:
             if self._box is None:
@@ -180,7 +179,7 @@ class Chat:
         a call of a stateful tool is made all the same, because it brings the new object into the old state."""
         model = self._model
         tools = await self.open_tools()
-        call_json = msgspec.json.encode(call).decode()
+        call_json = json.encode(call).decode()
         returned = model._record.find(turn, place, call_json)
         if returned is None or tools.keeps_state(call.name):
             context = ToolContext(model.trajectory, turn, model.seed)

@@ -126,7 +126,7 @@ def _logprobs(request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) ->
     ask for logprobs."""
     if not request.logprobs:
         return []
-    tokens: list[Body] = []
+    tokens = []
     for token_id, logprob in zip(answer.turn.token_ids, answer.turn.logprobs, strict=False):
         text = tokenizer.decode(token_array([token_id]), skip_special=False)
         # A token that is a part of a character has no text, and its bytes are not known here.
@@ -158,7 +158,7 @@ def _responses(request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -
     name = answer.identity
     complete = _is_complete(answer)
     status = "completed" if complete else "incomplete"
-    output: list[Body] = []
+    output = []
     if answer.reasoning:
         content = [{"type": "reasoning_text", "text": answer.reasoning}]
         output.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content})
@@ -245,7 +245,7 @@ def _part_events(part: Body, part_place: Body) -> Iterator[Body]:
     """Yield the events of one part of an item's content, a text or reasoning."""
     name = f"response.{part['type']}"
     empty = part | {"text": ""}
-    logprobs: Body = {}
+    logprobs = {}
     if part["type"] == "output_text":
         empty["logprobs"] = ()
         logprobs["logprobs"] = part["logprobs"]

@@ -9,17 +9,17 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-import msgspec
+from msgspec import Meta, Struct, convert, json
 
 from streamrl.base.errors import UNDECODABLE
-from streamrl.base.types import TokenDistribution
+from streamrl.base.types import JsonObject, Texts, TokenDistribution
 from streamrl.run.environments.endpoint_session import ApiError, ChatRequest, chat_digests, digest_of
 
-Body = dict[str, Any]
+Body = JsonObject
 Content = str | list[Body] | None
-_Positive = Annotated[int, msgspec.Meta(ge=1)] | None
+_Positive = Annotated[int, Meta(ge=1)] | None
 
 # Parameters that the run decides: they are accepted, ignored and counted.
 _RUN_DECIDES = {*TokenDistribution.__struct_fields__, "seed", "logit_bias", "best_of"}
@@ -43,7 +43,7 @@ _MOST = {"messages": 1 << 15, "input": 1 << 15, "tools": 1 << 12}
 log = logging.getLogger(__name__)
 
 
-class _Tool(msgspec.Struct, kw_only=True):
+class _Tool(Struct, kw_only=True):
     """A tool or a call of a tool, of any API. OpenAI's chat completions have ``name``, ``description``, ``parameters``
     and ``arguments`` in ``function``."""
 
@@ -57,7 +57,7 @@ class _Tool(msgspec.Struct, kw_only=True):
     arguments: str | Body = ""
 
 
-class _Message(msgspec.Struct, kw_only=True):
+class _Message(Struct, kw_only=True):
     """A message of any API, another item in the input of OpenAI's responses, or a block in a message of Anthropic's."""
 
     type: str = "message"
@@ -78,7 +78,7 @@ class _Message(msgspec.Struct, kw_only=True):
     thinking: str = ""
 
 
-class _RequestBody(msgspec.Struct, kw_only=True):
+class _RequestBody(Struct, kw_only=True):
     """The parameters that are read, of all three APIs together."""
 
     messages: list[_Message] = []
@@ -106,9 +106,9 @@ class _RequestBody(msgspec.Struct, kw_only=True):
 def read_request(path: str, data: bytes) -> ChatRequest:
     """Read the request that was sent to ``path``, one of ``READERS``. Raises ``ApiError``."""
     try:
-        parameters = msgspec.json.decode(data, type=Body)
+        parameters = json.decode(data, type=Body)
         _refuse_many(parameters)
-        return _request(parameters, msgspec.convert(parameters, _RequestBody), READERS[path])
+        return _request(parameters, convert(parameters, _RequestBody), READERS[path])
     except UNDECODABLE as error:
         raise ApiError(400, f"the request cannot be read: {str(error).replace('`', '')}") from None
 
@@ -190,7 +190,7 @@ def _read_tools(tools: Sequence[Body]) -> _OfferedTools:
     for place, tool in enumerate(tools):
         if tool.get("type") == "namespace":
             group = str(tool.get("name"))
-            for member_place, member in enumerate(msgspec.convert(tool.get("tools") or [], list[Body])):
+            for member_place, member in enumerate(convert(tool.get("tools") or [], list[Body])):
                 _read_tool(offered, member, f"tools[{place}].tools[{member_place}]", group)
         else:
             _read_tool(offered, tool, f"tools[{place}]", "")
@@ -212,7 +212,7 @@ def _read_tool(offered: _OfferedTools, body: Body, place: str, group: str) -> No
         offered.left_out.append(str(kind))
         _warn_of_left_out(str(kind))
         return
-    tool = msgspec.convert(body, _Tool)
+    tool = convert(body, _Tool)
     function = tool.function or tool
     if not function.name:
         raise ApiError(400, f"{place} is no function with a name: the server runs no tools of its own")
@@ -248,7 +248,7 @@ def _read_choice(choice: str | Body | None) -> Body:
     return choice
 
 
-def _stop_texts(body: _RequestBody) -> tuple[str, ...]:
+def _stop_texts(body: _RequestBody) -> Texts:
     """Return the texts that end the answer. Raises ``ApiError``."""
     stop = body.stop_sequences or body.stop or ()
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -275,7 +275,7 @@ def _call(call_id: str, name: str, arguments: str | Body) -> Body:
     """Return a call of a tool for chat templates. Arguments that are no JSON object stay the text that they are."""
     if isinstance(arguments, str):
         with suppress(*UNDECODABLE):
-            arguments = msgspec.json.decode(arguments or "{}", type=Body)
+            arguments = json.decode(arguments or "{}", type=Body)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -339,7 +339,7 @@ def _read_anthropic(body: _RequestBody) -> Iterator[Body]:
         calls_and_reasoning = Body()
         for part in blocks:
             kind = part.get("type", "text")
-            block = msgspec.convert(part, _Message)
+            block = convert(part, _Message)
             if kind == "tool_result":
                 text = _text(block.content, f"{place}.content (tool_result)")
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}

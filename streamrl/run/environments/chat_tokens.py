@@ -16,7 +16,7 @@ import msgspec
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import FinishReason, TokenArray, Turn
+from streamrl.base.types import FinishReason, JsonMapping, JsonObject, TokenArray, Turn
 from streamrl.pretrained.chat_template import ARGUMENTS_COLUMN, ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.seam_tokens import CalledTool, ChatMessage, ChatSeams, SeamKind, calling_message
@@ -45,7 +45,7 @@ class ChatModel:
     def __init__(self, tokenizer: Tokenizer, environment: Environment | None = None) -> None:
         self.tokenizer = tokenizer
         self.environment = environment or Environment()
-        self.template_arguments: Mapping[str, Any] = {}
+        self.template_arguments: JsonMapping = {}
         self.toolbox = lru_cache(_CACHED_TOOL_SETS)(self._toolbox)
         self._tokens: dict[Hashable, ChatTokens] = {}
 
@@ -71,7 +71,7 @@ class ChatModel:
             )
         return call_format
 
-    def of_row(self, columns: Mapping[str, Any]) -> ChatModel:
+    def of_row(self, columns: JsonMapping) -> ChatModel:
         """Return the model with the variables of the chat template that the row of an episode has. Caches are
         shared."""
         model = copy(self)
@@ -201,9 +201,9 @@ def _with_tool_names(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     ]
 
 
-def sampled_message(turn: int, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+def sampled_message(turn: int, text: str, reasoning: str, calls: Sequence[ToolCall]) -> JsonObject:
     """Return the message of the sampled turn with the number ``turn``, as chat templates take it."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
+    message: JsonObject = {"role": "assistant", "content": text}
     if calls:
         arguments = [call.arguments for call in calls]
         message["tool_calls"] = calling_message(called_tools(turn, calls), arguments)["tool_calls"]

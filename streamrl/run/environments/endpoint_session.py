@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import anyio
 import anyio.to_thread
-import msgspec
+from msgspec import Struct
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import Turn
+from streamrl.base.types import JsonMapping, JsonObject, Texts, Turn
 from streamrl.contracts import TurnSampler
 from streamrl.pretrained.turns.seam_tokens import CalledTool, CannotContinueError, SeamKind
 from streamrl.pretrained.turns.tool_calls import ParsedTurn, split_reasoning
@@ -82,7 +82,7 @@ class Client:
         self.gone = False
 
 
-class ChatRequest(msgspec.Struct, frozen=True):
+class ChatRequest(Struct, frozen=True):
     """A request, in one form for all APIs.
 
     ``messages``: messages as chat templates take them;
@@ -101,14 +101,14 @@ class ChatRequest(msgspec.Struct, frozen=True):
     ``logprobs``: whether the client wants logprobs;
     ``ignored``: names of parameters that the run decides and not the client."""
 
-    messages: Sequence[dict[str, Any]]
-    tools: Sequence[dict[str, Any]]
+    messages: Sequence[JsonObject]
+    tools: Sequence[JsonObject]
     chat: Sequence[MessageDigest]
     tool_set: bytes
     digest: bytes
     model: str
     max_tokens: int
-    stop: tuple[str, ...]
+    stop: Texts
     stream: bool
     calls: bool
     one_call: bool
@@ -118,7 +118,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     ignored: Sequence[str]
 
 
-class ChatAnswer(msgspec.Struct, frozen=True):
+class ChatAnswer(Struct, frozen=True):
     """The answer to a request.
 
     ``turn``: sampled turn;
@@ -133,7 +133,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     turn: Turn
     text: str
     reasoning: str
-    calls: Sequence[dict[str, Any]]
+    calls: Sequence[JsonObject]
     stop: str
     prompt_tokens: int
     identity: str
@@ -167,7 +167,7 @@ class _Node:
         self.finished = anyio.Event()
         self.failure = ApiError(UNWANTED, "no client waited for the answer: send the request again")
         self.answer: ChatAnswer | None = None
-        self.answer_message: dict[str, Any] = {}
+        self.answer_message: JsonObject = {}
         self.answer_digest = MessageDigest(b"", 0, b"", "")
 
     def is_for(self, client: Client) -> bool:
@@ -281,7 +281,7 @@ class EndpointSession:
         """Return the node whose answer ``request`` continues: the deepest one, and the latest of several as deep. None:
         the request begins a conversation."""
         matches: set[_Node | None] = {None}
-        deepest: _Node | None = None
+        deepest = None
         for node in self._nodes:  # parents stand before their children, so one pass is enough
             if node.parent in matches and node.tool_set == request.tool_set and node.is_continued_by(request.chat):
                 matches.add(node)
@@ -387,7 +387,7 @@ def _tokens_after(parent: _Node, request: ChatRequest, chat_tokens: ChatTokens) 
     return chat_tokens.seam_tokens(messages, parent.end - 1, calls, last_token, parent.text)
 
 
-def _with_sampled_turns(parent: _Node, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_sampled_turns(parent: _Node, messages: Sequence[JsonObject]) -> list[JsonObject]:
     """Return the messages of a client with sampled turns as they were sampled: the client may have left out parts of
     them, and have given other ids to their calls, by which results name their calls."""
     sampled_messages = {}
@@ -395,7 +395,7 @@ def _with_sampled_turns(parent: _Node, messages: Sequence[dict[str, Any]]) -> li
     while ancestor is not None:
         sampled_messages[ancestor.end - 1] = ancestor.answer_message
         ancestor = ancestor.parent
-    call_ids: dict[str, str] = {}
+    call_ids = {}
     replaced = []
     for place, message in enumerate(messages):
         sampled = sampled_messages.get(place)
@@ -424,11 +424,11 @@ def _text_digest(text: str) -> bytes:
     return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def chat_digests(messages: Sequence[Mapping[str, Any]]) -> list[MessageDigest]:
+def chat_digests(messages: Sequence[JsonMapping]) -> list[MessageDigest]:
     """Return the digests of the messages of a chat as chat templates take them."""
     digests = []
     calls_before = 0
-    call_places: dict[str, int] = {}
+    call_places = {}
     for message in messages:
         text = message["content"]
         reasoning = message.get("reasoning_content", "")

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonMapping, Texts
 from streamrl.recipe.environment import VLLM, Environment, command_of, with_run_python
 from streamrl.recipe.user_code import LASTING_ERRORS, describe_error, load_user_object
 from streamrl.run.environments.agent_process import AgentFailedError, Agents
@@ -26,7 +27,7 @@ from streamrl.run.environments.endpoint_session import EndpointSession
 from streamrl.run.environments.tools import ColumnParameters, Tool, ToolBox, ToolLimits, UserThread
 from streamrl.run.environments.turns import EpisodeLimit
 
-UserEpisode = Callable[[EpisodePolicy, Mapping[str, Any]], Awaitable[Any]]
+UserEpisode = Callable[[EpisodePolicy, JsonMapping], Awaitable[Any]]
 """Runs one episode with the columns of its row, and returns the reward or None."""
 
 
@@ -35,7 +36,7 @@ def load_episode(
     chat_model: ChatModel | None = None,
     agents: Agents | None = None,
     server_tools: Sequence[Tool] = (),
-) -> tuple[UserEpisode, tuple[str, ...]]:
+) -> tuple[UserEpisode, Texts]:
     """Load the user's code, and return the episode and the columns that it requires. Raises ``RecipeError`` with every
     problem.
 
@@ -50,9 +51,14 @@ def load_episode(
         return _env(environment.env)
     if environment.agent:
         return _agent(environment, agents), ()
+    return partial(_call_tools, load_tools(environment, server_tools)), ()
+
+
+def load_tools(environment: Environment, server_tools: Sequence[Tool]) -> ToolBox:
+    """Load the tools of an environment. ``server_tools``: tools of the MCP servers. Raises ``RecipeError``."""
     limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
     user_tools = [load_user_object(spec) for spec in environment.tools if not command_of(spec)]
-    return partial(_call_tools, ToolBox([*user_tools, *server_tools], limits)), ()
+    return ToolBox([*user_tools, *server_tools], limits)
 
 
 async def try_objects(environment: Environment) -> None:
@@ -76,7 +82,7 @@ async def try_objects(environment: Environment) -> None:
             thread.close()
 
 
-def _episode(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
+def _episode(spec: str) -> tuple[UserEpisode, Texts]:
     function = load_user_object(spec)
     if not inspect.iscoroutinefunction(function):
         raise RecipeError(
@@ -87,7 +93,7 @@ def _episode(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
         raise RecipeError(f'environment.episode: "{spec}" takes no model: write async def episode(model, **columns)')
     column_parameters = ColumnParameters(function, skip=1)
 
-    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> Any:
+    async def episode(model: EpisodePolicy, columns: JsonMapping) -> Any:
         reward = await function(model, **column_parameters.arguments(columns, model.prompt_seed))
         if not model.turn_rewards or not isinstance(reward, numbers.Real | None):
             return reward
@@ -96,7 +102,7 @@ def _episode(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
     return episode, column_parameters.required
 
 
-def _env(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
+def _env(spec: str) -> tuple[UserEpisode, Texts]:
     make = load_user_object(spec)
     missing = [name for name in ("reset", "step") if inspect.isclass(make) and not hasattr(make, name)]
     if missing or not callable(make):
@@ -105,13 +111,13 @@ def _env(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
             f'environment.env: "{spec}" {problem}: name a class with reset(**columns) and step(text), or a function '
             "that returns such an object"
         )
-    required: tuple[str, ...] = ()
+    required: Texts = ()
     if inspect.isclass(make):  # the object that a function returns is not known before the first episode
         required = ColumnParameters(make.reset, skip=1).required  # skips self
     return partial(_play, make), required
 
 
-async def _play(make: Callable[[], Any], model: EpisodePolicy, columns: Mapping[str, Any]) -> float:
+async def _play(make: Callable[[], Any], model: EpisodePolicy, columns: JsonMapping) -> float:
     """Play until the environment ends or a limit is met. Return the sum of the rewards of all steps."""
     thread = UserThread()
     model.at_end(thread.close)
@@ -139,7 +145,7 @@ async def _play(make: Callable[[], Any], model: EpisodePolicy, columns: Mapping[
             return total
 
 
-async def _call_tools(box: ToolBox, model: EpisodePolicy, columns: Mapping[str, Any]) -> float | None:
+async def _call_tools(box: ToolBox, model: EpisodePolicy, columns: JsonMapping) -> float | None:
     """Run tools until a turn has no call or a limit is met. Return the reward of their objects; None: none has one."""
     chat = model.chat(tools=box)
     tools = await chat.open_tools(columns)
@@ -157,7 +163,7 @@ async def _call_tools(box: ToolBox, model: EpisodePolicy, columns: Mapping[str, 
     return tools.reward
 
 
-def _first_messages(columns: Mapping[str, Any], reset_text: str) -> ChatInput:
+def _first_messages(columns: JsonMapping, reset_text: str) -> ChatInput:
     """Return the messages of a row, the last one followed by the text of the tools' ``reset`` methods."""
     row_messages = columns.get("messages")
     messages: list[Any] = list(row_messages or [{"role": "user", "content": str(columns.get("prompt", ""))}])
@@ -177,7 +183,7 @@ def _agent(environment: Environment, agents: Agents | None) -> UserEpisode:
     if shutil.which(command[0]) is None:
         raise RecipeError(f'environment.agent: there is no program "{command[0]}": correct it, or install it')
 
-    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float | None:
+    async def episode(model: EpisodePolicy, columns: JsonMapping) -> float | None:
         assert agents is not None, "only a caller that runs no episode has no agents"
         session = EndpointSession(secrets.token_hex(16), model.turns, model.chat_model)
         printed = PrintedReward()

@@ -21,10 +21,11 @@ from typing import Any, TextIO
 
 import anyio
 import anyio.abc
-import msgspec
+from msgspec import json
 
 from streamrl.base.errors import RecipeError, leaves
 from streamrl.base.run_process import last_line
+from streamrl.base.types import TextsByName
 from streamrl.recipe.environment import with_run_python
 from streamrl.rewards.user_variables import variables_of_user_code
 from streamrl.run.environments.tools import MachineError, Tool, ToolFailedError
@@ -102,7 +103,7 @@ class _Server:
     """An MCP server. ``tools``: tools that its first process listed."""
 
     def __init__(
-        self, command: Sequence[str], nursery: anyio.abc.TaskGroup, errors: TextIO, environment: dict[str, str]
+        self, command: Sequence[str], nursery: anyio.abc.TaskGroup, errors: TextIO, environment: TextsByName
     ) -> None:
         self._command = command
         self._name = f'"mcp:{shlex.join(command)}"'
@@ -158,7 +159,7 @@ class _Server:
             for block in blocks
         ]
         if not blocks and result.structured_content is not None:
-            texts.append(msgspec.json.encode(result.structured_content).decode())
+            texts.append(json.encode(result.structured_content).decode())
         text = "\n".join(filter(None, texts))
         if result.is_error:
             raise ToolFailedError(text or "the server of the tool gives no reason")

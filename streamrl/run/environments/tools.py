@@ -13,7 +13,7 @@ import json
 import numbers
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import copy_context
 from enum import StrEnum
@@ -27,6 +27,7 @@ import numpy as np
 
 from streamrl.base.dedicated_thread import DedicatedThread
 from streamrl.base.errors import UNENCODABLE, RecipeError, StreamRLError, leaves
+from streamrl.base.types import AnyFunction, JsonMapping, JsonObject, TextMapping, TextsByName
 from streamrl.pretrained.turns.tool_calls import ToolCall
 
 CONTEXT = "context"
@@ -79,9 +80,9 @@ class Tool(msgspec.Struct, frozen=True):
     ``keeps_state``: whether a call may change what later calls return."""
 
     name: str
-    schema: Mapping[str, Any]
+    schema: JsonMapping
     arguments: type[msgspec.Struct] | None
-    call: Callable[..., Any]
+    call: AnyFunction
     owner: type | None = None
     takes_context: bool = False
     keeps_state: bool = False
@@ -103,9 +104,12 @@ class ToolBox:
     def __init__(self, tools: Sequence[Any], limits: ToolLimits | None = None) -> None:
         self._limits = limits or ToolLimits()
         self._tools: dict[str, Tool] = {}
-        problems: list[str] = []
+        problems = []
         for source in tools:
-            for name, function in _functions(source):
+            functions = _functions(source)
+            if not functions:
+                problems.append(f"tool {source.__name__}: the class has no public method: write one for each tool")
+            for name, function in functions:
                 try:
                     owner = source if inspect.isclass(source) else None
                     tool = source if isinstance(source, Tool) else _tool(name, function, owner)
@@ -120,16 +124,14 @@ class ToolBox:
         self.schemas = tuple(tool.schema for tool in self._tools.values())
 
     @asynccontextmanager
-    async def open_for_episode(
-        self, columns: Mapping[str, Any] | None = None, seed: int = 0
-    ) -> AsyncIterator[OpenTools]:
+    async def open_for_episode(self, columns: JsonMapping | None = None, seed: int = 0) -> AsyncIterator[OpenTools]:
         """Open the tools for one trajectory, with an instance of each class. An instance that is a context manager is
         entered, and exited at the end of the block; otherwise its ``close`` is called there, if it has one. Its
         ``reset`` is called with ``columns``, and may return a text for the model.
 
         ``columns``: columns of the prompt's row; ``seed``: seed of the prompt, the same for all its trajectories."""
         async with AsyncExitStack() as stack:
-            instances: dict[type, Any] = {}
+            instances = {}
             reset_texts = []
             thread = UserThread()
             stack.callback(thread.close)
@@ -213,7 +215,7 @@ class UserThread:
     def __init__(self) -> None:
         self._thread = DedicatedThread("user code")
 
-    async def call(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    async def call(self, function: AnyFunction, /, *arguments: Any, **named: Any) -> Any:
         """Call a user's function: a coroutine function and a class that has some in the event loop, any other function
         in the thread. A call that is cancelled keeps the thread until it returns; later calls get another one, until
         too many are kept."""
@@ -267,7 +269,7 @@ class ColumnParameters:
     """Parameters of a user's function that are columns of a row. A parameter ``seed`` gets the seed of the prompt where
     no column has this name. ``required``: names of columns for which the function has no default."""
 
-    def __init__(self, function: Callable[..., Any], *, skip: int = 0) -> None:
+    def __init__(self, function: AnyFunction, *, skip: int = 0) -> None:
         """``skip``: number of leading parameters that are not columns, such as ``self``."""
         parameters = list(inspect.signature(function).parameters.values())[skip:]
         named = []
@@ -286,7 +288,7 @@ class ColumnParameters:
             parameter.name for parameter in named if parameter.default is parameter.empty and parameter.name != "seed"
         )
 
-    def arguments(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    def arguments(self, columns: JsonMapping, seed: int) -> JsonObject:
         """Return the arguments of a call."""
         values = {"seed": seed, **columns}
         return {
@@ -340,31 +342,31 @@ def has_nothing_left(error: BaseException, texts: Sequence[str] = _NOTHING_LEFT)
     return cause is not None and has_nothing_left(cause, texts)
 
 
-def _functions(source: Any) -> list[tuple[str, Callable[..., Any]]]:
-    """Return names and functions of a tool, a function, or the public methods of a class."""
+def _functions(source: Any) -> list[tuple[str, AnyFunction]]:
+    """Return names and functions of a tool, a function, or the public methods of a class: empty for one without."""
     if isinstance(source, Tool):
         return [(source.name, source.call)]
     if not inspect.isclass(source):
         return [(getattr(source, "__name__", repr(source)), source)]
-    members = inspect.getmembers(source, inspect.isfunction)
+    members = inspect.getmembers(source, lambda member: inspect.isfunction(member) or inspect.ismethod(member))
     return [(name, method) for name, method in members if not name.startswith("_") and name not in {"reset", "close"}]
 
 
-def _tool(name: str, function: Callable[..., Any], owner: type | None) -> Tool:
+def _tool(name: str, function: AnyFunction, owner: type | None) -> Tool:
     """Make a tool of a function. Raises ``TypeError`` with the remedy."""
-    description, parameter_texts = _docstring(function)
+    parameters = list(inspect.signature(function).parameters.values())
+    description, parameter_texts = _docstring(function, {parameter.name for parameter in parameters})
     if not description:
         raise TypeError("it has no docstring, which tells the model what it does: write one")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError("it yields: return the whole result")
-    if owner is not None and isinstance(inspect.getattr_static(owner, name), staticmethod):
-        raise TypeError("it is a staticmethod: give it as a function, beside the class")
+    if owner is not None and isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod):
+        raise TypeError("it is no method of an instance: remove its decorator, or begin its name with _")
     hints = get_type_hints(function, include_extras=True)
-    parameters = list(inspect.signature(function).parameters.values())
     if owner is not None:  # self
         parameters = parameters[1:]
     arguments = _argument_struct(name, parameters, hints, parameter_texts)
-    takes_context = CONTEXT in inspect.signature(function).parameters
+    takes_context = any(parameter.name == CONTEXT for parameter in parameters)
     # A method and a closure can reach objects that later calls use, too.
     keeps_state = owner is not None or inspect.ismethod(function) or bool(getattr(function, "__closure__", None))
     schema = {"name": name, "description": description, "parameters": _parameter_schema(arguments)}
@@ -372,10 +374,10 @@ def _tool(name: str, function: Callable[..., Any], owner: type | None) -> Tool:
 
 
 def _argument_struct(
-    name: str, parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any], texts: Mapping[str, str]
+    name: str, parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any], texts: TextMapping
 ) -> type[msgspec.Struct]:
     """Make a struct type with a field for each parameter. Raises ``TypeError`` with the remedy."""
-    fields: list[Any] = []
+    fields = []
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"parameter {parameter.name}: a model gives arguments by name: write them one by one")
@@ -390,7 +392,7 @@ def _argument_struct(
     return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
 
 
-def _parameter_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
+def _parameter_schema(arguments: type[msgspec.Struct]) -> JsonObject:
     """Return the JSON schema of a struct type, with all types that it refers to in ``$defs``. Raises ``TypeError``."""
     try:
         (shape,), components = msgspec.json.schema_components([arguments], ref_template="#/$defs/{name}")
@@ -409,16 +411,18 @@ _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Exampl
 _PARAMETER = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 
-def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the description in a docstring of Google's style, and the texts of the parameters by name."""
+def _docstring(function: AnyFunction, parameters: Collection[str]) -> tuple[str, TextsByName]:
+    """Return the description in a docstring of Google's style, and the texts of ``parameters`` by name. A line such as
+    ``Default: 5`` names no parameter, and belongs to the text of the one before it."""
     head, *sections = _SECTION.split(inspect.getdoc(function) or "")
-    parameter_texts: dict[str, str] = {}
+    parameter_texts = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):
         if title not in {"Args", "Arguments", "Parameters"}:
             continue
         name = ""
         for line in filter(str.strip, body.splitlines()):
-            if match := _PARAMETER.match(line):
+            match = _PARAMETER.match(line)
+            if match and match[1] in parameters:
                 name = match[1]
                 parameter_texts[name] = match[2].strip()
             elif name:  # the text of the parameter goes on

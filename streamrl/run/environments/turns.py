@@ -13,7 +13,7 @@ from contextlib import suppress
 import anyio
 
 from streamrl.base.messages import BeginEpisode, DropTurn, ReturnedCall, TurnRequest
-from streamrl.base.types import FinishReason, TokenArray, Turn
+from streamrl.base.types import FinishReason, Texts, TokenArray, Turn
 from streamrl.recipe.environment import Environment
 
 
@@ -84,7 +84,7 @@ class OpenEpisode:
         self.time_limit.cancel()
 
     async def sample(
-        self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0, stop: tuple[str, ...] = ()
+        self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0, stop: Texts = ()
     ) -> Turn:
         """Sample a turn, as ``TurnSampler`` says. Raises ``EpisodeLimit``, and ``RuntimeError`` where the user's code
         may not request a turn now."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import JsonMapping
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.template_facts import template_facts
 from streamrl.pretrained.turns.tool_calls import BadCallError, CallReader, Functions, TextAndCalls, read_call
@@ -25,7 +25,7 @@ _TAGS = re.compile(rf"{_TAG}.*?{_TAG}\Z", re.DOTALL)
 """Tags before and after a call, such as ``<tool_call>``; a text may have none."""
 
 
-def vllm_reader(tool_format: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> CallReader:
+def vllm_reader(tool_format: str, tokenizer: Tokenizer, tools: Sequence[JsonMapping]) -> CallReader:
     """Return a reader of calls of ``tools`` (JSON schemas) that uses the parser in ``tool_format`` (``vllm:PARSER``).
     Raises ``RecipeError`` where vLLM has no parser of this name, or the parser does not fit the model."""
     try:

@@ -26,10 +26,9 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import anyio
 import anyio.abc
@@ -50,7 +49,7 @@ from streamrl.base.messages import (
 )
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.base.seeds import derive_seed
-from streamrl.base.types import EnvironmentResult, RewardFailureKind
+from streamrl.base.types import EnvironmentResult, JsonMapping, RewardFailureKind
 from streamrl.comm.stream import ReceiveStream, SendStream, converse, send_hello
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
@@ -273,7 +272,7 @@ class _Worker:
     def _unstuck(self, _: object) -> None:
         self.stuck -= 1
 
-    async def _outcome(self, model: EpisodePolicy, columns: Mapping[str, Any]) -> EpisodeEnd:
+    async def _outcome(self, model: EpisodePolicy, columns: JsonMapping) -> EpisodeEnd:
         try:
             value = await self._episode(model, columns)
         except EpisodeLimit as error:

@@ -29,7 +29,7 @@ from streamrl.contracts import EpisodeRunner, Evaluations
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe import sections
 from streamrl.run.prompts.open_prompts import open_prompts
-from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.prompt_spec import environment_writes, held_out_sources, with_settings
 from streamrl.run.step_metrics import completion_metrics, part_values
 
 MOST_HELD_OUT = 10_000
@@ -42,13 +42,14 @@ class HeldOut(Struct, frozen=True, kw_only=True):
 
     ``prompts``: prompts of all sets, one set after the other;
     ``sets``: settings and number of prompts of each set; empty where there is only the set ``held_out``;
-    ``reward``: name of the reward that is the score (empty: the total);
+    ``scores``: name of the reward that is the score of each set (None: it has no score; the total for sets that are
+    not there);
     ``in_flight``: largest number of open requests of an evaluation: the number of sequences that the engines run."""
 
     prompts: Sequence[Prompt] = ()
     sets: Mapping[str, tuple[sections.EvaluationSet, int]] = {}
     settings: sections.Evaluation = sections.Evaluation()
-    reward: str = ""
+    scores: Mapping[str, str | None] = {}
     in_flight: int = 256
 
     def prompts_to_evaluate(self, policy_version: int, limit: int) -> dict[str, range]:
@@ -72,24 +73,28 @@ async def read_held_out(recipe: sections.Recipe, tokenizer: Tokenizer, in_flight
     of open requests of an evaluation."""
     prompts: list[Prompt] = []
     sets: dict[str, tuple[sections.EvaluationSet, int]] = {}
-    _, *sources = prompt_sources(recipe).values()
-    for spec, (name, settings) in zip(sources, recipe.evaluation.sets.items(), strict=True):
-        source = open_prompts(spec, None if recipe.environment.configured else tokenizer, seed=0, shuffle=False)
+    scores: dict[str, str | None] = {}
+    for name, spec in held_out_sources(recipe).items():
+        settings = recipe.evaluation.sets[name]
+        scope = recipe.settings_of_held_out(name)
+        source = open_prompts(spec, None if environment_writes(recipe, scope) else tokenizer, seed=0, shuffle=False)
         try:
             set_prompts = await source.draw(source.size or MOST_HELD_OUT)
         finally:
             await source.aclose()
-        prompts += set_prompts
+        prompts += [with_settings(prompt, scope) for prompt in set_prompts]
         sets[name] = settings, len(set_prompts)
+        score = recipe.score_of(name)
+        scores[name] = None if score is None else score.label
     if not sets.keys() - {sections.HELD_OUT}:
         sets = {}
-    return HeldOut(prompts=prompts, sets=sets, settings=recipe.evaluation, reward=recipe.score, in_flight=in_flight)
+    return HeldOut(prompts=prompts, sets=sets, settings=recipe.evaluation, scores=scores, in_flight=in_flight)
 
 
 class EvaluationRun:
-    """One evaluation of one policy version, on the first ``limit`` prompts (0: all). ``run`` may be called once. A
-    held-out prompt has the negative group id ``-1 - place``, which no group of the run has. ``sets``: places of its
-    prompts by set; ``outcomes``: outcomes so far."""
+    """One evaluation of one policy version, on the first ``limit`` prompts (0: all). ``run`` may be called once. The
+    samples of a held-out prompt are a group, for rewards that compare them. It has the negative group id ``-1 -
+    place``, which no group of the run has. ``sets``: places of its prompts by set; ``outcomes``: outcomes so far."""
 
     def __init__(self, held_out: HeldOut, policy_version: int, *, limit: int, seed: int) -> None:
         self.policy_version = policy_version
@@ -100,7 +105,8 @@ class EvaluationRun:
         self.sets = held_out.prompts_to_evaluate(policy_version, limit)
         self._seed = seed
         self._open: set[TrajectoryId] = set()
-        self._room = anyio.Semaphore(held_out.in_flight)
+        # Rewards of a group wait for all of its samples.
+        self._room = anyio.Semaphore(max(held_out.in_flight, held_out.settings.samples))
         self._settled = anyio.Event()
 
     @property
@@ -120,18 +126,20 @@ class EvaluationRun:
         started = anyio.current_time()
         for launch in self._launches():
             await self._room.acquire()
-            if self.cancelled:
+            if self.cancelled and not launch.id.sample:
                 break
             self._open.add(launch.id)
             episodes.launch(launch, take)
+            if self.cancelled:  # between siblings, for all of which the rewards of a group wait
+                episodes.cancel([launch.id])
         while self._open:
             self._settled = anyio.Event()
             await self._settled.wait()
         settings = self._held_out.settings
-        reward = self._held_out.reward
         figures = {"time/eval_s": anyio.current_time() - started}
         for name, numbers in self.sets.items():
             figures[f"eval/{name}/size"] = float(len(numbers))
+            reward = self._held_out.scores.get(name, "")
             figures |= evaluation_metrics(
                 self.outcomes_of(numbers), settings.samples, settings.success_reward, reward=reward, collection=name
             )
@@ -158,15 +166,16 @@ class EvaluationRun:
         sampling: dict[str, int | float] = {}
         if temperature is not None:
             sampling["temperature"] = temperature
+        samples = self._held_out.settings.samples
         for index in chain.from_iterable(self.sets.values()):
             prompt = self._held_out.prompts[index]
-            for sample in range(self._held_out.settings.samples):
+            for sample in range(samples):
                 yield LaunchTrajectory(
                     id=TrajectoryId(
                         prompt_id=prompt.prompt_id, group_id=-1 - index, sample=sample, attempt=self.policy_version
                     ),
                     prompt=prompt,
-                    group_size=1,  # every completion is scored alone, also by a reward that sees complete groups
+                    group_size=samples,
                     seed=derive_seed(self._seed, "evaluation", prompt.prompt_id, self.policy_version, sample),
                     evaluation=True,
                     sampling=sampling,
@@ -262,12 +271,12 @@ def evaluation_metrics(
     samples: int,
     success_reward: float = 1.0,
     *,
-    reward: str = "",
+    reward: str | None = "",
     collection: str = sections.HELD_OUT,
 ) -> Metrics:
     """Return the figures of an evaluation with ``samples`` completions of each prompt. ``reward``: name of the reward
-    that is the score (empty: the total), so that rewards which only shape training do not change it; ``collection``:
-    name of the set, for the names of the figures.
+    that is the score (empty: the total; None: there is no score), so that rewards which only shape training do not
+    change it; ``collection``: name of the set, for the names of the figures.
 
     avg@k is the mean over prompts of the mean score of their samples, and pass@j the mean over prompts of
     ``pass_at_k``. A sample without a reward counts as failed and is in neither figure. A sample to which the named
@@ -309,10 +318,12 @@ def values_by_prompt(
     return {name: values for name, values in figures.items() if values}
 
 
-def scores_by_prompt(rewarded: Sequence[ScoredTrajectory], reward: str) -> list[list[float]]:
+def scores_by_prompt(rewarded: Sequence[ScoredTrajectory], reward: str | None) -> list[list[float]]:
     """Return the scores of each prompt, in the order of their first samples. ``reward``: name of the reward that is the
-    score (empty: the total)."""
+    score (empty: the total; None: there is no score)."""
     scores: dict[int, list[float]] = {}
+    if reward is None:
+        return []
     for scored in rewarded:
         score = scored.reward_parts.get(reward) if reward else scored.reward
         if score is not None:

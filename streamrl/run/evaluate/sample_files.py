@@ -6,6 +6,7 @@ The controller process writes them; ``streamrl samples``, the dashboard and trac
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,10 +18,11 @@ from msgspec.structs import asdict, replace
 from streamrl.base.atomic_files import MOST_BYTES, remove_oldest, write_durable
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile
-from streamrl.base.run_events import WORDS, CompletionSampled, NamedPrompt, ShownMessage
+from streamrl.base.run_events import WORDS, CompletionSampled, NamedPrompt, NumberedText, ShownMessage
 from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
 from streamrl.base.types import JsonObject, RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId, token_array
 from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.rewards import RewardCredit, credit_of
 from streamrl.recipe.sections import HELD_OUT
 
 LONGEST_TEXT = 8_000
@@ -29,6 +31,8 @@ MOST_TOKENS = 2_000
 """Number of tokens above which a completion is not written token by token, because the controller decodes them."""
 MOST_MESSAGES = 200
 """Number of messages above which a conversation is written as one text."""
+MOST_NUMBERS = 200
+"""Largest number of numbers of steps and tokens that are written with a completion."""
 QUESTION_CHARACTERS = 400
 SHOWN_EVERY = 10
 """Number of steps between two completions that the run shows; it also shows one of the first step."""
@@ -48,7 +52,8 @@ class StoredSample(CompletionSampled, frozen=True, kw_only=True, omit_defaults=T
 
 
 class TrainingSamples:
-    """Appends the best, the worst and a random completion of each batch to ``path``, after those of earlier lives."""
+    """Appends the best, the worst and a random completion of each batch to ``path``, after those of earlier lives;
+    where there are several training sets, those of each set."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, *, most_bytes: int = MOST_BYTES) -> None:
         self._tokenizer = tokenizer
@@ -57,11 +62,16 @@ class TrainingSamples:
     def take(self, step: int, batch: Sequence[ScoredTrajectory]) -> list[CompletionSampled]:
         """Write the completions of the batch of ``step``. Return the completions that the run is to show: one at the
         steps of ``SHOWN_EVERY``, else none."""
-        ordered = sorted(batch, key=lambda scored: scored.reward)
-        random_one = random.Random(step).choice(ordered)
-        choices = {"best": ordered[-1], "worst": ordered[0], "random": random_one}
-        samples = [sample_of(scored, self._tokenizer, step=step, choice=name) for name, scored in choices.items()]
-        pairs = zip(samples, choices.values(), strict=True)
+        samples: list[CompletionSampled] = []
+        choices: list[ScoredTrajectory] = []
+        for name in sorted({scored.trajectory.prompt.set for scored in batch}):
+            of_set = [scored for scored in batch if scored.trajectory.prompt.set == name]
+            ordered = sorted(of_set, key=lambda scored: scored.reward)
+            random_one = random.Random(step).choice(ordered)
+            for choice, scored in (("best", ordered[-1]), ("worst", ordered[0]), ("random", random_one)):
+                samples.append(sample_of(scored, self._tokenizer, step=step, choice=choice))
+                choices.append(scored)
+        pairs = zip(samples, choices, strict=True)
         self._file.append(*(_stored(sample, scored, self._tokenizer) for sample, scored in pairs))
         if step == 1 or step % SHOWN_EVERY == 0:
             return samples[-1:]
@@ -181,9 +191,35 @@ def sample_line(outcome: EndedOutcome, tokenizer: Tokenizer | None) -> JsonObjec
         "prompt_token_ids": sum(parts[:prompt_parts], token_array()).tolist(),
         "token_ids": sum(parts[prompt_parts:], token_array()).tolist(),
     }
+    if trajectory.prompt.set:
+        line["set"] = trajectory.prompt.set
     if trajectory.turn_rewards:
         line["turn_rewards"] = trajectory.turn_rewards
-    return line if tokenizer is None else line | _texts(trajectory, tokenizer)
+    if tokenizer is None:
+        return line
+    if isinstance(scored, ScoredTrajectory) and (numbers := _numbered_texts(scored, tokenizer)):
+        line["numbers"] = numbers
+    return line | _texts(trajectory, tokenizer)
+
+
+def _numbered_texts(scored: ScoredTrajectory, tokenizer: Tokenizer) -> list[NumberedText]:
+    """Return the numbers of steps and tokens with their texts, ``MOST_NUMBERS`` at most. The text of a step has the
+    tokens since the step before; neighbouring tokens of equal numbers have one text."""
+    texts = []
+    token_ids = sum((part.token_ids for part in scored.trajectory.segments if part.trained), token_array())
+    for name, values in scored.token_values.items():
+        credit, label = credit_of(name)
+        if not label:
+            continue
+        first = 0
+        for place, number in enumerate(values):
+            goes_on = credit is RewardCredit.TOKENS and values[place + 1 : place + 2] == values[place : place + 1]
+            if math.isnan(number):
+                first = first if credit is RewardCredit.STEPS else place + 1
+            elif not goes_on:
+                texts.append(NumberedText(label, number, tokenizer.decode(token_ids[first : place + 1])))
+                first = place + 1
+    return texts[:MOST_NUMBERS]
 
 
 def _identity_fields(trajectory: TrajectoryId) -> JsonObject:

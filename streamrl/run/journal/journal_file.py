@@ -345,7 +345,7 @@ class JournalFile:
 
 def _groups(items: Iterable[bytes | tuple[bytes, ...]]) -> Iterator[list[bytes]]:
     """Yield records in lists of about ``GROUP_BYTES``, up to the first item that is the base of a segment."""
-    group: list[bytes] = []
+    group = []
     size = 0
     for item in items:
         if not isinstance(item, bytes):

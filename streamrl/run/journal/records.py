@@ -15,6 +15,7 @@ from streamrl.base.stage_messages import EpisodeSoFar, SampledSoFar, TurnSoFar
 from streamrl.base.types import (
     EnvironmentResult,
     FinishReason,
+    FloatArray,
     JsonObject,
     Prompt,
     Record,
@@ -23,6 +24,7 @@ from streamrl.base.types import (
     Segment,
     Trajectory,
     TrajectoryId,
+    WeightedRewards,
 )
 from streamrl.buffers.trajectory_store import Content
 from streamrl.comm.wire import Buffer, OneFrameCodec
@@ -103,8 +105,9 @@ class JournalScored(Record, frozen=True, tag=True):
     reward_seconds: float = 0.0
     calls: tuple[RewardCall, ...] = ()
     reward_version: int = 0
-    separate_rewards: dict[str, tuple[float, float]] = {}
+    separate_rewards: WeightedRewards = {}
     turn_rewards: tuple[float, ...] = ()
+    token_values: dict[str, FloatArray] = {}
 
 
 class JournalPublished(Record, frozen=True, tag=True):

@@ -16,7 +16,7 @@ from streamrl.base.types import ScoredTrajectory, Trajectory, TrajectoryId
 from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.wire import Buffer
-from streamrl.contracts import Observer
+from streamrl.contracts import Observer, Turns
 from streamrl.control import actions as do
 from streamrl.control.events import BatchTrained, ControlEvent
 from streamrl.control.machine import Control
@@ -159,7 +159,7 @@ def recovered_run(content: JournalContent, restore: Restore, held_version: int) 
     """Return the run that a journal restores, for ranks that hold ``held_version``; None where the journal is empty.
     Replay begins with the last base, or with an older one where the ranks hold an older version because a checkpoint is
     damaged. ``restore``: function that makes control of a snapshot. Raises ``StreamRLError``."""
-    run: RecoveredRun | None = None
+    run = None
     for segment in reversed(range(len(content.segments))):
         run = replayed_run(content.records(segment), restore, held_version)
         if run is None or run.has_all_batches:
@@ -170,7 +170,7 @@ def recovered_run(content: JournalContent, restore: Restore, held_version: int) 
 def replayed_run(records: Iterable[Buffer], restore: Restore, held_version: int) -> RecoveredRun | None:
     """Return the run that ``records``, a base first, restore; None without records. Raises ``StreamRLError``."""
     codec = JournalCodec()
-    run: RecoveredRun | None = None
+    run = None
     for body in records:
         record = codec.decode(body)
         if run is not None:
@@ -208,12 +208,16 @@ class Resumption(Observer):
 
     ``held_version``: version that the ranks held at first;
     ``policy_version``: version that they hold now;
+    ``turns``: turns of engines and ranks;
     ``batches``: number of batches that they trained again;
     ``reports``: reports of all ranks on the last of these batches."""
 
-    def __init__(self, recovered: RecoveredRun, trainer: TrainerRanks, waits: Waits) -> None:
+    def __init__(
+        self, recovered: RecoveredRun, trainer: TrainerRanks, waits: Waits, turns: Turns | None = None
+    ) -> None:
         self.recovered = recovered
         self._trainer = trainer
+        self._turns = turns or Turns()
         self._waits = waits
         self.held_version = self.policy_version = trainer.policy_version
         self.batches = 0
@@ -246,6 +250,8 @@ class Resumption(Observer):
                 f"{trainer_version + 1} to {journal_version}: is a checkpoint of this run missing or damaged? "
                 "start from another one (checkpoint.resume_from)"
             )
+        if batches:
+            await self._turns.train()
         for batch in batches:
             for order in batch.groups:
                 group = recovered.store.training_group(order.group_id, order.batch_id, order.ids, order.temperature)

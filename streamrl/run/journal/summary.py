@@ -169,7 +169,7 @@ def summarize(records: Iterable[Buffer], restore: Callable[[Snapshot], Control])
     """Return the summary of a journal; None without records. ``records``: records of the journal, a base first;
     ``restore``: function that makes control of a snapshot. Raises ``StreamRLError``."""
     codec = JournalCodec()
-    replay: _Replay | None = None
+    replay = None
     for body in records:
         match codec.decode(body):
             case JournalBase() as base:
@@ -234,6 +234,11 @@ def _prompts_text(state: RunState) -> str:
     text = f"{pool.drawn:,} drawn, {len(pool.waiting)} waiting, {len(pool.queue)} deferred"
     if pool.exhausted:
         text += ", no more in the source"
+    for name, drawn in pool.sets.items():
+        if name:
+            text += f"; {name}: {drawn.drawn:,} drawn, {drawn.skipped:,} skipped"
+    if state.tracker.prompts:
+        text += f"; baselines of {len(state.tracker.prompts):,} prompts"
     return text
 
 

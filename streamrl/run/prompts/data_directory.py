@@ -6,11 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from msgspec import Struct, field
+from msgspec import Struct, field, json
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
-from streamrl.base.types import JsonMapping
 from streamrl.run.prompts.data_files import DEFAULT, choose_files, files_of_split
 
 _SAVED = "state.json"
@@ -50,7 +48,7 @@ def find_files(path: Path, config: str = "", split: str = "") -> list[Path]:
         if split:
             raise RecipeError(f'has no splits, so no "{split}": remove the option')
         return [_inside(path, file.filename) for file in _decode(path / _SAVED, _SavedState).files]
-    card: JsonMapping = {}
+    card = {}
     names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
     if "README.md" in names:
         from huggingface_hub.repocard import metadata_load  # takes a third of a second
@@ -76,6 +74,6 @@ def _inside(path: Path, name: str) -> Path:
 
 def _decode(path: Path, kind: type[Any]) -> Any:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return json.decode(path.read_bytes(), type=kind)
     except (OSError, *UNDECODABLE) as error:
         raise RecipeError(f"cannot be read ({error}): save the dataset again") from error

@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
 from streamrl.base.errors import UNENCODABLE, StreamRLError
 from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
@@ -29,7 +28,7 @@ def first_row(spec: str, timeout_s: float) -> tuple[Any, str]:
     """Return (the first row, "") of the iterator that ``spec`` names, or (None, the problem with its remedy)."""
     result = run_throwaway("streamrl.run.prompts.first_row", [spec], timeout_s)
     if result.written and not result.failure:
-        first = msgspec.msgpack.decode(result.written, type=_FirstRow)
+        first = msgpack.decode(result.written, type=_FirstRow)
         return first.row, first.problem
     if result.late:
         return None, f"prompts {spec} gave no row within {timeout_s:g} s: make the first row come sooner"
@@ -46,7 +45,7 @@ async def _read(spec: str) -> _FirstRow:
     if not has_row:
         return _FirstRow(problem=f"prompts {spec} is empty: it must give at least one row")
     try:
-        return _FirstRow(row=msgspec.msgpack.decode(encode_row(row)))
+        return _FirstRow(row=msgpack.decode(encode_row(row)))
     except UNENCODABLE as error:
         return _FirstRow(problem=f"prompts {spec}, row 1 has a value that cannot be sent ({error}): use plain values")
 
@@ -54,7 +53,7 @@ async def _read(spec: str) -> _FirstRow:
 def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
     """Write the first row for the parent process. ``arguments``: the spec of the iterator."""
     [spec] = arguments
-    answers.write(msgspec.msgpack.encode(asyncio.run(_read(spec))))
+    answers.write(msgpack.encode(asyncio.run(_read(spec))))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ own, so that user code that blocks does not stop the controller."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Protocol
 
@@ -18,26 +18,31 @@ from anyio import to_thread
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
-from streamrl.contracts import PromptSource
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.rewards.signature import column_of, missing_column
 from streamrl.run.prompts.data_directory import find_files
 from streamrl.run.prompts.first_row import first_row
 from streamrl.run.prompts.json_rows import open_json
 from streamrl.run.prompts.prompt_iterator import IteratorPrompts
-from streamrl.run.prompts.prompt_rows import BadRow, OtherFormat, RowStore, read_prompt, to_form
+from streamrl.run.prompts.prompt_rows import BadRow, OtherFormat, RowStore, SelectedRows, read_prompt, to_form
 from streamrl.run.prompts.prompt_spec import JSON_ENDINGS, PromptSpec, SourceKind, read_spec
 from streamrl.run.prompts.row_notes import RowNotes
 
 _MOST_PROBLEMS = 20
 _TASK_ROWS_CHECKED = 16
+CheckRow = Callable[[Prompt], object]
+"""Raises ``BadRow`` for a prompt that cannot be used."""
 
 
-class OpenPrompts(PromptSource, Protocol):
-    """Prompts, in order. ``size``: number of prompts in one epoch; None for an iterator, which has no epochs."""
+class OpenPrompts(Protocol):
+    """Prompts of one source, in order. ``size``: number of prompts in one epoch; None for an iterator, which has no
+    epochs."""
 
     @property
     def size(self) -> int | None: ...
+
+    async def draw(self, count: int) -> list[Prompt]:
+        """Return the next prompts, as ``PromptSource`` does."""
 
     async def aclose(self) -> None:
         """Close the files, or the user's iterator. Idempotent."""
@@ -64,8 +69,24 @@ def open_rows(spec: PromptSpec) -> RowStore:
     if limit is not None and (type(limit) is not int or limit < 1):
         raise RecipeError(f'prompts "{spec.source}": limit = {limit} is no integer >= 1: correct it')
     store = _open_rows(spec)
+    where = spec.options.get("where")
+    if where and spec.kind is SourceKind.FILES:
+        store = _selected_rows(spec, store, str(where))
     store.size = min(store.size, limit or store.size)
     return store
+
+
+def _selected_rows(spec: PromptSpec, store: RowStore, where: str) -> RowStore:
+    """Return the rows of ``store`` for which ``where`` is true. Raises ``RecipeError``; then ``store`` is closed."""
+    try:
+        rows = SelectedRows(store, where)
+    except BadRow as error:
+        store.close()
+        raise RecipeError(f"prompts {spec.source}, {error}") from error
+    if not rows.size:
+        store.close()
+        raise RecipeError(f"prompts {spec.source}: ?where={where} is true for none of {store.size:,} rows: correct it")
+    return rows
 
 
 def _open_rows(spec: PromptSpec) -> RowStore:
@@ -75,7 +96,7 @@ def _open_rows(spec: PromptSpec) -> RowStore:
         return TaskRows(spec)
     if spec.path.exists() and not (spec.path.is_file() or spec.path.is_dir()):
         raise RecipeError(f"prompts {spec.path} is not a regular file: write its rows to one")
-    options = spec.checked_options("config", "split", "limit", "files")
+    options = spec.checked_options("config", "split", "limit", "files", "where")
     try:
         files = spec.files or find_files(spec.path, str(options.get("config", "")), str(options.get("split", "")))
     except RecipeError as error:
@@ -146,7 +167,7 @@ class StoredPrompts:
 
     def _read(self, start: int, count: int) -> list[Prompt]:
         """Return prompts ``start`` to ``start + count`` of the run. Only the cached order of an epoch is changed."""
-        prompts: list[Prompt] = []
+        prompts = []
         for position in range(start, start + count):
             epoch, row = divmod(position, self.size)
             if self._order[0] != epoch:
@@ -183,6 +204,7 @@ def check_prompts(
     *,
     timeout_s: float = 60.0,
     notes: RowNotes | None = None,
+    check: CheckRow = lambda prompt: None,
 ) -> list[str]:
     """Return the faults of a source, one line each, at most 20; empty: there is none. All stored rows are read, but
     only the first 16 of a task. The first row of an iterator is drawn in a throw-away process.
@@ -190,14 +212,15 @@ def check_prompts(
     ``needed_columns``: columns by the name of the reward that needs them (``rewards.signature.needed_columns``);
     ``max_tokens``: largest number of tokens of a prompt (None: no limit);
     ``timeout_s``: seconds for the first row of an iterator;
-    ``notes``: notes about the rows, which are added to."""
+    ``notes``: notes about the rows, which are added to;
+    ``check``: further check of each prompt that is read."""
     notes = notes or RowNotes()
     try:
         source = read_spec(spec)
         if source.kind is SourceKind.ITERATOR:
-            problems = _check_iterator(source, tokenizer, needed_columns, max_tokens, timeout_s, notes)
+            problems = _check_iterator(source, tokenizer, needed_columns, max_tokens, timeout_s, notes, check)
         else:
-            problems = _check_stored(source, tokenizer, needed_columns, max_tokens, notes)
+            problems = _check_stored(source, tokenizer, needed_columns, max_tokens, notes, check)
     except RecipeError as error:
         return error.problems
     if len(problems) > _MOST_PROBLEMS:
@@ -212,6 +235,7 @@ def _check_stored(
     needed_columns: Mapping[str, Sequence[str]],
     max_tokens: int | None,
     notes: RowNotes,
+    check: CheckRow,
 ) -> list[str]:
     """Return the problems of stored rows."""
     store = open_rows(spec)
@@ -226,6 +250,7 @@ def _check_stored(
         for index in range(rows):
             try:
                 prompt = _prompt_at(spec, store, index, tokenizer, max_tokens)
+                check(prompt)
             except BadRow as error:
                 rows_by_problem.setdefault(str(error), []).append(index)
                 if isinstance(error, OtherFormat) and not index:
@@ -287,6 +312,7 @@ def _check_iterator(
     max_tokens: int | None,
     timeout_s: float,
     notes: RowNotes,
+    check: CheckRow,
 ) -> list[str]:
     """Return the problems of an iterator's first row."""
     row, problem = first_row(spec.source, timeout_s)
@@ -294,6 +320,7 @@ def _check_iterator(
         return [problem]
     try:
         prompt = read_prompt(to_form(row, spec.form), 1, tokenizer, max_tokens)
+        check(prompt)
     except BadRow as error:
         return [f"prompts {spec.source}, row 1 {error}"]
     notes.add(0, "row 1", prompt, needed_columns)

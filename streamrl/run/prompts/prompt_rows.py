@@ -6,10 +6,12 @@ and in commands that check or sample prompts."""
 from __future__ import annotations
 
 import hashlib
+import re
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
+from msgspec import json, msgpack
 
 from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError
 from streamrl.base.types import JsonMapping, JsonObject, Prompt, TokenArray, token_array
@@ -20,6 +22,8 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.run.prompts.prompt_spec import PLAIN, RowForm
 from streamrl.run.prompts.row_template import TemplateFailed, value_of
 
+_NO_TEXT = re.compile(r"image|video|audio")
+"""In the type of a part of a message that is no text."""
 _TOKEN_COLUMN = "prompt_token_ids"
 _ID_COLUMN = "prompt_id"
 # A prompt travels in one message with its completions, which have the other half of the message's size.
@@ -58,6 +62,37 @@ class RowStore:
         """Close the files."""
 
 
+class SelectedRows(RowStore):
+    """The rows of ``store`` for which ``where``, the name of a column or a jinja expression, is true. All rows are read
+    once. Raises ``BadRow``, which begins with the place of the row."""
+
+    def __init__(self, store: RowStore, where: str) -> None:
+        self._store = store
+        self._where = where
+        self._indices = array("q", filter(self._is_selected, range(store.size)))
+        self.size = len(self._indices)
+        self.columns = store.columns
+
+    def number(self, index: int) -> int:
+        return self._store.number(self._indices[index])
+
+    def place(self, index: int) -> str:
+        return self._store.place(self._indices[index])
+
+    def row(self, index: int) -> JsonObject:
+        return self._store.row(self._indices[index])
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _is_selected(self, index: int) -> bool:
+        try:
+            return bool(value_of(self._where, self._store.row(index)))
+        except (BadRow, TemplateFailed) as error:
+            place = self._store.place(index)
+            raise BadRow(f"{place}: ?where={self._where} has no value ({error}): correct it") from error
+
+
 def to_form(row: JsonObject, form: RowForm) -> JsonObject:
     """Return ``row`` with its prompt and the variables of the chat template in the columns that ``read_prompt`` reads.
     Raises ``BadRow``."""
@@ -66,7 +101,9 @@ def to_form(row: JsonObject, form: RowForm) -> JsonObject:
     if form.template_arguments:
         own_arguments = _json_column(row, ARGUMENTS_COLUMN, dict) or {}
         row = {**row, ARGUMENTS_COLUMN: {**form.template_arguments, **own_arguments}}
-    answer: JsonObject = {}
+    if form.tools and not row.get("tools"):
+        row = {**row, "tools": form.tools}
+    answer = {}
     if form.answer:
         answer["answer"] = _column_value(row, "answer", form.answer)
     if form.template:  # replaces a prompt in any other column
@@ -118,10 +155,10 @@ def as_chat(value: object) -> list[Any] | None:
     """Return ``value`` as messages, if it is a list or the JSON text of a list of messages; else None. Raises
     ``BadRow`` for Python's text of messages, which is a frequent mistake."""
     if isinstance(value, str) and value.startswith(("[{'role'", "[{'content'")):
-        raise BadRow("has Python's text of messages as its prompt: write it as JSON")
+        raise BadRow("has Python's text of messages: write it as JSON")
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = msgspec.json.decode(value, type=list[JsonObject])
+            value = json.decode(value, type=list[JsonObject])
         except UNDECODABLE:
             return None
         return value if value and all("role" in message for message in value) else None
@@ -140,7 +177,7 @@ def without_nulls(value: Any) -> Any:
 
 def encode_row(row: object) -> bytes:
     """Return ``row`` as MessagePack, with lists in place of NumPy's arrays. Raises ``UNENCODABLE``."""
-    return msgspec.msgpack.encode(row, enc_hook=_plain_list)
+    return msgpack.encode(row, enc_hook=_plain_list)
 
 
 def _plain_list(value: Any) -> Any:
@@ -164,7 +201,7 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer | None, max_token
         raise BadRow(
             f"has a value that cannot be sent ({error}): use plain text, numbers, lists and objects"
         ) from error
-    columns = msgspec.msgpack.decode(content, type=JsonObject)
+    columns = msgpack.decode(content, type=JsonObject)
     if tokenizer is None:
         token_ids = token_array()
         if _TOKEN_COLUMN in columns:
@@ -178,7 +215,7 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer | None, max_token
     else:
         token_ids = _checked_token_ids(columns, tokenizer, max_tokens)
     if columns.pop(_TOKEN_COLUMN, None) is not None:
-        _check_size(msgspec.msgpack.encode(columns))
+        _check_size(msgpack.encode(columns))
     else:
         _check_size(content)
     prompt_id = columns.pop(_ID_COLUMN, None)
@@ -279,7 +316,7 @@ def _json_column(columns: JsonMapping, name: str, kind: type[Any]) -> Any:
     value = columns.get(name)
     try:
         if isinstance(value, str):
-            value = msgspec.json.decode(value, type=kind) if value.strip() else None
+            value = json.decode(value, type=kind) if value.strip() else None
     except UNDECODABLE:
         pass
     if not isinstance(value, kind | None):
@@ -295,6 +332,13 @@ def _message_problem(message: object) -> str:
     if not isinstance(message.get("role"), str):
         return 'its "role" must be text, such as "system", "user" or "assistant"'
     content = message.get("content")
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict)]
+        kinds = [str(part.get("type")) for part in parts if _NO_TEXT.search(str(part.get("type")))]
+        if kinds:
+            return (
+                f'its "content" has a part of type {kinds[0]!r}: models are trained on text alone; leave such rows out'
+            )
     if isinstance(content, str | list) or (content is None and message.get("tool_calls")):
         return ""
     return 'its "content" must be text'

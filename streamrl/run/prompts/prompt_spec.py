@@ -13,18 +13,19 @@ that opens or checks prompts calls it: the controller, and the commands before a
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import JsonMapping, JsonObject
+from streamrl.base.types import JsonMapping, JsonObject, Prompt, TextsByName
 from streamrl.recipe.problems import did_you_mean
-from streamrl.recipe.sections import Recipe
+from streamrl.recipe.sections import Recipe, TrainingSet
 from streamrl.recipe.toml_text import toml_value, value_or_text
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
@@ -48,7 +49,8 @@ class RowForm(Struct, frozen=True, kw_only=True):
     ``answer``: column, expression or template that makes the column ``answer``;
     ``chat``: whether the text becomes the user's message in a chat;
     ``system``: system message of that chat;
-    ``template_arguments``: variables of the chat template, for rows without these variables."""
+    ``template_arguments``: variables of the chat template, for rows without these variables;
+    ``tools``: JSON schemas of tools as text, for rows without tools."""
 
     prompt: str = ""
     template: str = ""
@@ -56,6 +58,7 @@ class RowForm(Struct, frozen=True, kw_only=True):
     chat: bool = False
     system: str = ""
     template_arguments: JsonMapping = {}
+    tools: str = ""
 
 
 PLAIN = RowForm()
@@ -105,25 +108,107 @@ class PromptSpec(Struct, frozen=True, kw_only=True):
         return dict(self.options)
 
 
-def prompt_sources(recipe: Recipe) -> dict[str, str]:
-    """Return every source of ``recipe`` by the path of its key: ``prompts.train``, then the held-out sets in their
-    order. ``prompts.template``, ``prompts.answer`` and ``prompts.template_arguments`` become options of sources that do
-    not have these options; held-out iterators, which make their rows, get the last of the three alone."""
-    prompts = recipe.prompts
-    of_iterators = {"template_arguments": prompts.template_arguments}
-    keys = {"template": prompts.template, "answer": prompts.answer, **of_iterators}
-    sources = {"prompts.train": _with_keys(prompts.train, keys)}
-    for name, settings in recipe.evaluation.sets.items():
-        path = "evaluation.prompts" if isinstance(recipe.evaluation.prompts, str) else f"evaluation.prompts.{name}"
-        makes_rows = _is_iterator(settings.prompts.partition("?")[0])
-        sources[path] = _with_keys(settings.prompts, of_iterators if makes_rows else keys)
+def prompt_sources(recipe: Recipe) -> TextsByName:
+    """Return every source of ``recipe`` by the path of its key: ``prompts.train`` (``prompts.train.NAME`` for each of
+    several sets), then the held-out sets in their order."""
+    sources = {training_path(recipe, name): source for name, source in training_sources(recipe).items()}
+    one_set = isinstance(recipe.evaluation.prompts, str)
+    for name, source in held_out_sources(recipe).items():
+        sources["evaluation.prompts" if one_set else f"evaluation.prompts.{name}"] = source
     return sources
 
 
-def _with_keys(text: str, keys: JsonMapping) -> str:
-    """Return ``text`` with ``keys`` of ``[prompts]`` as options."""
-    query = text.partition("?")[2]
-    options = {part.partition("=")[0] for part in query.split("&")}
+def training_path(recipe: Recipe, name: str) -> str:
+    """Return the path of the key that names the training set ``name``."""
+    return "prompts.train" if isinstance(recipe.prompts.train, str) else f"prompts.train.{name}"
+
+
+def settings_of_sources(recipe: Recipe) -> dict[str, TrainingSet]:
+    """Return the settings of the prompts of each source, by the paths of ``prompt_sources``."""
+    settings = [*recipe.prompts.sets.values(), *map(recipe.settings_of_held_out, recipe.evaluation.sets)]
+    return dict(zip(prompt_sources(recipe), settings, strict=True))
+
+
+def environment_writes(recipe: Recipe, settings: TrainingSet) -> bool:
+    """Return whether the environment writes the prompts of a set, so that they have no tokens before."""
+    return recipe.environment.configured and settings.environment
+
+
+def columns_of_set(
+    recipe: Recipe, settings: TrainingSet, columns: Mapping[str, Sequence[str]]
+) -> dict[str, Sequence[str]]:
+    """Return those of ``columns``, which are by the name of the reward that needs them, that rows of a set need."""
+    not_serving = {reward.label for reward in recipe.rewards if not settings.serves(reward)}
+    if not settings.environment:
+        not_serving.add("environment")
+    return {name: needed for name, needed in columns.items() if name not in not_serving}
+
+
+def with_settings(prompt: Prompt, settings: TrainingSet) -> Prompt:
+    """Return ``prompt`` with the rewards and the limit of its set."""
+    if not settings.rewards and not settings.max_tokens:
+        return prompt
+    return replace(prompt, rewards=settings.rewards, max_tokens=settings.max_tokens)
+
+
+def training_sources(recipe: Recipe) -> TextsByName:
+    """Return the source of each training set by name. ``template``, ``answer`` and ``template_arguments`` of the set or
+    of ``[prompts]`` become options of sources that do not have these options; where there are several sets, iterators,
+    which make their rows, get the last of the three alone."""
+    several = isinstance(recipe.prompts.train, dict)
+    return {
+        name: _with_keys_of(recipe, settings, settings.prompts, skip_iterators=several)
+        for name, settings in recipe.prompts.sets.items()
+    }
+
+
+def imitated_sources(recipe: Recipe) -> TextsByName:
+    """Return the source of each set to imitate by name, with the options that ``training_sources`` adds."""
+    return {
+        name: _with_keys_of(recipe, settings, settings.prompts, skip_iterators=True)
+        for name, settings in recipe.prompts.imitated.items()
+    }
+
+
+def held_out_sources(recipe: Recipe) -> TextsByName:
+    """Return the source of each held-out set by name, with the options that ``training_sources`` adds."""
+    return {
+        name: _with_keys_of(recipe, recipe.settings_of_held_out(name), held_out.prompts, skip_iterators=True)
+        for name, held_out in recipe.evaluation.sets.items()
+    }
+
+
+def _with_keys_of(recipe: Recipe, settings: TrainingSet, text: str, *, skip_iterators: bool) -> str:
+    prompts = recipe.prompts
+    keys: JsonObject = {"template_arguments": {**prompts.template_arguments, **settings.template_arguments}}
+    if not (skip_iterators and _is_iterator(text.partition("?")[0])):
+        template = settings.template or prompts.template
+        keys = {"template": template, "answer": settings.answer or prompts.answer, **keys}
+    return with_options(text, keys)
+
+
+def _options(text: str) -> set[str]:
+    """Return the names of the options of a source."""
+    return {part.partition("=")[0] for part in text.partition("?")[2].split("&")}
+
+
+def unused_keys(recipe: Recipe) -> Iterator[str]:
+    """Yield a problem for each key of a training set in whose place another one makes the rows."""
+    for name, settings in recipe.prompts.all_sets.items():
+        for key in ("template", "answer", "template_arguments"):
+            rivals = _options(settings.prompts) & ({"template", "prompt"} if key == "template" else {key})
+            problem = f"its source has ?{'= and ?'.join(sorted(rivals))}=, too: remove one of them"
+            if key != "template_arguments" and _is_iterator(settings.prompts.partition("?")[0]):
+                problem = f"{settings.prompts} is an iterator, whose code makes the rows: remove it"
+            elif not rivals:
+                continue
+            if getattr(settings, key):
+                yield f"prompts.train.{name}.{key}: has no effect, because {problem}"
+
+
+def with_options(text: str, keys: JsonMapping) -> str:
+    """Return a source with those of ``keys`` as options that have a value, and are no options of it."""
+    options = _options(text)
     if "prompt" in options:  # it names the prompt already
         options.add("template")
     missing = {key: value for key, value in keys.items() if value and key not in options}
@@ -137,17 +222,17 @@ def _with_keys(text: str, keys: JsonMapping) -> str:
 def read_spec(text: str) -> PromptSpec:
     """Parse ``text``. Raises ``RecipeError`` when it names no source that can be read, or has bad options."""
     source, question_mark, query = text.partition("?")
-    options: JsonObject = {}
+    options = {}
     if question_mark:
         options = dict(_option(text, part) for part in query.split("&"))
     kind = _kind(text, source)
-    if kind is SourceKind.ITERATOR and options.keys() - {"template_arguments"}:
+    if kind is SourceKind.ITERATOR and options.keys() - {"template_arguments", "chat", "system", "tools"}:
         keys = "nor prompts.template and prompts.answer"
         raise RecipeError(f'prompts "{source}": an iterator takes no options, {keys}: let its code make the rows')
     form = {key: options.pop(key) for key in RowForm.__struct_fields__ if key in options}
     try:
-        row_form = msgspec.convert(form, RowForm)
-    except (msgspec.ValidationError, UnicodeError) as error:
+        row_form = convert(form, RowForm)
+    except (ValidationError, UnicodeError) as error:
         types = "chat is true or false, template_arguments a table, the others are text"
         raise RecipeError(f'prompts "{text}": {error}: {types}') from error
     if row_form.prompt and row_form.template:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from streamrl.base.types import Prompt
+from streamrl.base.types import Prompt, TextsByName
 
 _MOST_PROMPTS = 1_000_000
 """Largest number of prompts that are compared with others."""
@@ -26,7 +26,7 @@ class RowNotes:
         self.first: Prompt | None = None
         self.prompts: set[int] = set()
         self._counts: Counter[str] = Counter()
-        self._places: dict[str, str] = {}
+        self._places: TextsByName = {}
 
     def add(self, index: int, place: str, prompt: Prompt, needed_columns: Mapping[str, Sequence[str]]) -> None:
         """Take in the prompt of the row ``index`` at ``place``. ``needed_columns``: columns by the name of the reward

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import msgspec
+from msgspec import to_builtins
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import JsonMapping
@@ -46,4 +46,4 @@ def _compiled(source: str) -> Callable[[JsonMapping], Any]:
         return jinja.from_string(source).render
     expression = jinja.compile_expression(source, undefined_to_none=False)
     # An undefined value, such as a missing column, raises here with its name, because ``list`` fails on it.
-    return lambda columns: msgspec.to_builtins(expression(columns), enc_hook=list)
+    return lambda columns: to_builtins(expression(columns), enc_hook=list)

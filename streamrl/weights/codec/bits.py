@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
+from numpy import int64, uint16, uint32
+from numpy.typing import NDArray
 
 from streamrl.base.errors import WeightError
 
-BitArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-BitType = np.dtype[np.uint16] | np.dtype[np.uint32]
-PositionArray = npt.NDArray[np.int64]
+BitArray = NDArray[uint16] | NDArray[uint32]
+BitType = np.dtype[uint16] | np.dtype[uint32]
+PositionArray = NDArray[int64]
 
 _BIT_TYPES: dict[str, BitType] = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
@@ -45,7 +46,7 @@ def bit_type(dtype: str, tensor: str) -> BitType:
     return integer_type
 
 
-def as_bits(values: npt.NDArray[np.generic], dtype: str, count: int, tensor: str) -> BitArray:
+def as_bits(values: NDArray[np.generic], dtype: str, count: int, tensor: str) -> BitArray:
     """Return ``values`` as flat unsigned bit patterns. Raises ``WeightError`` unless they are ``count`` integers as
     wide as ``dtype``."""
     expected = bit_type(dtype, tensor)

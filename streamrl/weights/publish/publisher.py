@@ -8,9 +8,10 @@ the first version is complete."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from streamrl.base.run_process import usable_cores
 from streamrl.comm.object_store import in_store
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_complete
+from streamrl.weights.distance import Mover
 from streamrl.weights.manifest import (
     CHECKPOINT_VERSION,
     FORMAT_VERSION,
@@ -40,9 +42,11 @@ from streamrl.weights.publish.chain import Chain
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.publish.tensor_source import CpuTensors
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
+from streamrl.weights.pull.trainer_memory import NO_VERSION, TrainerMemory
 from streamrl.weights.requests import CHUNK_BYTES
 from streamrl.weights.store.stored_parts import StoredParts
 
+_logger = getLogger(__name__)
 _Result = TypeVar("_Result")
 _ELEMENTS_WORTH_THREADS = 1 << 22
 _CHAIN_SHARE = 4  # a quarter of the baseline's bytes: some 70 versions that change 1 % each
@@ -85,6 +89,7 @@ class WeightPublisher:
         checkpoint: Path | None = None,
         chain_bytes: int | None = None,
         source: CpuTensors | None = None,
+        movers: Collection[Mover] = (Mover.ENCODED,),
     ) -> None:
         for shard in shards:
             shard.check()
@@ -102,6 +107,11 @@ class WeightPublisher:
         self._checkpoint = None if checkpoint is None else CheckpointBase(checkpoint)
         server = StoredParts(endpoint) if in_store(endpoint) else PublisherServer(endpoint, f"weight publisher {rank}")
         self._server: StoredParts | PublisherServer = server
+        self._memory: TrainerMemory | None = None
+        if set(movers) - {Mover.ENCODED}:
+            device = self._source.share(self._units) if Mover.DEVICE in movers else ("", b"")
+            self._memory = _open_memory(run_id, self._units, device)
+        self._encodes = Mover.ENCODED in movers or self._memory is None
         self._baseline: list[BitArray] = []
         self._version: int | None = None
         self._part_hash = 0
@@ -117,6 +127,8 @@ class WeightPublisher:
 
     def close(self) -> None:
         self._server.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def publish(self, policy_version: int, bits: Mapping[str, Any]) -> Published:
         """Publish a version, newer than all before, as a delta on the last one. The first version is a delta on the
@@ -134,13 +146,19 @@ class WeightPublisher:
         tensors = {name: self._source.checked(bits[name], shard) for name, shard in self._shards.items()}
         if self._version is None:
             self._take_checkpoint()
-        if self._version is None:
-            return self._publish_first(policy_version, tensors)
+        with self._writing(policy_version):
+            if self._version is None:
+                return self._publish_first(policy_version, tensors)
+            return self._publish_changes(policy_version, tensors)
+
+    def _publish_changes(self, policy_version: int, tensors: Mapping[str, Any]) -> Published:
+        """Publish a version as a delta on the last one."""
 
         def encode(unit: int) -> tuple[EncodedPatch | None, int]:
             spec = self._units[unit]
             baseline = self._baseline[unit]
-            delta = self._source.changes(unit, self._slices_of(unit, tensors), baseline, spec.dtype)
+            changes = self._source.changes if self._encodes else self._source.patch
+            delta = changes(unit, self._slices_of(unit, tensors), baseline, spec.dtype)
             return delta, _hash_change(spec, delta, baseline)
 
         with self._mapped(encode) as results:
@@ -154,14 +172,17 @@ class WeightPublisher:
         for unit, patch in patches.items():
             self._baseline[unit][patch.positions] = patch.values
         self._source.advance(patches)
-        part = self._part(base, (None if delta is None else delta.encoded for delta, _ in deltas))
-        self._chain.add(part)
+        part = None
+        if self._encodes:
+            part = self._part(base, (None if delta is None else delta.encoded for delta, _ in deltas))
+            self._chain.add(part)
         return self._serve(part, base.policy_version, sum(patch.values.size for patch in patches.values()))
 
     def publish_anchor(self, policy_version: int) -> Published:
         self._server.check()
         if policy_version != self._version:
             raise WeightError(f"version {policy_version} cannot be anchored: the newest is {self._version}")
+        self._encodes = True
         with self._mapped(lambda unit: encode_complete(self._baseline[unit])) as patches:
             part = self._part(_Base(), patches)
         self._chain.add_anchor(part)
@@ -182,7 +203,7 @@ class WeightPublisher:
             part_hash = self._checkpoint.part_hash(self._shards.values())
         except WeightError:  # the files have other tensors, or are missing: the first version is complete
             return
-        self._baseline = [unit.join(self._checkpoint.bits_of).copy() for unit in self._units]
+        self._set_baseline(unit.join(self._checkpoint.bits_of) for unit in self._units)
         self._version = CHECKPOINT_VERSION
         self._part_hash = part_hash
 
@@ -191,15 +212,37 @@ class WeightPublisher:
 
         def read(unit: int) -> tuple[BitArray, int]:
             spec = self._units[unit]
-            bits = self._source.complete(self._slices_of(unit, tensors), spec.dtype).copy()
+            bits = self._source.complete(self._slices_of(unit, tensors), spec.dtype)
             return bits, _hash_of(spec, WeightPatch(None, bits))
 
         with self._mapped(read) as results:
             units = list(results)
-        self._baseline = [bits for bits, _ in units]
+        self._set_baseline(bits for bits, _ in units)
         self._version = policy_version
         self._part_hash = sum(unit_hash for _, unit_hash in units) % HASH_MODULUS
+        if not self._encodes:
+            return self._serve(None, None, sum(shard.count for shard in self._shards.values()))
         return self.publish_anchor(policy_version)
+
+    def _set_baseline(self, units: Iterable[BitArray]) -> None:
+        """Copy the bits of all units: to the memory that engines read, where there is one."""
+        if self._memory is None:
+            self._baseline = [bits.copy() for bits in units]
+            return
+        self._baseline = self._memory.bits
+        for target, bits in zip(self._baseline, units, strict=True):
+            target[:] = bits
+        self._source.hold(self._baseline)
+
+    @contextmanager
+    def _writing(self, policy_version: int) -> Iterator[None]:
+        """Mark the memory as being written meanwhile, and then as ``policy_version``."""
+        if self._memory is None:
+            yield
+            return
+        self._memory.version = NO_VERSION
+        yield
+        self._memory.version = policy_version
 
     def _slices_of(self, unit: int, tensors: Mapping[str, Any]) -> list[Any]:
         """Slice from ``tensors``, which hold a rank's shards, the elements of each shard of a unit."""
@@ -249,18 +292,34 @@ class WeightPublisher:
         encoded_manifest = encode_manifest(manifest)
         return ServedPart(self._version, digest_of(encoded_manifest), encoded_manifest, chunks)
 
-    def _serve(self, part: ServedPart, base_version: int | None, changed: int) -> Published:
-        """Serve all parts of the chain, and return the description of ``part`` for the announcement."""
+    def _serve(self, part: ServedPart | None, base_version: int | None, changed: int) -> Published:
+        """Serve all parts of the chain, and return the description of ``part`` for the announcement. None: the version
+        is in memory only."""
         self._server.serve(self._chain)
+        digest = ""
+        payload_bytes = 0
+        if part is not None:
+            digest = part.manifest_digest
+            payload_bytes = sum(len(chunk) for chunk in part.chunks)
         source = WeightSource(
             rank=self._rank,
             endpoint=self.endpoint,
-            manifest_digest=part.manifest_digest,
-            payload_bytes=sum(len(chunk) for chunk in part.chunks),
+            manifest_digest=digest,
+            payload_bytes=payload_bytes,
             changed_elements=changed,
             total_elements=sum(shard.count for shard in self._shards.values()),
+            memory=None if self._memory is None else self._memory.handle,
         )
         return Published(source, base_version, self._part_hash)
+
+
+def _open_memory(run_id: str, units: Sequence[WorkUnit], device: tuple[str, bytes]) -> TrainerMemory | None:
+    """Return memory for engines of this host; None, with a warning, where the system has none."""
+    try:
+        return TrainerMemory.create(run_id, units, device)
+    except (OSError, AttributeError) as error:  # AttributeError: this system has no memfd
+        _logger.warning("versions are encoded for all engines, since memory cannot be shared: %s", error)
+        return None
 
 
 def _hash_change(unit: WorkUnit, delta: EncodedPatch | None, baseline: BitArray) -> int:

@@ -8,11 +8,12 @@ context, so that the trainer may run any event loop, or none."""
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Sequence
+from threading import Event, Thread
 
 import zmq
 from msgspec import Struct
+from zmq import NOBLOCK, POLLIN, Poller, ZMQError
 
 from streamrl.base.errors import WeightError
 from streamrl.comm.guarded_sockets import GuardedContext, bind
@@ -55,8 +56,8 @@ class PublisherServer:
         self._name = name
         self._context: GuardedContext | None = None
         self._stop_fd = -1
-        self._thread: threading.Thread | None = None
-        self._bound = threading.Event()
+        self._thread: Thread | None = None
+        self._bound = Event()
         self._failure: BaseException | None = None
 
     def start(self) -> None:
@@ -66,7 +67,7 @@ class PublisherServer:
         zmq.Frame(b"", copy=False)
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._context = GuardedContext(io_threads=1)
-        self._thread = threading.Thread(target=self._serve, args=(self._context,), name=self._name, daemon=True)
+        self._thread = Thread(target=self._serve, args=(self._context,), name=self._name, daemon=True)
         self._thread.start()
         self._bound.wait()
         try:
@@ -119,23 +120,23 @@ class PublisherServer:
 
     def _answer_until_stopped(self, router: ByteSocket, path: IpcPath, gate: KeyGate | None) -> None:
         """Answer requests in the order in which ZeroMQ delivers them, which alternates between peers."""
-        poller = zmq.Poller()
-        poller.register(router, zmq.POLLIN)
-        poller.register(self._stop_fd, zmq.POLLIN)
+        poller = Poller()
+        poller.register(router, POLLIN)
+        poller.register(self._stop_fd, POLLIN)
         if gate is not None:
-            poller.register(gate.ended_fd, zmq.POLLIN)
+            poller.register(gate.ended_fd, POLLIN)
         while self._stop_fd not in (ready := dict(poller.poll(int(KEEP_S * 1000)))):
             path.keep()
             if gate is not None and gate.ended_fd in ready:
                 gate.check()
             if router in ready:
-                peer, *frames = router.recv_multipart(zmq.NOBLOCK)
+                peer, *frames = router.recv_multipart(NOBLOCK)
                 self._send(router, peer, *self._answer(frames))
 
     def _send(self, router: ByteSocket, peer: bytes, reply: Reply, payload: bytes | memoryview) -> None:
         try:
-            router.send_multipart([peer, encoder.encode(reply), payload], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
+            router.send_multipart([peer, encoder.encode(reply), payload], NOBLOCK, copy=False)
+        except ZMQError as error:
             # The peer has left, or its queue is full: a peer that is alive repeats its request.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise

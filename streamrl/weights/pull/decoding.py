@@ -19,13 +19,18 @@ from streamrl.weights.pull.replica import CheckpointReplica, ShardPatch
 _EncodedPatch = tuple[WorkUnit, memoryview]
 
 
+def decoding_threads() -> int:
+    """Return the number of threads for one fetch."""
+    return max(1, min(8, usable_cores() // 2))
+
+
 class Decoding:
     """Decodes patches in threads while others still arrive (numpy, numba and pcodec release the GIL). ``base``: replica
     on which the version is a delta; None for an anchor."""
 
     def __init__(self, base: CheckpointReplica | None) -> None:
         # Cores are counted here, not at import: vLLM may have bound the importing thread to one core.
-        self.pool = ThreadPoolExecutor(max(1, min(8, usable_cores() // 2)), thread_name_prefix="weight decoding")
+        self.pool = ThreadPoolExecutor(decoding_threads(), thread_name_prefix="weight decoding")
         self._base = base
         self._futures: dict[str, list[Future[list[ShardPatch]]]] = {}
 
@@ -66,19 +71,11 @@ class Decoding:
         """Decode the patches of one unit, in the order of their versions, to one patch for each shard of the unit. For
         a delta, shards without changes are left out."""
         unit = encoded[0][0]
-        bits = None if self._base is None else unit.join(self._base_of)
+        bits = None if self._base is None else unit.join(self._base.bits_of)
         patch = _decoded(*encoded[0], bits) if len(encoded) == 1 else _decoded_in_order(encoded, bits)
         shard_patches = zip(unit.shards, unit.split(patch), strict=True)
         patches = [ShardPatch(shard, shard_patch) for shard, shard_patch in shard_patches]
         return [decoded for decoded in patches if self._base is None or decoded.patch.values.size]
-
-    def _base_of(self, shard: ShardSpec) -> BitArray:
-        """Return the bits of the shard in the base."""
-        assert self._base is not None
-        spec = self._base.tensors.get(shard.name)
-        if spec is None or (spec.dtype, spec.shape) != (shard.dtype, shard.shape):
-            raise WeightError(f"{shard.name!r} is published as {shard.dtype} {shard.shape}; this engine holds {spec}")
-        return shard.of(self._base.bits(shard.name))
 
 
 def _decoded_in_order(encoded: Sequence[_EncodedPatch], base: BitArray | None) -> WeightPatch:

@@ -9,12 +9,13 @@ for each shard."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from threading import Event
+from time import monotonic
 
 import zmq
+from zmq import NOBLOCK, POLLIN, Again, Poller
 
 from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement, WeightSource
@@ -69,7 +70,7 @@ def fetch_version(
     progress_seconds: float = 30.0,
     retry_seconds: float = RETRY_SECONDS,
     credit_bytes: int = CREDIT_BYTES,
-    stop: threading.Event | None = None,
+    stop: Event | None = None,
 ) -> FetchedVersion:
     """Fetch an announced version from all its sources concurrently, and decode each patch as soon as it has arrived.
 
@@ -84,11 +85,13 @@ def fetch_version(
     version = announcement.policy_version
     if not announcement.sources:
         raise WeightError(f"version {version} was announced without a source")
+    if not all(source.manifest_digest for source in announcement.sources):
+        raise WeightError(f"version {version} is only in the memory of the trainer's host: publish an anchor")
     if len({source.manifest_digest for source in announcement.sources}) != len(announcement.sources):
         raise WeightError(f"version {version} was announced with the same manifest from two sources")
     parts = kept or KeptParts()
     chains = parts.chains(announcement)
-    stop = stop or threading.Event()
+    stop = stop or Event()
     with _pulls_of(chains, progress_seconds, retry_seconds) as pulls, ExitStack() as stack:
 
         def receive_manifests() -> None:
@@ -211,7 +214,7 @@ def _no_path(announced: WeightAnnouncement, replica: CheckpointReplica | None, r
 
 def _receive(
     pulls: Sequence[_Pull | StorePull],
-    stop: threading.Event,
+    stop: Event,
     credit_bytes: int,
     *,
     until: Callable[[ReceivedChain], bool],
@@ -220,7 +223,7 @@ def _receive(
     """Send requests and take replies until every chain satisfies ``until``. ``arrived``: called with each chain first,
     and after each reply that brought something new. Raises ``WeightError`` when ``stop`` is set, and as ``_Pull``
     does."""
-    poller = zmq.Poller()
+    poller = Poller()
     for pull in pulls:
         pull.begin()
         pull.register(poller)
@@ -283,21 +286,21 @@ class _Pull:
     def begin(self) -> None:
         """Measure the time without progress from now on. Since the last request a checkpoint may have been read, for
         minutes."""
-        self._progressed_at = self._asked_at = time.monotonic()
+        self._progressed_at = self._asked_at = monotonic()
 
     def close(self) -> None:
         self.monitor.close()
 
-    def register(self, poller: zmq.Poller) -> None:
-        poller.register(self.socket, zmq.POLLIN)
-        poller.register(self.monitor.fd, zmq.POLLIN)
+    def register(self, poller: Poller) -> None:
+        poller.register(self.socket, POLLIN)
+        poller.register(self.monitor.fd, POLLIN)
 
     def ask(self, credit_bytes: int) -> None:
         """Send the requests that the credit allows."""
         for request in self.chain.requests(credit_bytes):
             try:
-                self.socket.send(encoder.encode(request), zmq.NOBLOCK)
-            except zmq.Again:
+                self.socket.send(encoder.encode(request), NOBLOCK)
+            except Again:
                 # There is no connection, and its queue is full: all requests are repeated when there is one.
                 return
 
@@ -306,8 +309,8 @@ class _Pull:
         news = False
         for _ in range(_REPLIES_AT_ONCE):
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+                frames = self.socket.recv_multipart(NOBLOCK, copy=False)
+            except Again:
                 break
             news = self.chain.take([frame.buffer for frame in frames]) or news
         self.monitor.read()
@@ -316,13 +319,13 @@ class _Pull:
             self.chain.lost()
         self._connections += new_connections
         if news:
-            self._progressed_at = self._asked_at = time.monotonic()
+            self._progressed_at = self._asked_at = monotonic()
             self._patience = self._retry_seconds
         return news
 
     def watch(self) -> None:
         """Repeat open requests after some time without a reply. Raises ``WeightError`` after ``progress_seconds``."""
-        now = time.monotonic()
+        now = monotonic()
         source = self.chain.source
         if now - self._progressed_at > self._progress_seconds:
             raise WeightError(

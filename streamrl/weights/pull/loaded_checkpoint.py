@@ -5,13 +5,14 @@ that weights which both sides have are not sent."""
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 from msgspec import Struct
+from numpy import uint16, uint32
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
@@ -45,7 +46,7 @@ def map_checkpoint(path: Path) -> dict[str, CheckpointTensor]:
     except ModelDirectoryError as error:
         raise WeightError(f"{path if path.is_dir() else path.parent} {error}") from error
     plain = {name: tensor for name, tensor in stored.items() if not tensor.dtype.startswith(("I", "U", "BOOL"))}
-    if not sum(math.prod(tensor.shape) for tensor in plain.values()):
+    if not sum(prod(tensor.shape) for tensor in plain.values()):
         raise WeightError(f"{path} holds no floating-point element: give a directory with a model's weights")
     return {name: _map_tensor(name, tensor) for name, tensor in plain.items()}
 
@@ -57,11 +58,11 @@ def _map_tensor(name: str, stored: StoredTensor) -> CheckpointTensor:
             f"{stored.file} holds {name!r} as {stored.dtype}; published weights are BF16, F16 or F32: give the "
             "unquantised model"
         )
-    bits = _map_bits(stored.file, stored.start, math.prod(stored.shape), bit_type(dtype, name))
+    bits = _map_bits(stored.file, stored.start, prod(stored.shape), bit_type(dtype, name))
     return CheckpointTensor(name, dtype, stored.shape, bits)
 
 
-def _map_bits(file: Path, offset: int, count: int, dtype: np.dtype[np.uint16] | np.dtype[np.uint32]) -> BitArray:
+def _map_bits(file: Path, offset: int, count: int, dtype: np.dtype[uint16] | np.dtype[uint32]) -> BitArray:
     if not count:
         return np.empty(0, dtype=dtype)
     return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
@@ -85,7 +86,7 @@ class CheckpointBase:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._mapped: dict[str, CheckpointTensor] | None = None
 
     def bits_of(self, shard: ShardSpec) -> BitArray:
@@ -104,7 +105,7 @@ class CheckpointBase:
     def of(self, shards: Sequence[ShardSpec]) -> CheckpointReplica:
         """Return the replica of an engine that has loaded the checkpoint, with its state hash: the full, read-only
         tensors that contain ``shards``, which are the shards of all ranks."""
-        full_shards = {s.name: ShardSpec(s.name, s.dtype, s.shape, 0, math.prod(s.shape)) for s in shards}
+        full_shards = {s.name: ShardSpec(s.name, s.dtype, s.shape, 0, prod(s.shape)) for s in shards}
         specs = {name: TensorSpec(name, shard.dtype, shard.shape) for name, shard in full_shards.items()}
         patches = {name: StagedPatch(None, self.bits_of(shard)) for name, shard in full_shards.items()}
         replica = CheckpointReplica()

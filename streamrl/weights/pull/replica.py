@@ -6,13 +6,15 @@ commit only copies absolute values."""
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
+from threading import Event, Lock
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from numpy import concatenate
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
@@ -32,7 +34,7 @@ class TensorSpec(Struct, frozen=True):
     @property
     def elements(self) -> int:
         """Number of elements."""
-        return math.prod(self.shape)
+        return prod(self.shape)
 
 
 TensorSpecs = Mapping[str, TensorSpec]
@@ -50,7 +52,8 @@ class StagedPatch(Struct, frozen=True, eq=False):
 class StagedVersion(Struct, frozen=True, eq=False):
     """A version that was checked to fit on the version of the replica. ``base_version``: version that it changes; None
     for an anchor. ``state_hash``: hash of all weights, computed from the bits. ``tensors``: all published tensors.
-    ``patches``: changes by tensor. ``payload_bytes``: fetched bytes. ``run_id``: run that published it."""
+    ``patches``: changes by tensor. ``payload_bytes``: fetched bytes. ``run_id``: run that published it. ``device``:
+    the trainer's memory on the GPU of this worker, with all bits of each tensor (int16, flat), in place of patches."""
 
     policy_version: int
     base_version: int | None
@@ -59,6 +62,7 @@ class StagedVersion(Struct, frozen=True, eq=False):
     patches: Mapping[str, StagedPatch]
     payload_bytes: int
     run_id: str = ""
+    device: Mapping[str, Any] | None = None
 
     @property
     def is_anchor(self) -> bool:
@@ -100,15 +104,15 @@ class CheckpointReplica:
         self.tensors: dict[str, TensorSpec] = {}
         self._bits: dict[str, BitArray] = {}
         self._behind: Mapping[str, StagedPatch] = {}
-        self._catching_up = threading.Lock()
+        self._catching_up = Lock()
 
     @property
     def at_hand(self) -> bool:
-        """Return whether ``bits`` are available."""
-        return True
+        """Return whether ``bits`` are available: not of a version that was never in CPU memory."""
+        return self._bits.keys() == self.tensors.keys()
 
     @contextmanager
-    def staging(self, announced: WeightAnnouncement, stop: threading.Event) -> Iterator[None]:
+    def staging(self, announced: WeightAnnouncement, stop: Event) -> Iterator[None]:
         """Hold the replica while ``announced`` is fetched and staged. ``stop``: event that ends a wait for other
         workers."""
         self.catch_up()
@@ -142,9 +146,19 @@ class CheckpointReplica:
         self.run_id = complete.run_id
 
     def bits(self, name: str) -> BitArray:
-        """Return all elements of a tensor, flat. Callers do not write to them."""
+        """Return all elements of a tensor, flat. Callers do not write to them. Raises ``WeightError`` where they are on
+        a GPU only."""
         self.catch_up()
+        if name not in self._bits:
+            raise WeightError(f"the bits of {name!r} are on the GPU only: publish an anchor")
         return self._bits[name]
+
+    def bits_of(self, shard: ShardSpec) -> BitArray:
+        """Return the bits of a shard, flat. Raises ``WeightError`` where the replica has another tensor."""
+        spec = self.tensors.get(shard.name)
+        if spec is None or (spec.dtype, spec.shape) != (shard.dtype, shard.shape):
+            raise WeightError(f"{shard.name!r} is published as {shard.dtype} {shard.shape}; this engine holds {spec}")
+        return shard.of(self.bits(shard.name))
 
     def catch_up(self) -> None:
         """Write the changes of the last committed version to the bits. Values are absolute, so that the next call can
@@ -284,18 +298,18 @@ def _join_changes(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
         end = part.shard.offset + part.shard.count
         local = part.patch.positions
         positions.append((np.arange(part.shard.count) if local is None else local) + part.shard.offset)
-    return StagedPatch(np.concatenate(positions), np.concatenate([part.patch.values for part in parts]))
+    return StagedPatch(concatenate(positions), concatenate([part.patch.values for part in parts]))
 
 
 def _join_columns(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
     """Join the changes of columns, which alternate in the flat tensor, in the order of the tensor."""
-    positions = np.concatenate([part.shard.places(part.patch.positions) for part in parts])
+    positions = concatenate([part.shard.places(part.patch.positions) for part in parts])
     order = np.argsort(positions, kind="stable")
     positions = positions[order]
     duplicates = positions[1:][positions[1:] == positions[:-1]]
     if duplicates.size:
         raise WeightError(f"two ranks publish element {duplicates[0]} of {spec.name!r}")
-    return StagedPatch(positions, np.concatenate([part.patch.values for part in parts])[order])
+    return StagedPatch(positions, concatenate([part.patch.values for part in parts])[order])
 
 
 def _check_follows(spec: TensorSpec, shard: ShardSpec, end: int) -> None:

@@ -11,11 +11,11 @@ without a transfer from the trainer."""
 from __future__ import annotations
 
 import hashlib
-import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
+from threading import Event
 
 from msgspec.structs import replace
 
@@ -51,7 +51,7 @@ class SharedReplica(CheckpointReplica):
         otherwise a copy."""
         if self._versions.locked_here:
             return self._checked_bits(name)
-        with self._versions.locked(threading.Event(), _LONGEST_WAIT_S):
+        with self._versions.locked(Event(), _LONGEST_WAIT_S):
             return self._checked_bits(name).copy()
 
     def catch_up(self) -> None:
@@ -59,10 +59,8 @@ class SharedReplica(CheckpointReplica):
 
     def advance(self, staged: StagedVersion) -> None:
         """Hold a committed version. The shared bits follow when the next version is staged. Idempotent."""
-        self.tensors = dict(staged.tensors)
-        self.policy_version = staged.policy_version
-        self.state_hash = staged.state_hash
-        self.run_id = staged.run_id
+        super().advance(staged)
+        self._behind = {}  # the shared versions hold the patches
 
     def clear(self) -> None:
         """Forget the version that this worker holds. The shared versions stay."""
@@ -71,7 +69,7 @@ class SharedReplica(CheckpointReplica):
         self.run_id = ""
 
     @contextmanager
-    def staging(self, announced: WeightAnnouncement, stop: threading.Event) -> Iterator[None]:
+    def staging(self, announced: WeightAnnouncement, stop: Event) -> Iterator[None]:
         """Hold the lock while ``announced`` is fetched and staged, or read from shared memory: one worker of the
         machine at a time. Waits for the lock until ``stop`` is set."""
         with self._versions.locked(stop, None):
@@ -199,4 +197,4 @@ def shared_replica(run: str, model: str, parent: Path) -> CheckpointReplica:
         return CheckpointReplica()
 
 
-_logger = logging.getLogger(__name__)
+_logger = getLogger(__name__)

@@ -15,13 +15,15 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from os import getpid
 from pathlib import Path
+from threading import Event, Lock
 from typing import cast
 
-import msgspec
-import numpy as np
-from msgspec import Struct
+from msgspec import Struct, msgpack
 from msgspec.structs import replace
+from numpy import frombuffer, int64, uint8
+from numpy.typing import NDArray
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.weights.codec.bits import BitArray, BitType, PositionArray, bit_type
@@ -85,17 +87,21 @@ class SharedMemory:
 
     def held_with(self, holders: Iterable[Holder] = ()) -> MemorySegment:
         """Return the segment as shared by this process and the living ones of ``holders``."""
-        holder_here = Holder(os.getpid(), self.descriptor)
+        holder_here = Holder(getpid(), self.descriptor)
         living = [h for h in holders if h.pid != holder_here.pid and os.path.exists(f"/proc/{h.pid}")]
         return MemorySegment(self.inode, self.size, (holder_here, *living))
 
     def bits(self, dtype: BitType, offset: int, count: int) -> BitArray:
         """Return ``count`` bit patterns at byte ``offset``."""
-        return cast("BitArray", np.frombuffer(self._map, dtype=dtype, count=count, offset=offset))
+        return cast("BitArray", frombuffer(self._map, dtype=dtype, count=count, offset=offset))
 
     def positions(self, offset: int, count: int) -> PositionArray:
         """Return ``count`` positions at byte ``offset``."""
-        return np.frombuffer(self._map, dtype=np.int64, count=count, offset=offset)
+        return frombuffer(self._map, dtype=int64, count=count, offset=offset)
+
+    def octets(self, offset: int, count: int) -> NDArray[uint8]:
+        """Return ``count`` bytes at byte ``offset``."""
+        return frombuffer(self._map, dtype=uint8, count=count, offset=offset)
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
@@ -160,7 +166,7 @@ class SharedVersions:
         self._changed = changed
         self._directory = directory
         self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._one_thread = threading.Lock()  # the lock of the file excludes other processes only
+        self._one_thread = Lock()  # the lock of the file excludes other processes only
         self._locked_by: int | None = None
         self._memories: dict[int, SharedMemory] = {}
 
@@ -173,10 +179,10 @@ class SharedVersions:
         """Release the shared memory. The last process removes the directory. Idempotent."""
         if self._lock < 0:
             return
-        with suppress(WeightError), self.locked(threading.Event(), _LOCK_POLL_S):
+        with suppress(WeightError), self.locked(Event(), _LOCK_POLL_S):
             segments = [version.memory for version in (self.state.bits, self.state.staged) if version is not None]
             pids = {holder.pid for segment in segments for holder in segment.holders}
-            if not any(pid != os.getpid() and os.path.exists(f"/proc/{pid}") for pid in pids):
+            if not any(pid != getpid() and os.path.exists(f"/proc/{pid}") for pid in pids):
                 shutil.rmtree(self._directory, ignore_errors=True)
         for memory in self._memories.values():
             memory.close()
@@ -239,7 +245,7 @@ class SharedVersions:
         )
 
     @contextmanager
-    def locked(self, stop: threading.Event, longest_s: float | None) -> Iterator[None]:
+    def locked(self, stop: Event, longest_s: float | None) -> Iterator[None]:
         """Hold the lock of the machine, with the state read. Raises ``WeightError`` once ``stop`` is set or
         ``longest_s`` have passed."""
         waited_s = 0.0
@@ -297,14 +303,14 @@ class SharedVersions:
             if memory is None:
                 return None
             self._memories[memory.inode] = memory
-        if any(holder.pid == os.getpid() for holder in version.memory.holders):
+        if any(holder.pid == getpid() for holder in version.memory.holders):
             return version
         return replace(version, memory=memory.held_with(version.memory.holders))
 
     def keep(self, state: SharedState) -> None:
         """Write the state file, atomically."""
         new_file = self._directory / "state.new"
-        new_file.write_bytes(msgspec.msgpack.encode(state))
+        new_file.write_bytes(msgpack.encode(state))
         new_file.replace(self._directory / "state")
         self._show(state)
 
@@ -325,4 +331,4 @@ def decode_state(content: bytes, directory: str) -> SharedState:
         raise WeightError(f"the state in {directory} cannot be read: {error}") from error
 
 
-_decoder = msgspec.msgpack.Decoder(SharedState)
+_decoder = msgpack.Decoder(SharedState)

@@ -5,12 +5,12 @@ arrived for too long."""
 from __future__ import annotations
 
 import os
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
+from threading import Event
+from time import monotonic
 
-import zmq
+from zmq import POLLIN, Poller
 
 from streamrl.base.errors import StoreError, WeightError
 from streamrl.comm.object_store import ObjectStore
@@ -36,16 +36,16 @@ class StorePull:
         self._problem = ""
         self._replies: SimpleQueue[list[bytes]] = SimpleQueue()
         self._ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._closed = threading.Event()
+        self._closed = Event()
         self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="weight fetching")
         self.begin()
 
     def begin(self) -> None:
         """Measure the time without progress from now on."""
-        self._progressed_at = time.monotonic()
+        self._progressed_at = monotonic()
 
-    def register(self, poller: zmq.Poller) -> None:
-        poller.register(self._ready, zmq.POLLIN)
+    def register(self, poller: Poller) -> None:
+        poller.register(self._ready, POLLIN)
 
     def ask(self, credit_bytes: int) -> None:
         """Start to read the pieces that the credit allows."""
@@ -70,7 +70,7 @@ class StorePull:
 
     def watch(self) -> None:
         """Raise ``WeightError`` after ``progress_seconds`` without anything new."""
-        if time.monotonic() - self._progressed_at > self._progress_seconds:
+        if monotonic() - self._progressed_at > self._progress_seconds:
             raise WeightError(
                 f"nothing arrived from {self._store.url} for {self._progress_seconds:g} s: {self.chain.describe()}. "
                 f"{self._problem or 'Is the store reachable from here?'}"

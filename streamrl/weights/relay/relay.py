@@ -6,17 +6,18 @@ it as from the trainer and verify all that they get. When a relay fails, its wor
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from logging import getLogger
+from threading import Thread
+from time import monotonic
 
-import msgspec
 import zmq
+from msgspec import msgpack
 from msgspec.structs import replace
+from zmq import NOBLOCK, POLLIN, Again, Poller, ZMQError
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.messages import WeightAnnouncement
@@ -31,9 +32,9 @@ from streamrl.weights.requests import MANIFEST_LIMIT, REQUEST_LIMIT, encoder, pu
 _TICK_MS = 200
 _MESSAGES_AT_ONCE = 8
 
-_ask_decoder = msgspec.msgpack.Decoder(AskPiece)
-_reply_decoder: msgspec.msgpack.Decoder[RelayReply] = msgspec.msgpack.Decoder(RelayReply)
-log = logging.getLogger(__name__)
+_ask_decoder = msgpack.Decoder(AskPiece)
+_reply_decoder: msgpack.Decoder[RelayReply] = msgpack.Decoder(RelayReply)
+log = getLogger(__name__)
 
 
 class Relay:
@@ -51,16 +52,16 @@ class Relay:
         self._announced: deque[WeightAnnouncement] = deque()
         self.state = RelayState(self._ask, self._reply)
         self._dealers: dict[PieceSource, ByteSocket] = {}
-        self._poller = zmq.Poller()
+        self._poller = Poller()
         self._routers: dict[bool, ByteSocket] = {}
         self._local_path: IpcPath
-        self._thread = threading.Thread(target=self._run, name="weight relay", daemon=True)
+        self._thread = Thread(target=self._run, name="weight relay", daemon=True)
 
     def __enter__(self) -> Relay:
         """Bind both addresses and start the thread. Raises ``StreamRLError`` where ``local`` cannot be bound. Where
         ``endpoint`` cannot be bound, logs a warning: other engines then fetch from their next source."""
         zmq.Frame(b"", copy=False)  # pyzmq makes its context for uncopied frames now, not at the first large piece
-        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._poller.register(self._wake_fd, POLLIN)
         self._listen(self._local, is_local=True)
         self._local_path = IpcPath(self._routers[True], self._local)
         try:
@@ -98,7 +99,7 @@ class Relay:
             router.close(linger=0)  # the end of the context would wait for it
             raise
         self._routers[is_local] = router
-        self._poller.register(router, zmq.POLLIN)
+        self._poller.register(router, POLLIN)
         return bound
 
     def _run(self) -> None:
@@ -116,8 +117,8 @@ class Relay:
     def _serve(self) -> None:
         gate = self._context.opened_gate  # admits peers by their keys; None: no socket has needed it
         if gate is not None:
-            self._poller.register(gate.ended_fd, zmq.POLLIN)
-        ticked = time.monotonic()
+            self._poller.register(gate.ended_fd, POLLIN)
+        ticked = monotonic()
         while True:
             ready = dict(self._poller.poll(_TICK_MS if self.state.waits else int(KEEP_S * 1000)))
             self._local_path.keep()
@@ -134,34 +135,34 @@ class Relay:
             for source, dealer in list(self._dealers.items()):
                 if dealer in ready:
                     self._take_replies(source, dealer)
-            if time.monotonic() - ticked > _TICK_MS / 1000:
-                ticked = time.monotonic()
+            if monotonic() - ticked > _TICK_MS / 1000:
+                ticked = monotonic()
                 self.state.tick(ticked)
 
     def _take_announcements(self) -> None:
         while self._announced:
-            self.state.announce(self._announced.popleft(), time.monotonic())
+            self.state.announce(self._announced.popleft(), monotonic())
         for source in self._dealers.keys() - self.state.sources:
             dealer = self._dealers.pop(source)
             self._poller.unregister(dealer)
             dealer.close(linger=0)
 
     def _take_requests(self, router: ByteSocket, *, is_local: bool) -> None:
-        with suppress(zmq.Again):
+        with suppress(Again):
             for _ in range(_MESSAGES_AT_ONCE):
-                identity, *frames = router.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = router.recv_multipart(NOBLOCK)
                 try:
                     ask = _ask_decoder.decode(frames[-1])
                 except UNDECODABLE as error:
                     log.warning("a request for weights is no message of this version: %s", error)
                     continue
-                self.state.requested(Asker(identity, is_local), ask, time.monotonic())
+                self.state.requested(Asker(identity, is_local), ask, monotonic())
 
     def _take_replies(self, source: PieceSource, dealer: ByteSocket) -> None:
-        with suppress(zmq.Again):
+        with suppress(Again):
             for _ in range(_MESSAGES_AT_ONCE):
-                frames = dealer.recv_multipart(zmq.NOBLOCK)
-                self.state.replied(source, _decoded_reply(frames), frames[-1], time.monotonic())
+                frames = dealer.recv_multipart(NOBLOCK)
+                self.state.replied(source, _decoded_reply(frames), frames[-1], monotonic())
 
     def _ask(self, source: PieceSource, ask: AskPiece) -> None:
         if source not in self._dealers:
@@ -169,15 +170,15 @@ class Relay:
             self._dealers[source] = dealer  # which the end of the thread closes, also where it cannot connect
             serves = KeyRole.ENGINE if source.is_relay else KeyRole.TRAINER
             connect(dealer, source.endpoint, serves)
-            self._poller.register(dealer, zmq.POLLIN)
-        with suppress(zmq.Again):
-            self._dealers[source].send(encoder.encode(ask), zmq.NOBLOCK)
+            self._poller.register(dealer, POLLIN)
+        with suppress(Again):
+            self._dealers[source].send(encoder.encode(ask), NOBLOCK)
 
     def _reply(self, asker: Asker, reply: RelayReply, payload: bytes) -> None:
         try:
             frames = [asker.identity, encoder.encode(reply), payload]
-            self._routers[asker.is_local].send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
+            self._routers[asker.is_local].send_multipart(frames, NOBLOCK, copy=False)
+        except ZMQError as error:
             # The asker has left, or its queue is full: one that is alive repeats its request.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise

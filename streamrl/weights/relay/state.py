@@ -9,9 +9,9 @@ asked again until it replies."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -241,7 +241,7 @@ class RelayState:
         """Return the first source of the part that has no open request for the piece, is not avoided, and has not
         refused the part."""
         for source in self._parts[key[0]].sources:
-            avoided = source.is_relay and self._avoided.get(source, -math.inf) > now
+            avoided = source.is_relay and self._avoided.get(source, -inf) > now
             if not avoided and source not in piece.requests and (source, key[0]) not in self._refused:
                 return source
         return None

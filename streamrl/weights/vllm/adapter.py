@@ -14,8 +14,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import device as Device
+from torch.nn import Module
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.pull.replica import TensorSpecs
@@ -40,18 +41,18 @@ def open_adapter(worker: Any) -> None:
     manager.activate_adapter(ADAPTER_ID)
     manager.remove_all_adapters = bool  # does nothing: vLLM would drop the adapter after each commit
     if manager.device.type == "cpu":
-        manager.used_buffers = set()
+        manager.streamrl_used_buffers = set()
         for wrapper in manager.punica_wrapper_mapping.values():
-            wrapper.add_lora_linear = partial(_add_linear, manager.used_buffers)
+            wrapper.add_lora_linear = partial(_add_linear, manager.streamrl_used_buffers)
 
 
-def add_adapters(model: nn.Module, vllm_config: Any) -> None:
+def add_adapters(model: Module, vllm_config: Any) -> None:
     """Wrap the layers of a model as vLLM's worker does. Raises ``WeightError`` where vLLM has no adapters for the
     model."""
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     try:
-        LoRAModelRunnerMixin().load_lora_model(model, vllm_config, torch.device("cpu"))
+        LoRAModelRunnerMixin().load_lora_model(model, vllm_config, Device("cpu"))
     except ValueError as error:
         raise WeightError(f'vLLM serves no adapter: {error}; set lora.sync = "merged"') from error
 
@@ -77,7 +78,15 @@ def _add_linear(
         start += width
 
 
-def record_adapter_plan(model: nn.Module, tensors: TensorSpecs) -> LoadPlan:
+def _keys_as_values(model: Module) -> tuple[str, ...]:
+    """Return parts of the names of projections of keys that a model loads in the place of those of values, too: of
+    Gemma 4 with ``attention_k_eq_v``. vLLM does so with weights, and not with adapters."""
+    mappers = (getattr(module, "hf_to_vllm_mapper", None) for module in model.modules())
+    stacked = [item for mapper in mappers if mapper for item in mapper.orig_to_new_stacked.items()]
+    return tuple(part for part, (_, shards) in stacked if shards == ["k", "v"])
+
+
+def record_adapter_plan(model: Module, tensors: TensorSpecs) -> LoadPlan:
     """Record where the published ``tensors`` of an adapter are in the stacked buffers of this worker. Raises
     ``WeightError`` naming a module for which vLLM computes no adapter."""
     from vllm.lora.lora_model import LoRAModel
@@ -95,6 +104,12 @@ def record_adapter_plan(model: nn.Module, tensors: TensorSpecs) -> LoadPlan:
         weights_mapper=mapper and mapper.get_rename_mapper(),
         skip_prefixes=getattr(model, "lora_skip_prefixes", None),
     )
+    parts = _keys_as_values(model)
+    adapter.loras |= {
+        name.removesuffix("k_proj") + "v_proj": weights
+        for name, weights in adapter.loras.items()
+        if any(part in f"{name}." for part in parts)
+    }
     manager._create_merged_loras_inplace(adapter)
     buffers = {
         f"{name}.{kind}.{index}": buffer
@@ -122,5 +137,5 @@ def record_adapter_plan(model: nn.Module, tensors: TensorSpecs) -> LoadPlan:
         remedy = 'leave it out of lora.targets, or set lora.sync = "merged"'
         raise WeightError(f"vLLM computes no adapter on {module!r}: {remedy}")
     names = {route.parameter for tensor_routes in routes.values() for route in tensor_routes}
-    getattr(manager, "used_buffers", set()).update(buffers[name].data_ptr() for name in names)
+    getattr(manager, "streamrl_used_buffers", set()).update(buffers[name].data_ptr() for name in names)
     return LoadPlan(dict(tensors), routes, {name: flat_storage(buffers[name]) for name in names})

@@ -3,7 +3,7 @@ it in vLLM's worker processes at the end of a commit."""
 
 from __future__ import annotations
 
-import os
+from os import environ
 from typing import Any
 
 LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"
@@ -17,7 +17,7 @@ def repack_linear_layers(model: Any, changed: set[int]) -> int:
     tied head counts as one: it shares the storage, but has another packed copy."""
     from vllm.model_executor.layers import utils
 
-    if os.environ.get(LINEAR_VARIABLE, "plain") == "plain":
+    if environ.get(LINEAR_VARIABLE, "plain") == "plain":
         return 0
     repacked = 0
     for layer in model.modules():

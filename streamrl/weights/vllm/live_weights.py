@@ -2,7 +2,8 @@
 ``LiveWeights`` in each vLLM worker's process; ``weight_transaction.py`` calls it.
 
 All work is on integer views. A runtime parameter has either the published dtype, or it is float32 and holds published
-bfloat16: in the upper half of its bits, with zeros in the lower half.
+bfloat16 (in the upper half of its bits, with zeros in the lower half), or it is bfloat16 and holds published float32,
+rounded. Of the last, the state hash counts the published bits, and the parameter is compared with the rounded ones.
 
 ``prepare`` does all work that is possible before the engine pauses: it computes the place of every element, its old and
 new bits, and the change of the state hash. ``apply`` then only compares, writes and reads back."""
@@ -13,20 +14,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from msgspec import Struct
-from torch import Tensor
+from numpy import flatnonzero, int64, uint16, uint32
+from numpy.typing import NDArray
+from torch import Tensor, cuda, from_numpy
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
 from streamrl.weights.codec.bits import BitArray, PositionArray
 from streamrl.weights.codec.state_hash import hash_elements
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec, TensorSpecs
+from streamrl.weights.vllm.device_writes import DeviceWrite, device_writes
 from streamrl.weights.vllm.live_weights_layers import (
     UPPER_HALF,
     LayerWrite,
     LiveLayers,
+    as_held,
     hash_rectangle,
     inside,
     integers,
@@ -42,17 +45,21 @@ class RouteWrite(Struct, frozen=True, eq=False):
     """A write through one route: all elements of its rectangle, or listed ones.
 
     ``positions``: int64 [n], flat in the checkpoint tensor. ``elements``: uint32 or int64 [n], flat in the runtime
-    storage. Both are None for all elements, in the order of the rectangle. ``old_bits``: bits of the replica; None
-    where all elements are written, without a comparison. ``hash_change``: change of this worker's part of the state
+    storage. Both are None for all elements, in the order of the rectangle. ``new_bits``: published bits, or the rounded
+    ones that the parameter holds of them. ``old_bits``: the same of the replica; None where all elements are written,
+    without a comparison. ``hash_change``: change of this worker's part of the state
     hash; 0 where another route counts the elements."""
 
     route: Route
     tensor: TensorSpec
     positions: PositionArray | None
-    elements: npt.NDArray[Any] | None
+    elements: NDArray[Any] | None
     new_bits: BitArray
     old_bits: BitArray | None
     hash_change: int
+
+
+Write = RouteWrite | DeviceWrite | LayerWrite
 
 
 class LiveWeights:
@@ -78,17 +85,24 @@ class LiveWeights:
         }
         self._compile()
 
-    def prepare(self, staged: StagedVersion, replica: CheckpointReplica) -> list[RouteWrite | LayerWrite]:
+    def prepare(self, staged: StagedVersion, replica: CheckpointReplica) -> list[Write]:
         """Compute the writes of a staged version. Reads the replica, and neither reads nor writes live weights."""
-        writes: list[RouteWrite | LayerWrite] = []
+        writes: list[Write] = []
+        for name, bits in (staged.device or {}).items():
+            for index, route in self._routes(name):
+                counted = (name, index) in self._counted
+                live = self._storages[route.parameter]
+                writes += device_writes(name, route, live, bits, counted=counted, complete=staged.is_anchor)
+                if live.device.type == "cuda":
+                    cuda.synchronize(live.device)  # the commit may use another stream than this thread
         for name, patch in staged.patches.items():
             for index, route in self._routes(name):
-                write = self._write_of(staged.tensors[name], patch, index, route, replica)
-                if write is not None:
-                    writes.append(write)
+                route_write = self._write_of(staged.tensors[name], patch, index, route, replica)
+                if route_write is not None:
+                    writes.append(route_write)
         return writes + self._layers.prepare(staged, replica)
 
-    def apply(self, writes: Sequence[RouteWrite | LayerWrite], *, anchor: bool) -> int:
+    def apply(self, writes: Sequence[Write], *, anchor: bool) -> int:
         """Write, read back, rebuild layers, and return this worker's new part of the state hash. ``anchor``: whether
         the writes are a complete version: then layers are rebuilt without a check of their tensors.
 
@@ -104,17 +118,21 @@ class LiveWeights:
         self._layers.apply(layer_writes, failure=failure, anchor=anchor)
         return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % HASH_MODULUS
 
-    def undo(self, writes: Sequence[RouteWrite | LayerWrite], replica: CheckpointReplica) -> None:
+    def undo(self, writes: Sequence[Write], replica: CheckpointReplica) -> None:
         """Restore every element that ``writes`` may have changed, and rebuild layers, from ``replica``. Raises
         ``WeightError`` where this is impossible."""
         route_writes, layer_writes = _split(writes)
         for write in route_writes:
+            if isinstance(write, DeviceWrite):
+                if write.old_bits is None:
+                    raise WeightError("all elements were written from the trainer's memory: the old ones are nowhere")
+                write.write(write.old_bits)
+                continue
             if write.old_bits is not None:
                 self._write(write, write.old_bits)
                 continue
             bits = replica.bits(write.tensor.name)
-            source = write.route.checkpoint
-            self._write(write, inside(source, bits))
+            self._write(write, inside(write.route.checkpoint, bits))
         self._layers.undo(layer_writes, replica)
 
     def audit(self, replica: CheckpointReplica) -> int:
@@ -130,7 +148,7 @@ class LiveWeights:
                 total += write.hash_change
         return total % HASH_MODULUS
 
-    def storages_of(self, writes: Sequence[RouteWrite | LayerWrite]) -> set[int]:
+    def storages_of(self, writes: Sequence[Write]) -> set[int]:
         """Return ``data_ptr()`` of the storages that ``writes`` change, without those of rebuilt layers."""
         route_writes, _ = _split(writes)
         return {self._storages[write.route.parameter].untyped_storage().data_ptr() for write in route_writes}
@@ -145,10 +163,11 @@ class LiveWeights:
     ) -> RouteWrite | None:
         """Return the write of a patch through one route; None when the patch has no elements on this route."""
         counted = (spec.name, index) in self._counted
+        element_size = self._storages[route.parameter].element_size()
         if patch.positions is None:
             bits = inside(route.checkpoint, patch.new_bits)
             change = hash_rectangle(spec.name, route.checkpoint, bits) if counted else 0
-            return RouteWrite(route, spec, None, None, bits, None, change)
+            return RouteWrite(route, spec, None, None, as_held(bits, element_size), None, change)
         indices, elements = route.locate(patch.positions)
         if not indices.size:
             return None
@@ -159,12 +178,17 @@ class LiveWeights:
         if counted:
             change = hash_elements(spec.name, positions, new) - hash_elements(spec.name, positions, old)
         if self._storages[route.parameter].numel() < _SMALL_STORAGE:
-            elements = elements.astype(np.uint32)
-        return RouteWrite(route, spec, positions, elements, new, old, change)
+            elements = elements.astype(uint32)
+        return RouteWrite(
+            route, spec, positions, elements, as_held(new, element_size), as_held(old, element_size), change
+        )
 
-    def _write_and_check(self, write: RouteWrite) -> None:
+    def _write_and_check(self, write: RouteWrite | DeviceWrite) -> None:
         """Compare the live elements with the old bits, write, and compare them with the new bits. Raises
         ``WeightError``."""
+        if isinstance(write, DeviceWrite):
+            write.commit()
+            return
         live = self._in_cpu_memory.get(write.route.parameter)
         if live is not None and write.elements is not None and write.old_bits is not None:
             before, after = scatter_checked(live, write.elements, write.old_bits, write.new_bits)
@@ -182,7 +206,7 @@ class LiveWeights:
 
     def _write(self, write: RouteWrite, bits: BitArray) -> None:
         storage = self._storages[write.route.parameter]
-        values = torch.from_numpy(to_runtime(bits, storage.element_size())).to(storage.device)
+        values = from_numpy(to_runtime(bits, storage.element_size())).to(storage.device)
         if write.elements is None:
             target = write.route.runtime
             storage.as_strided(target.sizes, target.strides, target.offset).copy_(values.view(target.sizes))
@@ -200,19 +224,19 @@ class LiveWeights:
 
     def _compile(self) -> None:
         """Compile the scatter for the dtypes of this model, so that numba does not do it while the engine is paused."""
-        no_elements = np.zeros(0, dtype=np.uint32)
+        no_elements = np.zeros(0, dtype=uint32)
         for live in {live.dtype: live for live in self._in_cpu_memory.values()}.values():
-            for bits in (np.zeros(0, dtype=np.uint16), np.zeros(0, dtype=live.dtype)):
-                for elements in (no_elements, no_elements.astype(np.int64)):
+            for bits in (np.zeros(0, dtype=uint16), np.zeros(0, dtype=live.dtype)):
+                for elements in (no_elements, no_elements.astype(int64)):
                     scatter_checked(live, elements, bits, bits)
 
 
-def _split(writes: Sequence[RouteWrite | LayerWrite]) -> tuple[list[RouteWrite], list[LayerWrite]]:
-    return [w for w in writes if isinstance(w, RouteWrite)], [w for w in writes if isinstance(w, LayerWrite)]
+def _split(writes: Sequence[Write]) -> tuple[list[RouteWrite | DeviceWrite], list[LayerWrite]]:
+    return [w for w in writes if not isinstance(w, LayerWrite)], [w for w in writes if isinstance(w, LayerWrite)]
 
 
-def _indices(elements: npt.NDArray[Any], storage: Tensor) -> Tensor:
-    return torch.from_numpy(elements.astype(np.int64, copy=False)).to(storage.device)
+def _indices(elements: NDArray[Any], storage: Tensor) -> Tensor:
+    return from_numpy(elements.astype(int64, copy=False)).to(storage.device)
 
 
 def count_routes(
@@ -243,23 +267,23 @@ def count_routes(
     return frozenset(counted)
 
 
-def _from_runtime(live: npt.NDArray[np.generic], write: RouteWrite) -> BitArray:
+def _from_runtime(live: NDArray[np.generic], write: RouteWrite) -> BitArray:
     """Return live elements as published bits. Raises ``WeightError`` for float32 values that are no bfloat16 ones."""
     if live.dtype.itemsize == write.new_bits.dtype.itemsize:
         return cast("BitArray", live.view(write.new_bits.dtype))
-    unsigned = live.view(np.uint32)
-    if np.any(unsigned & np.uint32(0xFFFF)):
+    unsigned = live.view(uint32)
+    if np.any(unsigned & uint32(0xFFFF)):
         raise WeightError(
             f"runtime parameter {write.route.parameter!r} holds float32 values that are no {write.tensor.dtype}: "
             "something else than a commit wrote to it"
         )
-    return (unsigned >> np.uint32(UPPER_HALF)).astype(np.uint16)
+    return (unsigned >> uint32(UPPER_HALF)).astype(uint16)
 
 
 def _check_equal(write: RouteWrite, live: BitArray, moment: str, expected: BitArray | None = None) -> None:
     """Raise ``WeightError`` unless ``live`` equals ``expected`` (None: the new bits)."""
     expected_bits = write.new_bits if expected is None else expected
-    wrong = np.flatnonzero(live != expected_bits)
+    wrong = flatnonzero(live != expected_bits)
     if wrong.size:
         first = int(wrong[0])
         positions = write.route.checkpoint.positions() if write.positions is None else write.positions

@@ -7,10 +7,10 @@ from typing import Any
 
 import numba  # type: ignore[import-untyped]
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils  # type: ignore[import-untyped]
 from numba.extending import intrinsic  # type: ignore[import-untyped]
+from numpy.typing import NDArray
 
 from streamrl.weights.codec.kernels import compiled
 
@@ -71,7 +71,7 @@ def _count_different(live: Any, elements: Any, expected: Any, shift: Any) -> int
 
 
 def scatter_checked(
-    live: npt.NDArray[Any], elements: npt.NDArray[Any], old: npt.NDArray[Any], new: npt.NDArray[Any]
+    live: NDArray[Any], elements: NDArray[Any], old: NDArray[Any], new: NDArray[Any]
 ) -> tuple[int, int]:
     """Compare ``live[elements]`` with ``old``, write ``new``, and read it back.
 

@@ -12,25 +12,28 @@ name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
-from torch import Tensor, nn
+from numpy import array_equal, flatnonzero
+from numpy.typing import NDArray
+from torch import Tensor, from_numpy, no_grad
+from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import PositionArray
 from streamrl.weights.pull.replica import TensorSpec, TensorSpecs
+from streamrl.weights.vllm.latent_attention import derived_parameters
 from streamrl.weights.vllm.post_load_changes import Tensors, refuse_unreachable
-from streamrl.weights.vllm.rebuilt_layers import RebuiltLayer, rebuilt_layers
+from streamrl.weights.vllm.rebuilt_layers import ComputedParameters, RebuiltLayer, rebuilt_layers
 
 _TORCH_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _EXACT = {  # (published, runtime) dtypes: the runtime dtype holds every published bit pattern
@@ -79,7 +82,7 @@ class Route(Struct, frozen=True):
     checkpoint: Rectangle
     runtime: Rectangle
 
-    def locate(self, positions: PositionArray) -> tuple[npt.NDArray[np.int64], PositionArray]:
+    def locate(self, positions: PositionArray) -> tuple[NDArray[np.int64], PositionArray]:
         """Find the runtime elements of ``positions`` (flat in the checkpoint tensor). Returns the indices of the
         positions that are in the route's rectangle, and their elements in the runtime storage, both int64 [m]."""
         source = self.checkpoint
@@ -93,7 +96,7 @@ class Route(Struct, frozen=True):
             inside &= digit < source.sizes[dimension]
             target += digit * self.runtime.strides[dimension]
         inside &= remainder == 0
-        indices = np.flatnonzero(inside)
+        indices = flatnonzero(inside)
         return indices, target[indices]
 
 
@@ -109,7 +112,7 @@ class LoadPlan(Struct, frozen=True, eq=False):
     """The rebuilt layer of each loading-time parameter. Such a parameter has no entry in ``storages``."""
 
 
-def record_load_plan(model: nn.Module, tensors: TensorSpecs, constants: TensorSpecs = MappingProxyType({})) -> LoadPlan:
+def record_load_plan(model: Module, tensors: TensorSpecs, constants: TensorSpecs = MappingProxyType({})) -> LoadPlan:
     """Run ``model.load_weights`` over the published ``tensors`` without writing, and record the target of each copy.
     ``constants``: further tensors of the checkpoint that the engine has loaded, and that nobody publishes: what they
     fill stays as it is.
@@ -118,24 +121,28 @@ def record_load_plan(model: nn.Module, tensors: TensorSpecs, constants: TensorSp
     cannot hold the published bits, a parameter that no published tensor covers (an emptied one, too) or that two write
     to, a parameter that vLLM rearranged after loading in a layer that cannot be rebuilt."""
     layers = rebuilt_layers(model)
-    refuse_unreachable(model, layers.keys())
+    derived = derived_parameters(model)
+    rebuilt = {name for name, layer in layers.items() if not isinstance(layer, ComputedParameters)}
+    refuse_unreachable(model, rebuilt, derived)
     sources = without_values({**constants, **tensors})
     with ExitStack() as stack:
         for layer in layers.values():
             stack.enter_context(layer.with_parameters(layer.loading_parameters))
-        parameters = _runtime_parameters(model)
+        parameters = _runtime_parameters(model, derived)
         recorder = _CopyRecorder(sources, parameters, frozenset(constants))
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(no_grad())
         stack.callback(register_module_parameter_registration_hook(recorder.reuse_memory).remove)
         stack.enter_context(recorder)
         run_loader(model, sources)
-        _check_same_memory(model, parameters)
+        _check_same_memory(model, parameters, derived)
+    # A checkpoint of bfloat16 with some float32 tensors, which vLLM rounds where its layers are bfloat16.
+    rounds = any(tensor.dtype == "bfloat16" for tensor in tensors.values())
     routes: dict[str, list[Route]] = {name: [] for name in tensors}
     for name, route in recorder.routes:
         if name in constants:
             recorder.filled.append((route.parameter, route.runtime))
             continue
-        check_exact(tensors[name], route.parameter, parameters[route.parameter])
+        check_exact(tensors[name], route.parameter, parameters[route.parameter], rounds=rounds)
         if route not in routes[name]:  # a loader may write a tied tensor twice
             routes[name].append(route)
     _check_covered(parameters, routes, recorder.filled)
@@ -150,7 +157,7 @@ def without_values(tensors: TensorSpecs) -> dict[str, Tensor]:
     return {n: torch.empty(t.shape, dtype=_TORCH_TYPES[t.dtype], device="meta") for n, t in tensors.items()}
 
 
-def run_loader(model: nn.Module, sources: Tensors) -> None:
+def run_loader(model: Module, sources: Tensors) -> None:
     """Call ``model.load_weights`` with tensors that have no values. Raises ``WeightError`` where it fails."""
     try:
         model.load_weights(iter(sources.items()))  # type: ignore[operator]
@@ -168,7 +175,7 @@ def record_copies(sources: Tensors, targets: Tensors, load: Callable[[], object]
     """Run ``load``, which copies ``sources`` (meta tensors) to ``targets``, without writing. Returns the route of each
     copy, with the name of its source. Raises ``WeightError`` where ``load`` does more than copy."""
     recorder = _CopyRecorder(sources, targets)
-    with torch.no_grad(), recorder:
+    with no_grad(), recorder:
         load()
     return recorder.routes
 
@@ -188,7 +195,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moved: dict[int, _MovedTensor] = {}
         self._empty: dict[int, Tensor] = {}
 
-    def reuse_memory(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+    def reuse_memory(self, module: Module, name: str, parameter: Parameter) -> Any:
         """Return the parameter to register as ``name``. A parameter that the loader makes again, without values yet,
         gets the memory of the one that it replaces: vLLM's transformers backend makes the bias of an output head each
         time that it loads one."""
@@ -196,7 +203,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         empty = self._empty.get(parameter.untyped_storage()._cdata) is not None
         if not empty or old is None or (old.shape, old.dtype) != (parameter.shape, parameter.dtype):
             return parameter
-        return nn.Parameter(old.detach(), requires_grad=False)
+        return Parameter(old.detach(), requires_grad=False)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -284,7 +291,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if any(isinstance(argument, Tensor) and argument.is_meta for argument in args[1:]):
             return  # an index without values
-        moved = [torch.from_numpy(self._positions(tensor)).view(tensor.shape) for tensor in inputs]
+        moved = [from_numpy(self._positions(tensor)).view(tensor.shape) for tensor in inputs]
         if func in (torch.ops.aten.cat.default, torch.ops.aten.index_select.default):
             indices = func(moved if func is torch.ops.aten.cat.default else moved[0], *args[1:], **kwargs)
         else:
@@ -325,7 +332,7 @@ def _fit(tensor: str, parameter: str, source: PositionArray, runtime: PositionAr
         checkpoint_rectangle = Rectangle(int(source[0]), sizes, source_strides)
         route = Route(parameter, checkpoint_rectangle, Rectangle(int(runtime[0]), sizes, runtime_strides))
         indices, elements = route.locate(source)
-        if indices.size == source.size and np.array_equal(elements, runtime):
+        if indices.size == source.size and array_equal(elements, runtime):
             return route
     raise WeightError(
         f"{tensor!r} lies in runtime parameter {parameter!r} in a way that is no rectangle: it cannot be mapped"
@@ -343,12 +350,12 @@ def fit_rectangles(
         first_steps = np.diff(first)
         second_steps = np.diff(second)
         # The innermost dimension ends where a step differs from the first step.
-        breaks = np.flatnonzero((first_steps != first_steps[0]) | (second_steps != second_steps[0]))
+        breaks = flatnonzero((first_steps != first_steps[0]) | (second_steps != second_steps[0]))
         run = int(breaks[0]) + 1 if breaks.size else first.size
         if first.size % run or first_steps[0] < 0 or second_steps[0] < 0:
             return None
         for positions, step in ((first, first_steps[0]), (second, second_steps[0])):
-            if not np.array_equal(
+            if not array_equal(
                 positions.reshape(-1, run) - positions[::run, None],
                 np.broadcast_to(np.arange(run) * step, (positions.size // run, run)),
             ):
@@ -382,19 +389,22 @@ def _merge(source: Rectangle, target: Rectangle) -> tuple[Rectangle, Rectangle]:
     )
 
 
-def _runtime_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name; of parameters that share a storage, the first one."""
+def _runtime_parameters(model: Module, derived: Container[str]) -> dict[str, Parameter]:
+    """Return the parameters by name, without the ``derived`` ones; of parameters that share a storage, the first
+    one."""
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
-        first_names.setdefault(parameter.untyped_storage()._cdata, name)
-    return {name: p for name, p in model.named_parameters() if first_names[p.untyped_storage()._cdata] == name}
+        if name not in derived:
+            first_names.setdefault(parameter.untyped_storage()._cdata, name)
+    own_storage = set(first_names.values())
+    return {name: parameter for name, parameter in model.named_parameters() if name in own_storage}
 
 
-def _check_same_memory(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def _check_same_memory(model: Module, parameters: Mapping[str, Parameter], derived: Container[str]) -> None:
     """Raise ``WeightError`` where the loader has replaced a parameter instead of copying to it."""
     storages = {parameter.untyped_storage()._cdata for parameter in parameters.values()}
     for name, parameter in model.named_parameters():
-        if parameter.untyped_storage()._cdata not in storages:
+        if parameter.untyped_storage()._cdata not in storages and name not in derived:
             raise WeightError(
                 f"the loader replaces runtime parameter {name!r} instead of copying into it: it cannot be mapped, and "
                 "the engine must be started again"
@@ -412,9 +422,11 @@ def _stored(parameter: Tensor) -> int:
     return parameter.untyped_storage().nbytes() // parameter.element_size()
 
 
-def check_exact(tensor: TensorSpec, parameter: str, runtime: Tensor) -> None:
-    """Raise ``WeightError`` where ``runtime`` cannot hold the published bits."""
-    if (tensor.dtype, runtime.dtype) not in _EXACT:
+def check_exact(tensor: TensorSpec, parameter: str, runtime: Tensor, *, rounds: bool = False) -> None:
+    """Raise ``WeightError`` where ``runtime`` cannot hold the published bits. ``rounds``: whether a bfloat16 parameter
+    may hold rounded float32."""
+    dtypes = (tensor.dtype, runtime.dtype)
+    if dtypes not in _EXACT and not (rounds and dtypes == ("float32", torch.bfloat16)):
         raise WeightError(
             f"{tensor.name!r} is published as {tensor.dtype}; runtime parameter {parameter!r} is {runtime.dtype} and "
             "cannot hold it bit for bit: start the engine with the published dtype or float32"
@@ -422,9 +434,7 @@ def check_exact(tensor: TensorSpec, parameter: str, runtime: Tensor) -> None:
 
 
 def _check_covered(
-    parameters: Mapping[str, nn.Parameter],
-    routes: Mapping[str, Sequence[Route]],
-    filled: Sequence[tuple[str, Rectangle]],
+    parameters: Mapping[str, Parameter], routes: Mapping[str, Sequence[Route]], filled: Sequence[tuple[str, Rectangle]]
 ) -> None:
     """Raise ``WeightError`` unless every element of every parameter is written by one published tensor, or by a
     constant fill."""

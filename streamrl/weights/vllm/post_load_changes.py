@@ -12,7 +12,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 import torch
 from msgspec import Struct
-from torch import Tensor, nn
+from torch import Tensor, int64, uint8
+from torch.nn import Module, Parameter
 
 from streamrl.base.errors import WeightError
 
@@ -33,7 +34,7 @@ class PostLoadChanges(Struct, frozen=True):
     derived: frozenset[str]
 
 
-def record_post_load_changes(model: nn.Module, process_weights: Callable[[], None]) -> None:
+def record_post_load_changes(model: Module, process_weights: Callable[[], None]) -> None:
     """Run ``process_weights``, vLLM's step after loading, and record on ``model`` which of its tensors this changed."""
     parameters = dict(digests(model.named_parameters()))
     other_tensors = dict(digests(_other_tensors(model)))
@@ -46,7 +47,7 @@ def record_post_load_changes(model: nn.Module, process_weights: Callable[[], Non
     setattr(model, _ATTRIBUTE, changes)
 
 
-def read_post_load_changes(model: nn.Module) -> PostLoadChanges:
+def read_post_load_changes(model: Module) -> PostLoadChanges:
     """Return the recorded changes. A model without vLLM's layers needs no record, since vLLM does not change it. Raises
     ``WeightError`` for a model that has such layers and was loaded without streamrl's plugin."""
     changes: PostLoadChanges | None = getattr(model, _ATTRIBUTE, None)
@@ -61,17 +62,18 @@ def read_post_load_changes(model: nn.Module) -> PostLoadChanges:
     return PostLoadChanges(frozenset(), frozenset())
 
 
-def refuse_unreachable(model: nn.Module, rebuilt: Container[str]) -> None:
+def refuse_unreachable(model: Module, rebuilt: Container[str], derived_again: frozenset[str]) -> None:
     """Raise ``WeightError`` naming a tensor that vLLM changed or made after loading, and that neither a copy nor a
-    rebuild of a layer updates. ``rebuilt``: names of the modules that are rebuilt."""
+    rebuild of a layer updates. ``rebuilt``: names of the modules that are rebuilt. ``derived_again``: names of the
+    parameters that are derived again after a copy."""
     changes = read_post_load_changes(model)
-    derived = [name for name in changes.derived if name.rpartition(".")[0] not in rebuilt]
+    derived = [n for n in changes.derived - derived_again if n.rpartition(".")[0] not in rebuilt]
     if derived:
         raise WeightError(
             f"{min(derived)!r} (one of {len(derived)}) was computed from weights after they were loaded, "
             f"and would keep the old ones: updates of this model cannot be applied in place. {REMEDY}"
         )
-    rearranged = [name for name in changes.rearranged if name.rpartition(".")[0] not in rebuilt]
+    rearranged = [n for n in changes.rearranged - derived_again if n.rpartition(".")[0] not in rebuilt]
     if rearranged:
         name = min(rearranged)
         method = getattr(model.get_submodule(name.rpartition(".")[0]), "quant_method", None)
@@ -81,11 +83,11 @@ def refuse_unreachable(model: nn.Module, rebuilt: Container[str]) -> None:
         )
 
 
-def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _other_tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the modules' tensors that are no parameters and have more than one element, as ``module.attribute``."""
     for name, module in model.named_modules():
         for attribute, value in [*vars(module).items(), *module._buffers.items()]:
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() > 1:
+            if isinstance(value, Tensor) and not isinstance(value, Parameter) and value.numel() > 1:
                 yield f"{name}.{attribute}", value
 
 
@@ -93,7 +95,7 @@ def digests(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, tuple[
     """Yield the digest of each named tensor: shape, strides, dtype and ``place_sum``, computed on the tensor's
     device."""
     for name, tensor in tensors:
-        total = 0 if tensor.is_meta else place_sum(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        total = 0 if tensor.is_meta else place_sum(tensor.detach().contiguous().view(-1).view(uint8))
         yield name, (*tensor.shape, *tensor.stride(), hash(str(tensor.dtype)), total)
 
 
@@ -101,13 +103,13 @@ def place_sum(content: Tensor) -> int:
     """Return a 64-bit sum over positions and values of ``content`` (uint8, flat), read as 64-bit words, then bytes."""
     word_bytes = content.numel() // 8 * 8 if content.data_ptr() % 8 == 0 else 0
     total = 0
-    for words in (content[:word_bytes].view(torch.int64), content[word_bytes:]):
+    for words in (content[:word_bytes].view(int64), content[word_bytes:]):
         if not words.numel():
             continue
-        places = torch.arange(min(words.numel(), _BLOCK), dtype=torch.int64, device=content.device)
+        places = torch.arange(min(words.numel(), _BLOCK), dtype=int64, device=content.device)
         factors = (2 * places + 1) * 0x9E3779B97F4A7C1
         for start in range(0, words.numel(), _BLOCK):
             block = words[start : start + _BLOCK]
-            mixed = block.to(torch.int64) * factors[: block.numel()]
+            mixed = block.to(int64) * factors[: block.numel()]
             total = (total * 1000003 + int((mixed ^ (mixed >> 29)).sum())) % 2**64
     return total

@@ -5,18 +5,19 @@ worker (``weight_receiver.py``), with arrays in place of a model."""
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
+from time import monotonic
 
-import anyio
 import numpy as np
+from anyio import sleep
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, OrderDone, WeightAnnouncement
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
+from streamrl.weights.distance import Location, this_host
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec, TensorSpecs
@@ -34,25 +35,29 @@ class SimulatedWeights:
     def __init__(self, model_path: Path, replica: CheckpointReplica) -> None:
         self._checkpoint = CheckpointBase(model_path)
         self._live: _LiveBits | None = None
-        self._transaction = WeightTransaction(lambda _live, _writes: None, checkpoint=model_path, replica=replica)
+        location = Location(this_host())
+        self._transaction = WeightTransaction(
+            lambda _live, _writes: None, checkpoint=model_path, replica=replica, location=location
+        )
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         """Fetch, check and decode a version in a thread. Raises ``WeightError``; live weights are unchanged then."""
-        started = time.monotonic()
+        started = monotonic()
         wait_s = _FIRST_WAIT_S
         self._transaction.begin_stage(announcement)
         while not self._transaction.stage_report().fetched:
-            await anyio.sleep(wait_s)
+            await sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         _raise_failure(self._transaction.stage_report())
         report = self._transaction.finish_stage(self._load)
         _raise_failure(report)
-        return OrderDone(order_id=0, seconds=time.monotonic() - started, payload_bytes=report.payload_bytes)
+        seconds = monotonic() - started
+        return OrderDone(order_id=0, seconds=seconds, payload_bytes=report.payload_bytes, mover=report.mover)
 
     def commit(self, policy_version: int) -> OrderDone:
         """Write the staged version, and return the state hash of the live arrays. Raises ``WeightError``; the version
         before is live again then."""
-        started = time.monotonic()
+        started = monotonic()
         self._transaction.apply(policy_version)
         report = self._transaction.live_report()
         if report.state_hash != report.expected_hash:
@@ -62,7 +67,7 @@ class SimulatedWeights:
                 f"{report.expected_hash:#018x}"
             )
         self._transaction.finish()
-        return OrderDone(order_id=0, seconds=time.monotonic() - started, state_hash=report.state_hash)
+        return OrderDone(order_id=0, seconds=monotonic() - started, state_hash=report.state_hash)
 
     def checksums(self) -> dict[str, str]:
         """Return the SHA-256 of every live tensor, by name; empty before the first version."""
@@ -124,7 +129,7 @@ class _LiveBits:
 
     def checksums(self) -> dict[str, str]:
         """Return the SHA-256 of every tensor, by name."""
-        return {name: hashlib.sha256(bits.tobytes()).hexdigest() for name, bits in self._bits.items()}
+        return {name: sha256(bits.tobytes()).hexdigest() for name, bits in self._bits.items()}
 
 
 def _loaded(spec: TensorSpec, checkpoint: CheckpointBase) -> BitArray:

@@ -9,31 +9,37 @@ calls do raise, so that its update session ends."""
 from __future__ import annotations
 
 import base64
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from os import environ
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
+from msgspec import msgpack
 from msgspec.structs import asdict, replace
-from torch import nn
+from torch import cuda, int16, int64, uint8
+from torch import device as Device
+from torch.nn import Module
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from streamrl.base.errors import WeightError
+from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.base.types import JsonObject
+from streamrl.weights.distance import Location, this_host
 from streamrl.weights.pull.loaded_checkpoint import constant_tensors
 from streamrl.weights.pull.replica import CheckpointReplica, TensorSpecs
 from streamrl.weights.pull.shared_replica import shared_replica
 from streamrl.weights.requests import decode_announcement
 from streamrl.weights.vllm.adapter import open_adapter, record_adapter_plan
+from streamrl.weights.vllm.latent_attention import derive_again
 from streamrl.weights.vllm.linear_layers import repack_linear_layers
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes
 from streamrl.weights.vllm.live_weights_layers import LiveLayers
 from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, record_load_plan
+from streamrl.weights.vllm.rebuilt_layers import rebuilt_layers
 from streamrl.weights.vllm.weight_transaction import LiveModel, WeightTransaction
 
 _PLAIN_FORMATS = ("auto", "hf", "safetensors")
@@ -64,10 +70,15 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
     update_info_cls = CommitStaged
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
+    def __init__(self, config: Any, vllm_config: Any, device: Device, model: Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self.transaction = WeightTransaction(
-            self._repack, checkpoint=loaded_checkpoint(vllm_config), replica=replica_of(vllm_config)
+            self._repack,
+            checkpoint=loaded_checkpoint(vllm_config),
+            replica=replica_of(vllm_config),
+            location=location_of(device),
+            # Rebuilt layers are made from bits in CPU memory.
+            open_device=None if rebuilt_layers(model) else partial(open_device, device),
         )
         _add_worker_methods()
 
@@ -130,7 +141,26 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
 
     def _repack(self, live: LiveModel, writes: Sequence[Any]) -> None:
         assert isinstance(live, LiveWeights)
-        repack_linear_layers(self.model, live.storages_of(writes))
+        changed = live.storages_of(writes)
+        repack_linear_layers(self.model, changed)
+        derive_again(self.model, changed, self.vllm_config.model_config.dtype)
+
+
+def location_of(device: Device) -> Location:
+    """Return the location of a worker that computes on ``device``."""
+    if device.type != "cuda":
+        return Location(this_host())
+    return Location(this_host(), str(cuda.get_device_properties(device).uuid))
+
+
+def open_device(device: Device, handle: bytes) -> torch.Tensor:
+    """Map the tensor (int16, flat) that ``torch_tensors.DeviceTensors`` has exported on this GPU. Raises
+    ``WeightError``."""
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *msgpack.decode(handle))
+    except (RuntimeError, TypeError, *UNDECODABLE) as error:
+        raise WeightError(f"CUDA does not map the trainer's memory: {error}") from error
+    return torch.empty(0, dtype=int16, device=device).set_(storage)
 
 
 def loaded_checkpoint(vllm_config: Any) -> Path | None:
@@ -147,11 +177,11 @@ def loaded_checkpoint(vllm_config: Any) -> Path | None:
 def replica_of(vllm_config: Any) -> CheckpointReplica:
     """Return the replica that the workers of this engine share, also with the engines of the same run that load the
     same model. Where no other worker shares it, or memory cannot be shared, returns a replica for this worker alone."""
-    run = os.environ.get(RUN_VARIABLE, "")
+    run = environ.get(RUN_VARIABLE, "")
     workers = vllm_config.parallel_config.world_size
     if not run and workers == 1:
         return CheckpointReplica()
-    parent = Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir())
+    parent = Path(environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir())
     return shared_replica(run or vllm_config.instance_id, str(vllm_config.model_config.model), parent)
 
 
@@ -167,16 +197,16 @@ def _gather_from_workers(message: WorkerMessage) -> list[WorkerMessage]:
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group().cpu_group
-    encoded = msgspec.msgpack.encode(message)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(torch.distributed.get_world_size())]
+    encoded = msgpack.encode(message)
+    lengths = [torch.zeros(1, dtype=int64) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(lengths, torch.tensor([len(encoded)]), group=group)
     longest = max(int(length) for length in lengths)
-    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    gathered = [torch.empty(longest, dtype=uint8) for _ in lengths]
     padded = bytearray(encoded.ljust(longest, b"\0"))
-    torch.distributed.all_gather(gathered, torch.frombuffer(padded, dtype=torch.uint8), group=group)
+    torch.distributed.all_gather(gathered, torch.frombuffer(padded, dtype=uint8), group=group)
     messages: list[WorkerMessage] = []
     for content, length in zip(gathered, lengths, strict=True):
-        messages.append(msgspec.msgpack.decode(content.numpy()[: int(length)].tobytes(), type=WorkerMessage))
+        messages.append(msgpack.decode(content.numpy()[: int(length)].tobytes(), type=WorkerMessage))
     return messages
 
 

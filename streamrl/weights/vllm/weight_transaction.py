@@ -14,7 +14,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from logging import getLogger
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -22,11 +24,15 @@ from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.distance import NOWHERE, Location, Mover, mover_of
 from streamrl.weights.manifest import CHECKPOINT_VERSION
 from streamrl.weights.pull.fetch import KeptParts, fetch_version
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
+from streamrl.weights.pull.memory_fetch import device_version, fetch_nearest
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedVersion, TensorSpecs
+from streamrl.weights.pull.trainer_memory import TrainerMemory
 
+_logger = getLogger(__name__)
 AUDIT_INTERVAL = 50
 """Number of commits after which every live element is compared with the replica, while the next version arrives."""
 
@@ -48,11 +54,13 @@ class LiveModel(Protocol):
 
 class StageReport(Struct, frozen=True):
     """Progress of staging on one worker. ``fetched``: whether the thread has ended, with success or with ``error``
-    (empty: no error). ``payload_bytes``: fetched bytes."""
+    (empty: no error). ``payload_bytes``: fetched bytes. ``mover``: way of the version (``distance.Mover``; empty:
+    another worker of the machine had it)."""
 
     fetched: bool
     error: str = ""
     payload_bytes: int = 0
+    mover: str = ""
 
 
 class LiveReport(Struct, frozen=True):
@@ -74,7 +82,8 @@ class WeightTransaction:
     ``audit_interval``: number of commits between audits (0: no audits). ``checkpoint``: directory from which the live
     weights were loaded, where it is known. ``replica``: replica that is shared with other workers (``SharedReplica``);
     None: a new one for this worker alone. ``tainted``: reason why the live weights are not those of the replica; empty
-    where they are."""
+    where they are. ``location``: location of this worker, by which a version takes the shortest way.
+    ``open_device``: see ``memory_fetch.device_version`` (None: this worker has no GPU)."""
 
     def __init__(
         self,
@@ -83,17 +92,21 @@ class WeightTransaction:
         audit_interval: int = AUDIT_INTERVAL,
         checkpoint: Path | None = None,
         replica: CheckpointReplica | None = None,
+        location: Location = NOWHERE,
+        open_device: Callable[[bytes], Any] | None = None,
     ) -> None:
         self.replica = replica or CheckpointReplica()
         self.live: LiveModel | None = None
         self.tainted = ""
         self._repack = repack
+        self._location = location
+        self._open_device = open_device
         self._checkpoint = None if checkpoint is None else CheckpointBase(checkpoint)
         self._audit_interval = audit_interval
         self._commits_since_audit = 0
         self._parts = KeptParts()
         self._staging: Future[_Staged] | None = None
-        self._stop = threading.Event()
+        self._stop = Event()
         self._staged: _Staged | None = None
         self._applied: tuple[StagedVersion, int] | None = None
         self._error = ""
@@ -108,7 +121,7 @@ class WeightTransaction:
         self._staged = None
         self._error = ""
         self._stop.set()
-        self._stop = threading.Event()
+        self._stop = Event()
         work = partial(self._stage, announcement, self.live, self._stop, self._staging)
         self._staging = Future()
         # A daemon thread, not one of a pool: a process that ends does not wait for a silent source.
@@ -121,11 +134,7 @@ class WeightTransaction:
         self.tainted = reason
 
     def _stage(
-        self,
-        announcement: WeightAnnouncement,
-        live: LiveModel | None,
-        stop: threading.Event,
-        stopped: Future[_Staged] | None,
+        self, announcement: WeightAnnouncement, live: LiveModel | None, stop: Event, stopped: Future[_Staged] | None
     ) -> _Staged:
         """Fetch, check and decode a version, in the thread. ``stopped``: the thread before, to wait for."""
         _reset_cpu_affinity()
@@ -136,17 +145,45 @@ class WeightTransaction:
                 return _Staged(_empty_delta(self.replica), [])
             self._refuse_for_tainted(announcement)
             self._audit_when_due(live)
+            from_device = self._stage_on_device(announcement, live)
+            if from_device is not None:
+                return from_device
             checkpoint = self._reset_before_first_commit()
 
+            movers: list[Mover] = []
+
             def fetch(replica: CheckpointReplica) -> FetchedVersion:
-                return fetch_version(announcement, held=replica, checkpoint=checkpoint, kept=self._parts, stop=stop)
+                encoded = partial(
+                    fetch_version, announcement, held=replica, checkpoint=checkpoint, kept=self._parts, stop=stop
+                )
+                version, mover = fetch_nearest(announcement, self._location, replica, checkpoint, encoded)
+                movers.append(mover)
+                return version
 
             staged = self.replica.stage_announced(announcement, fetch, on_checkpoint=checkpoint is not None)
             self._parts.forget()
             writes: list[Any] = []
             if live is not None:
                 writes = live.prepare(staged, self.replica)
-            return _Staged(staged, writes)
+            return _Staged(staged, writes, mover="".join(movers))
+
+    def _stage_on_device(self, announcement: WeightAnnouncement, live: LiveModel | None) -> _Staged | None:
+        """Stage a version that a rank has on this worker's GPU. Returns None, and says so in the log, where that is
+        impossible."""
+        if self._open_device is None or mover_of(announcement, self._location) is not Mover.DEVICE:
+            return None
+        base_version = self.replica.policy_version
+        if live is None or announcement.base_version is None or base_version == CHECKPOINT_VERSION:
+            base_version = None
+        try:
+            version, memory = device_version(announcement, self._open_device, base_version)
+            writes: list[Any] = []
+            if live is not None:
+                writes = live.prepare(version, self.replica)
+        except Exception as error:  # noqa: BLE001 - whatever fails there, there is another way
+            _logger.warning("version %s is not taken from the GPU: %s", announcement.policy_version, _reason(error))
+            return None
+        return _Staged(version, writes, mover=Mover.DEVICE, memory=memory)
 
     def stage_report(self) -> StageReport:
         """Report the progress of the staging thread."""
@@ -156,7 +193,7 @@ class WeightTransaction:
             return StageReport(fetched=False)
         if error := self._staging.exception():
             return StageReport(fetched=True, error=_reason(error))
-        return StageReport(fetched=True, payload_bytes=self._staging.result().version.payload_bytes)
+        return _report_of(self._staging.result())
 
     def finish_stage(self, record_live: Callable[[TensorSpecs], LiveModel]) -> StageReport:
         """Take over the version that the thread has fetched. ``record_live``: records the load plan of the published
@@ -189,7 +226,7 @@ class WeightTransaction:
         """Return the report where an earlier call has taken over the staged version, or none was staged."""
         if self._staged is None:
             return StageReport(fetched=True, error=self._error or "nothing is being staged")
-        return StageReport(fetched=True, payload_bytes=self._staged.version.payload_bytes)
+        return _report_of(self._staged)
 
     def close(self) -> None:
         """Stop the thread. Idempotent."""
@@ -260,6 +297,9 @@ class WeightTransaction:
             self._apply(policy_version)
         except Exception as error:
             self._error = _reason(error)
+            if self._staged is not None and self._staged.memory is not None:
+                _logger.warning("no further version is taken from the GPU: %s", self._error)
+                self._open_device = None
             self.roll_back()
             raise
 
@@ -324,6 +364,8 @@ class WeightTransaction:
         self._staged = replace(staged, was_tainted=bool(self.tainted))
         self.tainted = self.tainted or f"version {policy_version} is half applied"
         part_hash = live.apply(staged.writes, anchor=version.is_anchor)
+        if staged.memory is not None:  # complete writes have read it
+            staged.memory.check(policy_version)
         self._repack(live, staged.writes)
         self._applied = (version, part_hash)
 
@@ -342,11 +384,18 @@ def _settle(staging: Future[_Staged], work: Callable[[], _Staged]) -> None:
 
 class _Staged(Struct, frozen=True, eq=False):
     """A staged version. ``writes``: result of ``LiveModel.prepare``. ``was_tainted``: whether the worker was tainted
-    before the version was applied."""
+    before the version was applied. ``mover``: see ``StageReport``. ``memory``: memory of the trainer from which
+    the commit reads (None: from none)."""
 
     version: StagedVersion
     writes: list[Any]
     was_tainted: bool = False
+    mover: str = ""
+    memory: TrainerMemory | None = None
+
+
+def _report_of(staged: _Staged) -> StageReport:
+    return StageReport(fetched=True, payload_bytes=staged.version.payload_bytes, mover=staged.mover)
 
 
 def _empty_delta(replica: CheckpointReplica) -> StagedVersion:

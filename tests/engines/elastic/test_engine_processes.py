@@ -10,6 +10,7 @@ import anyio
 import pytest
 from builders.weights import anchor
 
+from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import EngineEvent, EngineOrder, Generate, OrderFailed
 from streamrl.base.run_events import EngineBack, EngineLost, StartEngine, StopEngine, SupervisorOrder
 from streamrl.base.types import token_array
@@ -17,6 +18,7 @@ from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.engines.elastic.engine_processes import PATIENCE_SECONDS, EngineProcesses
+from streamrl.engines.elastic.turns import EngineTurns
 from streamrl.engines.engine_process import serve_engine
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.remote_engine import ENGINE_FAILURE
@@ -253,6 +255,35 @@ async def test_an_unready_engine_ends_a_run_without_restarts(lives: str) -> None
             await one.processes.use(["engine-1"])
     reason = "cannot be loaded" if lives == "dies" else "not ready within 0.5 s of being started"
     assert any("engine-1" in str(error) and reason in str(error) for error in failures(raised.value))
+
+
+async def test_engines_sleep_while_ranks_have_their_turn() -> None:
+    """Engines sleep in the turn of the ranks, and wake with the version that was pushed meanwhile; not before the ranks
+    have given their memory back. One that died asleep is started in its next turn."""
+    async with started(sleeps=True) as one:
+        holds = True
+        turns = EngineTurns(one.processes, ["engine-0"], lambda: holds)
+        await turns.train()
+        await turns.train()
+        assert one.orders() == [StopEngine(engine="engine-0", sleeps=True)] and not one.pool.serving
+        await one.sync.push(await anchor(1))
+        with pytest.raises(StreamRLError, match="while trainer ranks hold the memory"):
+            await turns.sample()
+        holds = False
+        await turns.sample()
+        await turns.sample()
+        assert one.orders() == [StartEngine(engine="engine-0")]
+        await one.assert_serves("engine-0", 1)
+        assert min(turns.figures.values()) > 0 and len(one.made) == 1, "the same process"
+        await turns.train()
+        one.scopes["engine-0"].cancel()
+        while not one.processes._lifecycles["engine-0"].stopped:
+            await anyio.sleep(0.01)
+        await one.sync.push(await anchor(2))
+        assert StartEngine(engine="engine-0") not in one.orders(), "the ranks have the memory"
+        await turns.sample()
+        await one.assert_serves("engine-0", 2)
+        assert len(one.made) == 2 and one.events == []
 
 
 @pytest.mark.parametrize("restarts", [0, 3])

@@ -11,17 +11,27 @@ import msgspec
 import pytest
 
 from streamrl.base.errors import EngineError
-from streamrl.base.messages import Generate, OrderDone, WeightAnnouncement
+from streamrl.base.messages import FirstProbe, Generate, OrderDone, WeightAnnouncement
 from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array
 from streamrl.contracts import PushReport
-from streamrl.engines.push.verify import CanaryReport, WeightCanary, deviation
+from streamrl.engines.push.verify import CanaryReport, WeightCanary
 from streamrl.engines.push.weight_sync import WeightSync
-from streamrl.learning.canary import PROBE_TOKENS, probe_tokens
+from streamrl.learning.canary import (
+    EXACT,
+    PROBE_TOKENS,
+    QUANTISED,
+    ROUNDED,
+    CanaryBounds,
+    canary_bounds,
+    median_difference,
+    probe_tokens,
+)
 from streamrl.recipe.scheduling import InFlight
+from streamrl.recipe.sections import Engines, EngineShape, Training
 from tests.engines.push.test_weight_sync import Recorded, Trainer, announced
 
 TOKENS = probe_tokens(300)
-LIMIT = 0.05
+FP8 = {"quantization": "fp8_per_channel"}
 EXPECTED = tuple(-0.25 * place for place in range(1, PROBE_TOKENS))
 
 
@@ -36,6 +46,8 @@ class ComputingEngine(Recorded):
         self.room = anyio.Event()
         self.room.set()
         self.dies_asked = self.aborts = False
+        self.error_of_steps = 0.0
+        self.longest = PROBE_TOKENS
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         if announcement.base_version is None:
@@ -51,9 +63,13 @@ class ComputingEngine(Recorded):
             raise EngineError("it died")
         version = int(next(told for told in reversed(self.told) if told.startswith("commit")).split()[1])
         kept = 0 if self.aborts else request.scored_tokens
+        error = self.error
+        if request.max_tokens > 1:  # sampled token by token
+            kept = min(request.max_tokens, self.longest)
+            error = self.error_of_steps
         return Completion(
-            token_ids=request.token_ids[1:][:kept],
-            behavior_logprobs=float_array([logprob - self.error for logprob in EXPECTED[:kept]]),
+            token_ids=request.token_ids[:1] * kept,
+            behavior_logprobs=float_array([logprob - error for logprob in EXPECTED[:kept]]),
             finish_reason=FinishReason.ABORT,
             version_spans=(VersionSpan(start=0, end=kept, policy_version=version),) if kept else (),
         )
@@ -64,9 +80,9 @@ def scored(version: int) -> WeightAnnouncement:
 
 
 class Pushing:
-    def __init__(self, engines: Sequence[ComputingEngine]) -> None:
+    def __init__(self, engines: Sequence[ComputingEngine], bounds: CanaryBounds = EXACT) -> None:
         self.trainer = Trainer()
-        self.canary: WeightCanary = WeightCanary(TOKENS, LIMIT)
+        self.canary: WeightCanary = WeightCanary(TOKENS, bounds, "lfm2")
         self.sync = WeightSync(
             {f"engine-{index}": engine for index, engine in enumerate(engines)},
             self.trainer.publish_anchor,
@@ -83,9 +99,9 @@ class Pushing:
 
 
 @asynccontextmanager
-async def pushing(*engines: ComputingEngine) -> AsyncIterator[Pushing]:
+async def pushing(*engines: ComputingEngine, bounds: CanaryBounds = EXACT) -> AsyncIterator[Pushing]:
     async with anyio.create_task_group() as group:
-        this = Pushing(engines)
+        this = Pushing(engines, bounds)
         group.start_soon(this.sync.run)
         await anyio.wait_all_tasks_blocked()
         yield this
@@ -186,6 +202,78 @@ async def test_nothing_is_said_where_the_trainer_did_not_score() -> None:
 async def test_the_median_token_counts_and_nan_is_far_off() -> None:
     """The median token counts, and a value that is not a number is far off."""
     expected = [-1.0, -2.0, -3.0]
-    assert deviation([-1.25, -2.25, -90.0], expected) == pytest.approx(0.25)
-    assert deviation([math.nan, math.nan, -3.0], expected) == math.inf
-    assert deviation([-1.0, -2.0, math.nan], expected) == 0.0
+    assert median_difference([-1.25, -2.25, -90.0], expected) == pytest.approx(0.25)
+    assert median_difference([math.nan, math.nan, -3.0], expected) == math.inf
+    assert median_difference([-1.0, -2.0, math.nan], expected) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "error_of_steps", "bounds", "rounding", "found"),
+    [
+        (0.18, 0.18, EXACT, 0.02, r"'lfm2'.*a prefill of the engine and the trainer are 0\.18 nats.*at most 0\.001"),
+        (0.0, 0.01, EXACT, 0.02, r"sampled tokens and a prefill of the same engine are 0\.01 nats"),
+        (0.07, 0.07, ROUNDED, 0.005, r"0\.07 nats apart \(median of 32 tokens; at most 0\.03; bfloat16 costs 0\.005"),
+        (0.0005, 0.0002, EXACT, 0.02, ""),
+        (0.07, 0.07, ROUNDED, 0.03, ""),
+        (0.2, 0.2, QUANTISED, 0.005, ""),
+        (0.3, 0.3, QUANTISED, 0.005, r"0\.3 nats apart \(median of 32 tokens; at most 0\.24"),
+        (0.3, 0.3, QUANTISED, 0.02, ""),
+        (1.1, 0.3, QUANTISED, 0.2, r"1\.1 nats apart"),
+    ],
+)
+async def test_an_engine_is_looked_at_before_the_first_step(
+    error: float, error_of_steps: float, bounds: CanaryBounds, rounding: float, found: str
+) -> None:
+    """What an engine computes in a prefill and in single steps is compared with the trainer's logprobs, and a run does
+    not begin beyond three times what the dtype costs."""
+    engine = ComputingEngine(error)
+    engine.error_of_steps = error_of_steps
+    probe = FirstProbe(logprobs=EXPECTED, rounding=rounding)
+    async with pushing(engine, bounds=bounds) as this:
+        await this.push(0)
+        if not found:
+            await this.sync.check_first_tokens(probe)
+            return
+        with pytest.raises(EngineError, match=found):
+            await this.sync.check_first_tokens(probe)
+
+
+@pytest.mark.parametrize("quantised", [Engines(args=FP8), Engines(sets=(EngineShape(count=1, args=FP8),))])
+async def test_quantised_engines_have_bounds_of_their_own(quantised: Engines) -> None:
+    """Such engines differ by more than bfloat16 costs, also where only those of one set are quantised."""
+    for device, dtype, bounds in (("cpu", "float32", EXACT), ("cuda", "bfloat16", ROUNDED)):
+        assert canary_bounds(Training(), quantised, device, dtype) == QUANTISED
+        assert canary_bounds(Training(), Engines(), device, dtype) == bounds
+
+
+async def test_the_first_look_does_not_judge_by_a_few_tokens() -> None:
+    """A policy may sample its end token at once: rounding moves a single logprob far."""
+    engine = ComputingEngine(0.0)
+    engine.error_of_steps = 0.2
+    probe = FirstProbe(logprobs=EXPECTED, rounding=0.005)
+    async with pushing(engine, bounds=ROUNDED) as this:
+        await this.push(0)
+        for engine.longest in (0, 1, 7):
+            await this.sync.check_first_tokens(probe)
+        engine.longest = 8
+        with pytest.raises(EngineError, match="median of 8 tokens"):
+            await this.sync.check_first_tokens(probe)
+
+
+async def test_every_engine_is_looked_at_before_the_first_step() -> None:
+    async with pushing(ComputingEngine(), ComputingEngine(0.07), bounds=ROUNDED) as this:
+        await this.push(0)
+        with pytest.raises(EngineError, match=r"0\.07 nats apart"):
+            await this.sync.check_first_tokens(FirstProbe(logprobs=EXPECTED, rounding=0.005))
+
+
+async def test_an_engine_that_dies_at_the_first_look_is_left() -> None:
+    """The owner of an engine handles its death; a run without engines has nothing to look at."""
+    engine = ComputingEngine(0.5)
+    async with pushing(engine) as this:
+        await this.push(0)
+        engine.dies_asked = True
+        probe = FirstProbe(logprobs=EXPECTED, rounding=0.0)
+        await this.sync.check_first_tokens(probe)
+        this.sync.remove(engine)
+        await this.sync.check_first_tokens(probe)

@@ -155,3 +155,29 @@ async def test_a_real_engine_samples_the_same_with_each_and_without(
             assert other.behavior_logprobs.tolist() == pytest.approx(completion.behavior_logprobs.tolist(), abs=1e-5)
     bits = [here[alone.request_id].behavior_logprobs for here in done]
     assert bits[0] == bits[2] and bits[0] != bits[1]
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_separate_heads_are_rotated_as_joined_ones(vllm: Any, neox: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys whose heads are a dimension of their own, or slices of wider heads, get the angles of their
+    tokens: vLLM's kernel takes the stride of heads for that of tokens."""
+    import torch
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    from streamrl.engines.async_llm.worker import rotate_separate_heads
+
+    tokens, heads, size = 7, 3, 64
+    rope = RotaryEmbedding(size, size, 128, 10000.0, neox, torch.float32)
+    positions = torch.arange(tokens) + 5
+    query, key = torch.randn(tokens, heads, size), torch.randn(tokens, 1, size)
+    joined = rope.forward_cpu(positions, query.flatten(1).clone(), key.flatten(1).clone())
+    wide = torch.cat([torch.randn(tokens, heads, 32), query], dim=-1)[..., 32:]
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
+    stock = rope.forward_cpu(positions, query.clone(), key.clone())
+    assert not torch.allclose(stock[0].flatten(1), joined[0], atol=1e-3), "vLLM is right: drop rotate_separate_heads"
+    rotate_separate_heads()
+    for separate in (query, wide):
+        rotated = rope.forward_cpu(positions, separate.clone() if separate is query else separate, key.clone())
+        for found, expected in zip(rotated, joined, strict=True):
+            torch.testing.assert_close(found.flatten(1), expected, rtol=1e-5, atol=1e-5)
+    assert all(map(torch.equal, rope.forward_cpu(positions, query.flatten(1).clone(), key.flatten(1).clone()), joined))

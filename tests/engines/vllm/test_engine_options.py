@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders.recipe import small_recipe
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.messages import PauseMode
 from streamrl.engines.async_llm.options import unset_service_address
+from streamrl.engines.vllm.engine import RunEngine
 from streamrl.engines.vllm.options import (
     CPU_BATCH_TOKENS,
     CPU_BLOCK_TOKENS,
@@ -34,6 +37,19 @@ CONFIG = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 600,
 }
+
+
+class Calls:
+    """What is called of vLLM, with its arguments."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any, **options: Any) -> None:
+            self.made.append(" ".join(map(str, [name, *arguments, *options.values()])))
+
+        return call
 
 
 @pytest.fixture
@@ -97,6 +113,32 @@ def test_device_decides_dtype_and_blocks(model_directory: Path) -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_cuda.variables
 
 
+@pytest.mark.parametrize(("chunk", "block"), [(None, 128), (8192, 128), (64, 64)])
+def test_a_block_is_in_one_chunk_of_attention(chunk: int | None, block: int, model_directory: Path) -> None:
+    """vLLM's core dies of the first request where blocks are larger than chunks (Llama 4)."""
+    (model_directory / "config.json").write_text(json.dumps(CONFIG | {"text_config": {"attention_chunk_size": chunk}}))
+    assert engine_options(recipe(model_directory), 0, "/s", device="cpu").block_tokens == block
+
+
+def test_hybrids_and_composites_are_served_as_they_can_be(tmp_path: Path) -> None:
+    """Towers are not loaded; prefixes of a hybrid are not cached on a CPU, whose engines prefill without chunks; the
+    states of its recurrent layers take blocks, and only attention takes KV."""
+    text = {**CONFIG, "num_hidden_layers": 4, "max_position_embeddings": 256}
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    hybrid = {"text_config": text | {"layer_types": kinds}, "vision_config": {"depth": 6}}
+    for name, config in (("plain", text), ("hybrid", hybrid)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    cpu, cuda = (
+        engine_options(recipe(tmp_path / "hybrid", max_num_seqs=8), 0, "/s", device=d) for d in ("cpu", "cuda")
+    )
+    plain = engine_options(recipe(tmp_path / "plain", max_num_seqs=8), 0, "/s", device="cpu")
+    assert (cpu.text_only, cpu.prefix_caching) == (True, False)
+    assert (cuda.text_only, cuda.prefix_caching) == (True, True)
+    assert (plain.text_only, plain.prefix_caching) == (False, True)
+    assert (plain.cache_blocks, cpu.cache_blocks) == (8 * 2 * 9 // 8 + 1, 8 * 5 * 9 // 8 + 1)
+
+
 def test_cores_bind_only_the_engine_they_are_given_to(model_directory: Path) -> None:
     bound = recipe(model_directory, count=3, cores=("0-1,4", ""))
     environments = [engine_options(bound, index, "/run/s", device="cpu").variables for index in range(3)]
@@ -113,6 +155,25 @@ def test_the_cache_is_between_one_request_and_a_gibibyte() -> None:
     assert cache_blocks(large, "float32", 512, 256) == CPU_CACHE_BYTES // block_bytes
     assert cache_blocks(large, "float32", 8192, 256) == 8192 // CPU_BLOCK_TOKENS + 1
     assert cache_blocks(large, "float32", 8192, 256, block_tokens=32) == 8192 // 32 + 1
+
+
+@pytest.mark.parametrize(("windowed", "full", "groups"), [(3, 1, 3), (10, 2, 5), (2, 2, 1), (0, 4, 0), (4, 0, 0)])
+def test_windows_beside_full_attention_take_blocks(windowed: int, full: int, groups: int, tmp_path: Path) -> None:
+    """vLLM refuses to start where one request of full length does not fit: OLMo 3 and Gemma 3 have three and five
+    layers with a window for one without."""
+    kinds = ["sliding_attention"] * windowed + ["full_attention"] * full
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": windowed + full}
+    blocks = 256 // CPU_BLOCK_TOKENS
+    a_request = blocks + groups * (blocks + 1)
+    config = sizes | {"layer_types": kinds, "max_position_embeddings": 256}
+    assert cache_blocks(config, "float32", 256, 4) == 4 * a_request * 9 // 8 + 1
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | config))
+    assert engine_options(recipe(tmp_path, kv_tokens=64), 0, "/s", device="cpu").cache_blocks == a_request + 1
+    for device in ("cpu", "cuda"):
+        options = engine_options(recipe(tmp_path, kv_tokens=2560), 0, "/s", device=device)
+        assert 2560 <= options.cache_tokens < 2560 + options.block_tokens, "as many tokens in any number of groups"
+    if groups:
+        assert options.cache_tokens < options.cache_blocks * options.block_tokens / (1 + groups)
 
 
 def test_workers_share_the_heads_and_each_has_cores_of_its_own(
@@ -140,6 +201,25 @@ def test_engines_of_a_cuda_set_sleep_with_their_share(model_directory: Path) -> 
     assert list(device_problems(both, CONFIG, device="cuda")) == []
     alone = engine_options(recipe(model_directory, count=2), 0, "/s", device="cuda")
     assert (options[0].gpu_memory_utilization, alone.gpu_memory_utilization, alone.sleeps) == (0.2, 0.85, False)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "sleep"),
+    [(False, ["sleep 1", "wake_up ['weights']"]), (True, ["pause_generation abort True", "release_kv_cache_memory"])],
+)
+async def test_an_engine_sleeps_with_or_without_its_weights(
+    model_directory: Path, keeps: bool, sleep: list[str]
+) -> None:
+    """An engine that keeps its weights frees its KV cache alone, which vLLM allows in a pause without requests. Nothing
+    runs before the cache has its memory again."""
+    engine = RunEngine(replace(engine_options(recipe(model_directory), 0, "/s", device="cuda"), keeps_weights=keeps))
+    engine._llm = calls = Calls()
+    await engine.sleep()
+    await engine.wake()
+    await engine.pause(PauseMode.KEEP, clear_cache=True)
+    assert engine._paused
+    await engine.resume()
+    assert calls.made == [*sleep, "wake_up ['kv_cache']"] and not engine._paused
 
 
 @pytest.mark.parametrize(("asked", "gib", "given"), [(0, 80, 16_384), (0, 24, 0), (0, 0, 0), (4_096, 80, 4_096)])
@@ -177,10 +257,7 @@ def test_a_set_that_cannot_run_is_named_with_a_remedy(model_directory: Path, mon
 def test_the_room_of_an_unstarted_set_is_known_or_estimated(model_directory: Path) -> None:
     """The room of a set that was never started is known or estimated."""
     made = recipe(model_directory, count=2, max_num_seqs=8, max_model_len=256, sets=(EngineShape(count=1),))
-    assert expected_room(made, 5_000, device="cpu") == {
-        "2x1": 5_000,
-        "1x1": (8 * 2 * 2 * 9 // 8 + 1) * CPU_BLOCK_TOKENS,
-    }
+    assert expected_room(made, 5_000, device="cpu") == {"2x1": 5_000, "1x1": 8 * 2 * 2 * 9 // 8 * CPU_BLOCK_TOKENS}
     deep = recipe(model_directory, count=2, sets=(EngineShape(count=1, tensor_parallel_size=2),))
     assert expected_room(deep, 5_000, device="cuda") == {"2x1": 5_000, "1x2": 10_000}, "no weights to be read here"
     assert expected_room(recipe(model_directory), 5_000) == {"1x1": 5_000}
@@ -192,3 +269,26 @@ def test_the_address_of_a_service_is_no_port_of_vllm(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("VLLM_PORT", value)
         unset_service_address()
         assert os.environ.get("VLLM_PORT") == (None if "tcp" in value else value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "engine", "refused"),
+    [
+        ("auto", "cpu", "bfloat16", False),
+        ("bfloat16", "cpu", "bfloat16", False),
+        ("float32", "cpu", "float32", True),
+        ("float32", "cuda", "float32", False),
+    ],
+)
+def test_gated_delta_net_is_bfloat16_on_a_cpu(
+    model_directory: Path, dtype: str, device: str, engine: str, refused: bool
+) -> None:
+    """Of a composite, whose text part has the layers: what the recipe leaves open is bfloat16, and another dtype is
+    refused before vLLM fails."""
+    text = {"linear_num_value_heads": 2, "layer_types": ["linear_attention", "full_attention"]}
+    (model_directory / "config.json").write_text(json.dumps(CONFIG | {"text_config": text}))
+    made = recipe(model_directory, dtype=dtype)
+    config = read_model_config(model_directory)
+    assert engine_options(made, 0, "/s", device=device).dtype == engine
+    problems = list(device_problems(made, config, device=device))
+    assert [problem.partition(":")[0] for problem in problems] == (["engines.dtype"] if refused else [])

@@ -66,6 +66,7 @@ class Core:
                 total_num_scheduled_tokens=sum(tokens.values()),
                 scheduled_spec_decode_tokens=drafts,
             ),
+            update_from_output=lambda scheduled: None,
             _preempt_request=lambda request: None,
         )
         self.sent: queue.Queue[Any] = queue.Queue()
@@ -185,7 +186,8 @@ def test_a_pauses_preemptions_are_no_want_of_memory() -> None:
         core.scheduler._preempt_request("by a pause")
 
         def step(preempts: int = preempts) -> bool:
-            core.scheduler.schedule({"a-0": 1, "b-2": 4 if preempts else 400}, {"b-2": [7, 8, 9]})
+            scheduled = core.scheduler.schedule({"a-0": 1, "b-2": 4 if preempts else 400}, {"b-2": [7, 8, 9]})
+            core.scheduler.update_from_output(scheduled)
             core.step({"a-0": 1, "b-2": 2}, set())
             for _ in range(preempts):
                 core.scheduler._preempt_request("for want of memory")
@@ -199,6 +201,24 @@ def test_a_pauses_preemptions_are_no_want_of_memory() -> None:
     assert figures.take() == {"perf/draft_accepted_ratio": 1 / 3, "perf/draft_accepted_per_step": 0.5}
     assert figures.take() == {}, "nothing since"
     assert load.decode_s > 0 and load.preemptions == 1 and load.kv_cache_usage == 0.25
+
+
+def test_outputs_are_counted_with_the_schedule_they_belong_to() -> None:
+    """With async scheduling, a step of the core schedules one step of the model and gets the outputs of the last."""
+    core, counters, last = Core(), EngineCounters(), list[Any]()
+    for tokens in ({"a-0": 300, "b-0": 100}, {"a-0": 1, "b-0": 1}, {"a-0": 1, "b-0": 1}, {}):
+
+        def step(tokens: dict[str, int] = tokens) -> bool:
+            scheduled = core.scheduler.schedule(tokens)
+            if last:
+                core.scheduler.update_from_output(last.pop())
+                core.step({"a-0": 1, "b-0": 1}, set())
+            last.append(scheduled)
+            return True
+
+        core.outputs.count(counters, step)
+    load = counters.load(open_requests=2, paused=False)
+    assert (load.generated_tokens, load.decode_steps, load.decode_tokens) == (6, 2, 4)
 
 
 LACKING = """

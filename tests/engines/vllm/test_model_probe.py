@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,11 +60,33 @@ def test_the_probe_tries_trainer_and_vllm(tmp_path: Path) -> None:
     )
     prompt = Prompt(prompt_id="p", token_ids=token_array([1]), columns={"prompt": "a"})  # and no tokenizer
     with ThreadPoolExecutor() as threads:
+        unclear = threads.submit(problem_of_model, short, 200, (1,))  # targets are names
         found = list(threads.map(lambda one: problem_of_model(one, 200, (), prompt), [short, late_bias, narrow]))
-    answers = [problem for problem, _ in found]
-    assert all(differs.startswith(("it cannot tokenise the prompt (", "token 1 of 0 is no")) for _, differs in found)
+    answers = [trial.problem for trial in found]
+    mismatch = ("it cannot tokenise the prompt (", "token 1 of 0 is no")
+    assert all(trial.differs.startswith(mismatch) and not trial.failure for trial in found)
+    expected = "exit code 1, msgspec.ValidationError: Expected `str`, got `int` - at `$[1][0]`"
+    assert unclear.result().failure == expected, "the last line of its traceback"
     remedy = "the model has 128 positions, and 256 are asked for: set engines.max_model_len = 128"
     heads = "the model has attention heads of 16, and vLLM on a CPU serves only [32, 64, "
     assert answers[0] == f"engine-0: {remedy}"
     assert answers[1] == ""
-    assert answers[2] is not None and answers[2].startswith(heads)
+    assert answers[2].startswith(heads)
+
+
+WITHOUT_A_CPU = """
+import sys
+from vllm.platforms import current_platform
+type(current_platform).is_cpu = lambda platform: False
+from streamrl.engines.vllm.plugin import register
+register()
+sys.exit("vllm.v1.worker.gpu_model_runner" in sys.modules)
+"""
+
+
+@pytest.mark.started
+@pytest.mark.long
+def test_the_plugin_leaves_the_runner_of_a_gpu_alone() -> None:
+    """The patched runner is a CPU engine's. Its import compiles Triton's kernels, and fails without a driver."""
+    environment = os.environ | {"STREAMRL_ENGINE": "1", "VLLM_PLUGINS": ""}
+    assert subprocess.run([sys.executable, "-c", WITHOUT_A_CPU], env=environment, check=False).returncode == 0

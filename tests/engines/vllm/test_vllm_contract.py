@@ -33,6 +33,10 @@ HELD = {  # what holds an object of vLLM, by the file and the name there
     },
     "engines/vllm/engine.py": {"_llm": LLM, "output": OUTPUT, "flat": FLAT, "config": "vllm.config.VllmConfig"},
     "engines/vllm/openai_form.py": {"_llm": LLM},
+    "engines/async_llm/worker.py": {
+        "attention": "vllm.model_executor.layers.attention.mla_attention.MLAAttention",
+        "router": "vllm.model_executor.layers.fused_moe.router.cpu_router.CPURouter",
+    },
     "weights/engine_push.py": {"llm": LLM},
     "engines/vllm/statistics.py": {"llm": LLM, "cache": "vllm.config.CacheConfig"},
     "engines/vllm/held_outputs.py": {
@@ -53,6 +57,12 @@ HELD = {  # what holds an object of vLLM, by the file and the name there
         "module": "vllm.model_executor.layers.layernorm.RMSNorm",
         "norm": "vllm.model_executor.layers.layernorm.RMSNorm",
         "gate": "vllm.model_executor.layers.activation.SiluAndMul",
+    },
+    "weights/vllm/adapter.py": {
+        "worker_manager": "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager",
+        "manager": "vllm.lora.model_manager.LoRAModelManager",
+        "module": "vllm.lora.layers.base.BaseLayerWithLoRA",
+        "wrapper": "vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase",
     },
     "weights/vllm/weight_receiver.py": {
         "worker": "vllm.v1.worker.worker_base.WorkerBase|vllm.v1.worker.gpu_worker.Worker"
@@ -278,7 +288,8 @@ def test_a_new_use_that_is_not_installed_is_named(source: str, gone: str) -> Non
 def test_every_holder_of_a_vllm_object_is_listed() -> None:
     """Files that import vLLM's front end, its outputs or statistics, or call its worker, say which names hold them."""
     for path in (ROOT / "streamrl").rglob("*.py"):
-        if re.search(r"\b_?llm\.\w|\bworker\.weight_transfer_engine", path.read_text()):
+        held = r"\b_?llm\.\w|\bworker\.(weight_transfer_engine|model_runner)|\blora_manager\b"
+        if re.search(held, path.read_text()):
             assert path.relative_to(ROOT / "streamrl").as_posix() in HELD, (
                 f"{path}: add the names that hold an object of vLLM to HELD"
             )

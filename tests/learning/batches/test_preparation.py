@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 from builders.base import trajectory
+from msgspec.structs import replace
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -13,6 +14,7 @@ pytest.importorskip("transformers")
 from sample_groups import make_groups  # noqa: E402
 
 from streamrl.base.types import (  # noqa: E402
+    Baseline,
     ScoredTrajectory,
     Segment,
     TrainingGroup,
@@ -28,6 +30,7 @@ from streamrl.learning.batches.preparation import (  # noqa: E402
     behavior_of_trained,
     has_signal,
     prepare_group,
+    shaped_reward,
     token_moments,
     whitened,
     worth_training,
@@ -96,6 +99,19 @@ def test_the_overlong_penalty_has_the_recipes_weight(penalty: float) -> None:
     expected = separate_advantages(parts, ADVANTAGES["group_std"]).tolist()
     found = advantages(group, options_of(overlong_buffer=buffer, overlong_penalty=penalty), {})
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_overlong_penalty_begins_before_the_limit_of_the_set() -> None:
+    """A set may have a lower limit than the run, and a completion beside episodes the limit of a completion."""
+    shaped = []
+    for limit in (0, 20):
+        made = trajectory(tokens=tuple(range(3, 18)))
+        made = replace(made, prompt=replace(made.prompt, max_tokens=limit))
+        sample = to_training_sample(ScoredTrajectory(trajectory=made, reward=1.0))
+        shaped.append(shaped_reward(sample, options_of(overlong_buffer=10)))
+    assert shaped == [1.0, 0.5], "15 tokens: 30 of 40 are free, or 10 of 20"
+    episode = replace(made, prompt=replace(made.prompt, token_ids=token_array()))
+    assert to_training_sample(ScoredTrajectory(trajectory=episode, reward=1.0)).max_tokens == 0
 
 
 @pytest.mark.parametrize("coefficient", [1e-3, 0.1, 1.0])
@@ -182,7 +198,11 @@ def test_multi_sequence_samples_compare_as_single_ones(
     kind: str, normalization: LossNormalization, rewards: list[float]
 ) -> None:
     """Trajectories of one, two and five sequences are compared as single sequences are."""
-    options = options_of(advantages=kind, loss_normalization=normalization, overlong_buffer=38, overlong_penalty=0.5)
+    punished = 0 if ADVANTAGES[kind].positive_rewards else 38
+    options = options_of(
+        advantages=kind, loss_normalization=normalization, overlong_buffer=punished, overlong_penalty=0.5
+    )
+    baseline = Baseline(total=1.0, weight=2.0, deviation=0.5)
     found = []
     for sequences in ([1, 1, 1], [1, 2, 5]):
         scored = []
@@ -194,7 +214,8 @@ def test_multi_sequence_samples_compare_as_single_ones(
                 segments.append(Segment(token_array(tokens), trained=True, behavior_logprobs=logprobs))
             made = trajectory(member, segments=tuple(segments))
             scored.append(ScoredTrajectory(trajectory=made, reward=reward))
-        group = TrainingGroup(group_id=0, batch_id=0, samples=tuple(map(to_training_sample, scored)))
+        samples = tuple(map(to_training_sample, scored))
+        group = TrainingGroup(group_id=0, batch_id=0, samples=samples, baseline=baseline)
         batch = OpenBatch(options)
         batch.take(group)
         scores = {one.trajectory.id: SampleScores(values=np.linspace(0, 1, 10, dtype=np.float32)) for one in scored}
@@ -203,3 +224,27 @@ def test_multi_sequence_samples_compare_as_single_ones(
         told = torch.stack([row.behavior_N, row.weights_N, row.advantages_N])[:, row.behavior_N.argsort()].tolist()
         found.append((has_signal(group, options), batch.sums, len(batch.sample_ids), told))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "signal"),
+    [
+        ([[1.0, 1.0], [1.0]], False),  # totals differ, and no step is better than another
+        ([[1.0, 0.0], [1.0, 0.0]], True),
+        ([[], []], False),
+    ],
+)
+def test_a_group_whose_steps_are_equal_has_no_signal(numbers: list[list[float]], signal: bool) -> None:
+    """The same groups have advantages of 0, and are counted."""
+    group = group_of([{"/whole": 2.0, "judge": sum(steps)} for steps in numbers])
+    nan = float("nan")
+    samples = [
+        msgspec.structs.replace(
+            sample, token_values={"steps/judge": float_array([*steps, *[nan] * (sample.trained_tokens - len(steps))])}
+        )
+        for sample, steps in zip(group.samples, numbers, strict=True)
+    ]
+    group = msgspec.structs.replace(group, samples=tuple(samples))
+    options = options_of()
+    assert has_signal(group, options) is signal
+    assert any(worth_training(item, options) for item in prepare_group(group, {}, options)) is signal

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from streamrl.base.errors import StreamRLError  # noqa: E402
 from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
 from streamrl.learning.model import loading, packing_check  # noqa: E402
-from streamrl.learning.model.architecture import decoder_layers  # noqa: E402
+from streamrl.learning.model.architecture import decoder_layers, linear_modules  # noqa: E402
 from streamrl.learning.model.loading import load_policy, published_shapes  # noqa: E402
 from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards  # noqa: E402
 from streamrl.learning.model.parallel import Split  # noqa: E402
@@ -34,6 +34,7 @@ from streamrl.learning.state.checkpoint import save_hugging_face  # noqa: E402
 from streamrl.learning.state.published_weights import FullWeights  # noqa: E402
 from streamrl.pretrained.trainable_models import unknown_modules  # noqa: E402
 from streamrl.recipe.sections import Gathered  # noqa: E402
+from streamrl.weights.publish.torch_tensors import TorchOnCpu, shard_specs  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -106,28 +107,59 @@ SUPPORTED: dict[str, Callable[[], Any]] = {
         **SHAPE, **SMALL_HEADS, num_local_experts=4, num_experts_per_tok=2
     ),
 }
-QUICK = ("qwen2 tied", "qwen3", "mistral, short window", "gemma 3", "gpt 2", "qwen3 moe", "cohere 2")
+VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
+COMPOSITE: dict[str, Callable[[], Any]] = {
+    "qwen 3 vl": lambda: transformers.Qwen3VLConfig(
+        text_config={**SHAPE, **SMALL_HEADS, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                                 "mrope_section": [2, 1, 1]}},
+        vision_config={**VISION, "depth": 3, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
+                       "deepstack_visual_indexes": [1]},
+        image_token_id=20, video_token_id=21, vision_start_token_id=22, vision_end_token_id=23,
+    ),
+    "gemma 3 with a tower": lambda: transformers.Gemma3Config(
+        text_config={**SHAPE, **GEMMA}, vision_config={**VISION, "num_hidden_layers": 3, "num_attention_heads": 2,
+                                                      "image_size": 16, "vision_use_head": False},
+        image_token_index=20, mm_tokens_per_image=4, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+"""Language models beside a tower of three layers, which is not trained."""
+HYBRID: dict[str, Callable[[], Any]] = {
+    "lfm 2, short convolutions": lambda: transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+    "qwen 3 next, gated delta net": lambda: transformers.Qwen3NextConfig(
+        **SHAPE, **SMALL_HEADS, **EXPERTS, shared_expert_intermediate_size=16, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"], mlp_only_layers=[0, 1],
+    ),
+    "granite 4, mamba 2": lambda: transformers.GraniteMoeHybridConfig(
+        **SHAPE, layer_types=["mamba", "attention"], num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=8,
+        shared_intermediate_size=48, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=16,
+    ),
+    "minimax, lightning attention": lambda: transformers.MiniMaxConfig(
+        **SHAPE, **SMALL_HEADS, num_local_experts=4, layer_types=["linear_attention", "full_attention"], block_size=16
+    ),
+}  # fmt: skip
+"""The first of their two layers carries a state."""
+SUPPORTED |= COMPOSITE | HYBRID
+SUPPORTED |= {
+    "gpt oss, attention sinks": lambda: transformers.GptOssConfig(
+        **SHAPE, **SMALL_HEADS, num_local_experts=4, rope_parameters=LLAMA3_ROPE, sliding_window=4
+    ),
+    "llama 4, chunks and places": lambda: transformers.Llama4TextConfig(
+        **SHAPE, **SMALL_HEADS, num_local_experts=2, intermediate_size_mlp=32, attention_chunk_size=16, floor_scale=8,
+        no_rope_layers=[1, 0],
+    ),
+}  # fmt: skip
+QUICK = ("qwen 3 vl", "lfm 2, short convolutions", "qwen2 tied", "qwen3", "mistral, short window", "gemma 3", "gpt 2")
+QUICK += ("qwen3 moe", "cohere 2", "gpt oss, attention sinks", "llama 4, chunks and places")
 """Families of quick tests: each has something that no other one of them has."""
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "capped attention": (
         lambda: transformers.Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=50.0),
         r"its attention caps scores at 50\.0",
     ),
-    "attention sinks": (
-        lambda: transformers.GptOssConfig(**SHAPE, **SMALL_HEADS, num_local_experts=4, rope_parameters=LLAMA3_ROPE),
-        r"'gpt_oss' gives other logprobs on packed rows than on single sequences \(largest difference \d",
-    ),
-    "convolutions over the row": (
-        lambda: transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
-        r"'lfm2' gives other logprobs on packed rows",
-    ),
     "keywords that do not reach the attention": (
         lambda: transformers.NemotronConfig(**SHAPE),
         r"its layers do not hand keyword arguments on to their attention",
-    ),
-    "no inner model": (
-        lambda: transformers.Llama4TextConfig(**SHAPE, **SMALL_HEADS, num_local_experts=2, intermediate_size_mlp=32),
-        r"'llama4_text' has no inner model that gives hidden states",
     ),
     "alibi": (
         lambda: transformers.BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=4),
@@ -136,9 +168,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
+def auto_class(config: Any) -> Any:
+    has_tower = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if has_tower else transformers.AutoModelForCausalLM
+
+
 def save_model(config: Any, directory: Path) -> str:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model = auto_class(config).from_config(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms of 1 and biases of 0 would hide that they are left out
@@ -180,9 +217,8 @@ def own_logprobs(model: Any, row: list[PreparedSample]) -> Any:
 
 
 def own_model(path: str | Path, **options: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path, **{"dtype": torch.float32, "attn_implementation": "eager"} | options
-    ).eval()
+    options = {"dtype": torch.float32, "attn_implementation": "eager"} | options
+    return auto_class(transformers.AutoConfig.from_pretrained(path)).from_pretrained(path, **options).eval()
 
 
 @pytest.mark.parametrize("family", quick_only(SUPPORTED, QUICK))
@@ -202,10 +238,12 @@ def test_packed_rows_equal_the_models_own_results(family: str, tmp_path: Path) -
     error = sum(float((policy.trained_parameters()[n].grad - g).square().sum()) for n, g in gradients.items())
     assert error**0.5 < 1e-4 * sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
 
-    weights = FullWeights(policy.trained_parameters(), policy.entries)
+    weights = FullWeights(policy.trained_parameters(), policy.entries, policy.float32_parameters())
     published = weights.full_published()
     stored = load_file(f"{path}/model.safetensors")
-    constants = {name: stored.pop(name) for name in policy.constants.values()}
+    constants = {name: stored.pop(name) for name in sorted(stored.keys() - published.keys())}
+    towers = {name for name in constants if "vis" in name or "projector" in name}
+    assert bool(towers) == (family in COMPOSITE) and constants.keys() == towers | set(policy.constants.values())
     assert {name: tuple(t.shape) for name, t in published.items()} == {n: tuple(t.shape) for n, t in stored.items()}
     assert all(torch.equal(published[name], stored[name].bfloat16()) for name in stored)
     bits = weights.bits()
@@ -237,7 +275,7 @@ def test_each_rank_reads_its_rows_of_every_tensor(family: str, tmp_path: Path) -
             files = loading._check_names(policy, Path(path))
             read = loading._read_parameters(policy, files, CPU)
             loading._read_constants(policy, files)
-            assert read.keys() == parameters.keys()
+            assert read.keys() == policy.trained_parameters().keys()
             for part in local_shards(policy.trained_parameters()):
                 rows = local_part(read[part.name]).flatten()
                 expected = parameters[part.name].detach().flatten()[part.offset :][: part.stop - part.start]
@@ -245,6 +283,111 @@ def test_each_rank_reads_its_rows_of_every_tensor(family: str, tmp_path: Path) -
             assert all(torch.equal(buffer, buffers[name]) for name, buffer in policy.named_buffers())
         finally:
             torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", quick_only(HYBRID, ["lfm 2, short convolutions"]))
+def test_a_state_ends_with_its_sequence(family: str, tmp_path: Path) -> None:
+    """Other sequences before it in the row move no bit of a sequence's logprobs."""
+    policy, row = load_policy(save_model(HYBRID[family](), tmp_path), CPU), one_row()
+    assert [name.rpartition(".")[0] for name in policy.recurrent.names] == ["model.layers.0"]
+    assert not policy.recurrent.in_kernels, "torch's stand-ins ignore borders"
+    with torch.no_grad():
+        first, second = packed_logprobs(policy, row), packed_logprobs(policy, [*row[3:], *row[:3]])
+    of_first_group = sum(sum(item.sample.loss_mask) for item in row[:3])
+    assert torch.equal(first, torch.cat([second[-of_first_group:], second[:-of_first_group]]))
+
+
+def test_a_convolution_is_no_expert(tmp_path: Path) -> None:
+    """Its weight has three sides as those of experts have; linear modules of the MLP beside it can have adapters."""
+    policy = loading.empty_policy(save_model(HYBRID["lfm 2, short convolutions"](), tmp_path))
+    linear = {name.rpartition(".")[2] for name in linear_modules(policy.hugging_face)}
+    assert linear == {"in_proj", "out_proj", "w1", "w2", "w3", "q_proj", "k_proj", "v_proj"}
+
+
+def test_kernels_that_know_borders_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose kernels keep to the sequences of a row gets rows without padding."""
+    path = save_model(HYBRID["lfm 2, short convolutions"](), tmp_path)
+    rows: list[int] = []
+
+    def convolution(hidden: Any, weight: Any, bias: Any, seq_idx: Any = None) -> Any:
+        if seq_idx is None:
+            seq_idx = torch.zeros(len(hidden), hidden.shape[2])
+        else:
+            rows.append(len(hidden))
+        reach = weight.shape[1]
+        padded = torch.nn.functional.pad(hidden, (reach - 1, 0))
+        owners = torch.nn.functional.pad(seq_idx, (reach - 1, 0), value=-1)
+        terms = [
+            padded[..., k : k + hidden.shape[2]]
+            * (owners[:, None, k : k + hidden.shape[2]] == seq_idx[:, None])
+            * weight[:, k, None]
+            for k in range(reach)
+        ]
+        return sum(terms)
+
+    monkeypatch.setattr(transformers.models.lfm2.modeling_lfm2, "causal_conv1d_fn", convolution)
+    policy, model, row = load_policy(path, CPU), own_model(path), one_row()
+    assert policy.recurrent.in_kernels == {"model.layers.0.conv"}
+    rows.clear()
+    got, expected = packed_logprobs(policy, row), own_logprobs(model, row)
+    assert rows == [1] and (got - expected).abs().max() < TOLERANCE
+    mix = torch.linspace(-1, 1, len(expected))
+    ours = torch.autograd.grad(got @ mix, policy.hugging_face.model.layers[0].conv.in_proj.weight)[0]
+    own = torch.autograd.grad(expected @ mix, model.model.layers[0].conv.in_proj.weight)[0]
+    assert (ours - own).norm() < 1e-4 * own.norm()
+
+
+def test_float32_among_sixteen_bits_stays_float32(tmp_path: Path) -> None:
+    """What a checkpoint stores in float32 beside bfloat16 is trained, published and exported as it is."""
+    path = Path(save_model(HYBRID["qwen 3 next, gated delta net"](), tmp_path / "model"))
+    ends = ("A_log", "linear_attn.norm.weight")
+    whole = load_file(path / "model.safetensors")
+    stored = {name: tensor if name.endswith(ends) else tensor.bfloat16() for name, tensor in whole.items()}
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    policy = load_policy(str(path), CPU)
+    assert policy.float32 == {name for name in stored if name.endswith(ends)} and len(policy.float32) == 2
+    weights = FullWeights(policy.trained_parameters(), policy.entries, policy.float32_parameters())
+    save_hugging_face(tmp_path / "hf", weights.full_published(), path)
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(exported[name].dtype == t.dtype and torch.equal(exported[name], t) for name, t in stored.items())
+    weights.masters.load(weights.masters.full() * 1.0001)
+    bits, values = weights.bits(), weights.values()
+    for spec in shard_specs(weights.shards):
+        in_float32 = spec.name.endswith(ends)
+        assert spec.dtype == ("float32" if in_float32 else "bfloat16")
+        assert bits[spec.name].dtype == ("uint32" if in_float32 else "uint16")
+        expected = stored[spec.name].float() * 1.0001
+        expected = expected if in_float32 else expected.bfloat16().float()
+        assert torch.equal(values[spec.name], expected.flatten()), spec.name
+        assert (TorchOnCpu().checked(values[spec.name], spec) == bits[spec.name]).all()
+
+
+def test_the_layer_that_leaks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that mixes tokens and takes no cache cannot be found before; the measured difference finds it."""
+    path = save_model(transformers.LlamaConfig(**SHAPE), tmp_path)
+    forward = transformers.models.llama.modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(
+        transformers.models.llama.modeling_llama.LlamaMLP,
+        "forward",
+        lambda self, states: forward(self, states + torch.nn.functional.pad(states, (0, 0, 1, -1))),
+    )
+    with pytest.raises(StreamRLError, match=r"model\.layers\.0\.mlp carries a state over the border of two sequences"):
+        load_policy(path, CPU)
+
+
+def test_placeholders_that_a_policy_samples_are_tokens(tmp_path: Path) -> None:
+    """The whole class puts other embeddings in their place; engines, which load no tower, do not."""
+    text = {**SHAPE, "head_dim": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 32}
+    vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, image_token_id=20, boi_token_id=21)
+    path = save_model(config, tmp_path)
+    policy, whole = load_policy(path, CPU), own_model(path)
+    tokens = torch.tensor([[5, 20, 20, 9, 20, 4]])
+    with torch.no_grad():
+        packed = packing_check._packed_logprobs(policy, tokens[0], [packing_check.PackedSequence(0, 6)])
+        inner = policy.head(whole.model.language_model(input_ids=tokens, use_cache=False).last_hidden_state[0])
+        outer = whole(input_ids=tokens, use_cache=False).logits[0]
+    assert (packed - inner.log_softmax(-1)).abs().max() < 1e-3 < (packed - outer.log_softmax(-1)).abs().max()
 
 
 def test_gathered_gradients_are_float32(tmp_path: Path) -> None:
@@ -394,6 +537,8 @@ def test_what_is_no_whole_plain_model_is_refused(tmp_path: Path) -> None:
     refused(r"has no weights for 3 parameters \(model\.layers\.1\.mlp\.down_proj\.weight")
     save_file(tensors | {"model.norm.weight": torch.zeros(5)}, weights, metadata={"format": "pt"})
     refused(r"model\.norm\.weight is \[5\] in model\.safetensors and \[\d+\] by config\.json")
+    save_file(tensors | {"model.norm.weight": torch.zeros(32).to(torch.float8_e4m3fn)}, weights)
+    refused(r"model\.norm\.weight is stored as F8_E4M3: training needs plain weights; give a copy in bfloat16")
     weights.write_bytes(b"\0" * 20)
     refused("has a broken model.safetensors")
     weights.unlink()

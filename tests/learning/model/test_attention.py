@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,13 +15,16 @@ transformers = pytest.importorskip("transformers")
 
 from reference_policy import reference_logprobs, reference_model, relative_error  # noqa: E402
 
+from streamrl.base.errors import StreamRLError  # noqa: E402
 from streamrl.base.types import TrainingSample, TrajectoryId, float_array, token_array  # noqa: E402
 from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
-from streamrl.learning.model import attention  # noqa: E402
+from streamrl.learning.model import attention, packing_check  # noqa: E402
 from streamrl.learning.model.attention import PackedSequence, packed_layout  # noqa: E402
 from streamrl.learning.model.loading import checkpoint_activations, compile_policy, load_policy  # noqa: E402
-from streamrl.learning.model.policy import PackedPolicy  # noqa: E402
+from streamrl.learning.model.policy import PackedPolicy, computes_in_sixteen_bits  # noqa: E402
 from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
+from streamrl.learning.options import TrainerOptions  # noqa: E402
+from streamrl.recipe.sections import ComputeDtype  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -148,7 +153,7 @@ def test_sixteen_bit_attention_is_one_flash_call_a_layer(
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
     policy, row = load_policy(str(tmp_path), CPU), groups_of(SHAPES[:2])
     kernel = FlashKernel()
-    monkeypatch.setattr(attention, "FLASH_DEVICES", ("cpu",))
+    monkeypatch.setattr(attention, "has_bfloat16", lambda device: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     with torch.autocast("cpu", torch.bfloat16, enabled=compute == "bfloat16"):
         logprobs, gradients = packed_gradients(policy, row)
@@ -163,6 +168,35 @@ def test_sixteen_bit_attention_is_one_flash_call_a_layer(
     assert relative_error(gradients, wanted) < (3e-6 if compute == "float32" else 0.1)
 
 
+class LeakyKernel(FlashKernel):
+    """Lets each sequence attend to all tokens before it in the row."""
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, *rest: Any, **options: Any
+    ) -> Any:
+        end = torch.tensor([0, len(query)], dtype=torch.int32)
+        keys = torch.tensor([0, len(key)], dtype=torch.int32)
+        return super().__call__(query, key, value, end, keys, len(query), len(key), **options)
+
+
+@pytest.mark.parametrize("kernel", [FlashKernel(), LeakyKernel()], ids=["right", "leaky"])
+def test_the_load_checks_the_kernel_that_trains(
+    kernel: FlashKernel, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flash kernel that is wrong about a row is found, where rows go through it."""
+    for module in (attention, packing_check):
+        monkeypatch.setattr(module, "has_bfloat16", lambda device: True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    load_policy(tiny_model, CPU)
+    assert kernel.calls == 0, "a float32 row takes no flash kernel"
+    if isinstance(kernel, LeakyKernel):
+        with pytest.raises(StreamRLError, match=r"flash attention gives other outputs on packed rows than in float32"):
+            load_policy(tiny_model, CPU, sixteen_bit=True)
+    else:
+        load_policy(tiny_model, CPU, sixteen_bit=True)
+    assert kernel.calls > 0
+
+
 @pytest.mark.parametrize("kernel", [FlashKernel(), FlashKernelWithoutGroups()], ids=["grouped", "torch 2.11"])
 def test_the_flash_kernel_is_given_the_same_attention(monkeypatch: pytest.MonkeyPatch, kernel: FlashKernel) -> None:
     """Shared prompts, and two heads of keys for four of queries, by each of torch's signatures."""
@@ -174,10 +208,97 @@ def test_the_flash_kernel_is_given_the_same_attention(monkeypatch: pytest.Monkey
         return attention.packed_attention(torch.nn.Identity(), query, key, value, None, packed=layout, scaling=0.4)[0]
 
     expected = attend(packed_layout(sequences, CPU))
-    monkeypatch.setattr(attention, "FLASH_DEVICES", ("cpu",))
+    monkeypatch.setattr(attention, "has_bfloat16", lambda device: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     torch.testing.assert_close(attend(packed_layout(sequences, CPU)), expected, atol=8e-3, rtol=0)
     assert kernel.calls == 1
+
+
+def test_grouped_heads_are_repeated_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where queries share keys, a GPU's kernels for float32 are given keys for each query."""
+    calls: list[tuple[int, bool]] = []
+
+    def kernel(query: Any, key: Any, value: Any, *, enable_gqa: bool, **_: Any) -> Any:
+        calls.append((key.shape[1], enable_gqa))
+        return query
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+    for device in ("cpu", "meta"):
+        query, key = (torch.zeros(6, heads, 8, device=device) for heads in (4, 2))
+        attention._bucket_attention(query, key, key, attention.Bucket(1, 6, 6), 1.0, attention.Reach(6, 6, None))
+    assert calls == [(2, True), (4, False)]
+
+
+def test_a_sink_takes_its_share_of_the_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel and its backward by their definitions, which know no sink: outputs and gradients are those of
+    attention with one more score and no value."""
+    sequences = [PackedSequence(0, 40), PackedSequence(40, 3, 0), PackedSequence(43, 9, 0), PackedSequence(52, 7)]
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, 59, 8).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    sinks = torch.randn(4, requires_grad=True)
+
+    def scores_of(query: Any, key: Any, starts_q: Any, starts_k: Any, scale: float, window: list[int]) -> Any:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).float()
+        scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
+        places_q, places_k = (torch.arange(len(x)) for x in (query, key))
+        owner_q, owner_k = (
+            torch.bucketize(p, s[1:], right=True) for p, s in ((places_q, starts_q), (places_k, starts_k))
+        )
+        back = (starts_k[owner_q + 1] - starts_q[owner_q + 1] + places_q)[:, None] - places_k
+        seen = (owner_q[:, None] == owner_k) & (back >= 0) & ((back <= window[0]) | (window[0] < 0))
+        return scores.masked_fill(~seen, -torch.inf)
+
+    def forward(query: Any, key: Any, value: Any, starts_q: Any, starts_k: Any, *rest: Any) -> Any:
+        scores = scores_of(query, key, starts_q, starts_k, rest[3], rest[4])
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).float()
+        output = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).to(query.dtype)
+        return output, scores.logsumexp(-1), torch.zeros(2, dtype=torch.uint64)
+
+    def backward(gradient: Any, query: Any, key: Any, value: Any, output: Any, log_sums: Any, *rest: Any) -> Any:
+        weights = (scores_of(query, key, rest[0], rest[1], rest[6], rest[7]) - log_sums[..., None]).exp()
+        groups = query.shape[1] // key.shape[1]
+        wide_key, wide_value = (x.repeat_interleave(groups, dim=1).float() for x in (key, value))
+        of_weights = torch.einsum("qhd,khd->hqk", gradient.float(), wide_value)
+        of_scores = weights * (of_weights - (gradient.float() * output.float()).sum(-1).T[..., None]) * rest[6]
+        of_query = torch.einsum("hqk,khd->qhd", of_scores, wide_key)
+        of_key = torch.einsum("hqk,qhd->khd", of_scores, query.float())
+        of_value = torch.einsum("hqk,qhd->khd", weights, gradient.float())
+        narrow = [x.unflatten(1, (-1, groups)).sum(2).to(key.dtype) for x in (of_key, of_value)]
+        return of_query.to(query.dtype), *narrow
+
+    def attend(window: int | None) -> list[Any]:
+        output = attention.packed_attention(
+            torch.nn.Identity(), *inputs, None, packed=packed_layout(sequences, CPU), scaling=0.4, s_aux=sinks,
+            sliding_window=window,
+        )[0]  # fmt: skip
+        mix = torch.linspace(-1, 1, output.numel()).view(output.shape)
+        return [output, *torch.autograd.grad((output.float() * mix).sum(), [*inputs, sinks])]
+
+    expected = {window: attend(window) for window in (None, 16)}
+    varlen = importlib.import_module("torch.nn.attention.varlen")
+    varlen._varlen_attn.register_kernel("cpu", forward)
+    varlen._varlen_attn_backward.register_kernel("cpu", backward)
+    monkeypatch.setattr(attention, "has_bfloat16", lambda device: True)
+    for window, outcomes in expected.items():
+        for outcome, other in zip(attend(window), outcomes, strict=True):
+            torch.testing.assert_close(outcome.float(), other.float(), atol=0.03, rtol=0.03)
+    monkeypatch.setattr(attention, "flash_with_sink", lambda *_: pytest.fail("the flash kernel is called"))
+    with pytest.raises(pytest.fail.Exception):
+        attend(None)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), False), ((8, 0), True), ((8, 9), True)])
+def test_forwards_compute_in_sixteen_bits_where_a_card_can(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool
+) -> None:
+    """A T4 (7.5) has neither bfloat16 nor torch's flash kernel."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+    on_card = torch.device("cuda", 0)
+    options = TrainerOptions(model_path="", run_id="", weights_endpoint="")
+    assert computes_in_sixteen_bits(options, on_card) == expected == attention.has_bfloat16(on_card)
+    assert not computes_in_sixteen_bits(options, torch.device("cpu"))
+    explicit = msgspec.structs.replace(options, compute_dtype=ComputeDtype.BFLOAT16)
+    assert computes_in_sixteen_bits(explicit, torch.device("cpu"))
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from streamrl.base.errors import RecipeError  # noqa: E402
 from streamrl.learning.objective.advantages import (  # noqa: E402
     FloatVector,
     Moments,
@@ -63,7 +64,7 @@ def of_turns(siblings: list[tuple[float, list[float]]], kind: str, credit: str) 
     return turn_advantages(totals, [earned for _, earned in siblings], Credit(credit), ADVANTAGES[kind])
 
 
-@given(SIBLINGS, st.sampled_from(sorted(ADVANTAGES)))
+@given(SIBLINGS, st.sampled_from(sorted(set(ADVANTAGES) - {"group_ratio"})))
 def test_turns_have_their_share_of_a_trajectory(siblings: list[tuple[float, list[float]]], kind: str) -> None:
     whole = torch.tensor(advantages([rest + sum(earned) for rest, earned in siblings], kind))
     to_go, of_turn = (of_turns(siblings, kind, credit) for credit in ("return_to_go", "turn"))
@@ -189,3 +190,12 @@ def test_rewards_that_differ_by_rounding_alone_have_no_advantage(kind: str) -> N
         rewards = [scale * (0.1 + 0.2), scale * 0.3, scale * 0.3, scale * 0.3]
         assert advantages(rewards, kind) == [0.0] * 4
     assert advantages([0.3, 0.3 + 1e-9, 0.3, 0.3], kind) != [0.0] * 4
+
+
+def test_a_mean_reward_that_divides_is_of_rewards_from_0() -> None:
+    """MaxRL weighs by the success rate: a reward below 0 is refused by its value, groups of equal rewards are 0."""
+    estimator = ADVANTAGES["group_ratio"]
+    assert group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), estimator).tolist() == [3.0, -1.0, -1.0, -1.0]
+    assert group_advantages(torch.zeros(3), estimator).tolist() == [0.0] * 3
+    with pytest.raises(RecipeError, match=r"a reward is -0\.5: give rewards of 0 or more"):
+        group_advantages(torch.tensor([1.0, -0.5]), estimator)

@@ -16,7 +16,7 @@ from streamrl.learning.objective.corrections import (  # noqa: E402
     sequence_means,
     sequence_sums,
 )
-from streamrl.recipe.objective import OffPolicy, Proximal, RatioLevel  # noqa: E402
+from streamrl.recipe.objective import Mask, OffPolicy, Proximal, RatioLevel  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -30,6 +30,7 @@ def correct(staleness: list[int] | None = None, **options: Any) -> Correction:
     behavior = torch.full_like(ratios, -1.0)
     return off_policy_correction(
         OffPolicy(**options),
+        behavior + ratios.log(),
         behavior + ratios.log(),
         behavior,
         torch.tensor(staleness or [1] * 5),
@@ -78,6 +79,25 @@ def test_published_methods() -> None:
     assert masked.weight_N.tolist() == pytest.approx([0, 0, 0.36, 0.36, 0.36])
 
 
+@pytest.mark.parametrize("proximal", Proximal)
+def test_icepop_masks_by_trainer_and_engine(proximal: Proximal) -> None:
+    """Also at a staleness of 1, where the interpolated policy is the one that sampled; w weighs those within."""
+    trainer = torch.tensor(RATIOS, dtype=torch.float64).log() - 1
+    behavior, staleness = torch.full_like(trainer, -1.0), torch.tensor([0, 0, 1, 1, 2])
+    shared = behavior, staleness
+    own = proximal_logprobs(proximal, trainer, *shared)
+    found = off_policy_correction(
+        OffPolicy(mask=Mask.ICEPOP, mask_low=0.4), own, trainer, *shared, torch.tensor(SEQUENCES), 2
+    )
+    assert found.masked_N.tolist() == [False, False, False, True, False]
+    weights = {
+        Proximal.DECOUPLED: [0.5, 3, 4, 0, 0.9],
+        Proximal.BEHAVIOR: [0.5, 3, 1, 0, 1],
+        Proximal.INTERPOLATED: [0.5, 3, 1, 0, 0.9**0.5],
+    }
+    assert found.weight_N.tolist() == pytest.approx(weights[proximal])
+
+
 def test_staleness_discount() -> None:
     found = correct([0, 1, 2, 3, 4], truncate=RatioLevel.NONE, staleness_discount=0.5)
     assert found.weight_N.tolist() == [1, 0.5, 0.25, 0.125, 0.0625]
@@ -117,6 +137,7 @@ def test_huge_differences_are_finite() -> None:
         for difference in (-1000.0, 1000.0):
             found = off_policy_correction(
                 OffPolicy(truncate=level, cap=2.0, staleness_discount=0.9),
+                torch.full((3,), difference),
                 torch.full((3,), difference),
                 torch.zeros(3),
                 torch.ones(3, dtype=torch.int64),

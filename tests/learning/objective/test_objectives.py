@@ -133,7 +133,9 @@ def test_on_policy_takes_the_plain_path_whatever_off_policy_says(surrogate: str)
         assert not (found.masked_N | found.clipped_N).any()
         advantages = torch.tensor([token.advantage for token in tokens])
         factor = torch.tensor([t.logprob for t in tokens]) if surrogate == "token_weight" else 1.0
-        assert torch.equal(found.loss_N, -advantages * factor)
+        if surrogate == "soft_gate":  # 4 / t times the sigmoid of 0
+            factor = torch.where(advantages > 0, 2 / 1.0, 2 / 1.05)
+        torch.testing.assert_close(found.loss_N, -advantages * factor, rtol=2e-7, atol=0)
         assert gradient.tolist() == pytest.approx(plain, rel=1e-6)
 
 
@@ -169,7 +171,7 @@ def test_no_tokens() -> None:
     for surrogate, level, proximal in itertools.product(SURROGATES, RatioLevel, Proximal):
         settings = ObjectiveSettings(surrogate=surrogate, kl_coefficient=0.1, entropy_coefficient=0.1, dual_clip=3.0)
         found, gradient = run(settings, OffPolicy(truncate=level, mask=level, proximal=proximal), [])
-        assert [part.numel() for part in found] == [0] * 5
+        assert [part.numel() for part in found] == [0] * 6
         assert gradient.numel() == 0
     nothing = torch.zeros(0)
     index = torch.zeros(0, dtype=torch.int64)
@@ -245,3 +247,11 @@ def test_the_constant_of_an_environment_is_its_limit() -> None:
     divisor = loss_denominator(normalization, samples=3, trained_tokens=50, max_tokens=options.max_tokens)
     assert divisor == 3 * recipe.environment.max_tokens == 900
     assert "environment.max_tokens" in "".join(explain("objective.loss_normalization"))
+
+
+@pytest.mark.parametrize("teacher", [{"model": "m"}, {"model": "m", "endpoint": "http://h/v1", "tokenizer": "t"}])
+def test_ranks_expect_the_logprobs_of_a_served_teacher(teacher: dict[str, str]) -> None:
+    """Whether the run serves it, or it is at an address; without them nothing would be distilled."""
+    table = {"model": {"path": "m"}, "prompts": {"train": "p.jsonl"}, "objective": {"algorithm": "distillation"}}
+    assert trainer_options(load_recipe(table | {"teacher": teacher}), 0, "r", "").served_teacher
+    assert not trainer_options(load_recipe(table, ["objective.reference=other"]), 0, "r", "").served_teacher

@@ -21,11 +21,11 @@ import pytest
 from builders.processes import lives, until
 from forks.starts import own_children
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import InputError, RecipeError
 from streamrl.base.run_events import StartEngine, StopEngine
 from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.processes.cluster import cluster_launcher as launcher_module
-from streamrl.processes.cluster import failed_joins, remote_host
+from streamrl.processes.cluster import failed_joins, host_daemon, remote_host
 from streamrl.processes.cluster.cluster_launcher import ClusterLauncher, cluster_launcher
 from streamrl.processes.cluster.daemon_messages import (
     DaemonOrder,
@@ -185,7 +185,7 @@ async def test_an_engine_outlives_the_threads_of_an_idle_pool(run: Path, monkeyp
         await daemon.answer(asked(1, EndAll()))
 
 
-async def test_facts_of_a_host(run: Path) -> None:
+async def test_facts_of_a_host(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
         daemon_of(setup_of(run)) as daemon,
         daemon_of(setup_of(run, digest="another", interface="10.254.0.0/16")) as b,
@@ -197,6 +197,12 @@ async def test_facts_of_a_host(run: Path) -> None:
         assert launcher_module.host_problems(facts) == []
         older = msgspec.structs.replace(facts, packages=facts.packages | {"torch": "1.0"})
         assert "h1 has torch 1.0, this host has" in launcher_module.host_problems(older)[0]
+
+        def lost() -> None:
+            raise InputError("GPU 3: its driver answers 'GPU is lost'")
+
+        monkeypatch.setattr(host_daemon, "visible_gpus", lost)
+        assert any("GPU 3: its driver" in problem for problem in launcher_module.host_problems(daemon.facts()))
 
 
 def test_a_port_is_given_to_one_run_only() -> None:

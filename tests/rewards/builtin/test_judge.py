@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from builders.files import SORT_MODEL as SORT
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import RewardFailure, RewardFailureKind
 from streamrl.pretrained.tokenizer import load_tokenizer
-from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.rewards import FailurePolicy, Reward, RewardLimits
+from streamrl.recipe.served_models import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.rewards.calls.reward_set import RewardSet
-from streamrl.rewards.judge.client import JudgeError, proxy_of
+from streamrl.rewards.served.client import ModelError, proxy_of
 from streamrl.rewards.signature import RewardFunction
 
 httpx = pytest.importorskip("httpx")
@@ -34,13 +35,15 @@ ELSEWHERE = "http://judge.example"
 
 class Server(ThreadingHTTPServer):
     """``answers``: (status, text) of the next questions, then of all others the last; bytes are the body as it is.
-    ``calls``: routes and bodies, in order of arrival. ``gate``: questions are answered while it is set."""
+    ``opinion``: answers a question by its text, in place of ``answers``. ``calls``: routes and bodies, in order of
+    arrival. ``gate``: questions are answered while it is set."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Judging)
         self.answers: list[tuple[int, str | bytes | None]] = [(200, "Score: 7")]
+        self.opinion: Callable[[str], str] | None = None
         self.calls: list[tuple[str, Any]] = []
         self.headers: list[Any] = []
         self.gate = threading.Event()
@@ -75,6 +78,8 @@ class Judging(BaseHTTPRequestHandler):
         server.gate.wait(10)
         server.headers.append(self.headers)
         status, text = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
+        if server.opinion is not None:
+            text = server.opinion(body["messages"][-1]["content"])
         with server.counting:
             server.at_once -= 1
         if isinstance(text, bytes):
@@ -180,6 +185,147 @@ def test_choices(judge, server: Server) -> None:
     assert "holds no score" in str(run(judge(choices={"yes": 1.0, "no": -1.0}), "5")[0])
 
 
+# ---- forms of questions --------------------------------------------------------------------------
+
+
+def better_of(question: str) -> str:
+    """A judge that can judge: the larger number is the better answer."""
+    numbers = re.findall(r"<(?:first|second|answer \d+)>\n(\d+)\n", question)
+    if "<first>" in question:
+        return "first" if int(numbers[0]) > int(numbers[1]) else "They say second, I say SECOND."
+    order = sorted(range(len(numbers)), key=lambda place: -int(numbers[place]))
+    return "Ranking: " + " > ".join(str(place + 1) for place in order)
+
+
+def siblings(reward: RewardFunction, *completions: str, **columns: Any) -> Any:
+    """The judge's values of one group, or its exception."""
+    given = {"prompts": "2+2"} | columns
+
+    async def ask() -> Any:
+        try:
+            return await reward.call(list(completions), **given)
+        except Exception as error:  # noqa: BLE001 - it is the answer
+            return error
+        finally:
+            await reward.call.aclose()  # type: ignore[attr-defined]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("options", "questions"), [({"compare": "pairs"}, 6), ({"compare": "ranking"}, 2)])
+def test_siblings_have_the_order_of_the_judge(judge, server: Server, options: Any, questions: int) -> None:
+    """Each pair is asked about once in each order; equal completions are a tie about which nobody is asked."""
+    server.opinion = better_of
+    reward = judge(**options)
+    assert (reward.signature.per_group, reward.signature.as_text) == (True, True)
+    values = siblings(reward, "4", "9", "2", "4")
+    assert values[1] == max(values) and values[2] == min(values) and values[0] == values[3]
+    assert {0.0, 1.0} <= set(values) <= {0.0, 0.5, 1.0}
+    assert len(server.calls) == questions
+    assert siblings(reward, "4") == [None] and siblings(reward, "4", "4") == [0.5, 0.5]
+    assert len(server.calls) == questions
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({"compare": "pairs"}, "first"),
+        ({"compare": "pairs"}, "second"),
+        ({"compare": "pairs", "opponents": 2, "choices": {"A": 1.0, "B": 0.0}}, "A"),
+        ({"compare": "ranking"}, "1 > 2 > 3 > 4 > 5"),
+        ({"compare": "ranking", "orders": 6}, "5 > 4 > 3 > 2 > 1"),
+    ],
+)
+def test_a_judge_that_prefers_a_place_prefers_nobody(judge, server: Server, options: Any, answer: str) -> None:
+    """All siblings have the same value, so that the group has no advantages."""
+    server.answers = [(200, answer)]
+    assert siblings(judge(**options), *"13579") == pytest.approx([0.5] * 5)
+
+
+def test_a_preference_for_the_first_place_is_averaged_out(judge, server: Server) -> None:
+    """A judge that takes the first place in doubt, and is right where the difference is large."""
+
+    def opinion(question: str) -> str:
+        first, second = map(int, re.findall(r"<(?:first|second)>\n(\d+)\n", question))
+        return better_of(question) if abs(first - second) > 3 else "first"
+
+    server.opinion = opinion
+    assert siblings(judge(compare="pairs"), "1", "2", "7", "8") == pytest.approx([1 / 6, 1 / 6, 5 / 6, 5 / 6])
+
+
+def test_an_answer_that_compares_nothing_is_a_failure(judge, server: Server) -> None:
+    server.answers = [(200, "Both are fine.")]
+    assert "holds no score" in str(siblings(judge(compare="pairs"), "4", "5"))
+    assert "each number from 1 to 2 once" in str(siblings(judge(compare="ranking"), "4", "5"))
+
+
+def test_comparisons_see_prompt_columns_and_rubric(judge, server: Server) -> None:
+    server.answers = [(200, "first")]
+    chat = [{"role": "user", "content": "How much is 2+2?"}]
+    reward = judge(compare="pairs", rubric="criteria")
+    assert (reward.signature.columns, reward.signature.provided) == (("criteria",), ("prompts",))
+    siblings(reward, "4", "5", prompts=chat, criteria="- It is right.\n- It is short.")
+    question = server.calls[0][1]["messages"][-1]["content"]
+    assert "user: How much is 2+2?" in question and "- It is right. (weight 1)\n- It is short. (weight 1)" in question
+    siblings(judge(compare="pairs"), "4", "6")
+    assert "{rubric}" not in server.calls[-1][1]["messages"][-1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("rubric", "value"),
+    [
+        ("It is even.\nIt is above 5.", 0.5),
+        ([{"criterion": "It is even.", "weight": 3}, {"criterion": "It is above 5.", "weight": 1}], 0.75),
+        ([{"description": "It is even.", "points": 2}, {"criterion": "It is a number.", "weight": -1}], 0.5),
+        ([{"criterion": "It is above 5.", "weight": 2}, {"criterion": "It is even.", "weight": -1}], 0.0),
+        ("  ", "is no list of criteria"),
+        ([{"criterion": "It is even.", "weight": -1}], "one weight above 0 at least"),
+        ([{"text": "It is even."}], "is no list of criteria"),
+        (7, "is no list of criteria"),
+    ],
+)
+def test_a_rubric_is_asked_about_criterion_by_criterion(judge, server: Server, rubric: Any, value: Any) -> None:
+    server.opinion = lambda question: "Hm, yes or no? " + ("no" if "It is above 5." in question else "YES")
+    (found,) = run(judge(rubric="criteria"), "4", criteria=rubric)
+    assert found == value if isinstance(value, float) else value in str(found)
+
+
+def test_each_step_is_judged_behind_those_before_it(judge, server: Server) -> None:
+    server.opinion = lambda question: "yes" if "<step>\n3+3" in question else "no"
+    ((first, second),) = run(judge(steps=r"\n+"), "2+2=5\n\n3+3=6\n")
+    assert (first, second) == ((0, 7, 0.0), (7, 13, 1.0))
+    assert any("<before>\n2+2=5\n\n\n</before>" in body["messages"][-1]["content"] for _, body in server.calls)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compare": "pairs", "orders": 4}, '"orders" has no effect without compare = "ranking"'),
+        ({"opponents": 2}, '"opponents" has no effect without compare = "pairs"'),
+        ({"compare": "ranking", "orders": 3}, '"orders" = 3 is odd'),
+        ({"compare": "pairs", "question": "{first} or {other}?"}, "has no {second}"),
+        ({"compare": "pairs", "choices": {"A": 2.0}}, '"choices" has a value outside of 0 to 1'),
+        ({"compare": "pairs", "question": "{first}{second}{finish_reason}"}, "which siblings do not share"),
+        ({"rubric": "r", "question": "{completion}"}, "has no {criterion}"),
+        ({"rubric": "r", "steps": "x"}, "beside compare or rubric"),
+        ({"steps": "("}, "is no regular expression"),
+        (
+            {"compare": "pairs", "question": "{first}{second}{completion}"},
+            "names {completion}, and compare shows {first}",
+        ),
+        ({"compare": "ranking", "question": "{completions}{completion}"}, "compare shows {completions}"),
+        ({"compare": "ranking", "choices": {"A": 1.0}}, '"choices" has no effect, because compare = "ranking" reads'),
+        ({"compare": "ranking", "highest": 5.0}, '"highest" has no effect, because compare = "ranking" reads ranks'),
+        ({"rubric": "r", "score": "(1)"}, '"score" has no effect, because an answer is one of yes, no'),
+        ({"choices": {"good": 1.0}, "lowest": -1.0}, '"lowest" has no effect, because an answer is one of good'),
+    ],
+)
+def test_options_that_no_question_uses_are_refused(judge, options: Any, message: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        judge(**options)
+    assert message in str(refused.value)
+
+
 def test_equal_questions_are_asked_once_and_kept(judge, server: Server, tmp_path: Path) -> None:
     cache = str(tmp_path / "answers.sqlite")
     assert run(judge(cache=cache), "4", "4", "5", "4") == [0.7] * 4
@@ -204,7 +350,7 @@ def test_an_answer_without_a_score_is_not_kept(judge, server: Server, tmp_path: 
 
 
 def test_a_busy_server_is_asked_again(judge, server: Server, monkeypatch) -> None:
-    monkeypatch.setattr("streamrl.rewards.judge.client._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("streamrl.rewards.served.client._FIRST_WAIT_S", 0.001)
     server.answers = [(429, "busy"), (503, "starting"), (200, "Score: 9")]
     assert run(judge(), "4") == [0.9]
     assert len(server.calls) == 3
@@ -221,10 +367,10 @@ def test_a_busy_server_is_asked_again(judge, server: Server, monkeypatch) -> Non
 def test_a_server_that_refuses_is_a_failure_with_its_reason(
     judge, server: Server, monkeypatch, status: int, asked: int, message: str
 ) -> None:
-    monkeypatch.setattr("streamrl.rewards.judge.client._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("streamrl.rewards.served.client._FIRST_WAIT_S", 0.001)
     server.answers = [(status, "because")]
     (error,) = run(judge(retries=2), "4")
-    assert isinstance(error, JudgeError)
+    assert isinstance(error, ModelError)
     assert "because" in str(error) and message in str(error)
     assert len(server.calls) == asked
 
@@ -311,7 +457,7 @@ def scored(samples: int, *, trusted: bool = True, limit_s: float = 30.0, **optio
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.rewards.judge.client._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("streamrl.rewards.served.client._FIRST_WAIT_S", 0.001)
 
 
 def assert_failed(outcome: Any, kind: RewardFailureKind, policy: FailurePolicy, message: str) -> None:
@@ -435,6 +581,8 @@ def test_an_unreachable_judge_is_refused_at_its_making(make, monkeypatch, tmp_pa
     assert '"model" is empty: give the name' in refused(endpoint="http://h:1/v1")
     assert 'option "model" = "m" has no endpoint: set it, or name the model in [judge]' in refused(model="m")
     assert "is no address: write it as http://host:8000/v1" in refused(endpoint="h:1", model="m")
+    assert '"http://h:99999/v1" is no address' in refused(endpoint="http://h:99999/v1", model="m")
+    assert '"...@h/v1" has a name or password' in refused(endpoint="http://me:secret@h/v1", model="m")
     assert "nothing can be made in" in refused(cache=str(tmp_path / "missing" / "answers.sqlite"))
     reward = make("judge")  # a recipe is looked at: where the judge will be is not known yet
     (error,) = run(reward, "4")

@@ -19,12 +19,12 @@ from builders.files import SORT
 
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET, Judge
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load_recipe import dump_recipe
 from streamrl.recipe.sections import Model, Prompts, Recipe
-from streamrl.recipe.topology import JUDGE, Topology, judge_socket, plan_topology
-from streamrl.rewards.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
+from streamrl.recipe.served_models import JUDGE_MODEL, JUDGE_SOCKET, Judge
+from streamrl.recipe.topology import Role, Topology, model_socket, plan_topology
+from streamrl.rewards.served.gate import ActorLoad, ModelEvent, ModelOrder, ModelReady, ModelReport
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -47,7 +47,7 @@ RECIPE = Recipe(
 async def test_a_real_engine_judges_in_batches(make, tmp_path: Path, socket_directory: Path, monkeypatch) -> None:
     """A real engine judges in batches when the actor leaves it room."""
     topology = plan_topology(RECIPE, socket_directory)
-    path = judge_socket(topology)
+    path = model_socket(topology, Role.JUDGE)
     monkeypatch.setenv(JUDGE_SOCKET, str(path))
     monkeypatch.setenv(JUDGE_MODEL, RECIPE.judge.model)
     reward = make("judge", cache=str(tmp_path / "answers.sqlite"), **OPTIONS)
@@ -58,7 +58,7 @@ async def test_a_real_engine_judges_in_batches(make, tmp_path: Path, socket_dire
     ):
         async with controller(topology) as (orders, reports):
             await orders.send(ActorLoad(share=1.0))
-            assert await reports.receive() == JudgeReady(max_model_len=1024)
+            assert await reports.receive() == ModelReady(max_model_len=1024)
             assert path.stat().st_mode & 0o777 == 0o600
             assert (await http.get("http://judge/is_paused")).status_code == 404  # what steers it is not for askers
             asked = [tasks.create_task(reward.call(text)) for text in LISTS]
@@ -75,16 +75,16 @@ async def test_a_real_engine_judges_in_batches(make, tmp_path: Path, socket_dire
             await reward.call.aclose()
             await orders.aclose()
             last = [event async for event in reports][-1]  # those before it were due while the answers came
-            assert isinstance(last, JudgeReport) and (last.questions, last.batches) == (8, 2)
+            assert isinstance(last, ModelReport) and (last.questions, last.batches) == (8, 2)
         assert await asyncio.to_thread(process.wait, 30) == 0
     assert not path.exists()
 
 
 @asynccontextmanager
-async def controller(topology: Topology) -> AsyncIterator[tuple[SendStream[JudgeOrder], ReceiveStream[JudgeEvent]]]:
+async def controller(topology: Topology) -> AsyncIterator[tuple[SendStream[ModelOrder], ReceiveStream[ModelEvent]]]:
     async with (
-        zmq_sender(JudgeOrder, topology.endpoint(JUDGE, "orders"), bind=True, name="orders") as orders,
-        zmq_receiver(JudgeEvent, topology.endpoint(JUDGE, "reports"), bind=True, name="reports") as reports,
+        zmq_sender(ModelOrder, topology.endpoint("judge-0", "orders"), bind=True, name="orders") as orders,
+        zmq_receiver(ModelEvent, topology.endpoint("judge-0", "reports"), bind=True, name="reports") as reports,
     ):
         yield orders, reports
 
@@ -112,12 +112,12 @@ async def judge_process(directory: Path, topology: Topology, sockets: Path) -> A
         psutil.wait_procs(children, timeout=900)
 
 
-async def reported(reports: ReceiveStream[JudgeEvent], **wanted: int) -> JudgeReport:
+async def reported(reports: ReceiveStream[ModelEvent], **wanted: int) -> ModelReport:
     """The first report that says so."""
     while True:
         report = await reports.receive()
         if all(getattr(report, name) == value for name, value in wanted.items()):
-            assert isinstance(report, JudgeReport)
+            assert isinstance(report, ModelReport)
             return report
 
 

@@ -151,5 +151,5 @@ def test_a_missing_library_is_named_with_its_extra(make, monkeypatch) -> None:
 
 
 def test_names_are_what_the_recipe_says() -> None:
-    listed = {"environment", "exact", "regex", "format", "length", "math", "reasoning_gym", "reward_model"}
+    listed = {"environment", "exact", "regex", "format", "length", "math", "none", "reasoning_gym", "reward_model"}
     assert set(BUILTIN) == listed | {"code", "judge"}

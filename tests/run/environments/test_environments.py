@@ -1215,7 +1215,7 @@ async def test_an_environment_that_has_ended_is_not_run_again(qwen: Tokenizer, c
         ({"env": "Counter"}, "has no step"),
         ({"tools": ("Game",)}, "has no docstring"),
         ({"tools": ("add", "add")}, "two tools have this name"),
-        ({"tools": ("Static",)}, "staticmethod"),
+        ({"tools": ("Static",)}, "no method of an instance"),
         ({"episode": "by_position"}, "positional-only"),
     ],
 )
@@ -1262,7 +1262,7 @@ def test_a_dry_run_makes_the_objects_of_the_user_in_a_loop(
     file = tmp_path / "made.py"
     file.write_text(f"{MADE}\nraise {error}" if "loop" in error else MADE.replace("ERROR", error))
     environment = Environment(**{form: (f"{file}:{name}",) if form == "tools" else f"{file}:{name}"})
-    problems, _ = look_at_environment(environment, "", 120.0)
+    problems, *_ = look_at_environment(environment, "", 120.0)
     assert len(problems) == bool(problem) and re.search(problem, "".join(problems))
 
 

@@ -35,11 +35,28 @@ def add(a: int, b: int, way: Literal["exact", "rough"] = "exact") -> int:
             or its name.
         b (int): The second one.
         way: How well.
+            Default: exact.
 
     Returns:
         Their sum.
     """
     return a + b
+
+
+class Empty:
+    """No tool."""
+
+    def _add(self, a: int) -> int:
+        return a
+
+
+class Constructed:
+    """A tool with another constructor."""
+
+    @classmethod
+    def make(cls) -> Constructed:
+        """Make one."""
+        return cls()
 
 
 async def who(context: ToolContext, tags: list[str]) -> dict[str, Any]:
@@ -333,7 +350,7 @@ def test_schemas_are_made_of_signatures_and_docstrings() -> None:
                 "properties": {
                     "a": {"type": "integer", "description": "The first one, or its name."},
                     "b": {"type": "integer", "description": "The second one."},
-                    "way": {"enum": ["exact", "rough"], "description": "How well.", "default": "exact"},
+                    "way": {"enum": ["exact", "rough"], "description": "How well. Default: exact.", "default": "exact"},
                 },
                 "required": ["a", "b"],
                 "additionalProperties": False,
@@ -403,11 +420,13 @@ def test_what_cannot_be_a_tool_is_refused_before_the_run() -> None:
 
     untyped.__doc__ = "Add."
     with pytest.raises(RecipeError) as refused:
-        ToolBox([untyped, many, unsaid, strange, add, add, lines, pages])
+        ToolBox([untyped, many, unsaid, strange, add, add, lines, pages, Empty, Constructed])
     said = dict(problem.split(": ", 1) for problem in refused.value.problems)
     assert said["tool untyped"] == "parameter a has no type: annotate it, such as a: int"
     assert "by name" in said["tool many"]
     assert "no docstring" in said["tool unsaid"]
     assert "JSON has not" in said["tool strange"]
+    assert said["tool Empty"] == "the class has no public method: write one for each tool"
+    assert said["tool make"].startswith("it is no method of an instance")
     assert said["tool lines"] == said["tool pages"] == "it yields: return the whole result"
     assert said["tool add"] == "two tools have this name: rename one"

@@ -241,6 +241,7 @@ def test_check_finds_every_problem_of_a_file(tokenizer: Tokenizer, write_rows) -
         {"prompt_token_ids": [], "answer": "x"},
         '{"prompt": "\\ud800", "answer": "x"}',
         {"prompt": "[{'role': 'user', 'content': 'a'}]", "answer": "x"},
+        {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}], "answer": "x"},
     )
     problems = check_prompts(str(path), tokenizer, {"exact": ("answer",), "free": ()}, max_tokens=6)
     expected = [
@@ -254,7 +255,11 @@ def test_check_finds_every_problem_of_a_file(tokenizer: Tokenizer, write_rows) -
         ("line 10", 'has the prompt_id "one" of line 1'),
         ("line 11", "has an empty prompt"),
         ("line 12", "is not a JSON object"),
-        ("line 13", "has Python's text of messages as its prompt: write it as JSON"),
+        ("line 13", "has Python's text of messages: write it as JSON"),
+        (
+            "line 14",
+            "message 1: its \"content\" has a part of type 'image_url': models are trained on text alone; leave",
+        ),
     ]
     assert len(problems) == len(expected), problems
     for problem, (line, words) in zip(problems, expected, strict=True):

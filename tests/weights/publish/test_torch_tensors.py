@@ -130,7 +130,7 @@ def test_a_publisher_beside_a_device_sends_the_same_frames(
     there, here = [], []
     for rank in range(ranks):
         options = {"run_id": "run", "rank": rank, "shards": shards[rank], "chain_bytes": 1 << 20}
-        there.append(WeightPublisher(f"ipc://{tmp_path}/{rank}", **options, source=DeviceTensors()))
+        there.append(WeightPublisher(f"ipc://{tmp_path}/{rank}", **options, source=DeviceTensors(torch.device("cpu"))))
         here.append(WeightPublisher("ipc:///nowhere", **options))
     for publisher in there:
         publisher.start()
@@ -179,7 +179,7 @@ def test_weights_on_a_device_are_published_from_there(tmp_path: Path, closed: Ex
 
 
 def test_what_is_no_shard_of_float32_values_is_refused() -> None:
-    reader, shard = DeviceTensors(), ShardSpec("w", "bfloat16", (4,), 0, 4)
+    reader, shard = DeviceTensors(torch.device("cpu")), ShardSpec("w", "bfloat16", (4,), 0, 4)
     for wrong in (torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16)):
         with pytest.raises(WeightError, match=r"'w' \(bfloat16\) was given as \d elements of torch"):
             reader.checked(wrong, shard)

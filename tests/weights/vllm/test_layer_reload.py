@@ -183,7 +183,8 @@ def test_a_rebuild_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None
     writes = live.prepare(delta, replica)
     with monkeypatch.context() as broken:
         broken.setattr(model.second, "quant_method", FailingMethod())
-        with pytest.raises(RuntimeError, match="no room"):
+        failure = r"layer 'second': FailingMethod fails when it is run again \(RuntimeError: no room\): updates of this"
+        with pytest.raises(WeightError, match=failure):
             live.apply(writes, anchor=False)
     live.undo(writes, replica)
     assert_as_fresh(model, bits)

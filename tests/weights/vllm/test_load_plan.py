@@ -6,13 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from builders.weights import state_hash
+from builders.weights import fetched, state_hash
 
 from streamrl.base.errors import WeightError
-from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
-from streamrl.weights.codec.codec import WeightPatch
-from streamrl.weights.manifest import ShardSpec
-from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, ShardPatch, TensorSpec
+from streamrl.base.messages import HASH_MODULUS
+from streamrl.weights.pull.replica import CheckpointReplica, TensorSpec
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -71,18 +69,6 @@ def random_bits(seed: int) -> dict[str, np.ndarray]:
     return {n: (random.integers(0, 65536, t.elements) & 0xBFFF).astype(np.uint16) for n, t in TENSORS.items()}
 
 
-def fetched(version: int, old: dict[str, np.ndarray] | None, new: dict[str, np.ndarray]) -> FetchedVersion:
-    patches = []
-    for name, spec in TENSORS.items():
-        positions = None if old is None else np.flatnonzero(old[name] != new[name])
-        values = new[name] if positions is None else new[name][positions]
-        shard = ShardSpec(name, spec.dtype, spec.shape, 0, spec.elements)
-        patches.append(ShardPatch(shard, WeightPatch(positions, values)))
-    base = None if old is None else version - 1
-    announcement = WeightAnnouncement(policy_version=version, base_version=base, state_hash=state_hash(new), sources=())
-    return FetchedVersion(announcement, base, 0 if old is None else state_hash(old), patches, 0)
-
-
 def rectangles(plan: LoadPlan) -> dict[str, list[object]]:
     return {name: [route.checkpoint for route in routes] for name, routes in plan.routes.items()}
 
@@ -91,7 +77,7 @@ def anchored(worker: Worker, bits: dict[str, np.ndarray]) -> tuple[LiveWeights, 
     """A worker, and a replica, that hold ``bits`` as version 0."""
     live = LiveWeights(plan := record_load_plan(worker, TENSORS), count_routes([rectangles(plan)], 0, TENSORS))
     replica = CheckpointReplica()
-    staged = replica.stage(fetched(0, None, bits))
+    staged = replica.stage(fetched(TENSORS, 0, None, bits))
     live.state_hash = live.apply(live.prepare(staged, replica), anchor=True)
     replica.advance(staged)
     return live, replica
@@ -111,7 +97,7 @@ def test_commits_equal_the_loader_on_every_worker(ranks: int, dtype: object) -> 
         if old is not None:
             keep = {name: np.random.default_rng(version).random(b.size) < 0.7 for name, b in new.items()}
             new = {name: np.where(keep[name], old[name], b) for name, b in new.items()}
-        staged = replica.stage(fetched(version, old, new))
+        staged = replica.stage(fetched(TENSORS, version, old, new))
         for one in live:
             one.state_hash = one.apply(one.prepare(staged, replica), anchor=staged.is_anchor)
         replica.advance(staged)
@@ -129,7 +115,7 @@ def test_nan_payloads_and_signed_zero_reach_a_float32_engine() -> None:
     live = LiveWeights(plan := record_load_plan(worker, TENSORS), count_routes([rectangles(plan)], 0, TENSORS))
     replica, new = CheckpointReplica(), random_bits(0)
     new["norm"][:] = [0x8000, 0x7F81, 0xFFC1, 0x7F80, 0xFF80, 0x0001, 0x8001, 0x0000]
-    staged = replica.stage(fetched(0, None, new))
+    staged = replica.stage(fetched(TENSORS, 0, None, new))
     assert live.apply(live.prepare(staged, replica), anchor=True) == state_hash(new)
     stored = worker.norm.detach().view(torch.int32).numpy().view(np.uint32)
     assert np.array_equal(stored, new["norm"].astype(np.uint32) << 16)
@@ -142,7 +128,7 @@ def test_a_foreign_write_is_noticed_and_undone() -> None:
     live, replica = anchored(worker, old)
     before = {name: p.detach().clone() for name, p in worker.named_parameters()}
     new = random_bits(1)
-    writes = live.prepare(replica.stage(fetched(1, old, new)), replica)
+    writes = live.prepare(replica.stage(fetched(TENSORS, 1, old, new)), replica)
     worker.turned.data[0, 0] += 1
     with pytest.raises(WeightError, match=r"'turned': 1 of \d+ elements differ before the commit"):
         live.apply(writes, anchor=False)
@@ -186,7 +172,7 @@ def test_follows_copies_that_a_loader_makes_on_the_way() -> None:
     live = LiveWeights(plan, count_routes([rectangles(plan)], 0, TENSORS))
     replica, old = CheckpointReplica(), None
     for version, new in enumerate((random_bits(0), random_bits(1))):
-        staged = replica.stage(fetched(version, old, new))
+        staged = replica.stage(fetched(TENSORS, version, old, new))
         live.state_hash = live.apply(live.prepare(staged, replica), anchor=staged.is_anchor)
         replica.advance(staged)
         assert live.state_hash == state_hash(new)

@@ -11,6 +11,7 @@ import pytest
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.distance import Mover
 from streamrl.weights.publish.publisher import WeightPublisher
 from streamrl.weights.publish.server import ServedPart
 
@@ -146,26 +147,28 @@ def corrupt_last_chunk(publisher: WeightPublisher) -> None:
 
 
 @pytest.mark.long
-def test_packed_and_quantised_layers(tmp_path: Path, socket_directory: Path) -> None:
-    """Query and key norms, untied heads, a bfloat16 engine, packed kernels beside the parameters: what is computed with
-    is only seen in the output. One kind of layer is quantised while it is loaded, and rebuilt: it equals that of an
-    engine that loads the result. ``all_architectures.py`` has the other kinds of model."""
-    call_in_process(push_into_packed_layers, tmp_path, variables=engine_variables(socket_directory, linear="packed"))
+@pytest.mark.parametrize("mover", [Mover.ENCODED, Mover.HOST])
+def test_packed_and_quantised_layers(tmp_path: Path, socket_directory: Path, mover: Mover) -> None:
+    """By each mover. Query and key norms, untied heads, a bfloat16 engine, packed kernels beside the parameters: what
+    is computed with is only seen in the output. One kind of layer is quantised while it is loaded, and rebuilt: it
+    equals that of an engine that loads the result. ``all_architectures.py`` has the other kinds of model."""
+    variables = engine_variables(socket_directory, linear="packed")
+    call_in_process(push_into_packed_layers, tmp_path, mover, variables=variables)
 
 
-async def push_into_packed_layers(folder: str) -> None:
+async def push_into_packed_layers(folder: str, mover: str) -> None:
     tmp_path, directory = Path(folder), Path(folder) / "model"
     quantised = {"quantization": "online", "quantization_config": {"targets": {"*down_proj": "fp8_per_channel"}}}
     bits, shapes = write_model(directory, ARCHITECTURES["qwen3"])
     outputs = []
-    with publisher_of(shapes, tmp_path, checkpoint=directory) as publisher:
+    with publisher_of(shapes, tmp_path, checkpoint=directory, movers=(Mover(mover),)) as publisher:
         async with running_engine(directory, "bfloat16", **quantised) as llm:
             push = Push(llm, publisher)
             for version, density in enumerate((0.9, 0.9, 0.02)):
                 bits = changed(bits, version, density)
                 announcement = push.publish(version, bits)
                 assert (await push.commit(announcement)).state_hash == announcement.state_hash
-                assert push.sent_as_announced(announcement)
+                assert push.sent_as_announced(announcement) and push.mover == mover
                 checksums = await checksums_of(push)
                 assert EMPTY not in checksums.values()
                 expected = expected_checksums(bits, shapes, "bfloat16")

@@ -66,7 +66,7 @@ panel("samples", "Samples", "Completions that the run kept, with their rewards. 
     body.open();
   };
   const turn = by => () => { wanted.offset = Math.max(0, wanted.offset + by * PAGE_OF_SAMPLES); body.again(); }, brief = text => (text ?? "").slice(0, 160).replace(/\s+/g, " ");
-  body.list.replaceChildren(table([{ head: "step", of: row => row.step }, { head: "reward", of: row => row.reward, text: number }, { head: "tokens", of: row => row.tokens }, { head: "kept as", of: row => [row.source, row.chosen ?? row.set].filter(Boolean).join(" ") || null }, { head: "end", of: row => row.finish_reason },
+  body.list.replaceChildren(table([{ head: "step", of: row => row.step }, { head: "reward", of: row => row.reward, text: number }, { head: "tokens", of: row => row.tokens }, { head: "kept as", of: row => [row.source, row.chosen, row.set].filter(Boolean).join(" ") || null }, { head: "end", of: row => row.finish_reason },
     { head: "prompt", of: row => brief(row.question || row.prompt), class: "brief" }, { head: "completion", of: row => brief(row.text), class: "brief" }], rows, { onrow: row => { body.chosen = row; open(row); }, empty: `No sample ${["step", "least", "most", "prompt"].some(name => wanted[name] !== "") ? "that was kept fits" : "is kept yet"}. A run keeps the best, the worst and a random completion of each batch, and those of evaluations.` }),
   element("div", { class: "controls" }, element("button", { onclick: turn(-1), disabled: wanted.offset === 0 }, "◂"), `${total ? wanted.offset + 1 : 0} to ${Math.min(total, wanted.offset + rows.length)} of ${number(total)}`,
     element("button", { onclick: turn(1), disabled: wanted.offset + rows.length >= total }, "▸")));

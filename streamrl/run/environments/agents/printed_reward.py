@@ -6,7 +6,7 @@ import math
 from contextlib import suppress
 from typing import Any
 
-import msgspec
+from msgspec import json
 
 from streamrl.base.errors import UNDECODABLE
 from streamrl.base.printable import one_line
@@ -59,7 +59,7 @@ class PrintedReward:
         is_reward = text.startswith(b"{") and (b'"reward"' in text or b"'reward'" in text)
         if len(line) <= LARGEST_LINE:
             with suppress(*UNDECODABLE):
-                value = msgspec.json.decode(text)
+                value = json.decode(text)
                 is_reward = isinstance(value, dict) and "reward" in value
                 value = value["reward"] if is_reward else value
         number = _number(value)

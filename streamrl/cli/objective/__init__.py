@@ -1,0 +1,1 @@
+"""``streamrl objective``: a loss of the user's own, tried before a run."""
