@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from msgspec.structs import asdict
-from torch import cuda
 
 from streamrl.base.run_process import usable_cores
 from streamrl.base.types import SamplingSettings
@@ -86,7 +86,7 @@ def trainer_options(
         directory = weights_endpoint.removeprefix("ipc://").rpartition("/")[0]
         rendezvous = f"file://{directory}/trainer.rendezvous"
 
-    threads_of_rank = partial(trainer_threads, recipe, usable_cores(), engines_on_cpu=not cuda.is_available())
+    threads_of_rank = partial(trainer_threads, recipe, usable_cores(), engines_on_cpu=not torch.cuda.is_available())
     end_token_ids: tuple[int, ...] = ()
     if recipe.sampling.min_tokens:
         end_token_ids = end_tokens(recipe.model.path).ids

@@ -19,8 +19,6 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 import torch.distributed as dist
-from torch import cuda, empty_like, float64, int64, set_num_threads, uint8
-from torch import device as Device
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import ReduceOp, get_rank, get_world_size
 
@@ -41,24 +39,24 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 
-def choose_device(options: TrainerOptions) -> Device:
+def choose_device(options: TrainerOptions) -> torch.device:
     """Return the device of this rank; ``auto`` is CUDA if available. A rank of a run sees its own GPU only.
     Raises ``StreamRLError``."""
     name = options.device
     if name == "auto":
-        name = "cuda" if cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
-        if not cuda.is_available():
+        if not torch.cuda.is_available():
             raise StreamRLError(
                 'training.device is "cuda" and this machine has no CUDA device: set it to "cpu" or "auto"'
             )
-        device = Device("cuda", options.rank % cuda.device_count())
-        cuda.set_device(device)
+        device = torch.device("cuda", options.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
         return device
-    return Device(name)
+    return torch.device(name)
 
 
-def join(options: TrainerOptions, device: Device) -> None:
+def join(options: TrainerOptions, device: torch.device) -> None:
     """Become rank ``options.rank`` of ``options.ranks``: gloo on CPU, NCCL on CUDA. Raises ``StreamRLError``."""
     if options.ranks > 1 and not options.rendezvous:
         raise StreamRLError(
@@ -122,13 +120,13 @@ def leave() -> None:
 
 def peak_device_bytes() -> int:
     """Peak of the device memory that tensors took; 0 on a CPU."""
-    return cuda.max_memory_allocated() if cuda.is_available() else 0
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 def use_threads(threads: int) -> None:
     """Set the number of torch's threads; 0: one for every core. Call it in the thread that computes: OpenMP keeps the
     number per thread."""
-    set_num_threads(threads or usable_cores())
+    torch.set_num_threads(threads or usable_cores())
 
 
 def return_freed_memory() -> None:
@@ -144,20 +142,20 @@ def return_freed_memory() -> None:
         set_option(M_TRIM_THRESHOLD, HEAP_TAIL_BYTES)
 
 
-def empty_cache(device: Device) -> None:
+def empty_cache(device: torch.device) -> None:
     """Give freed blocks of a GPU back to the driver: an engine on the same GPU asks the driver what is free."""
     if device.type == "cuda":
-        cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def all_reduce(
-    values: list[float], device: Device, operation: ReduceOp.RedOpType = ReduceOp.SUM, *, copies: int = 1
+    values: list[float], device: torch.device, operation: ReduceOp.RedOpType = ReduceOp.SUM, *, copies: int = 1
 ) -> list[float]:
     """Reduce float64 values over the ranks. ``copies``: number of ranks that have the same rows; they count once in a
     sum. Collective."""
     if get_world_size() == 1:
         return values
-    tensor = torch.tensor(values, dtype=float64, device=device)
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=operation)
     result: list[float] = (tensor / copies).tolist()
     return result
@@ -167,12 +165,12 @@ def all_gather_bytes(payload: bytes) -> list[bytes]:
     """Gather the payload of each rank, by rank. Payloads travel as tensors: torch would pickle objects. Collective."""
     if get_world_size() == 1:
         return [payload]
-    device = Device("cuda", cuda.current_device()) if dist.get_backend() == "nccl" else Device("cpu")
-    lengths = [torch.zeros(1, dtype=int64, device=device) for _ in range(get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(payload)], dtype=int64, device=device))
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device))
     longest = max(1, *(int(length) for length in lengths))
-    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=uint8).to(device)
-    payloads = [empty_like(padded) for _ in lengths]
+    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+    payloads = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(payloads, padded)
     return [tensor.cpu().numpy().tobytes()[: int(length)] for tensor, length in zip(payloads, lengths, strict=True)]
 

@@ -10,8 +10,7 @@ from functools import cache
 from logging import getLogger
 
 import numpy as np
-from numpy import float32, float64, frombuffer
-from torch import device as Device
+import torch
 from torch.distributed import ReduceOp
 
 from streamrl.base.errors import StreamRLError
@@ -27,7 +26,7 @@ from streamrl.learning.process_group import all_gather_bytes, all_reduce
 log = getLogger(__name__)
 
 
-def check_totals(sums: BatchSums, close: CloseBatch, device: Device, copies: int) -> None:
+def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device, copies: int) -> None:
     """Raise ``StreamRLError`` when all ranks together did not receive the totals of ``close``. ``copies``: number of
     ranks that have the same rows. Collective."""
     counts = [float(count) for count in (sums.groups, sums.samples, sums.trained_tokens)]
@@ -40,7 +39,7 @@ def check_totals(sums: BatchSums, close: CloseBatch, device: Device, copies: int
         )
 
 
-def policy_metrics(sums: BatchSums, options: TrainerOptions, device: Device) -> Metrics:
+def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.device) -> Metrics:
     """Metrics of the batch over all ranks. Collective. Token means are over the computed tokens: groups without signal
     are not computed. A batch without computed tokens has no token means."""
     # The ranks of a context group count the same groups, and each sums over its own tokens.
@@ -53,7 +52,7 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: Device) -> 
     rank_differences = b"".join(differences_N.cpu().numpy().tobytes() for differences_N in sums.differences)
     # The ranks of a tensor parallel group have the same rows: one of each group is enough.
     gathered = all_gather_bytes(rank_differences)[:: options.tensor_parallel_size]
-    all_differences_N = frombuffer(b"".join(gathered), dtype=float32)
+    all_differences_N = np.frombuffer(b"".join(gathered), dtype=np.float32)
     denominator = loss_denominator(
         options.objective.loss_normalization, samples=samples, trained_tokens=loss_tokens, max_tokens=options.max_tokens
     )
@@ -82,7 +81,7 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: Device) -> 
             "policy/kl_rollout": total.kl / computed,
             "policy/is_weight_mean": total.importance / computed,
             "policy/ess": effective_samples,
-            "policy/logprob_diff_abs_mean": float(all_differences_N.mean(dtype=float64)),
+            "policy/logprob_diff_abs_mean": float(all_differences_N.mean(dtype=np.float64)),
             "policy/logprob_diff_abs_p99": float(np.percentile(all_differences_N, 99)),
         }
         if options.objective.kl_coefficient:
@@ -143,7 +142,7 @@ def update_lengths(
     return metrics
 
 
-def publishing_metrics(source: WeightSource, device: Device) -> Metrics:
+def publishing_metrics(source: WeightSource, device: torch.device) -> Metrics:
     """Share of the weights that changed, and bytes of the push. Collective."""
     changed, elements, payload = all_reduce(
         [float(source.changed_elements), float(source.total_elements), float(source.payload_bytes)], device

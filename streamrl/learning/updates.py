@@ -10,9 +10,8 @@ from math import isfinite
 from pathlib import Path
 from time import perf_counter
 
+import torch
 from msgspec.structs import replace
-from torch import device as Device
-from torch import no_grad
 from torch.distributed import get_world_size
 
 from streamrl.base.errors import StreamRLError
@@ -58,7 +57,7 @@ class Updates:
     collective, and all ranks must run equally many rows;
     ``row_tokens``: tokens of a packed row."""
 
-    def __init__(self, options: TrainerOptions, device: Device) -> None:
+    def __init__(self, options: TrainerOptions, device: torch.device) -> None:
         self.policy, self.reference, self.critic, self.by_layer = load_models(options, device)
         self.weights = make_weights(options, self.policy)
         options = replace(options, parameters=self.weights.total_elements)
@@ -164,7 +163,7 @@ class Updates:
             prepared = whitened(prepared, cohort_moments)
         return [item for item in prepared if worth_training(item, options)]
 
-    @no_grad()
+    @torch.no_grad()
     def _step_change(self, first_row: ScoredRow | None) -> float:
         """Return by how much the steps on a batch have changed the logprob of a token: the mean over one row of each
         rank. ``first_row``: row that was scored before the steps (None: this rank had none). Collective."""

@@ -17,7 +17,6 @@ from statistics import NormalDist
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import asdict, replace
-from numpy import cumsum, float64, median, searchsorted
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
@@ -165,7 +164,7 @@ def _push(steps: Sequence[StepLine]) -> PushModel:
         by_kind.setdefault(line.round_kind, []).append(max(outside_s, 0.0))
     means = {kind: float(np.mean(seconds)) for kind, seconds in by_kind.items()}
     shortest = min(means.values())
-    pause_s = min(float(median([line.paused_s for line in steps])), shortest)
+    pause_s = min(float(np.median([line.paused_s for line in steps])), shortest)
     extra_s = {kind: seconds - shortest for kind, seconds in means.items() if seconds > shortest}
     return PushModel(
         seconds=shortest,
@@ -207,7 +206,7 @@ def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> tuple[TrainerMod
     columns = np.array([(line.trained_tokens, line.samples, 1.0) for line in steps], dtype=float)
     token_s, sequence_s, constant_s = unbiased_fit(columns, work_s, np.ones(len(steps))).tolist()
     model = TrainerModel(token_s=token_s, sequence_s=sequence_s)
-    if float(median(after_full_s)) >= STREAMS_BELOW * float(median(work_s)):
+    if float(np.median(after_full_s)) >= STREAMS_BELOW * float(np.median(work_s)):
         closing_s = max(float(np.mean(after_full_s - work_s)), 0.0) + constant_s
         return replace(model, optimizer_s=closing_s), []
     model = replace(model, streaming_speed=1.0, streaming_tokens=streaming_tokens)
@@ -252,7 +251,7 @@ def _extend(spans: list[tuple[float, float]], begins: float, ends: float, *, fin
 
 # ---- lengths of completions ----------------------------------------------------------------------
 
-Floats = NDArray[float64]
+Floats = NDArray[np.float64]
 MOST_PARTS = 3
 NARROWEST = 0.05
 """Smallest standard deviation of logarithms in a part of the mixture, so that equal lengths are no part of their
@@ -311,7 +310,7 @@ def _correlation(rows: Sequence[Sequence[int]]) -> float:
         return 0.0
     scores = _normal_scores(np.array([length for row in groups for length in row], dtype=float))
     sizes = np.array([len(row) for row in groups])
-    parts = np.split(scores, cumsum(sizes)[:-1])
+    parts = np.split(scores, np.cumsum(sizes)[:-1])
     means = np.array([part.mean() for part in parts])
     within = sum(float(((part - mean) ** 2).sum()) for part, mean in zip(parts, means, strict=True))
     within /= max(float(sizes.sum()) - len(groups), 1.0)
@@ -324,5 +323,5 @@ def _correlation(rows: Sequence[Sequence[int]]) -> float:
 def _normal_scores(values: Floats) -> Floats:
     """Standard normal value at the rank of each value; equal values have the mean of their ranks."""
     ascending = np.sort(values)
-    ranks = (searchsorted(ascending, values, "left") + searchsorted(ascending, values, "right")) / 2
+    ranks = (np.searchsorted(ascending, values, "left") + np.searchsorted(ascending, values, "right")) / 2
     return np.array([_NORMAL.inv_cdf(share) for share in (ranks / len(values)).clip(1e-6, 1 - 1e-6).tolist()])

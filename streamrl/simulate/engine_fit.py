@@ -11,7 +11,6 @@ from itertools import combinations
 
 import numpy as np
 from msgspec import Struct
-from numpy import concatenate, cumsum, float64, interp, median
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
@@ -19,7 +18,7 @@ from streamrl.engines.step_cost import StepCost
 from streamrl.observe.report.trajectory_trace import RecordedRun
 from streamrl.simulate.recording import LifeTimes
 
-Floats = NDArray[float64]
+Floats = NDArray[np.float64]
 FEWEST_SAMPLES = 12
 PRESUBMITTED_SHARE = 0.2
 """Cost of a request that waits in a paused engine over the cost of one that arrives at a running engine, for runs that
@@ -85,13 +84,13 @@ def scale_step(samples: StepSamples, prior: StepCost) -> StepFit:
     """Scale ``prior`` to samples that are too few for ``fit_step``. The slowdown by training is not fitted."""
     expected_s = np.array([prior.step_s(running) for running in samples.running.tolist()])
     ratio = samples.seconds / expected_s
-    scale = float(median(ratio))
+    scale = float(np.median(ratio))
     cost = StepCost(
         base_s=scale * prior.base_s,
         per_running_s=scale * prior.per_running_s,
         per_root_running_s=scale * prior.per_root_running_s,
     )
-    return StepFit(cost=cost, slowdown=1.0, error=float(median(np.abs(scale / ratio - 1))))
+    return StepFit(cost=cost, slowdown=1.0, error=float(np.median(np.abs(scale / ratio - 1))))
 
 
 def fit_step(samples: StepSamples) -> StepFit:
@@ -112,7 +111,7 @@ def fit_step(samples: StepSamples) -> StepFit:
     return StepFit(
         cost=StepCost(base_s=base, per_running_s=per_running, per_root_running_s=per_root),
         slowdown=1 + slowdown,
-        error=float(median(np.abs(expected_s / samples.seconds - 1))),
+        error=float(np.median(np.abs(expected_s / samples.seconds - 1))),
     )
 
 
@@ -155,12 +154,12 @@ def fit_arrivals(lives: LifeTimes, step: StepFit, warm_s: float) -> tuple[float,
     if presubmitted is None:
         presubmitted = PRESUBMITTED_SHARE * arrival
     expected_s = decoding_s + lives.arrivals * np.where(lives.presubmitted, presubmitted, arrival)
-    return arrival, presubmitted, float(median(np.abs(expected_s / lives.seconds - 1))), assumed
+    return arrival, presubmitted, float(np.median(np.abs(expected_s / lives.seconds - 1))), assumed
 
 
 def _median_wait(wait_s: Floats) -> float | None:
     """Median of ``wait_s``, at least 0; None for too few samples."""
-    return max(float(median(wait_s)), 0.0) if len(wait_s) >= FEWEST_SAMPLES else None
+    return max(float(np.median(wait_s)), 0.0) if len(wait_s) >= FEWEST_SAMPLES else None
 
 
 def _covered(spans: Floats, begins: Floats, ends: Floats) -> Floats:
@@ -168,8 +167,8 @@ def _covered(spans: Floats, begins: Floats, ends: Floats) -> Floats:
     if not len(spans):
         return np.zeros(len(begins))
     edges = spans.reshape(-1)
-    covered = concatenate([[0.0], cumsum(np.tile([1.0, 0.0], len(spans))[:-1] * np.diff(edges))])
-    share: Floats = (interp(ends, edges, covered) - interp(begins, edges, covered)) / (ends - begins)
+    covered = np.concatenate([[0.0], np.cumsum(np.tile([1.0, 0.0], len(spans))[:-1] * np.diff(edges))])
+    share: Floats = (np.interp(ends, edges, covered) - np.interp(begins, edges, covered)) / (ends - begins)
     return share
 
 

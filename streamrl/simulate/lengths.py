@@ -15,7 +15,6 @@ from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
-from numpy import concatenate, float64, interp, searchsorted
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
@@ -25,7 +24,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.simulate.stages import EnvironmentModel
 
 Turns = tuple[TurnTimes, ...]
-Floats = NDArray[float64]
+Floats = NDArray[np.float64]
 
 POOL_BITS = 19
 MOST_SAMPLES = 4096
@@ -106,12 +105,12 @@ class LengthModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """(grid of standard normal values, length at each of them), ascending. Values in the mass at the cap have the
         length of the cap."""
         grid = np.linspace(-WIDEST, WIDEST, GRID)
-        lengths = concatenate([np.geomspace(0.5, self.cap, 2 * GRID), [float(self.cap)]])
+        lengths = np.concatenate([np.geomspace(0.5, self.cap, 2 * GRID), [float(self.cap)]])
         survival = self.survival(lengths)
         survival[-1] = 0.0
         shares = 0.5 * _erfc(grid / sqrt(2))
         # Survival falls with length, and the interpolation needs ascending values.
-        quantiles = interp(shares, survival[::-1], lengths[::-1])
+        quantiles = np.interp(shares, survival[::-1], lengths[::-1])
         quantiles[shares <= survival[-2]] = self.cap
         return grid, quantiles
 
@@ -313,7 +312,7 @@ def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[tuple[int, Turns
             if line.finish_reason:
                 row.append((max(line.tokens, 1), line.turns))
             elif line.tokens:
-                longer_lengths = finished_lengths[searchsorted(finished_lengths, line.tokens, side="right") :]
+                longer_lengths = finished_lengths[np.searchsorted(finished_lengths, line.tokens, side="right") :]
                 length = int(source.choice(longer_lengths)) if len(longer_lengths) else run.header.max_tokens
                 row.append((length, ()))
         if row:

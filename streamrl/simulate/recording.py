@@ -10,7 +10,6 @@ from statistics import fmean
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
-from numpy import concatenate, cumsum, float64, interp, searchsorted
 from numpy.typing import NDArray
 
 from streamrl.base.errors import InputError
@@ -23,7 +22,7 @@ from streamrl.simulate.lengths import RecordedLengths
 from streamrl.simulate.report import SimulationReport, StepRow
 from streamrl.simulate.simulation import simulate_recipe
 
-Floats = NDArray[float64]
+Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 TRACE_FILE = "trace.jsonl"
 ALL_KINDS = ""
@@ -69,8 +68,8 @@ class LifeTimes(Struct, frozen=True, kw_only=True):
         """Seconds that the tokens of each completion take with decode steps of ``cost``, at the loads during its
         life."""
         step_s = np.array([cost.step_s(running) for running in np.maximum(self.in_flight, 1.0).tolist()])
-        steps_until = concatenate([[0.0], cumsum(np.diff(self.times) / step_s[:-1])])  # for each of ``times``
-        steps = interp(self.ends, self.times, steps_until) - interp(self.begins, self.times, steps_until)
+        steps_until = np.concatenate([[0.0], np.cumsum(np.diff(self.times) / step_s[:-1])])  # for each of ``times``
+        steps = np.interp(self.ends, self.times, steps_until) - np.interp(self.begins, self.times, steps_until)
         seconds: Floats = self.tokens * self.seconds / np.maximum(steps, 1e-12)
         return seconds
 
@@ -84,18 +83,18 @@ def life_times(run: RecordedRun) -> LifeTimes:
     went_live = np.array([live.get(line.oldest_version, 0.0) for line in lines])
     presubmitted = (went_live > launched) & (went_live < ends)
     begins = np.where(presubmitted, went_live, launched)
-    times = concatenate([begins, ends])
+    times = np.concatenate([begins, ends])
     order = np.argsort(times, kind="stable")
-    changes = concatenate([np.ones(len(lines)), -np.ones(len(lines))])[order]
+    changes = np.concatenate([np.ones(len(lines)), -np.ones(len(lines))])[order]
     engines = run.header.engines
     complete = np.array([_is_complete(line) for line in lines], dtype=bool)
     starts = np.sort(begins)
-    arrivals = searchsorted(starts, ends, side="right") - searchsorted(starts, begins, side="left")
+    arrivals = np.searchsorted(starts, ends, side="right") - np.searchsorted(starts, begins, side="left")
     keys = np.array([(line.oldest_version, line.group, line.sample) for line in lines]).reshape(-1, 3)
     versions, groups, samples = keys.T
     in_order = np.lexsort((samples, groups, launched, versions))
     places = np.empty(len(lines))
-    places[in_order] = np.arange(1, len(lines) + 1) - searchsorted(versions[in_order], versions[in_order])
+    places[in_order] = np.arange(1, len(lines) + 1) - np.searchsorted(versions[in_order], versions[in_order])
     return LifeTimes(
         begins=begins[complete],
         ends=ends[complete],
@@ -104,7 +103,7 @@ def life_times(run: RecordedRun) -> LifeTimes:
         arrival_s=((ends - launched) * engines / places)[complete],
         presubmitted=presubmitted[complete],
         times=times[order],
-        in_flight=cumsum(changes) / engines,
+        in_flight=np.cumsum(changes) / engines,
     )
 
 

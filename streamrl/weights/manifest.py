@@ -16,7 +16,6 @@ import numpy as np
 import zstandard
 from msgspec import Struct, msgpack, structs
 from msgspec.structs import replace
-from numpy import concatenate, searchsorted
 from zstandard import ZstdError
 
 from streamrl.base.errors import UNDECODABLE, WeightError
@@ -144,7 +143,7 @@ class WorkUnit(Struct, frozen=True, array_like=True):
     def join(self, bits_of: Callable[[ShardSpec], BitArray]) -> BitArray:
         """Concatenate the bits of all shards. A single shard is not copied."""
         bits = [bits_of(shard) for shard in self.shards]
-        return bits[0] if len(bits) == 1 else cast("BitArray", concatenate(bits))
+        return bits[0] if len(bits) == 1 else cast("BitArray", np.concatenate(bits))
 
     def split(self, patch: WeightPatch) -> list[WeightPatch]:
         """Split a patch of the unit into one patch for each shard. The positions of ``patch`` must rise and be below
@@ -154,7 +153,7 @@ class WorkUnit(Struct, frozen=True, array_like=True):
         edges = list(accumulate((shard.count for shard in self.shards), initial=0))
         if patch.positions is None:
             return [WeightPatch(None, patch.values[start:stop]) for start, stop in pairwise(edges)]
-        bounds = searchsorted(patch.positions, edges).tolist()
+        bounds = np.searchsorted(patch.positions, edges).tolist()
         return [
             WeightPatch(patch.positions[first:last] - edge, patch.values[first:last])
             for (first, last), edge in zip(pairwise(bounds), edges, strict=False)

@@ -12,9 +12,8 @@ from os import environ
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec.structs import replace
-from torch import device as Device
-from torch import no_grad
 from torch.nn import Module, Parameter
 
 from streamrl.base.errors import ModelRefused
@@ -56,9 +55,9 @@ def probe_engine(options: EngineOptions, tensors: TensorSpecs, adapter: TensorSp
         if name not in (PIPELINE_PARALLEL, "decode_context_parallel_size")
     }
     with load_context(replace(options, workers=1, args=args)) as config:
-        config.device_config.device = Device("meta")  # the transformers backend makes its parameters on it
+        config.device_config.device = torch.device("meta")  # the transformers backend makes its parameters on it
         try:
-            with Device("meta"):
+            with torch.device("meta"):
                 model: Any = initialize_model(vllm_config=config)
         except (ImportError, ValueError) as error:  # the package of a class, or the class itself, is missing
             kind = config.model_config.hf_text_config.model_type
@@ -71,7 +70,7 @@ def probe_engine(options: EngineOptions, tensors: TensorSpecs, adapter: TensorSp
                 f"engines.args.{PIPELINE_PARALLEL}: vLLM serves {type(model).__qualname__} in one stage: remove it"
             )
         constants = constant_tensors(Path(options.model_path), tensors)
-        with no_grad():
+        with torch.no_grad():
             # As an engine does at its start; the loader may add parameters.
             run_loader(model, without_values({**constants, **tensors}))
         record_post_load_changes(model, lambda: None)

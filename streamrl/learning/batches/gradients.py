@@ -10,7 +10,7 @@ from math import isfinite
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, autograd, cat, no_grad, zeros_like
+from torch import Tensor
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.batches.processed_logprobs import processed_logprobs, teacher_divergence
@@ -133,7 +133,7 @@ def accumulate(
         critic_loss = _through_critic(critic if separate_critic else None, None, row, options)
         scored = None
         if teacher is not None:
-            with no_grad():
+            with torch.no_grad():
                 scored = _Teacher(teacher, teacher(row._replace(routed=None)))  # its routers choose for themselves
         hidden_ND = policy(row)
         leaf_ND = hidden_ND.detach().requires_grad_()
@@ -153,7 +153,7 @@ def accumulate(
             f"the loss of batch {batch_id} is not finite: look at samples {names} "
             f"({len(row.sample_ids)} in the row); lower training.learning_rate if optim/grad_norm grew before"
         )
-    autograd.backward(hidden_ND, leaf_ND.grad)
+    torch.autograd.backward(hidden_ND, leaf_ND.grad)
 
 
 def _through_critic(critic: Critic | None, leaf_ND: Tensor | None, row: MicroBatch, options: TrainerOptions) -> Tensor:
@@ -162,7 +162,7 @@ def _through_critic(critic: Critic | None, leaf_ND: Tensor | None, row: MicroBat
         return row.inputs.weights_N.new_zeros(())
     losses_N = value_loss(options.objective, critic(row, leaf_ND), row.inputs)
     loss = (losses_N * row.inputs.weights_N).sum()
-    autograd.backward(options.objective.value_coefficient * loss)
+    torch.autograd.backward(options.objective.value_coefficient * loss)
     return loss.detach()
 
 
@@ -178,7 +178,7 @@ def _imitate(policy: PackedPolicy, leaf_ND: Tensor, row: MicroBatch, sums: Batch
         logits_MV = policy.head(leaf_ND[first + part.start : first + part.stop])
         losses_M = -token_logprobs(logits_MV, targets_M[part])[0]
         loss = (losses_M * weights_M[part]).sum()
-        autograd.backward(loss)
+        torch.autograd.backward(loss)
         sums.tokens.add(imitation=losses_M.sum(), loss=loss)
 
 
@@ -196,9 +196,9 @@ def _through_head(
         logprobs_N, entropy_N = processed_logprobs(
             logits_NV, row, part, options, entropy_gradient=settings.entropy_coefficient != 0
         )
-        divergence_N = zeros_like(entropy_N)
+        divergence_N = torch.zeros_like(entropy_N)
         if teacher is not None:
-            with no_grad():
+            with torch.no_grad():
                 teacher_NV = teacher.model.head(teacher.hidden_ND[part])
             divergence_N = teacher_divergence(logits_NV, teacher_NV, row, part, options)
         return HeadOutputs(logprobs_N, entropy_N, divergence_N)
@@ -206,7 +206,7 @@ def _through_head(
     def loss_of(outputs: HeadOutputs, inputs: TokenInputs) -> TokenLoss:
         divergence_N = None if teacher is None else outputs.divergence_N
         losses = token_loss(settings, off_policy, outputs.logprobs_N, outputs.entropy_N, inputs, divergence_N)
-        autograd.backward((losses.loss_N * inputs.weights_N).sum())
+        torch.autograd.backward((losses.loss_N * inputs.weights_N).sum())
         return losses._replace(loss_N=losses.loss_N.detach())
 
     sequences_are_split = len(parts) > 1 or row.full_row is not None
@@ -220,12 +220,12 @@ def _through_head(
         outcomes.append(HeadOutputs(*(values_N.detach() for values_N in outputs)))
     if len(parts) == 1:
         return outcomes[0], token_losses[0]
-    return _joined(outcomes), TokenLoss(*(cat(tensors) for tensors in zip(*token_losses, strict=True)))
+    return _joined(outcomes), TokenLoss(*(torch.cat(tensors) for tensors in zip(*token_losses, strict=True)))
 
 
 def _joined(outcomes: list[HeadOutputs]) -> HeadOutputs:
     """Join the outputs of chunks."""
-    return HeadOutputs(*(cat(tensors) for tensors in zip(*outcomes, strict=True)))
+    return HeadOutputs(*(torch.cat(tensors) for tensors in zip(*outcomes, strict=True)))
 
 
 def _through_head_twice(
@@ -237,7 +237,7 @@ def _through_head_twice(
     """Do the same as ``_through_head`` where chunks or ranks split sequences: first the outputs of all chunks without
     gradient, then their gradients chunk by chunk. Each rank of a context group computes the losses of the full row,
     and takes the gradients of its own tokens from them."""
-    with no_grad():
+    with torch.no_grad():
         outcomes = [processed(part) for part in parts]
     full = HeadOutputs(*(row.gather(values_N).requires_grad_() for values_N in _joined(outcomes)))
     inputs = row.inputs
@@ -250,7 +250,7 @@ def _through_head_twice(
     for part in parts:
         outputs = zip(processed(part), grads, strict=True)
         pairs = [(output, grad[part]) for output, grad in outputs if output.requires_grad and grad is not None]
-        autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
     rank_losses = TokenLoss(*(values_N[indices] for values_N in losses))
     return HeadOutputs(*(values_N.detach()[indices] for values_N in full)), rank_losses
 

@@ -16,12 +16,11 @@ from math import ceil, isnan
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from msgspec import Struct
 from msgspec.structs import replace
-from numpy import concatenate, cumsum, flatnonzero, float32, frombuffer, int64, repeat, uint8
 from numpy.typing import NDArray
-from torch import Tensor, from_numpy
-from torch import device as Device
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from streamrl.base.errors import StreamRLError
@@ -155,7 +154,7 @@ def packed_rows(
     samples: Sequence[PreparedSample],
     options: TrainerOptions,
     version: int,
-    device: Device,
+    device: torch.device,
     *,
     together: bool,
     context: ContextGroup | None = None,
@@ -224,7 +223,7 @@ def _copied_tokens(size: int, prefix: int, budget: int) -> int:
 
 
 def pack(
-    row: Sequence[PreparedSample], policy_version: int, device: Device, context: ContextGroup | None = None
+    row: Sequence[PreparedSample], policy_version: int, device: torch.device, context: ContextGroup | None = None
 ) -> MicroBatch:
     """Make the tensors of one row, or of this rank's slice of it. Neighbours of one group share their prompt.
 
@@ -242,35 +241,35 @@ def pack(
         entries: list[NDArray[Any]] = [
             np.asarray(values, dtype=dtype)[indices] for values, indices in zip(arrays, trained, strict=True)
         ]
-        return from_numpy(concatenate(entries)).to(device)
+        return torch.from_numpy(np.concatenate(entries)).to(device)
 
     def per_token(values: list[float] | list[int], dtype: type) -> Tensor:
         """The value of each sample, repeated for its trained tokens."""
-        return from_numpy(repeat(np.array(values, dtype=dtype), counts)).to(device)
+        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), counts)).to(device)
 
     def joined(vectors: list[FloatVector | None]) -> Tensor | None:
         """One vector for the row. None where the samples have no vectors: either all samples have one, or no sample."""
         present = [vector for vector in vectors if vector is not None]
-        return from_numpy(concatenate(present)).to(device) if present else None
+        return torch.from_numpy(np.concatenate(present)).to(device) if present else None
 
     # Groups of a row may differ: a reward gives numbers to the tokens of some alone.
     advantages = [
-        np.full(count, item.advantage, dtype=float32) if item.token_advantages is None else item.token_advantages
+        np.full(count, item.advantage, dtype=np.float32) if item.token_advantages is None else item.token_advantages
         for item, count in zip(row, counts, strict=True)
     ]
     temperatures = [math.nan if sample.temperature is None else sample.temperature for sample in samples]
     batch = MicroBatch(
-        tokens_T=from_numpy(laid.tokens_T).to(device),
-        positions_T=from_numpy(laid.positions_T).to(device),
+        tokens_T=torch.from_numpy(laid.tokens_T).to(device),
+        positions_T=torch.from_numpy(laid.positions_T).to(device),
         layout=packed_layout(laid.sequences, device, context),
-        predictors_N=from_numpy(laid.predictors_N).to(device),
-        targets_N=of_trained([sample.token_ids for sample in samples], int64),
+        predictors_N=torch.from_numpy(laid.predictors_N).to(device),
+        targets_N=of_trained([sample.token_ids for sample in samples], np.int64),
         inputs=TokenInputs(
-            behavior_N=of_trained([sample.behavior_logprobs for sample in samples], float32),
-            advantages_N=from_numpy(concatenate(advantages)).to(device),
-            weights_N=per_token([item.weight for item in row], float32),
-            staleness_N=policy_version - of_trained([token_versions(sample) for sample in samples], int64),
-            sequence_N=per_token([trajectories[sample.id] for sample in samples], int64),
+            behavior_N=of_trained([sample.behavior_logprobs for sample in samples], np.float32),
+            advantages_N=torch.from_numpy(np.concatenate(advantages)).to(device),
+            weights_N=per_token([item.weight for item in row], np.float32),
+            staleness_N=policy_version - of_trained([token_versions(sample) for sample in samples], np.int64),
+            sequence_N=per_token([trajectories[sample.id] for sample in samples], np.int64),
             sequences=len(trajectories),
             proximal_N=joined([item.proximal for item in row]),
             reference_N=joined([item.reference for item in row]),
@@ -280,39 +279,39 @@ def pack(
         ),
         sample_ids=tuple(item.name for item in row),
         counts=tuple(counts),
-        places_N=from_numpy(_places_in_turns(trained)).to(device),
-        temperature_N=None if all(map(isnan, temperatures)) else per_token(temperatures, float32),
+        places_N=torch.from_numpy(_places_in_turns(trained)).to(device),
+        temperature_N=None if all(map(isnan, temperatures)) else per_token(temperatures, np.float32),
         routed=routed_row(laid.routed, device),
         imitated=_imitated_tokens(row, laid, device),
     )
     return batch.slice_of_rank(context) if context else batch
 
 
-def _imitated_tokens(row: Sequence[PreparedSample], laid: LaidRow, device: Device) -> ImitatedTokens | None:
+def _imitated_tokens(row: Sequence[PreparedSample], laid: LaidRow, device: torch.device) -> ImitatedTokens | None:
     """The imitated tokens of a row; None: it has none, or they have no weight."""
     if not any(item.imitation for item in row):
         return None
     indices = [imitated_indices(item.sample) for item in row]
     targets = [
-        np.asarray(item.sample.token_ids, dtype=int64)[places] for item, places in zip(row, indices, strict=True)
+        np.asarray(item.sample.token_ids, dtype=np.int64)[places] for item, places in zip(row, indices, strict=True)
     ]
-    weights = repeat(np.array([item.imitation for item in row], dtype=float32), list(map(len, indices)))
+    weights = np.repeat(np.array([item.imitation for item in row], dtype=np.float32), list(map(len, indices)))
     return ImitatedTokens(
-        from_numpy(laid.imitated_predictors_M).to(device),
-        from_numpy(concatenate(targets)).to(device),
-        from_numpy(weights).to(device),
+        torch.from_numpy(laid.imitated_predictors_M).to(device),
+        torch.from_numpy(np.concatenate(targets)).to(device),
+        torch.from_numpy(weights).to(device),
     )
 
 
-def token_versions(sample: TrainingSample) -> NDArray[int64]:
+def token_versions(sample: TrainingSample) -> NDArray[np.int64]:
     """Policy version of each token of a sample; the sample's oldest version for a token outside of version spans."""
-    versions = np.full(len(sample.token_ids), sample.oldest_version, dtype=int64)
+    versions = np.full(len(sample.token_ids), sample.oldest_version, dtype=np.int64)
     for span in sample.version_spans:
         versions[span.start : span.end] = span.policy_version
     return versions
 
 
-Tokens = NDArray[int64]
+Tokens = NDArray[np.int64]
 
 
 class LaidRow(NamedTuple):
@@ -333,7 +332,7 @@ class LaidRow(NamedTuple):
 def trained_indices(sample: TrainingSample) -> Tokens:
     """Return the indices of the trained tokens. Raises ``StreamRLError`` where no token or the first token is trained
     or imitated."""
-    in_loss = flatnonzero(frombuffer(sample.loss_mask, dtype=uint8))
+    in_loss = np.flatnonzero(np.frombuffer(sample.loss_mask, dtype=np.uint8))
     indices = _indices_of(sample, TRAINED)
     lengths = len(sample.token_ids), len(sample.loss_mask), len(sample.behavior_logprobs)
     if len(set(lengths)) > 1 or not len(in_loss) or in_loss[0] == 0:
@@ -350,7 +349,7 @@ def imitated_indices(sample: TrainingSample) -> Tokens:
 
 
 def _indices_of(sample: TrainingSample, kind: bytes) -> Tokens:
-    return flatnonzero(frombuffer(sample.loss_mask, dtype=uint8) == kind[0])
+    return np.flatnonzero(np.frombuffer(sample.loss_mask, dtype=np.uint8) == kind[0])
 
 
 def _places_in_turns(trained: Sequence[Tokens]) -> Tokens:
@@ -358,10 +357,10 @@ def _places_in_turns(trained: Sequence[Tokens]) -> Tokens:
     trained."""
     trained = [indices for indices in trained if len(indices)]
     if not trained:  # all samples of the row are only imitated
-        return np.zeros(0, dtype=int64)
+        return np.zeros(0, dtype=np.int64)
     order = np.arange(sum(map(len, trained)))
-    begins = np.diff(concatenate(trained), prepend=-1) != 1
-    begins[cumsum([0, *map(len, trained[:-1])])] = True
+    begins = np.diff(np.concatenate(trained), prepend=-1) != 1
+    begins[np.cumsum([0, *map(len, trained[:-1])])] = True
     places: Tokens = order - np.maximum.accumulate(np.where(begins, order, 0))
     return places
 
@@ -378,7 +377,7 @@ def shared_prefix(siblings: Sequence[TrainingSample]) -> int:
     length = min(sample.loss_mask.find(TRAINED) for sample in siblings)
     first = np.asarray(siblings[0].token_ids[:length])
     for sample in siblings[1:]:
-        differ = flatnonzero(np.asarray(sample.token_ids[:length]) != first[:length])
+        differ = np.flatnonzero(np.asarray(sample.token_ids[:length]) != first[:length])
         if len(differ):
             length = int(differ[0])
     return length
@@ -399,7 +398,7 @@ def lay_row(groups: Sequence[Sequence[TrainingSample]], multiple: int = 1) -> La
     def lay(samples: Sequence[TrainingSample], first_position: int, stop: int, prefix: int) -> None:
         """Append a sequence: tokens ``[first_position, stop)``, which are the same in all ``samples``."""
         nonlocal row_tokens
-        ids = np.asarray(samples[0].token_ids[first_position:stop], dtype=int64)
+        ids = np.asarray(samples[0].token_ids[first_position:stop], dtype=np.int64)
         if len(ids):
             tokens.append(ids)
             positions.append(np.arange(first_position, stop))
@@ -420,9 +419,14 @@ def lay_row(groups: Sequence[Sequence[TrainingSample]], multiple: int = 1) -> La
                 in_prefix = predicting < length
                 row_places.append(np.where(in_prefix, prefix_start + predicting, sample_start + predicting - length))
     if padding := -row_tokens % multiple:
-        tokens.append(np.zeros(padding, dtype=int64))
+        tokens.append(np.zeros(padding, dtype=np.int64))
         positions.append(np.arange(padding))
         sequences.append(PackedSequence(row_tokens, padding, -1))
     return LaidRow(
-        concatenate(tokens), concatenate(positions), sequences, concatenate(predictors), concatenate(imitated), routed
+        np.concatenate(tokens),
+        np.concatenate(positions),
+        sequences,
+        np.concatenate(predictors),
+        np.concatenate(imitated),
+        routed,
     )

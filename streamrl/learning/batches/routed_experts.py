@@ -9,8 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from torch import device as Device
-from torch import from_numpy
+import torch
 
 from streamrl.base.types import RoutedTokens
 from streamrl.learning.model.routers import RoutedRow
@@ -28,7 +27,7 @@ class RoutedSpan(NamedTuple):
     siblings: Sequence[Sequence[RoutedTokens]]
 
 
-def routed_row(spans: Sequence[RoutedSpan], device: Device) -> RoutedRow | None:
+def routed_row(spans: Sequence[RoutedSpan], device: torch.device) -> RoutedRow | None:
     """Experts of a row that ``spans`` fill one after the other; None where no token has experts."""
     parts = [part for span in spans for sibling in span.siblings for part in sibling]
     if not parts:
@@ -48,4 +47,4 @@ def routed_row(spans: Sequence[RoutedSpan], device: Device) -> RoutedRow | None:
                 experts_TLK[places] = experts_PLK[places - span.place + span.first - part.start]
                 known_T[places] = True
     missing = tokens - int(known_T.sum())
-    return RoutedRow(from_numpy(experts_TLK).to(device), from_numpy(known_T).to(device), missing)
+    return RoutedRow(torch.from_numpy(experts_TLK).to(device), torch.from_numpy(known_T).to(device), missing)

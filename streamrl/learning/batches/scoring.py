@@ -9,9 +9,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
-from numpy import concatenate, cumsum
-from torch import Tensor, cat, no_grad
-from torch import device as Device
+from torch import Tensor
 
 from streamrl.base.messages import FirstProbe
 from streamrl.base.types import TrainingSample, TrajectoryId
@@ -34,12 +32,12 @@ from streamrl.learning.objective.advantages import FloatVector
 from streamrl.learning.options import TrainerOptions
 
 
-@no_grad()
+@torch.no_grad()
 def score_samples(
     samples: Sequence[TrainingSample],
     policy: PackedPolicy,
     options: TrainerOptions,
-    device: Device,
+    device: torch.device,
     *,
     reference: PackedPolicy | None,
     critic: Critic | None,
@@ -82,7 +80,7 @@ def score_samples(
 def _joined(parts: Sequence[tuple[FloatVector | None, ...]]) -> SampleScores:
     """Join the scores of the sequences of a trajectory."""
     proximal, reference, values = (
-        None if vectors[0] is None else concatenate([vector for vector in vectors if vector is not None])
+        None if vectors[0] is None else np.concatenate([vector for vector in vectors if vector is not None])
         for vectors in zip(*parts, strict=True)
     )
     return SampleScores(proximal=proximal, reference=reference, values=values)
@@ -94,17 +92,17 @@ def row_logprobs(policy: PackedPolicy, hidden_ND: Tensor, row: MicroBatch, optio
         processed_logprobs(policy.head(hidden_ND[part]), row, part, options)[0]
         for part in chunks(policy, row.targets_N.numel())
     ]
-    return cat(logprobs)
+    return torch.cat(logprobs)
 
 
 def _split(row: MicroBatch, values_N: Tensor) -> list[FloatVector]:
     """Split the values of a row into one vector for each of its sequences. Collective where ranks share the row."""
     all_values_N = row.gather(values_N.float()).cpu().numpy()
-    vectors: list[FloatVector] = np.split(all_values_N, cumsum(row.counts)[:-1])
+    vectors: list[FloatVector] = np.split(all_values_N, np.cumsum(row.counts)[:-1])
     return vectors
 
 
-@no_grad()
+@torch.no_grad()
 def probe_logprobs(
     policy: PackedPolicy, options: TrainerOptions, context: AbstractContextManager[object] | None = None
 ) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor, bfloat16, float32, manual_seed, no_grad
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -55,11 +55,11 @@ def write_tiny_checkpoint(family: Family, directory: Path, *, seed: int = 0) -> 
 
 def _random_model(family: Family, ids: Mapping[str, int], seed: int) -> PreTrainedModel:
     """Return a float32 model whose norms, biases and saved buffers have values of their own."""
-    manual_seed(seed)
+    torch.manual_seed(seed)
     model_class = getattr(transformers, family.model_class)
     model: PreTrainedModel = model_class(model_class.config_class(**_with_ids(family.config, ids))).float()
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    with no_grad():
+    with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 and not name.endswith(("A_log", "dt_bias")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -85,6 +85,6 @@ def _stored_tensors(family: Family, saved: Mapping[str, Tensor]) -> dict[str, Te
         tensors |= {name.replace(part, copy): torch.randn(t.shape) for name, t in saved.items() if part in name}
     tensors |= {name: torch.randn(shape) for name, shape in family.extra.items()}
     return {
-        name: tensor.to(float32 if name.endswith(family.float32) else bfloat16).contiguous()
+        name: tensor.to(torch.float32 if name.endswith(family.float32) else torch.bfloat16).contiguous()
         for name, tensor in tensors.items()
     }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, autograd, cat
+from torch import Tensor
 from torch.nn.functional import pad
 
 
@@ -28,7 +28,10 @@ def with_sink(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks_H: 
     more_keys = pad(key, (0, 1, 1, 0))
     is_sink = pad(torch.ones_like(key[:1, :1, :1, :1]), (key.shape[-1], 0, 0, key.shape[-2]))
     return WithSink(
-        cat([query, element], dim=-1), more_keys + is_sink, pad(value, (0, 0, 1, 0)), pad(mask, (1, 0), value=True)
+        torch.cat([query, element], dim=-1),
+        more_keys + is_sink,
+        pad(value, (0, 0, 1, 0)),
+        pad(mask, (1, 0), value=True),
     )
 
 
@@ -39,7 +42,7 @@ def flash_knows_sinks() -> bool:
     return hasattr(varlen, "_varlen_attn") and hasattr(varlen, "_varlen_attn_backward")
 
 
-class _FlashWithSink(autograd.Function):
+class _FlashWithSink(torch.autograd.Function):
     """torch's flash kernel, whose outputs are scaled by the weight that the sink leaves.
 
     With L the log of the sum of a query's scores and S its sink, all weights shrink by exp(L - L'), where L' =

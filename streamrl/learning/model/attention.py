@@ -19,10 +19,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from msgspec import Struct
-from numpy import array_equal, concatenate, cumsum, searchsorted
 from numpy.typing import NDArray
-from torch import Tensor, autograd, cat, cuda, from_numpy, split
-from torch import device as Device
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -114,20 +112,20 @@ class _Attended(NamedTuple):
     keys: Places
 
 
-def has_bfloat16(device: Device) -> bool:
+def has_bfloat16(device: torch.device) -> bool:
     """Return whether ``device`` is a GPU that multiplies matrices in bfloat16. torch's variable-length flash kernel,
     which takes 16-bit values, runs on the same GPUs."""
-    return device.type == "cuda" and cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY
 
 
 def packed_layout(
-    sequences: Sequence[PackedSequence], device: Device, context: ContextGroup | None = None
+    sequences: Sequence[PackedSequence], device: torch.device, context: ContextGroup | None = None
 ) -> PackedLayout:
     """Make the layout of ``sequences``, which follow each other in the row without a gap. With a ``context``, the
     layout is for this rank's slice of the row, which has a multiple of ``context.size`` tokens."""
     places = [np.arange(sequence.start, sequence.start + sequence.length) for sequence in sequences]
     keys = [
-        places[index] if sequence.prefix < 0 else concatenate([places[sequence.prefix], places[index]])
+        places[index] if sequence.prefix < 0 else np.concatenate([places[sequence.prefix], places[index]])
         for index, sequence in enumerate(sequences)
     ]
     items = [_Attended(*pair) for pair in zip(places, keys, strict=True)]
@@ -140,7 +138,7 @@ def packed_layout(
     else:
         items, shared_places = _slice_items(items, context.slice_of_rank(row_tokens))
         attended = items
-        shared = SharedKeys(context, from_numpy(shared_places).to(device))
+        shared = SharedKeys(context, torch.from_numpy(shared_places).to(device))
         query_tokens = row_tokens // context.size
         key_tokens = len(shared_places)
     buckets = _buckets(attended)
@@ -167,11 +165,11 @@ def _slice_items(items: list[_Attended], part: slice) -> tuple[list[_Attended], 
     among the tokens that the slice attends to. The places in the row of these tokens are the second result."""
     sliced = []
     for queries, keys in items:
-        first, last = searchsorted(queries, (part.start, part.stop))
+        first, last = np.searchsorted(queries, (part.start, part.stop))
         if first < last:
             sliced.append(_Attended(queries[first:last] - part.start, keys[: len(keys) - len(queries) + last]))
-    key_places = np.unique(concatenate([item.keys for item in sliced]))
-    return [item._replace(keys=searchsorted(key_places, item.keys)) for item in sliced], key_places
+    key_places = np.unique(np.concatenate([item.keys for item in sliced]))
+    return [item._replace(keys=np.searchsorted(key_places, item.keys)) for item in sliced], key_places
 
 
 def _attended(sequences: Sequence[PackedSequence], places: list[Places], keys: list[Places]) -> list[_Attended]:
@@ -211,7 +209,7 @@ def _buckets(items: list[_Attended]) -> list[list[_Attended]]:
     return buckets
 
 
-def _spread(buckets: list[list[Places]], total: int, device: Device) -> Spread:
+def _spread(buckets: list[list[Places]], total: int, device: torch.device) -> Spread:
     """Spread the sequences of ``buckets``, one after the other, each padded with its last token to the longest of its
     bucket. ``total``: number of different tokens."""
     sequences = [sequence for bucket in buckets for sequence in bucket]
@@ -223,10 +221,10 @@ def _spread(buckets: list[list[Places]], total: int, device: Device) -> Spread:
         np.pad(sequence, (0, width - len(sequence)), mode="edge")
         for sequence, width in zip(sequences, widths, strict=True)
     ]
-    tokens = concatenate(padded)
-    starts = cumsum([0, *widths[:-1]])
+    tokens = np.concatenate(padded)
+    starts = np.cumsum([0, *widths[:-1]])
     # Places that are no padding, and the token at each.
-    places = concatenate([start + np.arange(len(s)) for s, start in zip(sequences, starts, strict=True)])
+    places = np.concatenate([start + np.arange(len(s)) for s, start in zip(sequences, starts, strict=True)])
     placed_tokens = tokens[places]
     order = np.arange(len(placed_tokens))
     first_order = np.full(total, -1)
@@ -234,25 +232,25 @@ def _spread(buckets: list[list[Places]], total: int, device: Device) -> Spread:
     repeats = order[first_order[placed_tokens] != order]
 
     def tensor(values: Places) -> Tensor:
-        return from_numpy(values).to(device)
+        return torch.from_numpy(values).to(device)
 
     return Spread(tensor(tokens), tensor(places[first_order]), tensor(places[repeats]), tensor(placed_tokens[repeats]))
 
 
-def _flash_boundaries(items: list[_Attended], device: Device) -> FlashBoundaries:
+def _flash_boundaries(items: list[_Attended], device: torch.device) -> FlashBoundaries:
     def cumulative(lengths: list[int]) -> Tensor:
-        return from_numpy(cumsum([0, *lengths]).astype(np.int32)).to(device)
+        return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
 
-    keys = concatenate([item.keys for item in items])
+    keys = np.concatenate([item.keys for item in items])
     return FlashBoundaries(
         queries=cumulative([len(item.queries) for item in items]),
         keys=cumulative([len(item.keys) for item in items]),
         longest_query=max(len(item.queries) for item in items),
-        keys_K=None if array_equal(keys, np.arange(len(keys))) else from_numpy(keys).to(device),
+        keys_K=None if np.array_equal(keys, np.arange(len(keys))) else torch.from_numpy(keys).to(device),
     )
 
 
-class _SpreadRows(autograd.Function):
+class _SpreadRows(torch.autograd.Function):
     """Copy tokens to their places: ``rows_T.. -> rows_P..``.
 
     torch's own backward adds row by row into zeros; here the backward is a gather and few additions. The gradient of
@@ -273,7 +271,7 @@ class _SpreadRows(autograd.Function):
         return result, None
 
 
-class _CollectRows(autograd.Function):
+class _CollectRows(torch.autograd.Function):
     """Read the first place of each token: ``rows_P.. -> rows_T..``. All other places get a gradient of 0."""
 
     @staticmethod
@@ -336,8 +334,8 @@ def packed_attention(
     )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if packed.shared is not None:
-        keys_and_values = gather_rows(cat([key.to(value.dtype), value], dim=-1), packed.shared)
-        key, value = split(keys_and_values, [key.shape[-1], value.shape[-1]], dim=-1)
+        keys_and_values = gather_rows(torch.cat([key.to(value.dtype), value], dim=-1), packed.shared)
+        key, value = torch.split(keys_and_values, [key.shape[-1], value.shape[-1]], dim=-1)
     if packed.flash is not None and _fits_flash(query, value, reach, packed.longest):
         # Under autocast rope and norms have multiplied queries and keys by float32 tables.
         query = query.to(value.dtype)
@@ -348,15 +346,15 @@ def packed_attention(
     values = spread_rows(value, packed.keys)
     key_sizes = [bucket.sequences * bucket.keys for bucket in packed.buckets]
     parts = (
-        split(queries, [bucket.sequences * bucket.queries for bucket in packed.buckets]),
-        split(keys, key_sizes),
-        split(values, key_sizes),
+        torch.split(queries, [bucket.sequences * bucket.queries for bucket in packed.buckets]),
+        torch.split(keys, key_sizes),
+        torch.split(values, key_sizes),
     )
     outputs = [
         _bucket_attention(q, k, v, bucket, scaling, reach)
         for q, k, v, bucket in zip(*parts, packed.buckets, strict=True)
     ]
-    return collect_rows(cat(outputs), packed.queries)[None], None
+    return collect_rows(torch.cat(outputs), packed.queries)[None], None
 
 
 def _bucket_attention(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from msgspec import Struct
-from torch import Tensor, autograd
+from torch import Tensor
 
 from streamrl.learning.options import TrainerOptions
 
@@ -61,7 +61,7 @@ def context_of(options: TrainerOptions) -> ContextGroup | None:
     return ContextGroup(group, options.rank // tensor % size, size)
 
 
-class _GatherRows(autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """Gather keys and values: ``rows_T.. -> rows_U..``. A token gets the sum of its gradients on the ranks that attend
     to it."""
 

@@ -5,8 +5,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, float64, linalg, nn, zeros_like
-from torch import device as Device
+from torch import Tensor, nn
 from torch.distributed import all_reduce, get_world_size
 
 from streamrl.learning.model.policy import MicroBatch, PackedPolicy
@@ -29,7 +28,9 @@ class Critic:
 
     ``trunk``: separate model below the head; None: the policy, which the value loss then trains, too."""
 
-    def __init__(self, options: TrainerOptions, hidden: int, device: Device, trunk: PackedPolicy | None = None) -> None:
+    def __init__(
+        self, options: TrainerOptions, hidden: int, device: torch.device, trunk: PackedPolicy | None = None
+    ) -> None:
         self.trunk = trunk
         self._copies = options.tensor_parallel_size
         self._linear = nn.Linear(hidden, 1, device=device)
@@ -46,8 +47,8 @@ class Critic:
         self._optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), weight_decay=0.0)
         # Moments exist from the start, so that a checkpoint always has the same tensors.
         for parameter in self._parameters.values():
-            parameter.grad = zeros_like(parameter)
-            zeros = {"exp_avg": zeros_like(parameter), "exp_avg_sq": zeros_like(parameter)}
+            parameter.grad = torch.zeros_like(parameter)
+            zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
             self._optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
 
     def __call__(self, row: MicroBatch, hidden_ND: Tensor | None) -> Tensor:
@@ -68,8 +69,8 @@ class Critic:
             for gradient in gradients:
                 all_reduce(gradient)
                 gradient.div_(self._copies)  # ranks with the same rows have the same gradient
-        norms = [linalg.vector_norm(gradient, dtype=float64) for gradient in gradients]
-        return float(linalg.vector_norm(torch.stack(norms)))
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def step(self, scale: float, times: int = 1) -> None:
         """Take ``times`` optimizer steps with the gradient times ``scale``, and clear it."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor, no_grad
+import torch
+from torch import Tensor
 from torch.nn import Module
 
 from streamrl.learning.model.architecture import decoder_layers
@@ -42,7 +43,7 @@ def _equal(states: Tensor, other_states: Tensor) -> bool:
     return bool((states - other_states).abs().max() <= _EQUAL * other_states.abs().max())
 
 
-@no_grad()
+@torch.no_grad()
 def _calls(model: Any, run: Callable[[], Any]) -> dict[str, _Call]:
     """Calls of the modules of decoder layers in the order in which they end, so that inner ones come first. Of each its
     first call."""

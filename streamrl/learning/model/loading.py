@@ -20,8 +20,7 @@ from typing import Any, cast
 import psutil
 import torch
 from safetensors import safe_open
-from torch import Tensor, bfloat16, cuda, float32, no_grad
-from torch import device as Device
+from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -67,7 +66,7 @@ def empty_policy(model_path: str) -> PackedPolicy:
     with _load_errors(model_path), without_compiler():
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         with init_empty_weights(include_buffers=False):
-            model = make_model(config, dtype=float32, attn_implementation="eager")
+            model = make_model(config, dtype=torch.float32, attn_implementation="eager")
         model.tie_weights()
     class_name = type(model).__name__
     if config.architectures and class_name not in config.architectures:
@@ -81,7 +80,7 @@ def empty_policy(model_path: str) -> PackedPolicy:
 
 def load_policy(
     model_path: str,
-    device: Device,
+    device: torch.device,
     split: Split = UNSPLIT,
     gathered: Gathered = Gathered.BATCH,
     *,
@@ -116,7 +115,7 @@ def load_policy(
     return sixteen_bit_policy
 
 
-def _empty_on_device(model_path: str, device: Device, split: Split = UNSPLIT) -> PackedPolicy:
+def _empty_on_device(model_path: str, device: torch.device, split: Split = UNSPLIT) -> PackedPolicy:
     """The empty model with its buffers on the device and its layers split."""
     policy = empty_policy(model_path)
     split_tensors(policy, split)
@@ -136,8 +135,8 @@ def _assign(policy: PackedPolicy, parameters: Mapping[str, Tensor]) -> None:
         policy.hugging_face.tie_weights()
 
 
-@no_grad()
-def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: Device) -> dict[str, Tensor]:
+@torch.no_grad()
+def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: torch.device) -> dict[str, Tensor]:
     """Read the parameters, or this rank's part of them, from files: float32 tensors by name, tied parameters once."""
     parameters = policy.trained_parameters()
     open_files: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in set(files.values())}
@@ -145,7 +144,7 @@ def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: De
     starts: dict[str, int] = {}
     for part in local_shards(parameters):
         parameter = cast("Any", parameters[part.name])
-        tensor = torch.empty(part.local_shape, dtype=float32, device=device)
+        tensor = torch.empty(part.local_shape, dtype=torch.float32, device=device)
         if isinstance(parameter, DTensor):
             tensor = cast("Any", DTensor)(tensor, parameter._spec, requires_grad=False)
         tensors[part.name] = tensor
@@ -158,7 +157,7 @@ def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: De
     return tensors
 
 
-@no_grad()
+@torch.no_grad()
 def _read_constants(policy: PackedPolicy, files: Mapping[str, Path]) -> None:
     """Fill the buffers that are saved with the model with the values of the files. They are not trained, and engines
     keep what they have loaded."""
@@ -270,7 +269,7 @@ def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
 
 
 def load_models(
-    options: TrainerOptions, device: Device
+    options: TrainerOptions, device: torch.device
 ) -> tuple[PackedPolicy, PackedPolicy | None, Critic | None, bool]:
     """Load policy, reference and critic, as ``options`` require. The last result is whether parameters are gathered
     layer by layer, so that every forward is a collective. Collective with several ranks. Raises ``StreamRLError``."""
@@ -312,12 +311,14 @@ def load_models(
     return policy, reference, critic, by_layer
 
 
-def _load(options: TrainerOptions, device: Device, gathered: Gathered, split: Split, model_path: str) -> PackedPolicy:
+def _load(
+    options: TrainerOptions, device: torch.device, gathered: Gathered, split: Split, model_path: str
+) -> PackedPolicy:
     sixteen_bit = computes_in_sixteen_bits(options, device)
     return load_policy(model_path, device, split, gathered, sixteen_bit=sixteen_bit)
 
 
-@no_grad()
+@torch.no_grad()
 def _freeze(policy: PackedPolicy) -> PackedPolicy:
     """Freeze a reference at its published bits: for the initial model, those of version 0."""
     policy.requires_grad_(False)
@@ -325,11 +326,11 @@ def _freeze(policy: PackedPolicy) -> PackedPolicy:
     for name, parameter in policy.trained_parameters().items():
         if name not in in_float32:
             part = local_part(parameter)
-            part.copy_(part.to(bfloat16))
+            part.copy_(part.to(torch.bfloat16))
     return policy
 
 
-def _choose_gathered(options: TrainerOptions, device: Device) -> Gathered:
+def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
     """Choose gathering by batch or by layer by the memory that each rank has free. Collective; rank 0 logs why."""
     facts = read_model_facts(Path(options.model_path))
     sizes = training_sizes(
@@ -348,10 +349,10 @@ def _choose_gathered(options: TrainerOptions, device: Device) -> Gathered:
     return gathered
 
 
-def _free_bytes(device: Device, ranks: int) -> float:
+def _free_bytes(device: torch.device, ranks: int) -> float:
     """Free memory that this rank may take: memory of its GPU, or its share of the host's memory."""
     if device.type == "cuda":
-        return float(cuda.mem_get_info(device)[0])
+        return float(torch.cuda.mem_get_info(device)[0])
     return float(psutil.virtual_memory().available) / ranks
 
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy import searchsorted
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -103,8 +102,8 @@ def _published(entry: CheckpointEntry, shard: LocalShard, rows: np.ndarray) -> L
     has_all_columns = local_width == width
     if not local_width or not count:
         return LocalShard(entry.name, entry.shape, (0,), 0, shard.start, shard.start, owned=shard.owned)
-    first = int(searchsorted(rows, entry.start // width))
-    last = int(searchsorted(rows, (entry.start + count) // width))
+    first = int(np.searchsorted(rows, entry.start // width))
+    last = int(np.searchsorted(rows, (entry.start + count) // width))
     local_rows = rows[first:last]
     is_whole_rows = entry.start % width == 0 and count % width == 0
     aligned = is_whole_rows and (len(entry.shape) < 2 or has_all_columns or entry.shape[-1] == width)

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor, cat, int64, no_grad, split
+from torch import Tensor
 from torch.nn import Module
 
 from streamrl.base.errors import StreamRLError
@@ -45,7 +45,7 @@ _IRREGULAR = -2
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-@no_grad()
+@torch.no_grad()
 def check_packing(policy: PackedPolicy, *, sixteen_bit: bool = False) -> None:
     """Compare a packed forward with the model's own forward of each sequence, on tokens spread over the vocabulary.
     Leaves the model on packed attention. Raises ``StreamRLError`` with the measured difference.
@@ -93,7 +93,7 @@ def _cause(policy: PackedPolicy, tokens_T: Tensor) -> str:
     first, second = _SINGLE_LENGTHS
     two = [PackedSequence(0, first), PackedSequence(first, second)]
     of_second = slice(first, first + second)
-    others_T = cat([tokens_T[:first].flip(0), tokens_T[of_second]])
+    others_T = torch.cat([tokens_T[:first].flip(0), tokens_T[of_second]])
 
     def packed(row_T: Tensor) -> Callable[[], Tensor]:
         return lambda: _packed_logprobs(policy, row_T, two)
@@ -130,11 +130,11 @@ def _single_logprobs(policy: PackedPolicy, tokens_T: Tensor) -> Tensor:
     try:
         parts = [
             policy.hugging_face(input_ids=ids[None], use_cache=False).logits[0]
-            for ids in split(tokens_T, list(_SINGLE_LENGTHS))
+            for ids in torch.split(tokens_T, list(_SINGLE_LENGTHS))
         ]
     finally:
         policy.set_attention(register_packed_attention())
-    return cat(parts).float().log_softmax(-1)
+    return torch.cat(parts).float().log_softmax(-1)
 
 
 def _packed_logprobs(policy: PackedPolicy, tokens_T: Tensor, sequences: Sequence[PackedSequence]) -> Tensor:
@@ -144,7 +144,7 @@ def _packed_logprobs(policy: PackedPolicy, tokens_T: Tensor, sequences: Sequence
     positions = [torch.arange(item.length) + prefix for item, prefix in zip(sequences, prefixes, strict=True)]
     row = empty_micro_batch(device)._replace(
         tokens_T=tokens_T,
-        positions_T=cat(positions).to(device),
+        positions_T=torch.cat(positions).to(device),
         layout=packed_layout(sequences, device),
         predictors_N=torch.arange(len(tokens_T), device=device),
     )
@@ -163,7 +163,7 @@ def _check_windows(policy: PackedPolicy, tokens_T: Tensor) -> list[Module]:
         if chunk is not None and _is_chunked(mask_function, chunk):
             return chunk
         reach = _reach(mask_function)
-        return torch.full((1, 1, len(tokens_T), len(tokens_T)), reach, dtype=int64, device=tokens_T.device)
+        return torch.full((1, 1, len(tokens_T), len(tokens_T)), reach, dtype=torch.int64, device=tokens_T.device)
 
     def attention(
         module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | int | None, **options: Any
@@ -196,7 +196,7 @@ def _check_windows(policy: PackedPolicy, tokens_T: Tensor) -> list[Module]:
 
 def _is_chunked(function: MaskFunction, chunk: int) -> bool:
     """Return whether the first token of the second chunk attends to no token of the first one, and the last does."""
-    zero = torch.zeros((), dtype=int64)
+    zero = torch.zeros((), dtype=torch.int64)
     places_Q = torch.tensor([chunk - 1, chunk])
     seen_QK = function(zero, zero, places_Q[:, None], torch.arange(chunk)[None])
     return seen_QK.expand(2, chunk).sum(-1).tolist() == [chunk, 0]
@@ -234,7 +234,7 @@ def _reach(function: MaskFunction) -> int:
     ``_IRREGULAR``: the number depends on the position."""
     positions_Q = torch.tensor([_FAR, _FAR + 12_345])
     back_K = torch.arange(_WIDEST)
-    zero = torch.zeros((), dtype=int64)
+    zero = torch.zeros((), dtype=torch.int64)
     seen_QK = function(zero, zero, positions_Q[:, None], positions_Q[:, None] - back_K)
     count, later_count = (int(count) for count in seen_QK.expand(2, _WIDEST).sum(-1))
     if count != later_count:

@@ -9,8 +9,8 @@ from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch import device as Device
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl.base.errors import StreamRLError
@@ -36,7 +36,7 @@ class Split(NamedTuple):
 UNSPLIT = Split(None)
 
 
-def split_of(options: TrainerOptions, device: Device) -> Split:
+def split_of(options: TrainerOptions, device: torch.device) -> Split:
     """Make the meshes of ``options``: ranks count first along tensors, then shards, then replicas. Collective."""
     if options.ranks == 1:
         return UNSPLIT

@@ -8,8 +8,7 @@ import contextlib
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, bfloat16, cat, cuda, float32, int64, is_grad_enabled
-from torch import device as Device
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Module, Parameter
@@ -89,7 +88,7 @@ class MicroBatch(NamedTuple):
         """Index of the token that predicts each trained token, and then each imitated one."""
         if self.imitated is None:
             return self.predictors_N
-        return cat([self.predictors_N, self.imitated.predictors_M])
+        return torch.cat([self.predictors_N, self.imitated.predictors_M])
 
     def gather(self, values_N: Tensor) -> Tensor:
         """Gather the values of all trained tokens of the full row; ``values_N`` are the ones of this rank. Where the
@@ -122,12 +121,12 @@ class MicroBatch(NamedTuple):
         )
 
 
-def empty_micro_batch(device: Device) -> MicroBatch:
+def empty_micro_batch(device: torch.device) -> MicroBatch:
     """Make a row of two tokens, none trained: a rank that has nothing to train takes part in collectives with it."""
     no_values = torch.zeros(0, device=device)
-    no_indices = torch.zeros(0, dtype=int64, device=device)
+    no_indices = torch.zeros(0, dtype=torch.int64, device=device)
     return MicroBatch(
-        tokens_T=torch.zeros(2, dtype=int64, device=device),
+        tokens_T=torch.zeros(2, dtype=torch.int64, device=device),
         positions_T=torch.arange(2, device=device),
         layout=packed_layout([PackedSequence(0, 2)], device),
         predictors_N=no_indices,
@@ -202,7 +201,7 @@ class PackedPolicy(Module):
                 "can be trained: lower sampling.max_tokens or engines.max_model_len"
             )
         if self.experts is not None:
-            self.experts.begin(row.routed, row.all_predictors if is_grad_enabled() else None)
+            self.experts.begin(row.routed, row.all_predictors if torch.is_grad_enabled() else None)
         self.recurrent.begin(row.layout)
         self._place_scaling.positions_T = row.positions_T
         output = self._decoder[0](
@@ -238,7 +237,7 @@ def shard(policy: PackedPolicy, mesh: DeviceMesh, gathered: Gathered, *, sixteen
     by_layer = gathered is Gathered.LAYER
     mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
     if sixteen_bit:
-        mixed = MixedPrecisionPolicy(bfloat16, reduce_dtype=float32, cast_forward_inputs=False)
+        mixed = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder_layers(policy.hugging_face):
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=by_layer)
     fully_shard(policy, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
@@ -254,7 +253,7 @@ def gather_once(policy: PackedPolicy) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             for parameter in module.parameters():
-                parameter.grad_dtype = float32
+                parameter.grad_dtype = torch.float32
             module.reshard()
 
 
@@ -282,18 +281,18 @@ def drop_unreduced_gradients(policy: PackedPolicy) -> None:
         policy.zero_grad()
 
 
-def computes_in_sixteen_bits(options: TrainerOptions, device: Device) -> bool:
+def computes_in_sixteen_bits(options: TrainerOptions, device: torch.device) -> bool:
     """Return whether forwards run in bfloat16: by ``options.compute_dtype``, where ``auto`` means on a GPU that has
     it."""
     dtype = options.compute_dtype
     return dtype is ComputeDtype.BFLOAT16 or (dtype is ComputeDtype.AUTO and has_bfloat16(device))
 
 
-def compute_context(options: TrainerOptions, device: Device) -> contextlib.AbstractContextManager[object]:
+def compute_context(options: TrainerOptions, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Context manager of a forward pass: bfloat16 autocast, or nothing."""
     if computes_in_sixteen_bits(options, device):
         # Copies of the weights that autocast keeps until its end are of no use where the backward casts them again.
-        return torch.autocast(device.type, bfloat16, cache_enabled=not options.activation_checkpointing)
+        return torch.autocast(device.type, torch.bfloat16, cache_enabled=not options.activation_checkpointing)
     return contextlib.nullcontext()
 
 
@@ -305,8 +304,8 @@ def chunks(policy: PackedPolicy, tokens: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, max(1, tokens), size)]
 
 
-def card_of(device: Device) -> Card | None:
+def card_of(device: torch.device) -> Card | None:
     """Return the GPU of a rank; None on a CPU."""
     if device.type != "cuda":
         return None
-    return Card(cuda.get_device_properties(device).total_memory, has_bfloat16(device))
+    return Card(torch.cuda.get_device_properties(device).total_memory, has_bfloat16(device))

@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, cat, nn, split
+from torch import Tensor, nn
 from torch.nn import Module
 
 from streamrl.learning.model.architecture import decoder_layers
@@ -173,12 +173,12 @@ class _Row(NamedTuple):
 
             def of_bucket(row: Tensor, index: int = index, bucket: Bucket = bucket) -> Tensor:
                 if id(row) not in parts:
-                    parts[id(row)] = split(spread_rows(row[0], self.layout.keys), sizes)
+                    parts[id(row)] = torch.split(spread_rows(row[0], self.layout.keys), sizes)
                 part = parts[id(row)][index]
                 return part.view(bucket.sequences, bucket.keys, *part.shape[1:])
 
             outputs.append(self._call(of_bucket))
-        joined_PD = cat([_first(output).flatten(0, 1) for output in outputs])
+        joined_PD = torch.cat([_first(output).flatten(0, 1) for output in outputs])
         return _like(outputs[0], collect_rows(joined_PD, self.layout.keys)[None])
 
     def in_one_row(self, borders: Borders, of_borders: dict[str, Tensor], of_first: float = 1.0) -> tuple[Any, Tensor]:

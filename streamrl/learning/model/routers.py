@@ -10,8 +10,7 @@ from logging import getLogger
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, float64
-from torch import device as Device
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
@@ -55,7 +54,7 @@ class Routers:
         self._counted_N: Tensor | None = None
         self._replayed = 0
         self._loads_LE: Tensor | None = None
-        self._device: Callable[[], Device] = lambda: model.device
+        self._device: Callable[[], torch.device] = lambda: model.device
         for layer, decoder in enumerate(decoder_layers(model)):
             for block in decoder.modules():
                 if isinstance(getattr(block, "experts", None), Module):
@@ -103,7 +102,7 @@ class Routers:
 
     def _loads(self) -> Tensor:
         if self._loads_LE is None:
-            self._loads_LE = torch.zeros(self._layers, self.number, dtype=float64, device=self._device())
+            self._loads_LE = torch.zeros(self._layers, self.number, dtype=torch.float64, device=self._device())
         return self._loads_LE
 
     def _around(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, from_numpy
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
@@ -104,7 +104,7 @@ def step_advantages(numbers_S: Sequence[FloatVector], estimator: Advantages) -> 
     ``numbers_S``: numbers of each sample, at the last token of each step; NaN for other tokens."""
     has_number_S = [~np.isnan(numbers_N) for numbers_N in numbers_S]
     pooled = np.concatenate([numbers_N[has] for numbers_N, has in zip(numbers_S, has_number_S, strict=True)])
-    compared = group_advantages(from_numpy(pooled), estimator).double().numpy()
+    compared = group_advantages(torch.from_numpy(pooled), estimator).double().numpy()
     advantages = []
     first = 0
     for numbers_N, has in zip(numbers_S, has_number_S, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, no_grad, zeros_like
+from torch import Tensor
 
 from streamrl.recipe.objective import Mask, OffPolicy, Proximal, RatioLevel
 
@@ -53,7 +53,7 @@ def proximal_logprobs(proximal: Proximal, trainer_N: Tensor, behavior_N: Tensor,
     return torch.where(staleness_N > 0, older_N, trainer_N)
 
 
-@no_grad()
+@torch.no_grad()
 def off_policy_correction(
     off_policy: OffPolicy,
     proximal_N: Tensor,
@@ -84,7 +84,7 @@ def off_policy_correction(
     elif off_policy.truncate is not RatioLevel.NONE:
         weight_N = _ratios(off_policy.truncate, difference_N, sequence_N, sequences).clamp(max=off_policy.cap)
     weight_N = weight_N * off_policy.staleness_discount ** staleness_N.to(weight_N.dtype)
-    masked_N = zeros_like(corrected_N)
+    masked_N = torch.zeros_like(corrected_N)
     if off_policy.mask_level is not RatioLevel.NONE:
         low, high = off_policy.mask_bounds
         ratio_N = _ratios(off_policy.mask_level, masked_by_N, sequence_N, sequences)

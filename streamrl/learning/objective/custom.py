@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec import json
-from torch import Tensor, autograd, float64, int64, zeros_like
+from torch import Tensor
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import JsonObject
@@ -58,7 +58,7 @@ class UserLoss(CustomLoss, frozen=True):
             result = self.function(**{name: LOSS_INPUTS[name](tokens) for name in self.inputs})
         except Exception as error:
             raise StreamRLError(f'objective.function "{self.spec}" raised {describe_error(error)}') from error
-        clipped_N = zeros_like(tokens.advantages_N, dtype=torch.bool)
+        clipped_N = torch.zeros_like(tokens.advantages_N, dtype=torch.bool)
         if isinstance(result, tuple) and len(result) == 2:
             result, clipped_N = result
         for part, name in ((result, "loss"), (clipped_N, "clipped")):
@@ -92,7 +92,7 @@ class UserAdvantages(CustomAdvantages, frozen=True):
     def of_group(self, rewards_S: Tensor, centred_S: Tensor) -> Tensor:
         """Call the user's function. Raises ``StreamRLError`` where it raises, and for other than finite numbers."""
         try:
-            advantages_S = torch.as_tensor(self.function(rewards=rewards_S.clone()), dtype=float64)
+            advantages_S = torch.as_tensor(self.function(rewards=rewards_S.clone()), dtype=torch.float64)
         except Exception as error:
             raise StreamRLError(f'objective.function "{self.spec}" raised {describe_error(error)}') from error
         if advantages_S.shape != rewards_S.shape or not bool(advantages_S.isfinite().all()):
@@ -149,14 +149,14 @@ def _gradient_at_zero(spec: str, options: bytes, clip: Clip) -> bool:
     loss = _load(spec, options).loss
     if loss is None:
         return False
-    proximal_N = torch.tensor([-0.1, -0.7, -2.0, -2.5], dtype=float64)
-    logprobs_N = torch.tensor([-0.4, -0.7, -1.2, -2.9], dtype=float64, requires_grad=True)
-    zeros_N = torch.zeros(4, dtype=int64)
-    nothing_N = torch.zeros(4, dtype=float64)
+    proximal_N = torch.tensor([-0.1, -0.7, -2.0, -2.5], dtype=torch.float64)
+    logprobs_N = torch.tensor([-0.4, -0.7, -1.2, -2.9], dtype=torch.float64, requires_grad=True)
+    zeros_N = torch.zeros(4, dtype=torch.int64)
+    nothing_N = torch.zeros(4, dtype=torch.float64)
     ratio_N = (logprobs_N - proximal_N).exp()
     tokens = SurrogateTokens(logprobs_N, proximal_N, proximal_N - 0.1, ratio_N, nothing_N, zeros_N, zeros_N, 1, clip)
     losses_N, _ = loss.loss(tokens)
-    autograd.backward(losses_N.sum())
+    torch.autograd.backward(losses_N.sum())
     return logprobs_N.grad is not None and bool(logprobs_N.grad.any())
 
 

@@ -9,10 +9,10 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, autograd, linalg
+from torch import Tensor
 
 
-class _Divergence(autograd.Function):
+class _Divergence(torch.autograd.Function):
     """Generalised Jensen-Shannon divergence of each row, with one [N, V] buffer: its gradient by the policy's logits,
     which the forward computes."""
 
@@ -29,12 +29,12 @@ class _Divergence(autograd.Function):
         # log of the ratio of the policy to what it is compared with: the teacher, or the mixture of both.
         if beta == 1:
             log_ratio_NV = log_policy_NV - log_teacher_NV
-            of_policy_N = linalg.vecdot(policy_NV, log_ratio_NV)
+            of_policy_N = torch.linalg.vecdot(policy_NV, log_ratio_NV)
             divergence_N = of_policy_N
         else:
             log_mixture_NV = torch.logaddexp(log_policy_NV + math.log1p(-beta), log_teacher_NV + math.log(beta))
             log_ratio_NV = log_policy_NV - log_mixture_NV
-            of_policy_N = linalg.vecdot(policy_NV, log_ratio_NV)
+            of_policy_N = torch.linalg.vecdot(policy_NV, log_ratio_NV)
             divergence_N = beta * _kl(log_teacher_NV, log_mixture_NV) + (1 - beta) * of_policy_N
             policy_NV.mul_(1 - beta)
         ctx.save_for_backward(policy_NV.mul_(log_ratio_NV.sub_(of_policy_N[:, None])))
@@ -49,7 +49,7 @@ class _Divergence(autograd.Function):
 
 def _kl(log_first_NV: Tensor, log_second_NV: Tensor) -> Tensor:
     """KL(first, second) of each row. [N]."""
-    divergence_N: Tensor = linalg.vecdot(log_first_NV.exp(), log_first_NV - log_second_NV)
+    divergence_N: Tensor = torch.linalg.vecdot(log_first_NV.exp(), log_first_NV - log_second_NV)
     return divergence_N
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, autograd, float32, linalg, zeros_like
+from torch import Tensor
 
 from streamrl.base.types import UNCHANGED, TokenDistribution
 
@@ -34,13 +34,13 @@ def removed_tokens(logits_NV: Tensor, settings: TokenDistribution) -> Tensor | N
         sorted_NV = sorted_NV.masked_fill(sorted_NV < sorted_NV[:, -settings.top_k, None], -torch.inf)
     removed_NV = sorted_NV == -torch.inf
     if settings.top_p < 1:
-        threshold = 1 - torch.tensor(settings.top_p, dtype=float32, device=logits_NV.device)
+        threshold = 1 - torch.tensor(settings.top_p, dtype=torch.float32, device=logits_NV.device)
         removed_NV |= torch.cumsum(sorted_NV.softmax(dim=-1), dim=-1) <= threshold
     removed_NV[:, -1] = False
-    return zeros_like(removed_NV).scatter_(-1, order_NV, removed_NV)
+    return torch.zeros_like(removed_NV).scatter_(-1, order_NV, removed_NV)
 
 
-class _SampledLogprobs(autograd.Function):
+class _SampledLogprobs(torch.autograd.Function):
     """Log-softmax at one target of each row and the entropy of the row, with one [N, V] buffer.
 
     ``log_softmax`` followed by ``exp`` keeps two such buffers and computes the exponential twice more (for the entropy
@@ -55,7 +55,7 @@ class _SampledLogprobs(autograd.Function):
         sum_N = exponentials_NV.sum(-1)
         log_sum_N = sum_N.log()
         with torch.autocast(logits_NV.device.type, enabled=False):  # autocast would compute the products in bfloat16
-            mean_logit_N = linalg.vecdot(exponentials_NV, logits_NV) / sum_N
+            mean_logit_N = torch.linalg.vecdot(exponentials_NV, logits_NV) / sum_N
         entropy_N = log_sum_N + (largest_N - mean_logit_N)
         if entropy_gradient:
             ctx.save_for_backward(exponentials_NV, sum_N, targets_N, logits_NV, mean_logit_N)
@@ -92,13 +92,13 @@ def processed_logits(
     """Logits, float32 [N, V], divided by the temperature, and as low as they can be for excluded tokens. Arguments as
     for ``token_logprobs``."""
     # float64 is not rounded: tests compute references with it.
-    scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, float32))
+    scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if temperature_N is not None:
         scaled_NV = scaled_NV / temperature_N[:, None]
     elif settings.temperature != 1.0:
         scaled_NV = scaled_NV / settings.temperature
     if excluded is not None:
-        removed_NV = zeros_like(scaled_NV, dtype=torch.bool)
+        removed_NV = torch.zeros_like(scaled_NV, dtype=torch.bool)
         removed_NV[:, list(excluded[1])] = excluded[0][:, None]
         scaled_NV = scaled_NV.masked_fill(removed_NV, _lowest(scaled_NV))
     return scaled_NV

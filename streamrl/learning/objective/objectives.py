@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, zeros_like
+from torch import Tensor
 
 from streamrl.learning.objective.corrections import off_policy_correction, proximal_logprobs, sequence_means
 from streamrl.learning.objective.custom import surrogate_of
@@ -94,7 +94,7 @@ def token_loss(
         off_policy, proximal_N, trainer_N, tokens.behavior_N, tokens.staleness_N, tokens.sequence_N, tokens.sequences
     )
     advantages_N = tokens.advantages_N
-    teacher_kl_N = zeros_like(trainer_N)
+    teacher_kl_N = torch.zeros_like(trainer_N)
     if tokens.teacher_N is not None:
         # Minus the gradient of KL(policy, teacher) is E[(log teacher - log policy) grad log policy]: the difference is
         # the reward of its token, and of no other one (a discount of 0).
@@ -102,7 +102,7 @@ def token_loss(
         teacher_kl_N = trainer_N - tokens.teacher_N
     loss_N, clipped_N = _surrogate_loss(settings, logprobs_N, proximal_N, tokens._replace(advantages_N=advantages_N))
     loss_N = correction_N * loss_N
-    kl_N = zeros_like(trainer_N)
+    kl_N = torch.zeros_like(trainer_N)
     if tokens.reference_N is not None:
         kl_N = reference_kl(logprobs_N, tokens.reference_N, settings.kl_estimator)
         if settings.kl_in is KlPlace.LOSS:

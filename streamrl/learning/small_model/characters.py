@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from torch import bfloat16, manual_seed
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -48,7 +48,7 @@ class Vocabulary(ABC):
 
         With a Qwen2 model, transformers replaces the saved tokenizer by Qwen2's own class, which drops spaces; with a
         Llama model it loads the saved tokenizer."""
-        manual_seed(seed)
+        torch.manual_seed(seed)
         config = architecture(
             vocab_size=len(self.ids),
             hidden_size=96,
@@ -67,7 +67,7 @@ class Vocabulary(ABC):
         """Write ``policy`` in bfloat16, the format that trainers publish and engines hold, and its tokenizer. Returns
         the number of parameters."""
         policy.generation_config = GenerationConfig(**self.special_ids)
-        policy.to(bfloat16).save_pretrained(folder)
+        policy.to(torch.bfloat16).save_pretrained(folder)
         self.tokenizer().save_pretrained(folder)
         return sum(parameter.numel() for parameter in policy.parameters())
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor, autograd, nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
@@ -54,7 +54,7 @@ def imitate(
             group["lr"] = PEAK * rate
         loss = loss_of(batch)
         optimizer.zero_grad()
-        autograd.backward(loss)
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         yield loss.item()

@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from torch import bfloat16
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 if __name__ == "__main__":
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     source = {"pretrained_model_name_or_path": folder, "gguf_file": next(folder.glob("*.gguf")).name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(sys.argv[1])
     dequantize = GgufConfig(dequantize=True)
-    policy = AutoModelForCausalLM.from_pretrained(**source, dtype=bfloat16, quantization_config=dequantize)
+    policy = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=dequantize)
     policy.save_pretrained(sys.argv[1])
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     sys.stdout.write(json.dumps({"parameters": parameters}) + "\n")

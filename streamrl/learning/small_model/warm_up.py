@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 import torch
-from torch import Tensor, manual_seed, no_grad, set_num_threads
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -54,10 +54,10 @@ def batches(examples: Sequence[Demonstration], rng: Random) -> Iterator[list[Dem
         yield from pool_batches
 
 
-@no_grad()
+@torch.no_grad()
 def share_right(policy: PreTrainedModel, held_out: Sequence[Demonstration], characters: Characters) -> float:
     """Share of ``held_out`` for which the completion sampled at temperature 1 is the one of the corpus."""
-    manual_seed(0)
+    torch.manual_seed(0)
     padding = characters.ids[PAD]
     width = max(prompt_length for _, prompt_length in held_out)
     prompts = torch.full((len(held_out), width), padding)
@@ -82,7 +82,7 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     disable_progress_bar()
-    set_num_threads(1)  # more threads sum in another order, and the weights would differ
+    torch.set_num_threads(1)  # more threads sum in another order, and the weights would differ
     examples, characters = demonstrations(options.corpus)
     policy = characters.policy(options.seed)
     held_out = examples[: min(HELD_OUT, len(examples) // 8)]

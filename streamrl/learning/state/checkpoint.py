@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from huggingface_hub import save_torch_state_dict
 from msgspec import Struct, msgpack
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor, no_grad, zeros_like
+from torch import Tensor
 from torch.distributed import get_rank, get_world_size
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -145,7 +146,7 @@ def load(
     directory = durable_files.surviving_directory(directory)
     _verify_together(directory)
     scalars = _read_scalars(directory)
-    buffers = {name: zeros_like(moment) for name, moment in optimizer.moments().items()}
+    buffers = {name: torch.zeros_like(moment) for name, moment in optimizer.moments().items()}
     _refuse_missing(directory, "optimizer state", buffers, scalars.moments, "keep training.optimizer as it was")
     remedy = (
         "keep objective.algorithm and objective.value_model as they were, or start from the checkpoint's hf directory "
@@ -159,7 +160,7 @@ def load(
             f"one that {directory / ADAPTER} names, not a model with the adapters merged"
         )
     masters_L = weights.masters.full()
-    with warnings.catch_warnings(), no_grad():
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
             reader = HuggingFaceStorageReader(str(directory / "trainer"))

@@ -14,8 +14,7 @@ from time import perf_counter
 
 import torch
 from msgspec import Struct
-from torch import Tensor, cuda, no_grad, uint8
-from torch import device as Device
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
@@ -34,14 +33,14 @@ class HostMemory:
     ``holds_state``: whether it has the tensors now;
     ``moved_bytes``: bytes that the last ``offload`` moved"""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._moved: list[_Moved] = []
         self._free: list[Tensor] = []  # by size; pinning takes longer than a copy: blocks are used again
         self.holds_state = False
         self.moved_bytes = 0
 
-    @no_grad()
+    @torch.no_grad()
     def offload(self) -> float:
         """Move the tensors to host memory and free theirs. Returns the seconds. Between batches: a graph of autograd
         would not be moved."""
@@ -57,15 +56,15 @@ class HostMemory:
         for tensors in sorted(by_storage.values(), key=lambda tensors: -tensors[0].untyped_storage().nbytes()):
             self._moved.append(self._to_host(tensors))
         self._free.clear()
-        cuda.synchronize()  # copies to pinned memory do not wait
+        torch.cuda.synchronize()  # copies to pinned memory do not wait
         for moved in self._moved:
             _point(moved.tensors, moved.host)
         by_storage.clear()
-        cuda.empty_cache()
+        torch.cuda.empty_cache()
         self.moved_bytes = sum(moved.host.numel() for moved in self._moved)
         return perf_counter() - began
 
-    @no_grad()
+    @torch.no_grad()
     def reload(self) -> float:
         """Move the tensors back to the device. Returns the seconds."""
         began = perf_counter()
@@ -74,7 +73,7 @@ class HostMemory:
         for moved in self._moved:
             _point(moved.tensors, moved.host.to(self._device, non_blocking=True))
         if self._moved:
-            cuda.synchronize()
+            torch.cuda.synchronize()
         self._free = sorted((moved.block for moved in self._moved), key=Tensor.numel)
         self._moved.clear()
         return perf_counter() - began
@@ -100,8 +99,8 @@ class HostMemory:
         if index < len(self._free):
             block = self._free.pop(index)
         else:
-            block = torch.empty(size, dtype=uint8, device="cpu", pin_memory=True)
-        content = torch.empty(0, dtype=uint8, device=tensors[0].device).set_(storage, 0, (size,), (1,))
+            block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        content = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(storage, 0, (size,), (1,))
         return _Moved(block[:size].copy_(content, non_blocking=True), block, tensors)
 
 

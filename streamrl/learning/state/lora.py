@@ -27,7 +27,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
-from torch import Tensor, cat, int16, linalg, manual_seed, no_grad, zeros_like
+from torch import Tensor
 from torch.distributed import all_reduce, get_rank
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
@@ -87,9 +87,9 @@ class AdapterWeights(PublishedWeights):
         self.master_shards = local_shards(self._master_tensors)
         self.adapter_elements = sum(prod(shard.shape) for shard in self.master_shards)
         self.masters: Masters = WholeMasters(
-            cat([local_part(tensor).flatten() for tensor in self._master_tensors.values()])
+            torch.cat([local_part(tensor).flatten() for tensor in self._master_tensors.values()])
         )
-        self.gradient_L = zeros_like(self.masters.full())
+        self.gradient_L = torch.zeros_like(self.masters.full())
         self._master_tensors = self.as_tensors(self.masters.full())
         gradients = self.as_tensors(self.gradient_L)
         self._gradients = {name: local_part(tensor) for name, tensor in gradients.items()}
@@ -107,7 +107,7 @@ class AdapterWeights(PublishedWeights):
             if not shard.owned:
                 continue
             for first in range(0, flat.numel(), _BITS_AT_A_TIME):
-                bits = flat[first : first + _BITS_AT_A_TIME].to(PUBLISHED_DTYPE).view(int16).long()
+                bits = flat[first : first + _BITS_AT_A_TIME].to(PUBLISHED_DTYPE).view(torch.int16).long()
                 places = torch.arange(1, len(bits) + 1, device=bits.device) + shard.offset + first
                 total += key * int((bits * places).sum())
         return total % (1 << 64)
@@ -126,7 +126,7 @@ class AdapterWeights(PublishedWeights):
             self._master_tensors[name] = tensor
         if self.config.use_dora:
             adapted = adapted._replace(lengths_name=f"{module}.lora_magnitude_vector")
-            lengths_N = linalg.vector_norm(base.float(), dim=1)
+            lengths_N = torch.linalg.vector_norm(base.float(), dim=1)
             if isinstance(parameter.data, DTensor):
                 mesh = parameter.data.device_mesh
                 placements = parameter.data.placements
@@ -148,7 +148,7 @@ class AdapterWeights(PublishedWeights):
 
             cast("Any", adapted.parameter).register_post_accumulate_grad_hook(project)
 
-    @no_grad()
+    @torch.no_grad()
     def _project(self, adapted: Adapted, gradient_NM: Tensor, gradient_RM: Tensor) -> None:
         """Add the gradients of this rank's rows of B, and add to ``gradient_RM`` the part of the gradient of the full A
         that comes from this rank's rows of the weight."""
@@ -165,23 +165,23 @@ class AdapterWeights(PublishedWeights):
         b_NR = local_part(self._master_tensors[adapted.b_name])
         return torch.addmm(adapted.base.float(), b_NR, self._full_a[adapted.a_name], alpha=adapted.scale)
 
-    @no_grad()
+    @torch.no_grad()
     def refresh_forward(self) -> None:
         for adapted in self._adapted:
             a_RM = self._master_tensors[adapted.a_name]
             self._full_a[adapted.a_name] = a_RM.full_tensor() if isinstance(a_RM, DTensor) else a_RM
             merged_NM = self._merged(adapted)
             if adapted.lengths_name:
-                norms_N = self._norms[adapted.weight] = linalg.vector_norm(merged_NM, dim=1)
+                norms_N = self._norms[adapted.weight] = torch.linalg.vector_norm(merged_NM, dim=1)
                 merged_NM *= (local_part(self._master_tensors[adapted.lengths_name]) / norms_N)[:, None]
             local_part(adapted.parameter.detach()).copy_(merged_NM.to(PUBLISHED_DTYPE))
 
-    @no_grad()
+    @torch.no_grad()
     def collect_gradient(self) -> Tensor:
         if self._sharded:
             a_shards = {shard.name: shard for shard in self.master_shards}
             for adapted in self._adapted:
-                gradient_RM = zeros_like(self._full_a[adapted.a_name])
+                gradient_RM = torch.zeros_like(self._full_a[adapted.a_name])
                 if adapted.parameter.grad is not None:
                     self._project(adapted, local_part(adapted.parameter.grad), gradient_RM)
                     adapted.parameter.grad = None
@@ -235,7 +235,7 @@ def peft_adapters(
     with torch.random.fork_rng(devices_with_generator), warnings.catch_warnings():
         # The warning that tied weights cannot be merged: ``refuse_targets`` refuses them.
         warnings.simplefilter("ignore")
-        manual_seed(derive_seed(seed, "lora") % (1 << 32))
+        torch.manual_seed(derive_seed(seed, "lora") % (1 << 32))
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:

@@ -17,8 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, bfloat16, float32, int16, int32, no_grad
-from torch import device as Device
+from torch import Tensor
 
 from streamrl.learning.rank_memory import STEP_ELEMENTS
 
@@ -34,7 +33,7 @@ class Masters(ABC):
 
     @property
     @abstractmethod
-    def device(self) -> Device:
+    def device(self) -> torch.device:
         """Device of the optimizer step; the CPU while the rank's state is away from it (``host_memory``)."""
 
     @abstractmethod
@@ -52,12 +51,12 @@ class Masters(ABC):
 
     def full(self) -> Tensor:
         """Return all masters, float32 [L]: a copy where they are split."""
-        values_L = torch.empty(self.size, dtype=float32, device=self.device)
+        values_L = torch.empty(self.size, dtype=torch.float32, device=self.device)
         for place in self.chunks():
             values_L[place] = self.read(place)
         return values_L
 
-    @no_grad()
+    @torch.no_grad()
     def load(self, values_L: Tensor) -> None:
         """Store all masters, float32 [L] on their device."""
         for place in self.chunks():
@@ -73,7 +72,7 @@ class WholeMasters(Masters):
         self.step_elements = STEP_ELEMENTS[values_L.device.type]
 
     @property
-    def device(self) -> Device:
+    def device(self) -> torch.device:
         return self.values_L.device
 
     def read(self, place: slice) -> Tensor:
@@ -96,12 +95,12 @@ class SplitMasters(Masters):
     ``sizes``: number of elements of each vector.
     ``in_float32``: places that are published in float32: the forward has the masters there, and remainders are 0."""
 
-    @no_grad()
+    @torch.no_grad()
     def __init__(
         self,
         forward: Sequence[Callable[[], Tensor]],
         sizes: Sequence[int],
-        device: Device,
+        device: torch.device,
         in_float32: Sequence[slice] = (),
     ) -> None:
         self._in_float32 = in_float32
@@ -110,15 +109,15 @@ class SplitMasters(Masters):
         self._stops = [start + size for start, size in zip(self._starts, sizes, strict=True)]
         self.size = sum(sizes)
         self.step_elements = STEP_ELEMENTS[device.type]
-        self._remainders_L = torch.empty(self.size, dtype=int16, device=device)
+        self._remainders_L = torch.empty(self.size, dtype=torch.int16, device=device)
         scratch = min(self.size, self.step_elements)
-        self._values_C = torch.empty(scratch, dtype=float32, device=device)
-        self._patterns_C = torch.empty(scratch, dtype=int32, device=device)
+        self._values_C = torch.empty(scratch, dtype=torch.float32, device=device)
+        self._patterns_C = torch.empty(scratch, dtype=torch.int32, device=device)
         for place in self.chunks():
             self.write(place, self._published(place))
 
     @property
-    def device(self) -> Device:
+    def device(self) -> torch.device:
         return self._remainders_L.device
 
     def _parts(self, place: slice) -> Iterator[tuple[Tensor, slice]]:
@@ -139,21 +138,21 @@ class SplitMasters(Masters):
             values_C[inside] = part
         return values_C
 
-    @no_grad()
+    @torch.no_grad()
     def read(self, place: slice) -> Tensor:
         values_C = self._published(place)
-        values_C.view(int32).add_(self._remainders_L[place])
+        values_C.view(torch.int32).add_(self._remainders_L[place])
         return values_C
 
-    @no_grad()
+    @torch.no_grad()
     def write(self, place: slice, values: Tensor) -> None:
         patterns_C = self._patterns_C[: place.stop - place.start]
-        published_C = patterns_C.view(float32)
-        published_C.copy_(values.to(bfloat16))
+        published_C = patterns_C.view(torch.float32)
+        published_C.copy_(values.to(torch.bfloat16))
         for other in self._in_float32:
             inside = slice(max(0, other.start - place.start), max(0, min(other.stop, place.stop) - place.start))
             published_C[inside] = values[inside]
         for part, inside in self._parts(place):
             part.copy_(published_C[inside])
-        torch.sub(values.view(int32), patterns_C, out=patterns_C)
+        torch.sub(values.view(torch.int32), patterns_C, out=patterns_C)
         self._remainders_L[place] = patterns_C.clamp_(max=(1 << 15) - 1)

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, cat, float32, nn, no_grad, uint8
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from streamrl.base.errors import StreamRLError
@@ -53,7 +53,7 @@ class MasterOptimizer:
         """Number of steps until now."""
         return self._moments.steps
 
-    @no_grad()
+    @torch.no_grad()
     def step(self, gradient_L: Tensor, learning_rate: float) -> None:
         """Take one step with ``gradient_L`` (float32 [L], on the device of the masters or on another one)."""
         if gradient_L.device != self._masters.device:
@@ -86,7 +86,7 @@ class _FullMoments:
         self.steps = 0
         self._betas = options.beta1, options.beta2
         names = ("exp_avg", "exp_avg_sq")
-        self._state = {name: torch.zeros(masters.size, dtype=float32, device=masters.device) for name in names}
+        self._state = {name: torch.zeros(masters.size, dtype=torch.float32, device=masters.device) for name in names}
 
     def step(self, place: slice, values: Tensor, gradient: Tensor, learning_rate: float) -> None:
         adamw(
@@ -162,7 +162,7 @@ class _QuantizedMoments:
                 state = self._adamw.state[chunk]
                 blocks = self._adamw.name2qmap[levels][_blocks(state[codes]).long()]
                 parts.append((blocks * state[scales][:, None]).flatten()[: place.stop - place.start])
-            moments[name] = cat(parts)
+            moments[name] = torch.cat(parts)
         return moments
 
     def load(self, moments: Tensors, steps: int) -> None:
@@ -204,7 +204,7 @@ def quantize_again(values_BK: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
             scales_B = torch.where(exact_B, candidate_B, scales_B)
             codes_BK = torch.where(exact_B[:, None], candidate_codes_BK, codes_BK)
             reproduced_B |= exact_B
-    return scales_B, codes_BK.to(uint8)
+    return scales_B, codes_BK.to(torch.uint8)
 
 
 def _nearest(values_BK: Tensor, scales_B: Tensor, levels: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, cat, linalg, no_grad, split
+from torch import Tensor
 from torch.distributed import all_reduce, get_rank, get_world_size
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -140,7 +140,7 @@ class PublishedWeights(ABC):
     def _saved(self, parameter: str) -> Tensor:
         return self._parameters[parameter].detach()
 
-    @no_grad()
+    @torch.no_grad()
     def full_published(self) -> Tensors:
         """All tensors of the model, complete, in their published dtypes on the CPU, adapters merged. Collective. The
         first rank gets them, the other ranks get an empty dictionary."""
@@ -204,7 +204,7 @@ class FullWeights(PublishedWeights):
             parameter.grad = gradient
         self.refresh_forward()
 
-    @no_grad()
+    @torch.no_grad()
     def _take_over(self, forward_L: Tensor) -> Tensor:
         """Copy the parameters to one vector, and make them views of it. Their own memory is freed one by one."""
         for shard, parameter in self._pairs():
@@ -223,7 +223,7 @@ class FullWeights(PublishedWeights):
     def _pairs(self) -> list[tuple[LocalShard, Parameter]]:
         return list(zip(self.master_shards, self._parameters.values(), strict=True))
 
-    @no_grad()
+    @torch.no_grad()
     def refresh_forward(self) -> None:
         if self._cpu_bits_L is None:
             return  # split masters write the forward's values in each step
@@ -240,9 +240,9 @@ class FullWeights(PublishedWeights):
 
     def collect_gradient(self) -> Tensor:
         if self._partial:
-            joined = cat([self.gradient_L[place] for place in self._partial])
+            joined = torch.cat([self.gradient_L[place] for place in self._partial])
             all_reduce(joined, group=self._group)
-            parts = split(joined, [place.stop - place.start for place in self._partial])
+            parts = torch.split(joined, [place.stop - place.start for place in self._partial])
             for place, part in zip(self._partial, parts, strict=True):
                 self.gradient_L[place] = part
         return self.gradient_L
@@ -283,8 +283,8 @@ def global_norm(gradient_L: Tensor, counted: Sequence[slice] | None = None) -> f
     """Euclidean norm over the shards of all ranks. Collective. ``counted``: places that no other rank counts; None: all
     places."""
     places = [slice(None)] if counted is None else _joined(counted)
-    parts = [part for place in places for part in split(gradient_L[place], NORM_ELEMENTS)] or [gradient_L[:0]]
-    square = torch.stack([linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
+    parts = [part for place in places for part in torch.split(gradient_L[place], NORM_ELEMENTS)] or [gradient_L[:0]]
+    square = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
     if get_world_size() > 1:
         all_reduce(square)
     return float(square.sqrt())

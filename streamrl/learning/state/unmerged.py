@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, cat, float32, no_grad, split, zeros_like
+from torch import Tensor
 from torch.distributed import all_reduce, get_world_size
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -61,7 +61,7 @@ class UnmergedAdapters(AdapterWeights):
         for name, scale in ((adapted.a_name, 1.0), (adapted.b_name, adapted.scale)):
             shape = self._master_tensors[name].shape
             device = adapted.base.device
-            self._leaves[name] = torch.zeros(shape, dtype=float32, device=device, requires_grad=True)
+            self._leaves[name] = torch.zeros(shape, dtype=torch.float32, device=device, requires_grad=True)
             self._scales[name] = scale
         a_RM = self._leaves[adapted.a_name]
         b_NR = self._leaves[adapted.b_name]
@@ -72,20 +72,20 @@ class UnmergedAdapters(AdapterWeights):
         module = self._policy.hugging_face.get_submodule(adapted.weight.removesuffix(".weight"))
         module.register_forward_hook(add_adapter)
 
-    @no_grad()
+    @torch.no_grad()
     def refresh_forward(self) -> None:
         for name, tensor in self._master_tensors.items():
             full_tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             self._leaves[name].copy_((full_tensor * self._scales[name]).to(PUBLISHED_DTYPE))
 
-    @no_grad()
+    @torch.no_grad()
     def collect_gradient(self) -> Tensor:
-        gradients = [leaf.grad if leaf.grad is not None else zeros_like(leaf) for leaf in self._leaves.values()]
+        gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in self._leaves.values()]
         if dist.is_initialized() and get_world_size() > 1:
-            joined = cat([gradient.flatten() for gradient in gradients])
+            joined = torch.cat([gradient.flatten() for gradient in gradients])
             all_reduce(joined)
             joined /= get_world_size()  # as FSDP2 does
-            gradients = list(split(joined, [gradient.numel() for gradient in gradients]))
+            gradients = list(torch.split(joined, [gradient.numel() for gradient in gradients]))
         for shard, gradient in zip(self.master_shards, gradients, strict=True):
             self.gradient_L[shard.place] += self._scales[shard.name] * _local_range(gradient, shard)
         return self.gradient_L

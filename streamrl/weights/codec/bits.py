@@ -11,14 +11,13 @@ from __future__ import annotations
 from typing import cast
 
 import numpy as np
-from numpy import int64, uint16, uint32
 from numpy.typing import NDArray
 
 from streamrl.base.errors import WeightError
 
-BitArray = NDArray[uint16] | NDArray[uint32]
-BitType = np.dtype[uint16] | np.dtype[uint32]
-PositionArray = NDArray[int64]
+BitArray = NDArray[np.uint16] | NDArray[np.uint32]
+BitType = np.dtype[np.uint16] | np.dtype[np.uint32]
+PositionArray = NDArray[np.int64]
 
 _BIT_TYPES: dict[str, BitType] = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}

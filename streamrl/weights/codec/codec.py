@@ -33,7 +33,6 @@ from typing import cast
 
 import numpy as np
 from msgspec import Struct, msgpack
-from numpy import concatenate, cumsum, flatnonzero, frombuffer, int64, uint16, uint32, uint64
 from numpy.typing import NDArray
 
 from streamrl.base.errors import UNDECODABLE, WeightError
@@ -58,8 +57,8 @@ _LENGTH = struct.Struct("<H")
 _HEADER_LIMIT = 1 << 13  # bytes
 _FEW_MEMBERS = 64
 
-CountArray = NDArray[int64]
-GapArray = NDArray[uint32]
+CountArray = NDArray[np.int64]
+GapArray = NDArray[np.uint32]
 
 
 class WeightPatch(Struct, frozen=True, eq=False):
@@ -82,15 +81,15 @@ class ExponentClasses(Struct, frozen=True, eq=False):
     """The classes of a base. ``class_at``: class of each exponent, uint16 [exponents]. ``sizes``: number of elements of
     each class, int64 [classes]."""
 
-    class_at: NDArray[uint16]
+    class_at: NDArray[np.uint16]
     sizes: CountArray
 
     @classmethod
     def from_counts(cls, counts: CountArray) -> ExponentClasses:
         """Make the classes of a base. ``counts``: number of elements by exponent, int64 [exponents]."""
         common = counts >= _FEW_MEMBERS
-        class_at = np.where(common, cumsum(common), 0).astype(uint16)
-        return cls(class_at, concatenate(([counts[~common].sum()], counts[common])))
+        class_at = np.where(common, np.cumsum(common), 0).astype(np.uint16)
+        return cls(class_at, np.concatenate(([counts[~common].sum()], counts[common])))
 
 
 class ClassChanges(Struct, frozen=True, eq=False):
@@ -133,12 +132,12 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
         return EncodedPatch(WeightPatch(None, bits.copy()), encode_complete(bits))
     base = kernels.frozen(base)
     bits = kernels.frozen(bits)
-    positions = flatnonzero(base != bits).astype(int64, copy=False)
+    positions = np.flatnonzero(base != bits).astype(np.int64, copy=False)
     if not positions.size:
         return None
     lowest, _ = exponent_field(dtype)  # lowest bit of the exponent
     classes = classes_of(base, dtype)
-    gaps = np.empty(positions.size, dtype=uint32)
+    gaps = np.empty(positions.size, dtype=np.uint32)
     kernels.gaps_between(base, lowest, classes.class_at, classes.sizes.size, positions, gaps)
     old = base[positions]
     values = bits[positions]
@@ -150,7 +149,7 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
 def unencoded_patch(bits: BitArray, base: BitArray) -> EncodedPatch | None:
     """Return the differences of ``bits`` from ``base`` without their bytes, for receivers that read the bits from
     memory. None when nothing differs."""
-    positions = flatnonzero(base != bits).astype(int64, copy=False)
+    positions = np.flatnonzero(base != bits).astype(np.int64, copy=False)
     if not positions.size:
         return None
     return EncodedPatch(WeightPatch(positions, bits[positions]), b"")
@@ -159,7 +158,7 @@ def unencoded_patch(bits: BitArray, base: BitArray) -> EncodedPatch | None:
 def classes_of(base: BitArray, dtype: str) -> ExponentClasses:
     """Return the classes of a base (uint16 or uint32 [n], contiguous)."""
     lowest, exponents = exponent_field(dtype)
-    counts = np.zeros(exponents, dtype=int64)
+    counts = np.zeros(exponents, dtype=np.int64)
     kernels.count_exponents(base, lowest, counts)
     return ExponentClasses.from_counts(counts)
 
@@ -171,7 +170,7 @@ def by_class(classes: NDArray[np.unsignedinteger], gaps: GapArray, moves: BitArr
     indices, counts = np.unique(classes, return_counts=True)
     gaps = gaps[order]
     moves = moves[order]
-    edges = pairwise([0, *cumsum(counts).tolist()])
+    edges = pairwise([0, *np.cumsum(counts).tolist()])
     return [
         ClassChanges(index, gaps[start:stop], moves[start:stop])
         for index, (start, stop) in zip(indices.tolist(), edges, strict=True)
@@ -215,7 +214,7 @@ def decode_patch(
     view = memoryview(encoded)
     bits = bit_type(dtype, tensor)
     if len(view) == count * bits.itemsize:
-        return WeightPatch(None, cast("BitArray", frombuffer(view, dtype=bits)))
+        return WeightPatch(None, cast("BitArray", np.frombuffer(view, dtype=bits)))
     header, body = _read_header(view, tensor)
     if header.elements != count:
         raise WeightError(f"patch of {tensor!r} is of {header.elements} elements; expected a unit of {count}")
@@ -228,14 +227,14 @@ def decode_patch(
     base = kernels.frozen(base)
     classes = classes_of(base, dtype)
     changes = _read_classes(header, body, classes.sizes.tolist(), dtype, tensor)
-    starts = np.zeros(classes.sizes.size + 1, dtype=int64)
+    starts = np.zeros(classes.sizes.size + 1, dtype=np.int64)
     for change in changes:
         starts[change.index + 1] = change.gaps.size
-    starts = cumsum(starts)
-    gaps = concatenate([change.gaps for change in changes])
-    moves = concatenate([change.moves for change in changes])
-    positions = np.empty(gaps.size, dtype=int64)
-    sources = np.empty(gaps.size, dtype=int64)  # index in ``gaps`` and ``moves`` of each change
+    starts = np.cumsum(starts)
+    gaps = np.concatenate([change.gaps for change in changes])
+    moves = np.concatenate([change.moves for change in changes])
+    positions = np.empty(gaps.size, dtype=np.int64)
+    sources = np.empty(gaps.size, dtype=np.int64)  # index in ``gaps`` and ``moves`` of each change
     lowest, _ = exponent_field(dtype)
     kernels.places_of(base, lowest, classes.class_at, starts, gaps, positions, sources)
     return WeightPatch(positions, apply_moves(base[positions], moves[sources]))
@@ -286,7 +285,7 @@ def _read_classes(header: _Header, body: memoryview, sizes: list[int], dtype: st
         middle = start + gap_bytes
         stop = start + gap_bytes + move_bytes
         gaps = cast("GapArray", decode_symbols(body[start:middle], np.dtype("<u4"), count, tensor))
-        members = int(gaps.sum(dtype=uint64)) + count
+        members = int(gaps.sum(dtype=np.uint64)) + count
         if members > sizes[index]:
             raise _beyond_class(tensor, members, sizes[index])
         moves = decode_symbols(body[middle:stop], bits, count, tensor)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import zstandard
-from numpy import frombuffer, uint8
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import BitArray, BitType
@@ -20,9 +19,9 @@ def split_planes(bits: BitArray) -> bytes:
     integer = bits.dtype.type
     width = bits.dtype.itemsize
     rotated = (bits << integer(1)) | (bits >> integer(8 * width - 1))
-    exponents = (rotated >> integer(8 * width - 8)).astype(uint8)
+    exponents = (rotated >> integer(8 * width - 8)).astype(np.uint8)
     frame = zstandard.ZstdCompressor(level=1, write_checksum=False).compress(exponents.data)
-    lower = rotated.astype(uint8) if width == 2 else rotated.view(uint8).reshape(-1, width)[:, :-1]
+    lower = rotated.astype(np.uint8) if width == 2 else rotated.view(np.uint8).reshape(-1, width)[:, :-1]
     return b"".join((frame, lower.tobytes()))
 
 
@@ -34,9 +33,9 @@ def join_planes(body: memoryview, bit_dtype: BitType, count: int, tensor: str) -
         raise WeightError(f"patch of {tensor!r} has {len(body)} bytes in its planes; {count} elements need more")
     exponents = _read_frame(body[:split], count, tensor)
     rotated = np.empty(count, dtype=bit_dtype)
-    by_byte = rotated.view(uint8).reshape(-1, width)
+    by_byte = rotated.view(np.uint8).reshape(-1, width)
     by_byte[:, -1] = exponents
-    by_byte[:, :-1] = frombuffer(body[split:], dtype=uint8).reshape(-1, width - 1)
+    by_byte[:, :-1] = np.frombuffer(body[split:], dtype=np.uint8).reshape(-1, width - 1)
     integer = rotated.dtype.type
     bits: BitArray = (rotated >> integer(1)) | (rotated << integer(8 * width - 1))
     return bits
@@ -48,7 +47,7 @@ def _read_frame(frame: memoryview, count: int, tensor: str) -> np.ndarray:
         claimed = zstandard.get_frame_parameters(frame).content_size
         if claimed == count:
             content = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
-            return frombuffer(content, dtype=uint8)
+            return np.frombuffer(content, dtype=np.uint8)
     except zstandard.ZstdError as error:
         raise WeightError(f"patch of {tensor!r} has exponents that cannot be decoded: {error}") from error
     raise WeightError(f"patch of {tensor!r} claims {claimed} exponents for {count} elements")

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import hashlib
 
-from numpy import uint64
+import numpy as np
 
 from streamrl.weights.codec.bits import BitArray, PositionArray
 from streamrl.weights.codec.kernels import frozen, hash_at, hash_from
 
 
-def tensor_key(name: str) -> uint64:
+def tensor_key(name: str) -> np.uint64:
     """Return the 64-bit key of a tensor's checkpoint name."""
-    return uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
+    return np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
 
 
 def hash_range(name: str, offset: int, bits: BitArray) -> int:
     """Sum the terms of the contiguous elements ``[offset, offset + bits.size)`` of a tensor, mod 2**64."""
-    return int(hash_from(tensor_key(name), uint64(offset), frozen(bits)))
+    return int(hash_from(tensor_key(name), np.uint64(offset), frozen(bits)))
 
 
 def hash_elements(name: str, positions: PositionArray, bits: BitArray) -> int:

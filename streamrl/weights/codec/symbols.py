@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import cast
 
 import numpy as np
-from numpy import cumsum, flatnonzero, frombuffer, int64, uint8, uint32
 from numpy.typing import NDArray
 from pcodec import ChunkConfig, DeltaSpec, ModeSpec, PagingSpec  # type: ignore[import-untyped]
 from pcodec.wrapped import FileCompressor, FileDecompressor  # type: ignore[import-untyped]
@@ -70,17 +69,17 @@ def decode_symbols(encoded: memoryview, dtype: BitType, count: int, tensor: str)
 
 def _pack(symbols: BitArray, width: int) -> bytes:
     """Concatenate the low ``width`` bits of all symbols."""
-    as_bytes = symbols.view(uint8).reshape(symbols.size, -1)
+    as_bytes = symbols.view(np.uint8).reshape(symbols.size, -1)
     return np.packbits(np.unpackbits(as_bytes, axis=1, count=width, bitorder="little"), bitorder="little").tobytes()
 
 
-def _unpack(body: memoryview, width: int, count: int, tensor: str) -> NDArray[uint32]:
+def _unpack(body: memoryview, width: int, count: int, tensor: str) -> NDArray[np.uint32]:
     if len(body) != (count * width + 7) // 8:
         raise _broken(tensor, f"{len(body)} bytes for {count} symbols of {width} bits")
-    bits = np.unpackbits(frombuffer(body, dtype=uint8), bitorder="little")
+    bits = np.unpackbits(np.frombuffer(body, dtype=np.uint8), bitorder="little")
     if bits[count * width :].any():
         raise _broken(tensor, "bits beyond its end")
-    wide = np.zeros((count, 32), dtype=uint8)
+    wide = np.zeros((count, 32), dtype=np.uint8)
     wide[:, :width] = bits[: count * width].reshape(count, width)
     return np.packbits(wide, axis=1, bitorder="little").view("<u4").reshape(-1)
 
@@ -89,13 +88,13 @@ def _encode_rice(symbols: BitArray, limit: int) -> bytes:
     """Encode by Rice, code byte included. Returns no bytes where the stream would not be shorter than ``limit``
     bytes."""
     # The best parameter is about log2(0.7 * mean): try the integers around that.
-    estimate = max(0, (7 * int(symbols.sum(dtype=int64)) // (10 * symbols.size)).bit_length() - 1)
-    bits = {k: int((symbols >> k).sum(dtype=int64)) + (k + 1) * symbols.size for k in (estimate, estimate + 1)}
+    estimate = max(0, (7 * int(symbols.sum(dtype=np.int64)) // (10 * symbols.size)).bit_length() - 1)
+    bits = {k: int((symbols >> k).sum(dtype=np.int64)) + (k + 1) * symbols.size for k in (estimate, estimate + 1)}
     parameter = min(bits, key=bits.__getitem__)
     if bits[parameter] // 8 + 2 >= limit:
         return b""
-    ends = cumsum((symbols >> parameter).astype(int64) + 1)
-    unary = np.zeros(int(ends[-1]), dtype=uint8)
+    ends = np.cumsum((symbols >> parameter).astype(np.int64) + 1)
+    unary = np.zeros(int(ends[-1]), dtype=np.uint8)
     unary[ends - 1] = 1
     return b"".join((bytes((parameter,)), np.packbits(unary, bitorder="little").tobytes(), _pack(symbols, parameter)))
 
@@ -105,11 +104,11 @@ def _decode_rice(body: memoryview, parameter: int, dtype: BitType, count: int, t
     split = len(body) - low_bytes
     if split < 1:
         raise _broken(tensor, f"{len(body)} bytes for {count} symbols")
-    unary = np.unpackbits(frombuffer(body[:split], dtype=uint8), bitorder="little")
-    ends = flatnonzero(unary)
+    unary = np.unpackbits(np.frombuffer(body[:split], dtype=np.uint8), bitorder="little")
+    ends = np.flatnonzero(unary)
     if ends.size != count or ends[-1] < 8 * (split - 1):
         raise _broken(tensor, f"{ends.size} symbols instead of {count}")
-    symbols = (np.diff(ends, prepend=-1) - 1).astype(int64) << parameter
+    symbols = (np.diff(ends, prepend=-1) - 1).astype(np.int64) << parameter
     symbols |= _unpack(body[split:], parameter, count, tensor)
     if symbols.max() > np.iinfo(dtype).max:
         raise _broken(tensor, f"symbol {symbols.max()} for {dtype.name}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from numpy import concatenate
+import numpy as np
 
 from streamrl.weights.codec.bits import BitArray, as_bits
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_patch, unencoded_patch
@@ -25,7 +25,7 @@ class CpuTensors:
 
     def complete(self, slices: Sequence[Any], dtype: str) -> BitArray:
         """Return all elements of a unit, in CPU memory."""
-        return cast("BitArray", slices[0] if len(slices) == 1 else concatenate(slices))
+        return cast("BitArray", slices[0] if len(slices) == 1 else np.concatenate(slices))
 
     def changes(self, unit: int, slices: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
         """Encode the differences of unit number ``unit`` from its baseline, as ``codec.encode_patch`` does. Returns

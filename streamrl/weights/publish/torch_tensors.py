@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import msgpack
-from torch import Tensor, cat, cuda, empty_like, from_numpy, no_grad, split
-from torch import device as Device
+from torch import Tensor
 
 from streamrl.base.errors import WeightError
 from streamrl.learning.model.local_shards import LocalShard
@@ -29,7 +28,10 @@ from streamrl.weights.publish.tensor_source import CpuTensors
 
 
 def start_publisher(
-    options: TrainerOptions, shards: Sequence[LocalShard], device: Device, movers: Collection[Mover] = (Mover.ENCODED,)
+    options: TrainerOptions,
+    shards: Sequence[LocalShard],
+    device: torch.device,
+    movers: Collection[Mover] = (Mover.ENCODED,),
 ) -> WeightPublisher:
     """Make and start the publisher of a rank's shards. Weights on a GPU are compared there with a second baseline, of 2
     bytes an element. ``movers``: movers of the engines. Raises ``WeightError`` when the endpoint cannot be
@@ -63,7 +65,7 @@ class DeviceTensors(CpuTensors):
     """Reads float32 tensors on a device, whose values are published in the dtype of their shard. The device has a
     baseline to compare them with, 2 bytes an element of bfloat16, besides the publisher's baseline in CPU memory."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._baseline: dict[int, Tensor] = {}
 
@@ -72,14 +74,14 @@ class DeviceTensors(CpuTensors):
         pickle."""
         counts = [unit.count for unit in units]
         flat, uuid, handle = self._new_memory(sum(counts))
-        self._baseline = dict(enumerate(split(flat, counts)))
+        self._baseline = dict(enumerate(torch.split(flat, counts)))
         return uuid, handle
 
     def _new_memory(self, count: int) -> tuple[Tensor, str, bytes]:
         """Return memory of ``count`` elements, the UUID of its GPU, and its encoded handle."""
         flat = torch.empty(count, dtype=torch.int16, device=self._device)
         _, *handle = flat.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-        uuid = str(cuda.get_device_properties(self._device).uuid)
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
         return flat, uuid, msgpack.encode(handle)
 
     def hold(self, units: Sequence[BitArray]) -> None:
@@ -115,30 +117,30 @@ class DeviceTensors(CpuTensors):
         new = _concatenated(slices)
         return encode_on_device(new, self._base_of(unit, baseline, new.device), dtype)
 
-    def _base_of(self, unit: int, baseline: BitArray, device: Device) -> Tensor:
+    def _base_of(self, unit: int, baseline: BitArray, device: torch.device) -> Tensor:
         """Return the baseline on the device, which is copied from the CPU in the first call for a unit."""
         base = self._baseline.get(unit)
         if base is None:
             base = self._baseline[unit] = _from_cpu(baseline, device).clone()
         return base
 
-    @no_grad()
+    @torch.no_grad()
     def advance(self, patches: Mapping[int, WeightPatch]) -> None:
         """Write the patches to the baseline on the device, in time proportional to the number of changes."""
         for unit, patch in patches.items():
             baseline = self._baseline.get(unit)
             if baseline is not None and patch.positions is not None:
-                positions = from_numpy(patch.positions).to(baseline.device)
+                positions = torch.from_numpy(patch.positions).to(baseline.device)
                 baseline[positions] = _from_cpu(patch.values, baseline.device)
         self._finish()
 
     def _finish(self) -> None:
         """Wait until the baseline is written: engines read it when it has its version."""
-        if cuda.is_available():
-            cuda.synchronize(self._device)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize(self._device)
 
 
-@no_grad()
+@torch.no_grad()
 def encode_on_device(new: Tensor, base: Tensor, dtype: str) -> EncodedPatch | None:
     """Encode a patch to the same bytes as ``codec.encode_patch``. ``new``, ``base``: bits of the published ``dtype`` as
     int16 or int32 [n] on one device (``tensor.view(torch.int16)``). Returns None when nothing differs."""
@@ -149,11 +151,11 @@ def encode_on_device(new: Tensor, base: Tensor, dtype: str) -> EncodedPatch | No
     lowest, exponents = exponent_field(dtype)
     kinds = (base >> lowest) & (exponents - 1)  # exponents; the classes of the elements replace them below
     classes = ExponentClasses.from_counts(torch.bincount(kinds, minlength=exponents).cpu().numpy())
-    kinds = from_numpy(classes.class_at.astype(np.int16)).to(base.device)[kinds.to(torch.int32)]
+    kinds = torch.from_numpy(classes.class_at.astype(np.int16)).to(base.device)[kinds.to(torch.int32)]
     old = base[positions]
     new_values = new[positions]
     changed_kinds = kinds[positions]
-    gaps = empty_like(positions)
+    gaps = torch.empty_like(positions)
     for kind in torch.unique(changed_kinds).tolist():
         in_class = changed_kinds == kind
         ranks = (kinds == kind).cumsum(0, dtype=torch.int32)[positions[in_class]].to(torch.int64)
@@ -167,12 +169,12 @@ def encode_on_device(new: Tensor, base: Tensor, dtype: str) -> EncodedPatch | No
 
 
 def _concatenated(slices: Sequence[Any]) -> Tensor:
-    tensor: Tensor = slices[0] if len(slices) == 1 else cat(list(slices))
+    tensor: Tensor = slices[0] if len(slices) == 1 else torch.cat(list(slices))
     return tensor
 
 
-def _from_cpu(bits: BitArray, device: Device) -> Tensor:
-    return from_numpy(np.ascontiguousarray(bits).view(f"i{bits.itemsize}")).to(device)
+def _from_cpu(bits: BitArray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.itemsize}")).to(device)
 
 
 def _to_cpu(bits: Tensor, dtype: BitType) -> BitArray:

@@ -12,7 +12,6 @@ from threading import Lock
 
 import numpy as np
 from msgspec import Struct
-from numpy import uint16, uint32
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
@@ -62,7 +61,7 @@ def _map_tensor(name: str, stored: StoredTensor) -> CheckpointTensor:
     return CheckpointTensor(name, dtype, stored.shape, bits)
 
 
-def _map_bits(file: Path, offset: int, count: int, dtype: np.dtype[uint16] | np.dtype[uint32]) -> BitArray:
+def _map_bits(file: Path, offset: int, count: int, dtype: np.dtype[np.uint16] | np.dtype[np.uint32]) -> BitArray:
     if not count:
         return np.empty(0, dtype=dtype)
     return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)

@@ -14,7 +14,7 @@ from functools import partial
 from logging import getLogger
 from typing import Any
 
-from numpy import flatnonzero
+import numpy as np
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
@@ -126,7 +126,7 @@ def _patch_of(base: CheckpointReplica | None, part: ShardBits) -> ShardPatch:
     shard, bits = part
     if base is None:
         return ShardPatch(shard, WeightPatch(None, bits))
-    positions = flatnonzero(base.bits_of(shard) != bits)
+    positions = np.flatnonzero(base.bits_of(shard) != bits)
     return ShardPatch(shard, WeightPatch(positions, bits[positions]))
 
 

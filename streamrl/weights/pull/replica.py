@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
-from numpy import concatenate
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
@@ -298,18 +297,18 @@ def _join_changes(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
         end = part.shard.offset + part.shard.count
         local = part.patch.positions
         positions.append((np.arange(part.shard.count) if local is None else local) + part.shard.offset)
-    return StagedPatch(concatenate(positions), concatenate([part.patch.values for part in parts]))
+    return StagedPatch(np.concatenate(positions), np.concatenate([part.patch.values for part in parts]))
 
 
 def _join_columns(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
     """Join the changes of columns, which alternate in the flat tensor, in the order of the tensor."""
-    positions = concatenate([part.shard.places(part.patch.positions) for part in parts])
+    positions = np.concatenate([part.shard.places(part.patch.positions) for part in parts])
     order = np.argsort(positions, kind="stable")
     positions = positions[order]
     duplicates = positions[1:][positions[1:] == positions[:-1]]
     if duplicates.size:
         raise WeightError(f"two ranks publish element {duplicates[0]} of {spec.name!r}")
-    return StagedPatch(positions, concatenate([part.patch.values for part in parts])[order])
+    return StagedPatch(positions, np.concatenate([part.patch.values for part in parts])[order])
 
 
 def _check_follows(spec: TensorSpec, shard: ShardSpec, end: int) -> None:

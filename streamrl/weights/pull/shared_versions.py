@@ -20,9 +20,9 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import cast
 
+import numpy as np
 from msgspec import Struct, msgpack
 from msgspec.structs import replace
-from numpy import frombuffer, int64, uint8
 from numpy.typing import NDArray
 
 from streamrl.base.errors import UNDECODABLE, WeightError
@@ -93,15 +93,15 @@ class SharedMemory:
 
     def bits(self, dtype: BitType, offset: int, count: int) -> BitArray:
         """Return ``count`` bit patterns at byte ``offset``."""
-        return cast("BitArray", frombuffer(self._map, dtype=dtype, count=count, offset=offset))
+        return cast("BitArray", np.frombuffer(self._map, dtype=dtype, count=count, offset=offset))
 
     def positions(self, offset: int, count: int) -> PositionArray:
         """Return ``count`` positions at byte ``offset``."""
-        return frombuffer(self._map, dtype=int64, count=count, offset=offset)
+        return np.frombuffer(self._map, dtype=np.int64, count=count, offset=offset)
 
-    def octets(self, offset: int, count: int) -> NDArray[uint8]:
+    def octets(self, offset: int, count: int) -> NDArray[np.uint8]:
         """Return ``count`` bytes at byte ``offset``."""
-        return frombuffer(self._map, dtype=uint8, count=count, offset=offset)
+        return np.frombuffer(self._map, dtype=np.uint8, count=count, offset=offset)
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""

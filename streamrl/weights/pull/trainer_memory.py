@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import getpid
 
+import numpy as np
 from msgspec import Struct, msgpack
-from numpy import frombuffer, uint8
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.base.messages import MemoryHandle
@@ -62,7 +62,7 @@ class TrainerMemory:
             size = _aligned(size + unit.count * unit.bits.itemsize)
         memory = SharedMemory.create(size)
         memory.positions(0, 2)[:] = NO_VERSION, len(encoded)
-        memory.octets(_TABLE_AT, len(encoded))[:] = frombuffer(encoded, uint8)
+        memory.octets(_TABLE_AT, len(encoded))[:] = np.frombuffer(encoded, np.uint8)
         place = (this_host(), getpid(), memory.descriptor, memory.inode, memory.size)
         return cls(memory, MemoryHandle(*place, device[0]), table)
 

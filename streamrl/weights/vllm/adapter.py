@@ -14,8 +14,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch import device as Device
 from torch.nn import Module
 
 from streamrl.base.errors import WeightError
@@ -52,7 +52,7 @@ def add_adapters(model: Module, vllm_config: Any) -> None:
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     try:
-        LoRAModelRunnerMixin().load_lora_model(model, vllm_config, Device("cpu"))
+        LoRAModelRunnerMixin().load_lora_model(model, vllm_config, torch.device("cpu"))
     except ValueError as error:
         raise WeightError(f'vLLM serves no adapter: {error}; set lora.sync = "merged"') from error
 

@@ -11,8 +11,7 @@ from math import prod
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
-from torch import Tensor, int16, int64, no_grad
-from torch import device as Device
+from torch import Tensor
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
@@ -60,7 +59,7 @@ class DeviceWrite(Struct, frozen=True, eq=False):
             )
 
 
-@no_grad()
+@torch.no_grad()
 def device_writes(
     name: str, route: Route, live: Tensor, bits: Tensor, *, counted: bool, complete: bool
 ) -> Iterator[DeviceWrite]:
@@ -97,7 +96,7 @@ def _view(flat: Tensor, rectangle: Rectangle) -> Tensor:
 
 
 def _hash(name: str, positions: Tensor, bits: Tensor) -> int:
-    return hash_tensor(name, positions, bits if bits.dtype == int16 else bits >> UPPER_HALF)
+    return hash_tensor(name, positions, bits if bits.dtype == torch.int16 else bits >> UPPER_HALF)
 
 
 def _hash_of_all(name: str, rectangle: Rectangle, bits: Tensor) -> int:
@@ -121,9 +120,9 @@ def _parts(route: Route) -> Iterator[Route]:
         yield replace(route, checkpoint=rectangles[0], runtime=rectangles[1])
 
 
-def _places(rectangle: Rectangle, device: Device) -> Tensor:
+def _places(rectangle: Rectangle, device: torch.device) -> Tensor:
     """Return the flat positions of all elements, int64 [n], in row-major order."""
-    places = torch.full((), rectangle.offset, dtype=int64, device=device)
+    places = torch.full((), rectangle.offset, dtype=torch.int64, device=device)
     for size, stride in zip(rectangle.sizes, rectangle.strides, strict=True):
         places = places[..., None] + torch.arange(size, device=device) * stride
     return places.reshape(-1)

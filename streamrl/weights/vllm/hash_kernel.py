@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
-from torch import Tensor, int64
+from torch import Tensor
 
 from streamrl.base.messages import HASH_MODULUS
 from streamrl.weights.codec.state_hash import tensor_key
@@ -18,7 +18,7 @@ _BLOCK = 1024
 def hash_run(name: str, first: int, bits: Tensor) -> int:
     """Sum the terms of the elements from flat index ``first`` on, mod 2**64. ``bits``: patterns, int16 [n]."""
     count = bits.numel()
-    sums = torch.empty(triton.cdiv(count, _BLOCK), dtype=int64, device=bits.device)
+    sums = torch.empty(triton.cdiv(count, _BLOCK), dtype=torch.int64, device=bits.device)
     _sum_blocks[(sums.numel(),)](bits, sums, signed(tensor_key(name)), first, count, BLOCK=_BLOCK)
     return int(sums.sum()) % HASH_MODULUS
 

@@ -10,7 +10,6 @@ from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
-from torch import no_grad
 from torch.nn import Module
 
 _DERIVED = ("W_UK_T", "W_UV")
@@ -34,7 +33,7 @@ def derive_again(model: Module, changed: Container[int], dtype: torch.dtype) -> 
     for _, module in _latent_attention(model):
         weight = getattr(module, _SOURCE).weight
         if weight.untyped_storage().data_ptr() in changed:
-            with no_grad():
+            with torch.no_grad():
                 module.process_weights_after_loading(dtype)
             count += 1
     return count

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+import torch
 from msgspec import Struct
-from numpy import flatnonzero, int64, uint16, uint32
 from numpy.typing import NDArray
-from torch import Tensor, cuda, from_numpy
+from torch import Tensor
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
@@ -94,7 +94,7 @@ class LiveWeights:
                 live = self._storages[route.parameter]
                 writes += device_writes(name, route, live, bits, counted=counted, complete=staged.is_anchor)
                 if live.device.type == "cuda":
-                    cuda.synchronize(live.device)  # the commit may use another stream than this thread
+                    torch.cuda.synchronize(live.device)  # the commit may use another stream than this thread
         for name, patch in staged.patches.items():
             for index, route in self._routes(name):
                 route_write = self._write_of(staged.tensors[name], patch, index, route, replica)
@@ -178,7 +178,7 @@ class LiveWeights:
         if counted:
             change = hash_elements(spec.name, positions, new) - hash_elements(spec.name, positions, old)
         if self._storages[route.parameter].numel() < _SMALL_STORAGE:
-            elements = elements.astype(uint32)
+            elements = elements.astype(np.uint32)
         return RouteWrite(
             route, spec, positions, elements, as_held(new, element_size), as_held(old, element_size), change
         )
@@ -206,7 +206,7 @@ class LiveWeights:
 
     def _write(self, write: RouteWrite, bits: BitArray) -> None:
         storage = self._storages[write.route.parameter]
-        values = from_numpy(to_runtime(bits, storage.element_size())).to(storage.device)
+        values = torch.from_numpy(to_runtime(bits, storage.element_size())).to(storage.device)
         if write.elements is None:
             target = write.route.runtime
             storage.as_strided(target.sizes, target.strides, target.offset).copy_(values.view(target.sizes))
@@ -224,10 +224,10 @@ class LiveWeights:
 
     def _compile(self) -> None:
         """Compile the scatter for the dtypes of this model, so that numba does not do it while the engine is paused."""
-        no_elements = np.zeros(0, dtype=uint32)
+        no_elements = np.zeros(0, dtype=np.uint32)
         for live in {live.dtype: live for live in self._in_cpu_memory.values()}.values():
-            for bits in (np.zeros(0, dtype=uint16), np.zeros(0, dtype=live.dtype)):
-                for elements in (no_elements, no_elements.astype(int64)):
+            for bits in (np.zeros(0, dtype=np.uint16), np.zeros(0, dtype=live.dtype)):
+                for elements in (no_elements, no_elements.astype(np.int64)):
                     scatter_checked(live, elements, bits, bits)
 
 
@@ -236,7 +236,7 @@ def _split(writes: Sequence[Write]) -> tuple[list[RouteWrite | DeviceWrite], lis
 
 
 def _indices(elements: NDArray[Any], storage: Tensor) -> Tensor:
-    return from_numpy(elements.astype(int64, copy=False)).to(storage.device)
+    return torch.from_numpy(elements.astype(np.int64, copy=False)).to(storage.device)
 
 
 def count_routes(
@@ -271,19 +271,19 @@ def _from_runtime(live: NDArray[np.generic], write: RouteWrite) -> BitArray:
     """Return live elements as published bits. Raises ``WeightError`` for float32 values that are no bfloat16 ones."""
     if live.dtype.itemsize == write.new_bits.dtype.itemsize:
         return cast("BitArray", live.view(write.new_bits.dtype))
-    unsigned = live.view(uint32)
-    if np.any(unsigned & uint32(0xFFFF)):
+    unsigned = live.view(np.uint32)
+    if np.any(unsigned & np.uint32(0xFFFF)):
         raise WeightError(
             f"runtime parameter {write.route.parameter!r} holds float32 values that are no {write.tensor.dtype}: "
             "something else than a commit wrote to it"
         )
-    return (unsigned >> uint32(UPPER_HALF)).astype(uint16)
+    return (unsigned >> np.uint32(UPPER_HALF)).astype(np.uint16)
 
 
 def _check_equal(write: RouteWrite, live: BitArray, moment: str, expected: BitArray | None = None) -> None:
     """Raise ``WeightError`` unless ``live`` equals ``expected`` (None: the new bits)."""
     expected_bits = write.new_bits if expected is None else expected
-    wrong = flatnonzero(live != expected_bits)
+    wrong = np.flatnonzero(live != expected_bits)
     if wrong.size:
         first = int(wrong[0])
         positions = write.route.checkpoint.positions() if write.positions is None else write.positions

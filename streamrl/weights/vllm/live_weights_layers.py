@@ -16,9 +16,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 from msgspec import Struct
-from numpy import array_equal, ascontiguousarray
 from numpy.typing import NDArray
-from torch import Tensor, from_numpy
+from torch import Tensor
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
@@ -142,7 +141,7 @@ class LiveLayers:
                     continue
                 storage = integers(loaded[route.parameter.rpartition(".")[2]])
                 target = route.runtime
-                values = from_numpy(to_runtime(inside(route.checkpoint, bits), storage.element_size()))
+                values = torch.from_numpy(to_runtime(inside(route.checkpoint, bits), storage.element_size()))
                 storage.as_strided(target.sizes, target.strides, target.offset).copy_(values.view(target.sizes))
                 _check_arrived(self._plan.tensors[name], layer, route, patch, storage)
                 if (name, index) in self._counted:
@@ -188,7 +187,7 @@ def _check_arrived(
     indices, elements = route.locate(patch.positions)
     expected = to_runtime(patch.new_bits[indices], storage.element_size())
     stored: NDArray[Any] = storage.numpy()[elements]
-    if not array_equal(stored, expected):
+    if not np.array_equal(stored, expected):
         raise WeightError(f"layer {layer.name!r}: changed elements of {spec.name!r} did not arrive where they belong")
 
 
@@ -219,7 +218,7 @@ def as_held(bits: BitArray, element_size: int) -> BitArray:
     in a bfloat16 parameter is rounded, as vLLM's loader does. Other bits are returned as they are."""
     if element_size == bits.dtype.itemsize or element_size > 2:
         return bits
-    values = from_numpy(ascontiguousarray(bits).view(np.float32))
+    values = torch.from_numpy(np.ascontiguousarray(bits).view(np.float32))
     return values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
 
 
@@ -228,6 +227,6 @@ def to_runtime(bits: BitArray, element_size: int) -> NDArray[np.int16] | NDArray
     float32, or float32 that holds bfloat16."""
     bits = as_held(bits, element_size)
     if bits.dtype.itemsize == element_size:
-        flat = ascontiguousarray(bits)
+        flat = np.ascontiguousarray(bits)
         return flat.view(np.int16) if element_size == 2 else flat.view(np.int32)
     return (bits.astype(np.uint32) << np.uint32(UPPER_HALF)).view(np.int32)

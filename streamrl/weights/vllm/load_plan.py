@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
-from numpy import array_equal, flatnonzero
 from numpy.typing import NDArray
-from torch import Tensor, from_numpy, no_grad
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,7 +95,7 @@ class Route(Struct, frozen=True):
             inside &= digit < source.sizes[dimension]
             target += digit * self.runtime.strides[dimension]
         inside &= remainder == 0
-        indices = flatnonzero(inside)
+        indices = np.flatnonzero(inside)
         return indices, target[indices]
 
 
@@ -130,7 +129,7 @@ def record_load_plan(model: Module, tensors: TensorSpecs, constants: TensorSpecs
             stack.enter_context(layer.with_parameters(layer.loading_parameters))
         parameters = _runtime_parameters(model, derived)
         recorder = _CopyRecorder(sources, parameters, frozenset(constants))
-        stack.enter_context(no_grad())
+        stack.enter_context(torch.no_grad())
         stack.callback(register_module_parameter_registration_hook(recorder.reuse_memory).remove)
         stack.enter_context(recorder)
         run_loader(model, sources)
@@ -175,7 +174,7 @@ def record_copies(sources: Tensors, targets: Tensors, load: Callable[[], object]
     """Run ``load``, which copies ``sources`` (meta tensors) to ``targets``, without writing. Returns the route of each
     copy, with the name of its source. Raises ``WeightError`` where ``load`` does more than copy."""
     recorder = _CopyRecorder(sources, targets)
-    with no_grad(), recorder:
+    with torch.no_grad(), recorder:
         load()
     return recorder.routes
 
@@ -291,7 +290,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if any(isinstance(argument, Tensor) and argument.is_meta for argument in args[1:]):
             return  # an index without values
-        moved = [from_numpy(self._positions(tensor)).view(tensor.shape) for tensor in inputs]
+        moved = [torch.from_numpy(self._positions(tensor)).view(tensor.shape) for tensor in inputs]
         if func in (torch.ops.aten.cat.default, torch.ops.aten.index_select.default):
             indices = func(moved if func is torch.ops.aten.cat.default else moved[0], *args[1:], **kwargs)
         else:
@@ -332,7 +331,7 @@ def _fit(tensor: str, parameter: str, source: PositionArray, runtime: PositionAr
         checkpoint_rectangle = Rectangle(int(source[0]), sizes, source_strides)
         route = Route(parameter, checkpoint_rectangle, Rectangle(int(runtime[0]), sizes, runtime_strides))
         indices, elements = route.locate(source)
-        if indices.size == source.size and array_equal(elements, runtime):
+        if indices.size == source.size and np.array_equal(elements, runtime):
             return route
     raise WeightError(
         f"{tensor!r} lies in runtime parameter {parameter!r} in a way that is no rectangle: it cannot be mapped"
@@ -350,12 +349,12 @@ def fit_rectangles(
         first_steps = np.diff(first)
         second_steps = np.diff(second)
         # The innermost dimension ends where a step differs from the first step.
-        breaks = flatnonzero((first_steps != first_steps[0]) | (second_steps != second_steps[0]))
+        breaks = np.flatnonzero((first_steps != first_steps[0]) | (second_steps != second_steps[0]))
         run = int(breaks[0]) + 1 if breaks.size else first.size
         if first.size % run or first_steps[0] < 0 or second_steps[0] < 0:
             return None
         for positions, step in ((first, first_steps[0]), (second, second_steps[0])):
-            if not array_equal(
+            if not np.array_equal(
                 positions.reshape(-1, run) - positions[::run, None],
                 np.broadcast_to(np.arange(run) * step, (positions.size // run, run)),
             ):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 import torch
 from msgspec import Struct
-from torch import Tensor, int64, uint8
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from streamrl.base.errors import WeightError
@@ -95,7 +95,7 @@ def digests(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, tuple[
     """Yield the digest of each named tensor: shape, strides, dtype and ``place_sum``, computed on the tensor's
     device."""
     for name, tensor in tensors:
-        total = 0 if tensor.is_meta else place_sum(tensor.detach().contiguous().view(-1).view(uint8))
+        total = 0 if tensor.is_meta else place_sum(tensor.detach().contiguous().view(-1).view(torch.uint8))
         yield name, (*tensor.shape, *tensor.stride(), hash(str(tensor.dtype)), total)
 
 
@@ -103,13 +103,13 @@ def place_sum(content: Tensor) -> int:
     """Return a 64-bit sum over positions and values of ``content`` (uint8, flat), read as 64-bit words, then bytes."""
     word_bytes = content.numel() // 8 * 8 if content.data_ptr() % 8 == 0 else 0
     total = 0
-    for words in (content[:word_bytes].view(int64), content[word_bytes:]):
+    for words in (content[:word_bytes].view(torch.int64), content[word_bytes:]):
         if not words.numel():
             continue
-        places = torch.arange(min(words.numel(), _BLOCK), dtype=int64, device=content.device)
+        places = torch.arange(min(words.numel(), _BLOCK), dtype=torch.int64, device=content.device)
         factors = (2 * places + 1) * 0x9E3779B97F4A7C1
         for start in range(0, words.numel(), _BLOCK):
             block = words[start : start + _BLOCK]
-            mixed = block.to(int64) * factors[: block.numel()]
+            mixed = block.to(torch.int64) * factors[: block.numel()]
             total = (total * 1000003 + int((mixed ^ (mixed >> 29)).sum())) % 2**64
     return total

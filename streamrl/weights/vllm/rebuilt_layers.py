@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, int64, no_grad, uint8
-from torch import device as Device
+from torch import Tensor
 from torch.nn import Module
 
 from streamrl.base.errors import WeightError
@@ -114,12 +113,12 @@ class RebuiltLayer:
         """Run the layer's quantisation method on ``loaded``, and return the tensors that it sets, by attribute. Other
         objects that it sets (a packed kernel without tensors, say) are in use from then on. Raises ``WeightError``."""
         plain_tensors = dict(_plain_tensors(self._module))
-        device = next((tensor.device for _, tensor in self._tensors()), Device("cpu"))
+        device = next((tensor.device for _, tensor in self._tensors()), torch.device("cpu"))
         try:
             parameters = {
                 name: _as_parameter(self.loading_parameters[name], values.to(device)) for name, values in loaded.items()
             }
-            with no_grad(), self.with_parameters(parameters):
+            with torch.no_grad(), self.with_parameters(parameters):
                 self._module.__dict__.pop(_FINISHED, None)
                 _process_weights(self._module)
                 if hasattr(self._module, "update_param_tp_status"):
@@ -182,7 +181,7 @@ class ComputedParameters(RebuiltLayer):
         for attribute, parameter in self._tensors():
             compute = _computation_of(self.loading_parameters[attribute])
             assert compute is not None
-            with no_grad():
+            with torch.no_grad():
                 built[attribute] = compute(loaded[attribute].to(parameter.device)).to(parameter.dtype)
         return built
 
@@ -295,11 +294,11 @@ def _quick_digest(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides, and sums over rows of the tensor's memory. It is taken in the pause and reads all memory
     once. It changes with any single write, but not where elements change places within 8 KiB."""
     storage = tensor.untyped_storage()
-    content = torch.empty(0, dtype=uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
     row_bytes = content.numel() // (8 * _ROW_WORDS) * 8 * _ROW_WORDS
-    rows = content[:row_bytes].view(int64).view(-1, _ROW_WORDS).sum(1)
-    return (*tensor.stride(), place_sum(rows.view(uint8)), place_sum(content[row_bytes:]))
+    rows = content[:row_bytes].view(torch.int64).view(-1, _ROW_WORDS).sum(1)
+    return (*tensor.stride(), place_sum(rows.view(torch.uint8)), place_sum(content[row_bytes:]))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

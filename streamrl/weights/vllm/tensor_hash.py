@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, int64
+import torch
+from torch import Tensor
 
 from streamrl.base.messages import HASH_MODULUS
 from streamrl.weights.codec.kernels import FIRST, GOLDEN, SECOND, VALUE
@@ -15,7 +16,7 @@ def hash_tensor(name: str, positions: Tensor, bits: Tensor) -> int:
     """Sum the terms of the elements at ``positions`` (int64 [n], flat in the full tensor), mod 2**64. ``bits``:
     bfloat16 or float16 patterns of these elements, int16 [n], on the same device."""
     places = _mixed(positions * signed(GOLDEN) + signed(tensor_key(name)))
-    values = ((bits.to(int64) & 0xFFFF) + 1) * signed(VALUE)
+    values = ((bits.to(torch.int64) & 0xFFFF) + 1) * signed(VALUE)
     return int(_mixed(places ^ values).sum()) % HASH_MODULUS
 
 

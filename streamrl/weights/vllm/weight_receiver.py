@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from msgspec import msgpack
 from msgspec.structs import asdict, replace
-from torch import cuda, int16, int64, uint8
-from torch import device as Device
 from torch.nn import Module
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
@@ -70,7 +68,7 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
     update_info_cls = CommitStaged
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, vllm_config: Any, device: Device, model: Module) -> None:
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self.transaction = WeightTransaction(
             self._repack,
@@ -146,21 +144,21 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
         derive_again(self.model, changed, self.vllm_config.model_config.dtype)
 
 
-def location_of(device: Device) -> Location:
+def location_of(device: torch.device) -> Location:
     """Return the location of a worker that computes on ``device``."""
     if device.type != "cuda":
         return Location(this_host())
-    return Location(this_host(), str(cuda.get_device_properties(device).uuid))
+    return Location(this_host(), str(torch.cuda.get_device_properties(device).uuid))
 
 
-def open_device(device: Device, handle: bytes) -> torch.Tensor:
+def open_device(device: torch.device, handle: bytes) -> torch.Tensor:
     """Map the tensor (int16, flat) that ``torch_tensors.DeviceTensors`` has exported on this GPU. Raises
     ``WeightError``."""
     try:
         storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *msgpack.decode(handle))
     except (RuntimeError, TypeError, *UNDECODABLE) as error:
         raise WeightError(f"CUDA does not map the trainer's memory: {error}") from error
-    return torch.empty(0, dtype=int16, device=device).set_(storage)
+    return torch.empty(0, dtype=torch.int16, device=device).set_(storage)
 
 
 def loaded_checkpoint(vllm_config: Any) -> Path | None:
@@ -198,12 +196,12 @@ def _gather_from_workers(message: WorkerMessage) -> list[WorkerMessage]:
 
     group = get_world_group().cpu_group
     encoded = msgpack.encode(message)
-    lengths = [torch.zeros(1, dtype=int64) for _ in range(torch.distributed.get_world_size())]
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(lengths, torch.tensor([len(encoded)]), group=group)
     longest = max(int(length) for length in lengths)
-    gathered = [torch.empty(longest, dtype=uint8) for _ in lengths]
+    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
     padded = bytearray(encoded.ljust(longest, b"\0"))
-    torch.distributed.all_gather(gathered, torch.frombuffer(padded, dtype=uint8), group=group)
+    torch.distributed.all_gather(gathered, torch.frombuffer(padded, dtype=torch.uint8), group=group)
     messages: list[WorkerMessage] = []
     for content, length in zip(gathered, lengths, strict=True):
         messages.append(msgpack.decode(content.numpy()[: int(length)].tobytes(), type=WorkerMessage))
