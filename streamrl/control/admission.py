@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import math
 
-from streamrl.buffers.rollout_buffer import Group, oldest_first
+from streamrl.buffers.rollout_buffer import Group
 from streamrl.control import actions as do
 from streamrl.control.events import EnginesMeasured
 from streamrl.control.round_policy import Rules
-from streamrl.control.run_state import RunState
+from streamrl.control.run_state import RunState, pause_groups, resume_groups
 from streamrl.recipe.scheduling import KvAdmission
 
 SMOOTHING = 0.2
 """Weight of a measurement in the smoothed usage: trajectories take turns in bursts, which fill a cache for a moment."""
 
 
-def running_groups(state: RunState) -> list[Group]:
-    """Groups with trajectories in flight, oldest first."""
-    groups = [group for group in state.buffer.untrained.values() if group.open and not group.paused]
-    return sorted(groups, key=oldest_first)
+def trajectories_in_flight(state: RunState) -> int:
+    """Number of trajectories that are neither paused nor complete."""
+    return sum(group.open for group in state.running_groups)
 
 
 def admission_limit(state: RunState, rules: Rules) -> int:
@@ -42,16 +41,17 @@ def free_slots(state: RunState, rules: Rules) -> int:
         return free
     if state.buffer.paused:
         return 0
-    in_flight = sum(group.open for group in running_groups(state))
-    return min(free, admission_limit(state, rules) - in_flight)
+    return min(free, admission_limit(state, rules) - trajectories_in_flight(state))
 
 
 def admit(state: RunState, measured: EnginesMeasured, rules: Rules, out: list[do.ControlAction]) -> None:
     """Pause and resume groups, and change the limit, after a measurement of the engines."""
     options = rules.settings.kv_admission
-    running = running_groups(state)
-    if options is None or not running or state.pending.evaluation is not None:
+    if options is None or state.pending.evaluation is not None:
         return  # the caches are those of an evaluation
+    running = state.running_groups
+    if not running:
+        return
     admission = state.admission
     usage = 1.0 if measured.preemptions else measured.kv_usage
     admission.usage += SMOOTHING * (usage - admission.usage)
@@ -69,7 +69,7 @@ def admit(state: RunState, measured: EnginesMeasured, rules: Rules, out: list[do
 
 def resume_when_idle(state: RunState, rules: Rules, out: list[do.ControlAction]) -> None:
     """Resume the oldest paused group where nothing is in flight: a batch may wait for it."""
-    if rules.settings.kv_admission is not None and state.buffer.paused and not running_groups(state):
+    if rules.settings.kv_admission is not None and state.buffer.paused and not state.running_groups:
         _resume(state, state.buffer.paused_groups()[0], rules, out)
 
 
@@ -87,16 +87,15 @@ def _pause_shortest(
     """Pause the groups with the shortest contexts, of equal ones the youngest, until the caches are used to
     ``soft_mark``. One group goes on."""
     shortest_first = sorted(running, key=lambda group: (shares[group.group_id], -group.group_id))
-    in_flight = sum(group.open for group in running)
+    shortest: list[Group] = []
     for group in shortest_first[:-1]:
         if state.admission.usage <= soft_mark:
             break
         state.admission.usage -= shares[group.group_id]
-        in_flight -= group.open
-        state.buffer.pause(group)
         state.admission.pauses += group.open
-        out.append(do.PauseTrajectories(ids=group.open_ids))
-    _set_limit(state, in_flight)
+        shortest.append(group)
+    pause_groups(state, shortest, out)
+    _set_limit(state, trajectories_in_flight(state))
 
 
 def _set_limit(state: RunState, limit: int) -> None:
@@ -105,10 +104,8 @@ def _set_limit(state: RunState, limit: int) -> None:
 
 
 def _resume(state: RunState, group: Group, rules: Rules, out: list[do.ControlAction]) -> None:
-    state.buffer.resume(group)
-    in_flight = sum(running.open for running in running_groups(state))
-    state.admission.limit = max(admission_limit(state, rules), in_flight)
-    out.append(do.ResumeTrajectories(ids=group.open_ids))
+    resume_groups(state, [group], out)
+    state.admission.limit = max(admission_limit(state, rules), trajectories_in_flight(state))
 
 
 def _grow(state: RunState, rules: Rules, options: KvAdmission) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from streamrl.base.types import DropReason
 from streamrl.buffers.rollout_buffer import Group
 from streamrl.buffers.slots import staleness
-from streamrl.control.admission import admission_limit, running_groups
+from streamrl.control.admission import admission_limit, trajectories_in_flight
 from streamrl.control.reward_tracker import RewardTracker
 from streamrl.control.round_policy import Rules
 from streamrl.control.run_state import RunState
@@ -163,7 +163,7 @@ def _turns(state: RunState, rules: Rules) -> Claims:
     """The ranks have the memory of the GPUs from the order of a step until its version is published, and the engines
     sleep until it is live."""
     if rules.settings.in_turns:
-        running = [group.group_id for group in state.buffer.untrained.values() if group.open and not group.paused]
+        running = [group.group_id for group in state.running_groups]
         message = f"it is the ranks' turn, and groups {running} and {state.pending.evaluation} are sampled"
         yield not (state.has_rank_work and state.has_engine_work), message
         yield state.pending.paused_for is None, f"engines are paused for version {state.pending.paused_for}"
@@ -200,11 +200,10 @@ def _admission(state: RunState, rules: Rules) -> Claims:
     """No more trajectories are in flight than admission allows, and something runs where groups are paused by it."""
     if rules.settings.kv_admission is None or state.ending or state.finished:
         return
-    running = running_groups(state)
-    in_flight = sum(group.open for group in running)
+    in_flight = trajectories_in_flight(state)
     limit = admission_limit(state, rules)
     yield in_flight <= limit, f"{in_flight} trajectories are in flight, and {limit} may be"
-    yield bool(running or not state.buffer.paused), f"groups {state.buffer.paused} are paused, and nothing runs"
+    yield bool(in_flight or not state.buffer.paused), f"groups {state.buffer.paused} are paused, and nothing runs"
 
 
 def _tracker(state: RunState, rules: Rules) -> Claims:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 
-from streamrl.base.types import DropReason, TrajectoryId
-from streamrl.buffers.rollout_buffer import Group, oldest_first
+from streamrl.base.types import DropReason
+from streamrl.buffers.rollout_buffer import oldest_first
 from streamrl.buffers.slots import last_version
 from streamrl.control import actions as do
 from streamrl.control.admission import resume_when_idle
 from streamrl.control.apply import Actions, drop_group, end_run, observe_deferred, order_checkpoint, order_evaluation
 from streamrl.control.launch import launch, view
 from streamrl.control.round_policy import Candidate, Remainder, Rules
-from streamrl.control.run_state import Batch, RunState, next_attempt, requeue_interrupted
+from streamrl.control.run_state import Batch, RunState, next_attempt, pause_groups, requeue_interrupted
 from streamrl.control.unanswered_orders import train_order
 from streamrl.recipe.scheduling import StalePolicy
 
@@ -146,27 +146,15 @@ def _settle(state: RunState, rules: Rules, out: Actions) -> None:
     if len(state.buffer.untrained) == len(state.buffer.paused):
         return
     remainder = rules.policy.remainder(view(state, rules))
-    running_groups = [group for group in state.buffer.untrained.values() if not group.paused]
     if remainder is Remainder.PAUSE:
-        _pause(state, running_groups, out)
+        pause_groups(state, state.running_groups, out)
     elif remainder is Remainder.REQUEUE:
         longest = max((group.longest for group in state.buffer.groups()), default=0)
-        for group in running_groups:
+        for group in [group for group in state.buffer.untrained.values() if not group.paused]:
             observe_deferred(group, longest, rules)
             drop_group(state, group, rules.policy.drop_reason, out)
             state.prompts.queue.append(next_attempt(group, group.seed_base if rules.policy.replays else None))
             state.prompts.unsorted = True
-
-
-def _pause(state: RunState, groups: list[Group], out: Actions) -> None:
-    """Pause the open members of ``groups``."""
-    open_ids: list[TrajectoryId] = []
-    for group in groups:
-        if group.open:
-            open_ids.extend(group.open_ids)
-            state.buffer.pause(group)
-    if open_ids:
-        out.append(do.PauseTrajectories(ids=tuple(open_ids)))
 
 
 def publish(state: RunState, out: Actions) -> None:

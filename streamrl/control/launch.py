@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from streamrl.base.types import TrajectoryId
 from streamrl.buffers.rollout_buffer import Group, Member, PromptRef
 from streamrl.buffers.slots import last_version
 from streamrl.control import actions as do
@@ -16,7 +15,7 @@ from streamrl.control.admission import free_slots
 from streamrl.control.apply import Actions, batch_after
 from streamrl.control.mixture import draw_order
 from streamrl.control.round_policy import Launch, RoundView, Rules, Source
-from streamrl.control.run_state import Batch, RunState
+from streamrl.control.run_state import Batch, RunState, resume_groups
 from streamrl.control.unanswered_orders import launch_order
 
 
@@ -94,11 +93,7 @@ def _resume(state: RunState, plan: Launch, rules: Rules, size: int, out: Actions
     if not groups:
         return False
     _open_round(state, plan, rules, size, out)
-    ids: list[TrajectoryId] = []
-    for group in groups:
-        state.buffer.resume(group)
-        ids.extend(group.open_ids)
-    out.append(do.ResumeTrajectories(ids=tuple(ids)))
+    resume_groups(state, groups, out)
     return True
 
 

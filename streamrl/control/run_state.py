@@ -11,11 +11,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import JsonObject, Record
+from streamrl.base.types import JsonObject, Record, TrajectoryId
 from streamrl.buffers.rollout_buffer import Accounting, Group, PromptRef, RolloutBuffer
 from streamrl.buffers.slots import Slots
 from streamrl.control import events as on
-from streamrl.control.actions import End, Evaluate, StepOptimizer
+from streamrl.control.actions import ControlAction, End, Evaluate, PauseTrajectories, ResumeTrajectories, StepOptimizer
 from streamrl.control.reward_tracker import RewardTracker
 
 SNAPSHOT_SCHEMA = 4
@@ -290,11 +290,14 @@ class RunState(Struct, kw_only=True, omit_defaults=True):
         return self.pending.evaluation is not None or self.pending.checkpoint is not None
 
     @property
+    def running_groups(self) -> list[Group]:
+        """Groups with trajectories in flight, in the order of their launches."""
+        return [group for group in self.buffer.untrained.values() if group.open and not group.paused]
+
+    @property
     def has_engine_work(self) -> bool:
         """Return whether engines have work: an evaluation, or trajectories that are neither paused nor complete."""
-        return self.pending.evaluation is not None or any(
-            group.open and not group.paused for group in self.buffer.untrained.values()
-        )
+        return self.pending.evaluation is not None or bool(self.running_groups)
 
     @property
     def has_rank_work(self) -> bool:
@@ -343,6 +346,26 @@ def prompts_needed(state: RunState) -> set[str]:
     prompt_ids = {ref.prompt_id for ref in (*pool.waiting, *pool.queue, *pool.reserved)}
     prompt_ids.update(group.prompt.prompt_id for group in state.buffer.groups())
     return prompt_ids
+
+
+def pause_groups(state: RunState, groups: list[Group], out: list[ControlAction]) -> None:
+    """Pause the open members of ``groups``, which keep their tokens."""
+    ids: list[TrajectoryId] = []
+    for group in groups:
+        state.buffer.pause(group)
+        ids.extend(group.open_ids)
+    if ids:
+        out.append(PauseTrajectories(ids=tuple(ids)))
+
+
+def resume_groups(state: RunState, groups: list[Group], out: list[ControlAction]) -> None:
+    """Resume the open members of paused ``groups`` from their tokens."""
+    ids: list[TrajectoryId] = []
+    for group in groups:
+        state.buffer.resume(group)
+        ids.extend(group.open_ids)
+    if ids:
+        out.append(ResumeTrajectories(ids=tuple(ids)))
 
 
 def next_attempt(group: Group, seed_base: int | None) -> PromptRef:

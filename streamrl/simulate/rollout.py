@@ -228,8 +228,9 @@ class RequestsOnEngines:
                 self._queue.add(due, index, engine.stamp)
         self._dirty.clear()
 
-    def measure(self) -> on.EnginesMeasured:
-        """Measure all engines since the last call."""
+    def measure(self, *, with_contexts: bool) -> on.EnginesMeasured:
+        """Measure all engines since the last call. ``with_contexts``: also the contexts of trajectories, which only
+        admission by KV caches reads."""
         now = self._queue.now
         engines = self.engines
         for engine in engines:
@@ -252,7 +253,7 @@ class RequestsOnEngines:
             kv_usage=max(engine.held_kv for engine in engines) / capacity if capacity else 0.0,
             preemptions=int(preemptions),
             environment=len(in_environment),
-            contexts=self._contexts(),
+            contexts=self._contexts() if with_contexts else {},
         )
 
     def _contexts(self) -> dict[int, int]:

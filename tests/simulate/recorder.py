@@ -59,7 +59,7 @@ class Recorder(Simulation):
         super()._begin_reward(request)
         if self.samples and now - self._told_s >= 0.05:
             self._told_s = now
-            seen = self.rollout.measure()
+            seen = self.rollout.measure(with_contexts=False)
             generated = sum(engine.generated for engine in self.rollout.engines)
             self.engine_lines.append(
                 EnginesLine(

@@ -97,12 +97,14 @@ def trials_of_sets(recipe: Recipe, outcomes: Iterable[Outcome]) -> Iterator[SetT
     """Yield the figures of the completions of each training set."""
     figures = set_metrics([outcome for outcome in outcomes if isinstance(outcome, ScoredTrajectory)])
     for name, share in recipe.prompts.shares.items():
-        limit = recipe.prompts.sets[name].max_tokens
+        training_set = recipe.prompts.sets[name]
+        limit = recipe.token_limit(training_set)
+        limits_itself = limit == training_set.max_tokens
         yield SetTrial(
             name=name,
             share=share,
-            limit_key=f"prompts.train.{name}.max_tokens" if limit else "sampling.max_tokens",
-            max_tokens=limit or recipe.sampling.max_tokens,
+            limit_key=f"prompts.train.{name}.max_tokens" if limits_itself else "sampling.max_tokens",
+            max_tokens=limit,
             figures={key: figures.get(f"prompts/{name}/{key}", 0.0) for key in _OF_SETS},
         )
 
