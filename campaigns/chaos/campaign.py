@@ -3,6 +3,7 @@
     python -m campaigns chaos --engines simulated --kills 270 --out chaos-cells     # goes on where it was stopped
     python -m campaigns chaos --engines vllm --kills 30 --steps 30 --out chaos-cells
     python -m campaigns chaos --teacher --kills 20 --shots-per-run 5 --out chaos-cells-teacher
+    python -m campaigns chaos --guests --kills 60 --shots-per-run 6 --out chaos-cells-guests
     python -m campaigns chaos --out chaos-cells --report
 
 A *cell* is one run of a small version of the demo and the shots it gets (``chaos_plan``): SIGKILL, or SIGSTOP and then
@@ -40,6 +41,7 @@ def add_arguments(arguments: argparse.ArgumentParser) -> None:
     )
     arguments.add_argument("--talks", action="store_true", help="trajectories of several turns, with tools")
     arguments.add_argument("--teacher", action="store_true", help="a teacher on vLLM, which alone is shot")
+    arguments.add_argument("--guests", action="store_true", help="two engines, which their hosts take back")
     arguments.add_argument("--unkilled", type=int, default=0, help="so many runs without a shot instead, to compare")
     arguments.add_argument("--only", type=int, nargs="*", help="numbers of cells; they are run again")
     arguments.add_argument("--at-most", type=int, default=0, help="so many cells in this call (0: all)")
@@ -56,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.report:
         become_subreaper()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a cell's processes end with it
-        kinds = {"talks": options.talks, "teacher": options.teacher}
+        kinds = {"talks": options.talks, "teacher": options.teacher, "guests": options.guests}
         cells = plan(options.engines, options.kills, options.seed, options.shots_per_run, **kinds)
         if options.unkilled:
             cells = [msgspec.structs.replace(c, shots=(), number=10_000 + c.number) for c in cells[: options.unkilled]]

@@ -53,11 +53,18 @@ LONGEST_DELAY_S = {
 
 class Method(StrEnum):
     """``kill``: SIGKILL. ``stop_kill``: SIGSTOP, and SIGKILL seconds later. ``stop_resume``: SIGSTOP, then SIGCONT:
-    nothing died, and nothing may be taken for dead."""
+    nothing died, and nothing may be taken for dead. ``withdraw`` and ``pause``: an engine whose host needs its GPU, and
+    gives it back seconds later."""
 
     KILL = "kill"
     STOP_KILL = "stop_kill"
     STOP_RESUME = "stop_resume"
+    WITHDRAW = "withdraw_engine"
+    PAUSE = "pause_engine"
+
+
+GUEST_METHODS = (Method.WITHDRAW, Method.PAUSE)
+KILLS = (Method.KILL, Method.STOP_KILL, Method.STOP_RESUME)
 
 
 class Shot(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,20 +92,27 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(
-    engines: str, kills: int, seed: int, shots_per_run: int = 3, *, talks: bool = False, teacher: bool = False
+    engines: str,
+    kills: int,
+    seed: int,
+    shots_per_run: int = 3,
+    *,
+    talks: bool = False,
+    teacher: bool = False,
+    guests: bool = False,
 ) -> list[Cell]:
     """Cells with ``kills`` shots in all, ``shots_per_run`` in each. ``engines``: ``simulated`` or ``vllm``; ``talks``:
     trajectories have several turns, and an environment worker is shot, too; ``teacher``: the run serves a teacher on
-    vLLM, and nothing but its processes is shot."""
+    vLLM, and nothing but its processes is shot; ``guests``: two engines, which their hosts take back now and then."""
     cells: list[Cell] = []
     left = kills
     while left > 0:
         number = len(cells)
         source = random.Random(f"{engines} {seed} {number}")
         ranks = 2 if engines == "simulated" and source.random() < 0.25 else 1
-        count = 2 if engines == "simulated" or source.random() < 0.3 else 1
+        count = 2 if guests or engines == "simulated" or source.random() < 0.3 else 1
         shots = tuple(
-            _shot(source, targets(engines, count, ranks, talks, teacher), place)
+            _withdrawal(source) if guests else _shot(source, targets(engines, count, ranks, talks, teacher), place)
             for place in range(min(shots_per_run, left))
         )
         left -= len(shots)
@@ -137,7 +151,7 @@ def _shot(source: random.Random, known: Sequence[str], place: int) -> Shot:
     victims = [first]
     if first not in MUST_RESUME and source.random() < 0.2 and "teacher-0" not in known:
         victims.append(source.choice([name for name in known if name not in (first, TREE)]))
-    method = source.choices(list(Method), [8, 1, 1])[0]
+    method = source.choices(KILLS, [8, 1, 1])[0]
     if not MUST_RESUME.isdisjoint(victims):
         method = Method.KILL
     phases: list[Phase] = [phase for phase in Phase if phase not in (Phase.START, Phase.RECOVERY)]
@@ -149,4 +163,17 @@ def _shot(source: random.Random, known: Sequence[str], place: int) -> Shot:
         method=method,
         delay_s=round(source.uniform(0.0, LONGEST_DELAY_S[phase]), 4),
         stopped_s=0.0 if method is Method.KILL else round(source.uniform(0.5, 3.0), 2),
+    )
+
+
+def _withdrawal(source: random.Random) -> Shot:
+    """An engine is taken back by its host, and given back."""
+    phases = [Phase.ANY, Phase.SAMPLING, Phase.TRAINING, Phase.PUSH, Phase.COMMIT, Phase.CHECKPOINT]
+    phase = source.choice(phases)
+    return Shot(
+        victims=(source.choice(["engine-0", "engine-1"]),),
+        phase=phase,
+        method=source.choice(GUEST_METHODS),
+        delay_s=round(source.uniform(0.0, LONGEST_DELAY_S[phase]), 4),
+        stopped_s=round(source.choice([0.0, source.uniform(0.0, 3.0)]), 2),
     )

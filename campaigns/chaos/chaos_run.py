@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import psutil
 from training_run import StreamrlCommand
 
 from campaigns.chaos.chaos_oracle import Verdict, judge
-from campaigns.chaos.chaos_plan import MUST_RESUME, SEEN_BY, TREE, Cell, Method, Phase, Shot
+from campaigns.chaos.chaos_plan import GUEST_METHODS, MUST_RESUME, SEEN_BY, TREE, Cell, Method, Phase, Shot
 from campaigns.chaos.chaos_processes import (
     describe,
     directories_for_clean,
@@ -29,6 +30,8 @@ from campaigns.chaos.chaos_processes import (
     wait_until_none,
 )
 from campaigns.chaos.chaos_records import Record, Witness
+from streamrl.launch.control_protocol import SteerRun
+from streamrl.launch.control_socket import ask_run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -174,6 +177,8 @@ def shoot(run: ChaosRun, shot: Shot, faults: list[str]) -> ShotResult:
             run.exit_code(DRAIN_S)
             return _go_on(run, shot, time.monotonic(), "vacuous", faults)
         return ShotResult(shot=shot, outcome="vacuous", note=f"there were {', '.join(known) or 'none'}")
+    if shot.method in GUEST_METHODS:
+        return _take_back(run, shot, known[shot.victims[0]].pid, faults)
     fired = time.monotonic()
     send(victims, signal.SIGKILL if shot.method is Method.KILL else signal.SIGSTOP)
     if shot.method is not Method.KILL:
@@ -225,9 +230,35 @@ def _go_on(run: ChaosRun, shot: Shot, fired: float, outcome: str, faults: list[s
     )
 
 
+def _take_back(run: ChaosRun, shot: Shot, pid: int, faults: list[str]) -> ShotResult:
+    """The host of an engine takes it back, and gives it back later. The note says after how many milliseconds the
+    engine had ended its last request."""
+    engine = shot.victims[0]
+    ordered = time.monotonic()
+    _order(run, shot.method.value, engine)
+    time.sleep(max(shot.stopped_s, 0.0))
+    returned = time.monotonic()
+    _order(run, "return_engine", engine)
+    result = _watch(run, shot, returned, {engine: pid}, faults)
+    ends = [
+        record["t"]
+        for record in run.witness.records
+        if record["role"] == engine and record["kind"] == "generate done" and ordered < record["t"] < returned
+    ]
+    return msgspec.structs.replace(
+        result, note=f"{result.note} last request {1000 * (max(ends, default=ordered) - ordered):.0f} ms"
+    )
+
+
+def _order(run: ChaosRun, order: str, engine: str) -> None:
+    assert run.directory is not None
+    request = SteerRun(order=order, engine=engine)  # type: ignore[arg-type]
+    anyio.run(ask_run, run.directory, request, 30.0)
+
+
 def _watch(run: ChaosRun, shot: Shot, fired: float, pids: dict[str, int], faults: list[str]) -> ShotResult:
     """What died must work again, and the run must step."""
-    again = shot.method is not Method.STOP_RESUME
+    again = shot.method not in (Method.STOP_RESUME, *GUEST_METHODS)
     recovery: dict[str, float] = {}
     deadline = time.monotonic() + run.patience_s
     while len(recovery) < len(pids) and time.monotonic() < deadline and not run.over:

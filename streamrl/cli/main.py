@@ -53,6 +53,9 @@ COMMANDS = {
     "set": ("steering.steer:SetKeys", "change settings of a running run"),
     "checkpoint": ("steering.steer:WriteNow", "have a running run write a checkpoint"),
     "evaluate": ("steering.steer:EvaluateNow", "have a running run score its held-out prompts"),
+    "engine pause": ("steering.steer:PauseEngine", "have an engine serve nothing: its host needs the GPU"),
+    "engine withdraw": ("steering.steer:WithdrawEngine", "end an engine: its host needs the memory of the GPU"),
+    "engine return": ("steering.steer:ReturnEngine", "have an engine serve again"),
     "drain": ("control:Drain", "let a running run finish its step, save and end"),
     "resume": ("train:ResumeRun", "continue a run that was killed, or drained"),
     "eval": ("trained_models.eval:Eval", "held-out scores of a model: avg@k, pass@k, greedy"),
@@ -79,6 +82,7 @@ COMMANDS = {
 name of two words belongs to a group."""
 GROUPS = {
     "reward": "try a reward function alone; change the rewards of a running run",
+    "engine": "take an engine from a running run, and give it back",
     "objective": "try a loss, or advantages, of your own",
     "launch": "start Ray on the hosts of a cluster, and a run on them",
 }

@@ -152,11 +152,16 @@ class RunContinued(Event, frozen=True):
     prompts: int = 0
 
 
-class Steered(Event, frozen=True):
-    """Order of a user: ``pause`` (no launches until ``continue``), or an evaluation or checkpoint of the live version
-    as soon as the state allows it."""
+UserOrder = Literal["pause", "continue", "evaluate", "checkpoint", "pause_engine", "withdraw_engine", "return_engine"]
 
-    order: Literal["pause", "continue", "evaluate", "checkpoint"]
+
+class Steered(Event, frozen=True):
+    """Order of a user: ``pause`` (no launches until ``continue``), an evaluation or checkpoint of the live version as
+    soon as the state allows it, or an order about ``engine``, whose host needs its GPU: it serves nothing
+    (``pause_engine``), has no process either (``withdraw_engine``), or serves again (``return_engine``)."""
+
+    order: UserOrder
+    engine: str = ""
 
 
 class SettingsChanged(Event, frozen=True):

@@ -194,7 +194,8 @@ class Steering(Struct, kw_only=True, omit_defaults=True):
     ``waiting_changes``: changes of settings that wait for their step;
     ``changed``: changed values in force, by key;
     ``changes``: number of changes so far;
-    ``recipe_steps``: ``run.steps`` of the recipe when a user changed this key."""
+    ``recipe_steps``: ``run.steps`` of the recipe when a user changed this key;
+    ``engines_away``: last order about each engine that serves nothing, since its host needs its GPU."""
 
     paused: bool = False
     waiting_orders: list[str] = field(default_factory=list, name="wanted")
@@ -202,6 +203,7 @@ class Steering(Struct, kw_only=True, omit_defaults=True):
     changed: JsonObject = {}
     changes: int = 0
     recipe_steps: int = 0
+    engines_away: dict[str, on.UserOrder] = {}
 
 
 class Admission(Struct, kw_only=True, omit_defaults=True):

@@ -31,7 +31,10 @@ from streamrl.engines.routing import Router, ServedRequest, forget_oldest
 UNAVAILABLE = "unavailable"
 """The reason to drain an engine that does not run: its process died, or its set is not in use."""
 
-ABORT_AGAIN_SECONDS = 0.5
+GUEST = "guest"
+"""The reason to drain an engine whose host needs its GPU for a while."""
+
+ABORT_AGAIN_SECONDS = 0.05
 """Interval between the aborts that are sent to a draining engine: an abort may overtake its request in the engine."""
 
 COUNTERS = (

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hmac
 import struct
-from typing import Literal
 
 from msgspec import msgpack
 
@@ -21,6 +20,7 @@ from streamrl.base.messages import Message
 from streamrl.base.run_events import RunEvent, SupervisorOrder
 from streamrl.base.types import JsonObject, Record
 from streamrl.comm.wire import WireCodec, WireLimits
+from streamrl.control.events import UserOrder
 from streamrl.rewards.reward_messages import (
     AttachReward,
     DetachReward,
@@ -44,9 +44,11 @@ class ReadStatus(Message, frozen=True):
 
 
 class SteerRun(Message, frozen=True):
-    """Pause or continue launches, evaluate, or write a checkpoint (``control.events.Steered``)."""
+    """Pause or continue launches, evaluate, write a checkpoint, or have ``engine`` serve or not
+    (``control.events.Steered``)."""
 
-    order: Literal["pause", "continue", "evaluate", "checkpoint"]
+    order: UserOrder
+    engine: str = ""
     request_id: int = 0
 
 
@@ -88,6 +90,7 @@ class SteeringStatus(Message, frozen=True):
     ``batch``: number of trajectories in the batch (or groups, where batches keep their prompts), of ``batch_target``.
     ``queue``: number of prompts in the queue. ``waits_for``: reason for which the run as a whole waits, for
     ``waited_s`` seconds. ``waits``: open waits, one line each. ``pending``: orders that were not carried out yet.
+    ``engines_away``: last order about each engine whose host needs its GPU.
     ``changed``: settings in force that differ from the recipe. ``waiting``: changes that wait for their step."""
 
     request_id: int = 0
@@ -107,6 +110,7 @@ class SteeringStatus(Message, frozen=True):
     waited_s: float = 0.0
     waits: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
+    engines_away: dict[str, UserOrder] = {}
     changed: JsonObject = {}
     waiting: tuple[WaitingChange, ...] = ()
     processes: tuple[ProcessStatus, ...] = ()
@@ -179,7 +183,7 @@ def described(operation: ControlOperation) -> str:
         case DetachReward():
             names = (operation.name,)
         case SteerRun():
-            names = (operation.order,)
+            names = (operation.order, operation.engine)
         case ChangeSettings():
             names = operation.changes
     return f"{type(operation).__name__}({', '.join(map(repr, names))})"

@@ -144,6 +144,8 @@ def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun
             await emit(RunDecided(step=step, subject=subject, reason=decision.reason, figures=figures))
 
     rooms = expected_room(recipe, processes.ready.kv_tokens // recipe.engines.count)
+    for engine, order in record.control.state.steering.engines_away.items():
+        processes.engine_processes.follow_host(engine, order)
     return ElasticEngines(
         processes.pool,
         processes.engine_processes,

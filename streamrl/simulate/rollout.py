@@ -245,6 +245,9 @@ class RequestsOnEngines:
         in_environment = [
             request for request in self.requests.values() if request.turns and request.engine < 0 < request.length
         ]
+        contexts: dict[int, int] = {}
+        if with_contexts:
+            contexts = self._contexts()
         return on.EnginesMeasured(
             # Mean over the decode steps, as in the statistics of real engines.
             running=generated / steps * self.in_use if steps > 0 else 0.0,
@@ -253,7 +256,7 @@ class RequestsOnEngines:
             kv_usage=max(engine.held_kv for engine in engines) / capacity if capacity else 0.0,
             preemptions=int(preemptions),
             environment=len(in_environment),
-            contexts=self._contexts() if with_contexts else {},
+            contexts=contexts,
         )
 
     def _contexts(self) -> dict[int, int]:

@@ -35,13 +35,20 @@ class SteeredWorld(CrashWorld):
     steered = True
     changes = rounds = 0
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.engines_away: dict[str, on.UserOrder] = {}
+        super().__init__(*arguments, **options)
+
     def anything_else(self, random: Random) -> None:
         super().anything_else(random)
         if not self.over_now and random.random() < 0.1:
             self.tell(random.choice([self.order, self.change, self.change])(random))
 
     def order(self, random: Random) -> on.Steered:
-        return on.Steered(order=random.choice(["pause", "continue", "evaluate", "checkpoint"]))
+        engine = random.choice(["", "", "engine-0", "engine-1"])
+        if not engine:
+            return on.Steered(order=random.choice(["pause", "continue", "evaluate", "checkpoint"]))
+        return on.Steered(order=random.choice(["pause_engine", "withdraw_engine", "return_engine"]), engine=engine)
 
     def change(self, random: Random) -> on.SettingsChanged:
         values = random.choice([*PLAIN, *2 * PLAIN[:2]])
@@ -63,6 +70,11 @@ class SteeredWorld(CrashWorld):
     def after(self, event: on.ControlEvent, actions: list[do.ControlAction]) -> None:
         before = self.settings.sampling
         super().after(event, actions)
+        if isinstance(event, on.Steered) and event.engine:
+            self.engines_away.pop(event.engine, None)
+            if event.order != "return_engine":
+                self.engines_away[event.engine] = event.order
+        assert self.state.steering.engines_away == self.engines_away, "also after a kill"
         for action in actions:
             if isinstance(action, do.LaunchGroup):
                 assert action.sampling == self.core.settings.sampling, (before, "launched by other sampling parameters")

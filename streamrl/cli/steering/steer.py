@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from msgspec.structs import asdict
 
 from streamrl.base.types import Texts
 from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.cli.control import ask_run
+from streamrl.control.events import UserOrder
 from streamrl.launch.control_protocol import (
     ChangeSettings,
     ReadStatus,
@@ -37,7 +38,7 @@ class Status(Command, frozen=True):
 class SteeringCommand(Command, frozen=True):
     """A command that gives one order to a running run."""
 
-    order: ClassVar[Literal["pause", "continue", "evaluate", "checkpoint"]]
+    order: ClassVar[UserOrder]
     run_directory: RunPath
 
     def run(self) -> int:
@@ -83,6 +84,36 @@ class SetKeys(Command, frozen=True):
         return _steer(self, ChangeSettings(changes=self.changes, step=self.step))
 
 
+class EngineCommand(SteeringCommand, frozen=True):
+    """An order about one engine of a running run."""
+
+    engine: Annotated[str, Argument("such as engine-1", metavar="ENGINE", positional=True)]
+
+    def run(self) -> int:
+        """Send the order and return once it is in the journal of the run."""
+        return _steer(self, SteerRun(order=self.order, engine=self.engine))
+
+
+class PauseEngine(EngineCommand, frozen=True):
+    """Have an engine serve nothing, since its host needs the GPU for a while. Its requests go on on the other engines
+    from their tokens. It keeps its process and its memory, and gets new weights."""
+
+    order = "pause_engine"
+
+
+class WithdrawEngine(EngineCommand, frozen=True):
+    """Have an engine serve nothing and end its process, which frees the memory of its GPU. Its requests go on on the
+    other engines from their tokens. This outlasts a kill and `streamrl resume`."""
+
+    order = "withdraw_engine"
+
+
+class ReturnEngine(EngineCommand, frozen=True):
+    """Have an engine serve again that was paused or withdrawn, once it has the live weights."""
+
+    order = "return_engine"
+
+
 def _steer(command: SteeringCommand | SetKeys, request: SteeringRequest) -> int:
     answer = ask_run(command.run_directory, request)
     assert isinstance(answer, SteeringTaken), answer
@@ -99,6 +130,7 @@ def _lines(status: SteeringStatus) -> list[str]:
         "under way": f"{status.in_flight} trajectories, {status.ready} groups ready, {status.queue} prompts queue",
         "waits for": f"{status.waits_for}, for {status.waited_s:.1f} s",
         "pending": ", ".join(status.pending),
+        "away": ", ".join(status.engines_away),
         "changed": ", ".join(f"{key} = {value}" for key, value in status.changed.items()),
     }
     if not status.steps:

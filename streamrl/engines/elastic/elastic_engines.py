@@ -29,7 +29,7 @@ from streamrl.base.types import Clock, Metrics, TrajectoryId
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import Observer, PushReport
 from streamrl.control.actions import ControlAction, Decision, LaunchGroup, StepOptimizer
-from streamrl.control.events import ControlEvent, StopRequested
+from streamrl.control.events import ControlEvent, Steered, StopRequested
 from streamrl.engines.elastic.engine_processes import DRAIN_SECONDS, EngineProcesses
 from streamrl.engines.elastic.engine_sets import SetChooser, SetPlan
 from streamrl.engines.elastic.freeing import Freeing, OpenRequest, ReleasePlan, ServingEngine
@@ -135,7 +135,9 @@ class ElasticEngines(Observer):
     # ---- events and actions of the controller ------------------------------------------------------
 
     async def on_event(self, event: ControlEvent) -> None:
-        """Stop freeing and switching, and cancel a switch, once the run is to end."""
+        """Carry out orders about an engine. Stop freeing and switching, and cancel a switch, once the run is to end."""
+        if isinstance(event, Steered) and event.engine:
+            self._processes.follow_host(event.engine, event.order)
         if isinstance(event, StopRequested):
             self._given_up = True
             self._switching.cancel()

@@ -8,6 +8,7 @@ it binds the two streams of the engine again, so a late message of a process nev
 * Engines of the set in use: a started engine gets the live version, then it serves in the pool. When its process dies,
   its requests go to the other engines, which serve meanwhile, and the supervisor starts the process again. An engine
   that makes no progress, or fails in a weight push, is killed, and from then on is like one that died.
+* An engine whose host needs its GPU for a while serves nothing (``follow_host``); its requests go to the others.
 * Engines of other sets have no process, or a sleeping one (on CUDA), which has freed the device's memory. A process
   that dies asleep is started at the next use of its set."""
 
@@ -31,7 +32,8 @@ from streamrl.base.types import Metrics
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.contracts import Engine
-from streamrl.engines.pool import UNAVAILABLE, EnginePool
+from streamrl.control.events import UserOrder
+from streamrl.engines.pool import GUEST, UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.recipe.sections import Engines
@@ -242,7 +244,7 @@ class _EngineLifecycle:
                 await self._lose(engine)
                 return missing_since
             await self._leave(engine)
-            if not await self._sleep_until_used(engine):
+            if not self.in_use and not await self._sleep_until_used(engine):
                 return missing_since
 
     async def _join(self, engine: RemoteEngine, pool: EnginePool) -> bool:
@@ -403,6 +405,8 @@ class EngineProcesses:
         self._changed = Event()
         self._endpoints = endpoints
         self._lifecycles: dict[str, _EngineLifecycle] = {}
+        self._set_engines: Collection[str] = ()  # names of the set in use
+        self._withdrawn: set[str] = set()
 
     @property
     def figures(self) -> Metrics:
@@ -497,6 +501,7 @@ class EngineProcesses:
         pool = EnginePool(engines, unavailable=unavailable, fatal_deaths=fatal_deaths)
         ready = pool.joined([ready for _, ready in alive.values()])
         self.pool = pool
+        self._set_engines = names
         self.switching = False
         for name in alive:
             self._lifecycles[name].has_live_version = True
@@ -539,7 +544,7 @@ class EngineProcesses:
         await self.until(
             lambda: (
                 any(lifecycle.has_live_version for lifecycle in joining)
-                and all(lifecycle.has_live_version or lifecycle.late for lifecycle in joining)
+                and all(lifecycle.has_live_version or lifecycle.late or not lifecycle.in_use for lifecycle in joining)
             )
         )
         self.switching = False
@@ -547,9 +552,26 @@ class EngineProcesses:
             if lifecycle.has_live_version:
                 self.pool.readmit(lifecycle.name, UNAVAILABLE)
 
+    def follow_host(self, name: str, order: UserOrder) -> None:
+        """Carry out ``order`` of the host of engine ``name``, which needs its GPU for a while, or not any more
+        (``Steered``). The requests of an engine that serves nothing go on on the others at once, from their tokens."""
+        assert self.pool is not None
+        self._withdrawn.discard(name)
+        if order == "return_engine":
+            self.pool.readmit(name, GUEST)
+        elif order == "pause_engine":
+            self.begin(self.pool.drain, name, GUEST)
+        else:
+            self.pool.withdraw([name], GUEST)
+            self._withdrawn.add(name)
+        self._set_in_use(self._set_engines)
+
     def _set_in_use(self, names: Collection[str]) -> None:
+        self._set_engines = names
         for lifecycle in self._lifecycles.values():
-            lifecycle.set_in_use(lifecycle.name in names)
+            in_use = lifecycle.name in names and lifecycle.name not in self._withdrawn
+            if in_use != lifecycle.in_use:
+                lifecycle.set_in_use(in_use)
         self.notify()
 
     async def aclose(self) -> None:

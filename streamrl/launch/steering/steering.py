@@ -3,7 +3,7 @@ answer. ``run_controller`` serves it in the controller's process; ``steering_req
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from logging import getLogger
 
 from anyio import Event
@@ -28,6 +28,7 @@ from streamrl.launch.control_protocol import (
 from streamrl.launch.steering.changed_recipe import settings_change
 from streamrl.processes.watchdog import Watchdog
 from streamrl.recipe.sections import Recipe
+from streamrl.recipe.topology import prepared_sets
 from streamrl.run.journal.run_journal import RunJournal
 from streamrl.run.wait_reason import RunWaits
 
@@ -104,7 +105,9 @@ class SteeringService(Observer):
             return change, f"{settings}: from {start} on"
         if request.order == "evaluate" and not self._recipe.evaluation.prompts:
             raise RecipeError("evaluation.prompts: this run has no held-out prompts")
-        event = Steered(order=request.order)
+        event = Steered(order=request.order, engine=request.engine)
+        if request.engine:
+            _refuse_last_engine(self._recipe, {*state.steering.engines_away, request.engine}, request.engine)
         later = "once the version that is made now is live"
         version = state.live_version
         done_orders = {"evaluate": state.evaluated == (version, 0), "checkpoint": state.saved_version == version}
@@ -113,6 +116,9 @@ class SteeringService(Observer):
         effects = {
             "pause": f"nothing more is launched; {state.accounting().in_flight} trajectories are finished",
             "continue": "launches go on",
+            "pause_engine": f"{request.engine} serves nothing, and keeps its process; its requests go on elsewhere",
+            "withdraw_engine": f"{request.engine} serves nothing, and its process ends; its requests go on elsewhere",
+            "return_engine": f"{request.engine} serves again once it has the live weights",
             "evaluate": f"all held-out prompts are evaluated, at once or {later}",
             "checkpoint": f"a checkpoint is written, at once or {later}",
         }
@@ -146,6 +152,18 @@ class SteeringService(Observer):
             waited_s=round(seconds, 1),
             waits=tuple(self._watch.waits.lines()[:_MOST_WAITS]),
             pending=(*open_orders, *steering.waiting_orders),
+            engines_away=steering.engines_away,
             changed=steering.changed,
             waiting=tuple(WaitingChange(step=change.step, values=change.values) for change in steering.waiting_changes),
         )
+
+
+def _refuse_last_engine(recipe: Recipe, engines_away: Collection[str], engine: str) -> None:
+    """Raise ``RecipeError`` where ``engine`` is none of the run, or all engines of a set are in ``engines_away``: every
+    round must be able to end without these."""
+    sets = [engine_set.engines for engine_set in prepared_sets(recipe)]
+    names = sorted(name for engines in sets for name in engines)
+    if engine not in names:
+        raise RecipeError(f'there is no engine "{engine}": this run has {", ".join(names)}')
+    if any(set(engines) <= set(engines_away) for engines in sets):
+        raise RecipeError(f"{engine} is the last engine that serves: have another one serve before")

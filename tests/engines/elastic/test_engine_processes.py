@@ -9,19 +9,22 @@ from contextlib import asynccontextmanager, nullcontext
 import anyio
 import pytest
 from builders.weights import anchor
+from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import EngineEvent, EngineOrder, Generate, OrderFailed
 from streamrl.base.run_events import EngineBack, EngineLost, StartEngine, StopEngine, SupervisorOrder
-from streamrl.base.types import token_array
+from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.control.events import UserOrder
 from streamrl.engines.elastic.engine_processes import PATIENCE_SECONDS, EngineProcesses
 from streamrl.engines.elastic.turns import EngineTurns
 from streamrl.engines.engine_process import serve_engine
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.remote_engine import ENGINE_FAILURE
+from streamrl.engines.resumption import resumed_request
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.processes.exit_reason import failures
 from streamrl.recipe.scheduling import InFlight
@@ -52,6 +55,7 @@ class Started:
         self.made: list[SimulatedEngine] = []
         self.loading, self.loaded = anyio.Event(), anyio.Event()
         self.host_lives = "serves"
+        self.length = 30.0
         self.processes = EngineProcesses(
             endpoints, settings, order=self.order, emit=self.emit, guard=guard, sleeps=sleeps
         )
@@ -90,7 +94,7 @@ class Started:
                     if lives == "loads":
                         self.loading.set()
                         await self.loaded.wait()
-                    lengths = LengthMixture(median=30.0, sigma=0.0, long_share=0.0)
+                    lengths = LengthMixture(median=self.length, sigma=0.0, long_share=0.0)
                     self.made.append(SimulatedEngine(SimulationOptions(name=name, lengths=lengths)))
                     await serve_engine(self.made[-1], nullcontext((orders, events)))
         self.running.discard(name)
@@ -168,6 +172,70 @@ async def test_advance_requests_wait_for_set_and_version(pushed_first: bool) -> 
             assert not completions, "it is paused for the version"
             await one.sync.push(await anchor(1))
     assert {span.policy_version for span in completions[0].version_spans} == {1}
+
+
+async def reached(condition: Callable[[], object]) -> None:
+    with anyio.fail_after(30):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+@pytest.mark.parametrize("order", ["pause_engine", "withdraw_engine"])
+async def test_a_host_takes_its_engine_back_and_gives_it_again(order: UserOrder) -> None:
+    """Requests of the engine go on on the other one at once. A withdrawn engine has no process, a paused one keeps it
+    and gets the versions that are made meanwhile."""
+    async with started() as one, anyio.create_task_group() as group:
+        one.length = 4000.0
+        await one.processes.use(["engine-0", "engine-1"])
+        one.orders()
+        completions: list[Completion] = []
+
+        async def sample(number: int) -> None:
+            request = replace(REQUEST, request_id=f"{number}/0", token_ids=token_array([number]), max_tokens=4000)
+            while True:
+                completion = await one.pool.generate(request)
+                if completion.finish_reason is not FinishReason.ABORT:
+                    completions.append(completion)
+                    return
+                request = resumed_request(request, completion, seed=2)
+
+        for number in range(4):
+            group.start_soon(sample, number)
+        await reached(lambda: all(one.pool.open_requests().values()))
+        one.processes.follow_host("engine-1", order)
+        await reached(lambda: one.pool.serving == ("engine-0",) and not one.pool.open_requests().get("engine-1"))
+        await reached(lambda: len(completions) == 4)
+        if order == "withdraw_engine":
+            await reached(lambda: "engine-1" not in one.pool.attached and one.orders())
+            await reached(lambda: "engine-1" not in one.running)
+        await one.sync.push(await anchor(1))
+        assert one.pool.serving == ("engine-0",)
+        one.processes.follow_host("engine-1", "return_engine")
+        await reached(lambda: one.pool.serving == ("engine-0", "engine-1"))
+        assert [type(told) for told in one.orders()] == ([StartEngine] if order == "withdraw_engine" else [])
+        one.pool.withdraw(["engine-0"], "test")
+        await one.assert_serves("engine-1", 1)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.01, 0.06, 0.2])
+async def test_an_engine_that_is_returned_at_once_serves(pause_s: float) -> None:
+    async with started() as one:
+        await one.processes.use(["engine-0", "engine-1"])
+        for _ in range(3):
+            one.processes.follow_host("engine-1", "withdraw_engine")
+            await anyio.sleep(pause_s)
+            one.processes.follow_host("engine-1", "return_engine")
+            await reached(lambda: one.pool.serving == ("engine-0", "engine-1"))
+
+
+async def test_a_withdrawn_engine_is_not_started_with_its_set() -> None:
+    async with started() as one:
+        one.processes.follow_host("engine-1", "withdraw_engine")
+        with anyio.fail_after(30):
+            await one.processes.use(["engine-0", "engine-1"])
+        await one.assert_serves("engine-0", 0)
+        one.processes.follow_host("engine-1", "return_engine")
+        await reached(lambda: one.pool.serving == ("engine-0", "engine-1"))
 
 
 async def test_a_dead_engine_restarts_within_its_set_only() -> None:

@@ -287,14 +287,16 @@ def test_each_rank_reads_its_rows_of_every_tensor(family: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("family", quick_only(HYBRID, ["lfm 2, short convolutions"]))
 def test_a_state_ends_with_its_sequence(family: str, tmp_path: Path) -> None:
-    """Other sequences before it in the row move no bit of a sequence's logprobs."""
+    """Other sequences before it in the row change no logprob of a sequence: no bit on some processors, and no more than
+    the order of sums in a matrix product on others."""
     policy, row = load_policy(save_model(HYBRID[family](), tmp_path), CPU), one_row()
     assert [name.rpartition(".")[0] for name in policy.recurrent.names] == ["model.layers.0"]
     assert not policy.recurrent.in_kernels, "torch's stand-ins ignore borders"
     with torch.no_grad():
         first, second = packed_logprobs(policy, row), packed_logprobs(policy, [*row[3:], *row[:3]])
     of_first_group = sum(sum(item.sample.loss_mask) for item in row[:3])
-    assert torch.equal(first, torch.cat([second[-of_first_group:], second[:-of_first_group]]))
+    swapped = torch.cat([second[-of_first_group:], second[:-of_first_group]])
+    assert float((first - swapped).abs().max()) < 5e-6
 
 
 def test_a_convolution_is_no_expert(tmp_path: Path) -> None:

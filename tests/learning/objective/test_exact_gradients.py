@@ -73,11 +73,9 @@ OWN = ROOT / "examples" / "custom_loss.py"
 FAILED = {0: 0, 2: 2}
 """Number of the sample of a group whose reward failed: its siblings are compared without it."""
 CAPPED = 40
-TOLERANCE = 2.3e-6
-"""Tolerance of the first update on a batch: 2e-6 but for one of the cases, a divergence beside distillation (2.14e-6).
-"""
-LATER = 3e-6
-"""Tolerance of later updates on a batch, whose ratios are of logprobs of two forwards in float32, and of losses."""
+TOLERANCE = 3e-6
+"""Relative tolerance of gradients in float32. First updates on a batch are within 2.2e-6, on processors with AMX and of
+AMD; later ones, whose ratios are of logprobs of two forwards, within 2.6e-6."""
 DEFAULT, BEHAVIOR = OffPolicy(cap=1.3), OffPolicy(proximal=Proximal.BEHAVIOR)
 DEFAULT_SAMPLING = SamplingSettings()
 
@@ -790,10 +788,10 @@ def check(start_trainer: StartTrainer, path: str, batch: Batch, case: Case, numb
     reference = Reference(path, batch.sampled, settings, case.off_policy, **case.options, numbers=numbers)
     assert len(steps) == reference.steps
     errors = [relative_error(step.gradient, reference.step(update, step)) for update, step in enumerate(steps)]
-    assert errors[0] < TOLERANCE and max(errors) < LATER, errors
+    assert max(errors) < TOLERANCE, errors
     losses = [epochs * metrics["optim/loss"], epochs * metrics.get("optim/value_loss", 0.0)]
     # A loss is a sum of terms of about 1 that cancel: processors differ by 2e-6 in it.
-    assert losses == pytest.approx([reference.loss, reference.value_loss], rel=LATER, abs=LATER)
+    assert losses == pytest.approx([reference.loss, reference.value_loss], rel=TOLERANCE, abs=TOLERANCE)
     tokens, *sums = reference.sums.tolist()
     found = [metrics[f"policy/{key}"] * tokens for key in ("clip_ratio", "masked_ratio", "correction_mean")]
     assert found == pytest.approx(sums, rel=1e-5)
@@ -881,7 +879,7 @@ def test_numbers_of_steps_and_tokens_reach_their_tokens(
     start_trainer: StartTrainer, tiny_model: str, batch: Batch, name: str
 ) -> None:
     """Steps as in DeepSeekMath's process supervision, tokens as they are; a group of equal rewards is trained."""
-    assert check(start_trainer, tiny_model, *numbered(batch)[:1], NUMBERED[name], numbered(batch)[1]) < 2e-6
+    assert check(start_trainer, tiny_model, *numbered(batch)[:1], NUMBERED[name], numbered(batch)[1]) < TOLERANCE
 
 
 OBSERVING = {
@@ -907,7 +905,7 @@ def test_observations_are_imitated_beside_the_objective(
     case = case._replace(options=case.options | {"learn_observations": 0.3})
     marked = sum(sample.imitated_tokens for group in batch.observing for sample in group.samples)
     assert marked == sum(last for group in batch.sampled for one in group for _, last in one.observed) > 50
-    assert check(start_trainer, tiny_model, batch._replace(groups=batch.observing), case) < 2e-6
+    assert check(start_trainer, tiny_model, batch._replace(groups=batch.observing), case) < TOLERANCE
 
 
 IMITATING = {
@@ -964,7 +962,7 @@ def test_rows_are_imitated_by_a_mean_of_their_own(
         expected = dict(alone[update].gradient)
         for key, parameter in model.named_parameters():
             expected[key] = expected[key].double() + parameter.grad
-        assert relative_error(beside[update].gradient, expected) < 2e-6
+        assert relative_error(beside[update].gradient, expected) < TOLERANCE
     assert metrics["imitation/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
     assert metrics["imitation/tokens"] == sum(map(len, losses))
 
