@@ -182,9 +182,11 @@ async def test_every_request_is_answered() -> None:
         assert isinstance(reply, SteeringTaken)
         return reply
 
-    for engine, problem in (("engine-0", "last engine that serves"), ("engine-7", 'no engine "engine-7"')):
+    problems = {"engine-0": "the last that must serve", "engine-7": 'no engine "engine-7"', "": 'no engine ""'}
+    for engine, problem in problems.items():
         assert problem in (await answer(SteerRun(order="pause_engine", engine=engine))).problems[0]
     assert not world.state.steering.engines_away
+    assert "engine-0 serves again" in (await answer(SteerRun(order="return_engine", engine="engine-0"))).text
     refused = await answer(ChangeSettings(changes=(f"reward_limits.window={10**20}",)))
     assert refused.problems and not world.state.steering.waiting_changes and not world.state.steering.changed
     for request in (SteerRun(order="evaluate"), SteerRun(order="checkpoint")):

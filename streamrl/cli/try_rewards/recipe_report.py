@@ -99,11 +99,10 @@ def trials_of_sets(recipe: Recipe, outcomes: Iterable[Outcome]) -> Iterator[SetT
     for name, share in recipe.prompts.shares.items():
         training_set = recipe.prompts.sets[name]
         limit = recipe.token_limit(training_set)
-        limits_itself = limit == training_set.max_tokens
         yield SetTrial(
             name=name,
             share=share,
-            limit_key=f"prompts.train.{name}.max_tokens" if limits_itself else "sampling.max_tokens",
+            limit_key=f"prompts.train.{name}.max_tokens" if limit == training_set.max_tokens else "sampling.max_tokens",
             max_tokens=limit,
             figures={key: figures.get(f"prompts/{name}/{key}", 0.0) for key in _OF_SETS},
         )

@@ -239,7 +239,7 @@ class _EngineLifecycle:
                     processes.restarts += 1
                     await processes.emit(EngineBack(engine=self.name, seconds=current_time() - missing_since))
                 missing_since = inf
-            await processes.until(lambda: engine.failure or not self.in_use)
+            await processes.until(lambda: engine.failure or not self.in_use or self._admission.cancel_called)
             if engine.failure:
                 await self._lose(engine)
                 return missing_since
@@ -302,9 +302,9 @@ class _EngineLifecycle:
 
     async def _sleep_until_used(self, engine: RemoteEngine) -> bool:
         """Have an engine that has left sleep until its set is in use again. Returns whether it is awake again; False
-        when engines do not sleep in this run, or it died."""
+        when engines do not sleep in this run, its host needs the memory, or it died."""
         processes = self._processes
-        if not processes.sleeps or engine.failure:
+        if not processes.sleeps or engine.failure or self.name in processes.withdrawn:
             return False
         try:
             await processes.order(StopEngine(engine=self.name, sleeps=True))
@@ -406,7 +406,8 @@ class EngineProcesses:
         self._endpoints = endpoints
         self._lifecycles: dict[str, _EngineLifecycle] = {}
         self._set_engines: Collection[str] = ()  # names of the set in use
-        self._withdrawn: set[str] = set()
+        self.withdrawn: set[str] = set()
+        """Names of the engines whose processes have ended for their hosts."""
 
     @property
     def figures(self) -> Metrics:
@@ -474,7 +475,7 @@ class EngineProcesses:
         """Raise ``EngineError`` when the pool has been without an engine for too long. A switch has no limit here: sets
         are of local engines, for which the supervisor ends the run when it gives up the restarts."""
         limit = self.settings.start_timeout_s + LONGEST_PAUSE_S
-        if self.pool is None or self.pool.attached or self.switching:
+        if self.pool is None or self.pool.attached or self.switching or self.withdrawn:
             self.without_engine_since = now
         elif now - self.without_engine_since > limit:
             raise EngineError(f"no engine was there for {limit:g} s; their logs say why they died")
@@ -543,12 +544,12 @@ class EngineProcesses:
         joining = self._in_use
         await self.until(
             lambda: (
-                any(lifecycle.has_live_version for lifecycle in joining)
+                any(lifecycle.has_live_version for lifecycle in self._in_use)
                 and all(lifecycle.has_live_version or lifecycle.late or not lifecycle.in_use for lifecycle in joining)
             )
         )
         self.switching = False
-        for lifecycle in joining:
+        for lifecycle in self._in_use:
             if lifecycle.has_live_version:
                 self.pool.readmit(lifecycle.name, UNAVAILABLE)
 
@@ -556,20 +557,20 @@ class EngineProcesses:
         """Carry out ``order`` of the host of engine ``name``, which needs its GPU for a while, or not any more
         (``Steered``). The requests of an engine that serves nothing go on on the others at once, from their tokens."""
         assert self.pool is not None
-        self._withdrawn.discard(name)
+        self.withdrawn.discard(name)
+        self.pool.withdraw([name], GUEST)
         if order == "return_engine":
             self.pool.readmit(name, GUEST)
         elif order == "pause_engine":
             self.begin(self.pool.drain, name, GUEST)
         else:
-            self.pool.withdraw([name], GUEST)
-            self._withdrawn.add(name)
+            self.withdrawn.add(name)
         self._set_in_use(self._set_engines)
 
     def _set_in_use(self, names: Collection[str]) -> None:
         self._set_engines = names
         for lifecycle in self._lifecycles.values():
-            in_use = lifecycle.name in names and lifecycle.name not in self._withdrawn
+            in_use = lifecycle.name in names and lifecycle.name not in self.withdrawn
             if in_use != lifecycle.in_use:
                 lifecycle.set_in_use(in_use)
         self.notify()

@@ -106,8 +106,8 @@ class SteeringService(Observer):
         if request.order == "evaluate" and not self._recipe.evaluation.prompts:
             raise RecipeError("evaluation.prompts: this run has no held-out prompts")
         event = Steered(order=request.order, engine=request.engine)
-        if request.engine:
-            _refuse_last_engine(self._recipe, {*state.steering.engines_away, request.engine}, request.engine)
+        if request.engine or request.order.endswith("_engine"):
+            _refuse_last_engine(self._recipe, state.steering.engines_away, event)
         later = "once the version that is made now is live"
         version = state.live_version
         done_orders = {"evaluate": state.evaluated == (version, 0), "checkpoint": state.saved_version == version}
@@ -116,13 +116,11 @@ class SteeringService(Observer):
         effects = {
             "pause": f"nothing more is launched; {state.accounting().in_flight} trajectories are finished",
             "continue": "launches go on",
-            "pause_engine": f"{request.engine} serves nothing, and keeps its process; its requests go on elsewhere",
-            "withdraw_engine": f"{request.engine} serves nothing, and its process ends; its requests go on elsewhere",
             "return_engine": f"{request.engine} serves again once it has the live weights",
             "evaluate": f"all held-out prompts are evaluated, at once or {later}",
             "checkpoint": f"a checkpoint is written, at once or {later}",
         }
-        return event, effects[request.order]
+        return event, effects.get(request.order, f"{request.engine} serves nothing; others sample its requests")
 
     def _status(self, number: int, state: RunState) -> SteeringStatus:
         """The answer to the status request ``number``."""
@@ -158,12 +156,13 @@ class SteeringService(Observer):
         )
 
 
-def _refuse_last_engine(recipe: Recipe, engines_away: Collection[str], engine: str) -> None:
-    """Raise ``RecipeError`` where ``engine`` is none of the run, or all engines of a set are in ``engines_away``: every
-    round must be able to end without these."""
-    sets = [engine_set.engines for engine_set in prepared_sets(recipe)]
-    names = sorted(name for engines in sets for name in engines)
-    if engine not in names:
-        raise RecipeError(f'there is no engine "{engine}": this run has {", ".join(names)}')
-    if any(set(engines) <= set(engines_away) for engines in sets):
-        raise RecipeError(f"{engine} is the last engine that serves: have another one serve before")
+def _refuse_last_engine(recipe: Recipe, engines_away: Collection[str], event: Steered) -> None:
+    """Raise ``RecipeError`` where the engine of ``event`` is none of the run, or too few engines of a set would serve
+    without it and ``engines_away``: every round must be able to end without these."""
+    sets = [set(engine_set.engines) for engine_set in prepared_sets(recipe)]
+    names = sorted(set.union(*sets))
+    if event.engine not in names:
+        raise RecipeError(f'there is no engine "{event.engine}": this run has {", ".join(names)}')
+    serving = min(len(engines - {event.engine, *engines_away}) for engines in sets)
+    if event.order != "return_engine" and serving < recipe.engines.min_serving:
+        raise RecipeError(f"{event.engine} is one of the last that must serve (engines.advanced.min_serving)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
+from typing import Any
 
 import anyio
 import pytest
@@ -236,6 +237,48 @@ async def test_a_withdrawn_engine_is_not_started_with_its_set() -> None:
         await one.assert_serves("engine-0", 0)
         one.processes.follow_host("engine-1", "return_engine")
         await reached(lambda: one.pool.serving == ("engine-0", "engine-1"))
+
+
+@pytest.mark.parametrize("lives", ["loads", "dies"])
+async def test_an_engine_that_is_returned_during_a_switch_serves(lives: str) -> None:
+    """It may be ready before the other engine of its set, which may also die."""
+    async with started() as one, anyio.create_task_group() as group:
+        await one.processes.use(["engine-0", "engine-1"])
+        one.processes.follow_host("engine-1", "withdraw_engine")
+        await reached(lambda: "engine-1" not in one.running)
+        one.host_lives = lives
+        group.start_soon(one.processes.use, ["engine-0", "engine-1"])
+        await reached(lambda: one.loading.is_set() or one.processes._lifecycles["engine-0"].late)
+        one.host_lives = "serves"
+        one.processes.follow_host("engine-1", "return_engine")
+        await reached(lambda: one.processes._lifecycles["engine-1"].has_live_version)
+        one.loaded.set()
+        await reached(lambda: "engine-1" in one.pool.serving and not one.processes.switching)
+
+
+async def test_an_engine_that_is_returned_while_it_joins_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was withdrawn while it waited for the weights, and returned before they came."""
+    async with started() as one:
+        joining, weights_come = anyio.Event(), anyio.Event()
+        admit = one.sync.admit
+
+        async def admit_late(*arguments: Any) -> None:
+            joining.set()
+            with anyio.CancelScope(shield=True):
+                await weights_come.wait()
+            await admit(*arguments)
+
+        await one.processes.use(["engine-0", "engine-1"])
+        one.processes.follow_host("engine-1", "withdraw_engine")
+        await reached(lambda: "engine-1" not in one.running)
+        monkeypatch.setattr(one.sync, "admit", admit_late)
+        orders: list[UserOrder] = ["return_engine", "withdraw_engine", "return_engine"]
+        for order in orders:
+            one.processes.follow_host("engine-1", order)
+            await joining.wait()
+            await anyio.sleep(0.05)
+        weights_come.set()
+        await reached(lambda: "engine-1" in one.pool.serving)
 
 
 async def test_a_dead_engine_restarts_within_its_set_only() -> None:

@@ -290,11 +290,11 @@ async def test_many_objects_are_made_beside_each_other() -> None:
 
 async def test_a_call_that_takes_too_long_keeps_its_thread() -> None:
     async with ToolBox([Slow], ToolLimits(seconds=0.3)).open_for_episode() as tools:
-        assert (await tools.run(ToolCall("look", {"seconds": 1.5}), CONTEXT)).end is ToolEnd.TIMED_OUT
+        assert (await tools.run(ToolCall("look", {"seconds": 5.0}), CONTEXT)).end is ToolEnd.TIMED_OUT
         began = time.monotonic()
         assert (await tools.run(ToolCall("look", {}), CONTEXT)).text == "a room"
-        assert time.monotonic() - began < 1.0
-    assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 4.0
+    assert time.monotonic() - began < 4.0
 
 
 class NeedsLoop:
