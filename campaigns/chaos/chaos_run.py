@@ -236,7 +236,8 @@ def _take_back(run: ChaosRun, shot: Shot, pid: int, faults: list[str]) -> ShotRe
     engine = shot.victims[0]
     ordered = time.monotonic()
     _order(run, shot.method.value, engine)
-    time.sleep(max(shot.stopped_s, 0.0))
+    answer_ms = 1000 * (time.monotonic() - ordered)
+    time.sleep(shot.stopped_s)
     returned = time.monotonic()
     _order(run, "return_engine", engine)
     result = _watch(run, shot, returned, {engine: pid}, faults)
@@ -245,9 +246,9 @@ def _take_back(run: ChaosRun, shot: Shot, pid: int, faults: list[str]) -> ShotRe
         for record in run.witness.records
         if record["role"] == engine and record["kind"] == "generate done" and ordered < record["t"] < returned
     ]
-    return msgspec.structs.replace(
-        result, note=f"{result.note} last request {1000 * (max(ends, default=ordered) - ordered):.0f} ms"
-    )
+    last_ms = 1000 * (max(ends, default=ordered) - ordered)
+    note = f"{result.note} answer {answer_ms:.0f} ms, last request {last_ms:.0f} ms"
+    return msgspec.structs.replace(result, note=note)
 
 
 def _order(run: ChaosRun, order: str, engine: str) -> None:
@@ -346,6 +347,11 @@ def _batch(steps: int) -> tuple[int, int, int, float]:
     return (32, 8, 448, 2e-4) if steps else (4, 4, 64, 1e-4)
 
 
+def _has_guests(cell: Cell) -> bool:
+    """Return whether hosts take engines back: what these compute after that is then known to be requests of the run."""
+    return any(shot.method in GUEST_METHODS for shot in cell.shots)
+
+
 def _environment() -> str:
     return f"""
 [environment]
@@ -408,6 +414,7 @@ dtype = "float32"
 restarts = 100
 [weights.advanced]
 audit_interval = 1
+canary = {str(not _has_guests(cell)).lower()}
 [checkpoint]
 every = 4
 [checkpoint.advanced]

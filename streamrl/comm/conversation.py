@@ -72,9 +72,8 @@ class Conversation(Generic[Request, Reply]):
                     await self._converse(endpoint)
 
     async def _converse(self, endpoint: str) -> None:
-        first = await self._next()
+        # Bound before the first request, which then does not wait for the next attempt of the controller to connect.
         async with zmq_sender(self._requests, endpoint, bind=True, name=self._name) as stream:
-            await stream.send(first)
             while True:
                 await stream.send(await self._next())
 

@@ -1,4 +1,5 @@
-"""Admission of trajectories by the KV caches of the engines (``rollout.admission = "kv"``).
+"""Admission of trajectories (``rollout.admission``): the limit of those in flight, with its claims and metrics. There
+is one beside ``slots``, by the KV caches of the engines (``kv``).
 
 Trajectories with turns keep their context on an engine from turn to turn. More of them than the caches hold evict each
 other's contexts, and every turn is then computed from its first token. The rule follows
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import math
 
+from streamrl.base.types import Metrics
 from streamrl.buffers.rollout_buffer import Group
 from streamrl.control import actions as do
 from streamrl.control.events import EnginesMeasured
 from streamrl.control.round_policy import Rules
-from streamrl.control.run_state import RunState, pause_groups, resume_groups
+from streamrl.control.run_state import Claims, RunState, pause_groups, resume_groups
 from streamrl.recipe.scheduling import KvAdmission
 
 SMOOTHING = 0.2
@@ -37,7 +39,7 @@ def admission_limit(state: RunState, rules: Rules) -> int:
 def free_slots(state: RunState, rules: Rules) -> int:
     """Number of trajectories that may be launched now. None while groups are paused, which are resumed first."""
     free = rules.slots - state.slots.in_use
-    if rules.settings.kv_admission is None:
+    if rules.settings.admission is None:
         return free
     if state.buffer.paused:
         return 0
@@ -46,7 +48,7 @@ def free_slots(state: RunState, rules: Rules) -> int:
 
 def admit(state: RunState, measured: EnginesMeasured, rules: Rules, out: list[do.ControlAction]) -> None:
     """Pause and resume groups, and change the limit, after a measurement of the engines."""
-    options = rules.settings.kv_admission
+    options = rules.settings.admission
     if options is None or state.pending.evaluation is not None:
         return  # the caches are those of an evaluation
     running = state.running_groups
@@ -69,8 +71,31 @@ def admit(state: RunState, measured: EnginesMeasured, rules: Rules, out: list[do
 
 def resume_when_idle(state: RunState, rules: Rules, out: list[do.ControlAction]) -> None:
     """Resume the oldest paused group where nothing is in flight: a batch may wait for it."""
-    if rules.settings.kv_admission is not None and state.buffer.paused and not state.running_groups:
+    if rules.settings.admission is not None and state.buffer.paused and not state.running_groups:
         _resume(state, state.buffer.paused_groups()[0], rules, out)
+
+
+def admission_claims(state: RunState, rules: Rules) -> Claims:
+    """No more trajectories are in flight than admission allows, and something runs where groups are paused by it."""
+    if rules.settings.admission is None or state.ending or state.finished:
+        return
+    in_flight = trajectories_in_flight(state)
+    limit = admission_limit(state, rules)
+    yield in_flight <= limit, f"{in_flight} trajectories are in flight, and {limit} may be"
+    yield bool(in_flight or not state.buffer.paused), f"groups {state.buffer.paused} are paused, and nothing runs"
+
+
+def admission_metrics(state: RunState) -> Metrics:
+    """Return the limit of trajectories in flight and the pauses, once KV caches have limited them."""
+    admission = state.admission
+    if not admission.limit:
+        return {}
+    paused = [state.buffer.untrained[group_id].open for group_id in state.buffer.paused]
+    return {
+        "admission/limit": float(admission.limit),
+        "admission/paused": float(sum(paused)),
+        "admission/pauses_total": float(admission.pauses),
+    }
 
 
 def _shares(state: RunState, running: list[Group], contexts: dict[int, int]) -> dict[int, float]:

@@ -65,7 +65,7 @@ def apply(state: RunState, event: ControlEvent, rules: Rules, out: Actions) -> b
             rules.policy.observe(event)
             admit(state, event, rules, out)
             # Trajectories in environments leave engine slots free for launches, and KV caches may have room.
-            return event.environment > 0 or rules.settings.kv_admission is not None
+            return event.environment > 0 or rules.settings.admission is not None
         case on.RoundTimed() | on.RoundsAdvised():
             rules.policy.observe(event)
             return False

@@ -7,19 +7,16 @@ which the walks and the fault campaign keep themselves."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from streamrl.base.types import DropReason
 from streamrl.buffers.rollout_buffer import Group
 from streamrl.buffers.slots import staleness
-from streamrl.control.admission import admission_limit, trajectories_in_flight
+from streamrl.control.admission import admission_claims
 from streamrl.control.reward_tracker import RewardTracker
 from streamrl.control.round_policy import Rules
-from streamrl.control.run_state import RunState
+from streamrl.control.run_state import Claims, RunState
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
-
-Claims = Iterator[tuple[bool, str]]
-"""Claims of one invariant: (whether the claim holds, the message where it does not)."""
 
 
 def violations(state: RunState, rules: Rules) -> list[str]:
@@ -196,16 +193,6 @@ def _drain(state: RunState, rules: Rules) -> Claims:
     yield end is None or not under_way, f"the run has ended ({end and end.reason}), and something is under way"
 
 
-def _admission(state: RunState, rules: Rules) -> Claims:
-    """No more trajectories are in flight than admission allows, and something runs where groups are paused by it."""
-    if rules.settings.kv_admission is None or state.ending or state.finished:
-        return
-    in_flight = trajectories_in_flight(state)
-    limit = admission_limit(state, rules)
-    yield in_flight <= limit, f"{in_flight} trajectories are in flight, and {limit} may be"
-    yield bool(in_flight or not state.buffer.paused), f"groups {state.buffer.paused} are paused, and nothing runs"
-
-
 def _tracker(state: RunState, rules: Rules) -> Claims:
     tracked = rules.settings.tracked is not None
     for group in state.buffer.batched.values():
@@ -228,6 +215,6 @@ INVARIANTS: dict[str, Callable[[RunState, Rules], Claims]] = {
     "turns": _turns,
     "mixture": _mixture,
     "tracker": _tracker,
-    "admission": _admission,
+    "admission": admission_claims,
     "drain": _drain,
 }

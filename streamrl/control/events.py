@@ -78,7 +78,7 @@ class EnginesMeasured(Event, frozen=True):
     ``running``: mean number of running requests; ``token_s``: seconds of one decode step at that number (0: unknown).
     ``kv_usage``: largest share of an engine's KV blocks in use. ``environment``: trajectories that are in their
     environments now, and hold no engine slot. ``contexts``: tokens of the contexts of open trajectories, by group id,
-    where admission depends on them."""
+    where rounds of one's own, or admission, may read them."""
 
     running: float
     waiting: int

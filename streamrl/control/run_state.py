@@ -6,12 +6,14 @@ lives in the controller, in the simulator, and in commands that replay a journal
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import JsonObject, Record, TrajectoryId
+from streamrl.base.types import JsonObject, Record
 from streamrl.buffers.rollout_buffer import Accounting, Group, PromptRef, RolloutBuffer
 from streamrl.buffers.slots import Slots
 from streamrl.control import events as on
@@ -19,6 +21,9 @@ from streamrl.control.actions import ControlAction, End, Evaluate, PauseTrajecto
 from streamrl.control.reward_tracker import RewardTracker
 
 SNAPSHOT_SCHEMA = 4
+
+Claims = Iterator[tuple[bool, str]]
+"""Claims of one invariant of a state: (whether the claim holds, the message where it does not)."""
 
 
 class Batch(Struct, kw_only=True, omit_defaults=True):
@@ -207,7 +212,7 @@ class Steering(Struct, kw_only=True, omit_defaults=True):
 
 
 class Admission(Struct, kw_only=True, omit_defaults=True):
-    """State of the admission by KV caches (``control.admission``).
+    """State of the admission of trajectories (``control.admission``).
 
     ``limit``: largest number of trajectories in flight (0: as many as there are slots);
     ``ends``: number of trajectories that had ended when the limit last changed;
@@ -352,22 +357,18 @@ def prompts_needed(state: RunState) -> set[str]:
 
 def pause_groups(state: RunState, groups: list[Group], out: list[ControlAction]) -> None:
     """Pause the open members of ``groups``, which keep their tokens."""
-    ids: list[TrajectoryId] = []
     for group in groups:
         state.buffer.pause(group)
-        ids.extend(group.open_ids)
-    if ids:
-        out.append(PauseTrajectories(ids=tuple(ids)))
+    if groups:
+        out.append(PauseTrajectories(ids=tuple(identity for group in groups for identity in group.open_ids)))
 
 
 def resume_groups(state: RunState, groups: list[Group], out: list[ControlAction]) -> None:
     """Resume the open members of paused ``groups`` from their tokens."""
-    ids: list[TrajectoryId] = []
     for group in groups:
         state.buffer.resume(group)
-        ids.extend(group.open_ids)
-    if ids:
-        out.append(ResumeTrajectories(ids=tuple(ids)))
+    if groups:
+        out.append(ResumeTrajectories(ids=tuple(identity for group in groups for identity in group.open_ids)))
 
 
 def next_attempt(group: Group, seed_base: int | None) -> PromptRef:

@@ -8,9 +8,8 @@ from msgspec import Struct
 from streamrl.recipe.environment import Credit
 from streamrl.recipe.objectives.spo import TrackedBaseline
 from streamrl.recipe.scheduling import (
-    AdmissionKind,
+    AdmissionOptions,
     GroupSizing,
-    KvAdmission,
     LengthSorted,
     RoundKind,
     StalePolicy,
@@ -37,7 +36,7 @@ class ControlSettings(Struct, frozen=True, kw_only=True):
     ``compares_siblings``: whether a sample alone in its group has no advantage;
     ``compares_turns``: whether turns have advantages of their own (``environment.credit``);
     ``tracked``: rule of the baselines of prompts, where the objective tracks them (None: it does not);
-    ``kv_admission``: marks of the admission by KV caches (None: as many trajectories as there are slots);
+    ``admission``: options of the admission of trajectories (None: as many as there are slots);
     ``learning_rate``, ``sampling``: values changed by a user since the start."""
 
     steps: int
@@ -69,7 +68,7 @@ class ControlSettings(Struct, frozen=True, kw_only=True):
     compares_siblings: bool = True
     compares_turns: bool = False
     tracked: TrackedBaseline | None = None
-    kv_admission: KvAdmission | None = None
+    admission: AdmissionOptions = None
     learning_rate: float | None = None
     sampling: dict[str, int | float] = {}
 
@@ -83,7 +82,7 @@ class ControlSettings(Struct, frozen=True, kw_only=True):
     @property
     def reads_load(self) -> bool:
         """Return whether every measurement of the engines is reported to control."""
-        return self.rounds is RoundKind.CUSTOM or self.kv_admission is not None
+        return self.rounds is RoundKind.CUSTOM or self.admission is not None
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:
@@ -144,6 +143,6 @@ def control_settings(recipe: Recipe) -> ControlSettings:
         in_turns=recipe.in_turns,
         compares_siblings=objective.estimator.compares_siblings,
         tracked=objective.tracked if objective.estimator.tracks_prompts else None,
-        kv_admission=recipe.kv_admission if recipe.rollout.admission is AdmissionKind.KV else None,
+        admission=recipe.admission,
         compares_turns=recipe.environment.credit is not Credit.TRAJECTORY,
     )

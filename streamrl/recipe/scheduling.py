@@ -77,6 +77,10 @@ class KvAdmission(Section, frozen=True):
     ] = 1.25
 
 
+AdmissionOptions = KvAdmission | None
+"""Options of the admission that a recipe chooses; None: as many trajectories as there are slots."""
+
+
 class StalePolicy(StrEnum):
     """Policy for a trajectory that would exceed ``max_staleness``."""
 

@@ -33,6 +33,8 @@ from streamrl.recipe.objectives.distillation import NO_REWARD
 from streamrl.recipe.objectives.teacher import Teacher
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.scheduling import (
+    AdmissionKind,
+    AdmissionOptions,
     GroupSizing,
     KvAdmission,
     LengthSorted,
@@ -746,6 +748,13 @@ class Recipe(Section, frozen=True):
     def max_tokens(self) -> int:
         """Limit of the sampled tokens of a trajectory."""
         return self.environment.max_tokens if self.environment.configured else self.sampling.max_tokens
+
+    @property
+    def admission(self) -> AdmissionOptions:
+        """Options of the admission of trajectories."""
+        if self.rollout.admission is AdmissionKind.KV:
+            return self.kv_admission
+        return None
 
     def token_limit(self, training_set: TrainingSet) -> int:
         """Return the limit of the sampled tokens of a trajectory of a training set."""

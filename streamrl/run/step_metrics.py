@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from streamrl.base.types import FinishReason, Metrics, ScoredTrajectory
 from streamrl.buffers.slots import staleness
+from streamrl.control.admission import admission_metrics
 from streamrl.control.run_state import PromptPool, RunState
 
 UNSEEN = 0.05
@@ -272,22 +273,9 @@ def control_metrics(state: RunState) -> Metrics:
         **{f"async/dropped_{reason}_total": float(count) for reason, count in accounting.dropped.items()},
         **_draw_metrics(state.prompts),
         **state.sizing_figures,
-        **_admission_metrics(state),
+        **admission_metrics(state),
         "run/steps": float(state.steps),
         "steering/changes_total": float(state.steering.changes),
-    }
-
-
-def _admission_metrics(state: RunState) -> Metrics:
-    """Return the limit of trajectories in flight and the pauses, once KV caches have limited them."""
-    admission = state.admission
-    if not admission.limit:
-        return {}
-    paused = [state.buffer.untrained[group_id].open for group_id in state.buffer.paused]
-    return {
-        "admission/limit": float(admission.limit),
-        "admission/paused": float(sum(paused)),
-        "admission/pauses_total": float(admission.pauses),
     }
 
 

@@ -236,7 +236,7 @@ class Simulation:
                 event()
             if measures and queue.now - self._measured_s >= MEASURE_INTERVAL_S:
                 self._measured_s = queue.now
-                self._send_event(rollout.measure(with_contexts=self.core.settings.kv_admission is not None))
+                self._send_event(rollout.measure(with_contexts=self.core.settings.reads_load))
             rollout.settle()
         check(self.core)
         return _with_hosts(self.ledger.report(self.finished, self.core.state.accounting()), self.hosts)

@@ -21,7 +21,7 @@ from streamrl.control.reward_tracker import DiscountedSum
 from streamrl.control.run_state import Batch, DrawnSet, RunState
 from streamrl.recipe.scheduling import KvAdmission, LengthSorted
 
-CHOSEN = control_settings(rounds=CONTINUOUS, max_staleness=1, steps=2, kv_admission=KvAdmission())
+CHOSEN = control_settings(rounds=CONTINUOUS, max_staleness=1, steps=2, admission=KvAdmission())
 PAUSING = control_settings(
     rounds=SORTED, length_sorted=LengthSorted(cohort_batches=2, partial=True), max_staleness=1, steps=2, in_turns=True
 )

@@ -38,7 +38,7 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
     "continuous at 3": {"rounds": CONTINUOUS, "max_staleness": 3},
     "continuous, dropping": {"rounds": CONTINUOUS, "max_staleness": 2, "when_stale": StalePolicy.DROP},
     "continuous, regenerating": {"rounds": CONTINUOUS, "max_staleness": 1, "when_stale": StalePolicy.REGENERATE},
-    "continuous, by KV": {"rounds": CONTINUOUS, "max_staleness": 2, "kv_admission": KvAdmission()},
+    "continuous, by KV": {"rounds": CONTINUOUS, "max_staleness": 2, "admission": KvAdmission()},
     "race": {"rounds": TAIL, "tail_batching": TailBatching()},
     "wide race": {
         "rounds": TAIL,

@@ -487,7 +487,7 @@ class World:
 
     def anything_else(self, random: Random) -> None:
         """What a checker adds to a walk."""
-        if self.core.settings.kv_admission is not None and random.random() < 0.2:
+        if self.core.settings.admission is not None and random.random() < 0.2:
             self.measure_caches(random)
 
     def run_to_end(self, limit: int = 20_000) -> None:

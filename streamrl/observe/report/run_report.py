@@ -166,7 +166,7 @@ class RunReport(Observer):
                 environment_changed = measured.environment != reported_environment
                 if settings.reads_load or (settings.reads_environment and environment_changed):
                     reported_environment = measured.environment
-                    if settings.kv_admission is not None:
+                    if settings.reads_load:
                         measured = replace(measured, contexts=self._sources.contexts())
                     notify(measured)
 

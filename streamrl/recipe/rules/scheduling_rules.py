@@ -218,7 +218,8 @@ def cohorts(recipe: Recipe) -> Broken:
 @rule("rollout.admission", "kv_admission", *_ROUNDS)
 def admission(recipe: Recipe) -> Broken:
     """Admission by KV caches pauses trajectories, whose tokens are then of several versions."""
-    if recipe.rollout.admission is AdmissionKind.SLOTS:
+    options = recipe.admission
+    if options is None:
         return
     if recipe.rollout.rounds is not RoundKind.CONTINUOUS:
         yield Problem(
@@ -226,7 +227,6 @@ def admission(recipe: Recipe) -> Broken:
             f'"kv" does not fit rounds = "{recipe.rollout.rounds}": trajectories that are paused go on under later '
             'weights; set admission = "slots", or rounds = "continuous"',
         )
-    options = recipe.kv_admission
     if options.soft_mark >= options.hard_mark:
         yield Problem(
             "kv_admission.soft_mark",
