@@ -6,7 +6,7 @@ Both runs are the demo's model with a learning rate of 0, ``continuous`` rounds,
 trajectories in flight. A trajectory has eight turns of 24 tokens, each followed by 24 tokens of a tool that takes
 0.1 s, so that contexts grow to eight times those of the first turn. The runs of a pair take turns. Printed: seconds a
 trained trajectory, preemptions so far, and the shares of later turns' prompt tokens that were in the prefix cache, and
-that had been evicted from it."""
+that had been evicted from it; beside each run the goodput of a simulation that is fitted to it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ import tempfile
 from pathlib import Path
 
 from training_run import DEMO_RECIPE, training_run
+
+from streamrl.recipe.rules.load_recipe import load_recipe
+from streamrl.simulate.calibrate import calibrate
+from streamrl.simulate.recording import agreement, load_recording
 
 STALENESS = 4
 CODE = """
@@ -68,7 +72,11 @@ def measure(code: Path, admission: str, kv_tokens: int, steps: int) -> dict[str,
     with training_run(DEMO_RECIPE, overrides) as run:
         run.wait(timeout_s=900.0)
         records = run.steps()[STALENESS + 1 :][:steps]
-    means = {}
+        assert run.directory is not None
+        recorded = load_recording(run.directory)
+        recipe = load_recipe(run.directory / "recipe.toml")
+    match = agreement(recorded, recipe, calibrate(recorded, recipe).model)
+    means = {"simulated goodput over the recorded one": match.goodput[1] / match.goodput[0]}
     for name in SHOWN:
         values = [record[name] for record in records if name in record]
         if values:
