@@ -74,11 +74,11 @@ class TrajectoryFailed(Event, frozen=True):
 
 
 class EnginesMeasured(Event, frozen=True):
-    """Load of the engines since the last such event; reported at most a few times a second, and only if a policy asks.
-    ``running``: mean number of running requests; ``token_s``: seconds of one decode step at that number (0: unknown).
-    ``kv_usage``: largest share of an engine's KV blocks in use. ``environment``: trajectories that are in their
-    environments now, and hold no engine slot. ``contexts``: tokens of the contexts of open trajectories, by group id,
-    where rounds of one's own, or admission, may read them."""
+    """Load of the engines since the last such event; reported at most a few times a second, and only if a policy or
+    admission asks. ``running``: mean number of running requests; ``token_s``: seconds of one decode step at that
+    number (0: unknown). ``kv_usage``: largest share of an engine's KV blocks in use. ``environment``: trajectories
+    that are in their environments now, and hold no engine slot. ``contexts``: tokens of the contexts of open
+    trajectories, by group id, where rounds of one's own, or admission, may read them."""
 
     running: float
     waiting: int

@@ -29,10 +29,10 @@ from streamrl.engines.resumption import completion_id_of, empty_completion
 from streamrl.engines.routing import Router, ServedRequest, forget_oldest
 
 UNAVAILABLE = "unavailable"
-"""The reason to drain an engine that does not run: its process died, or its set is not in use."""
+"""The reason to drain an engine that does not run: its process died or is withdrawn, or its set is not in use."""
 
-GUEST = "guest"
-"""The reason to drain an engine whose host needs its GPU for a while."""
+LENT = "lent"
+"""The reason to drain an engine whose host needs its GPU for a while (`streamrl engine`)."""
 
 ABORT_AGAIN_SECONDS = 0.05
 """Interval between the aborts that are sent to a draining engine: an abort may overtake its request in the engine."""

@@ -146,7 +146,7 @@ def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun
     rooms = expected_room(recipe, processes.ready.kv_tokens // recipe.engines.count)
     for engine, order in record.control.state.steering.engines_away.items():
         if engine in processes.pool.names:  # the recipe may have had more when it was ordered
-            processes.engine_processes.follow_host(engine, order)
+            processes.engine_processes.set_availability(engine, order)
     return ElasticEngines(
         processes.pool,
         processes.engine_processes,

@@ -78,7 +78,8 @@ class KvAdmission(Section, frozen=True):
 
 
 AdmissionOptions = KvAdmission | None
-"""Options of the admission that a recipe chooses; None: as many trajectories as there are slots."""
+"""Options of the admission that a recipe chooses; None: it is off, and as many trajectories as there are slots are
+admitted."""
 
 
 class StalePolicy(StrEnum):

@@ -230,7 +230,7 @@ class RequestsOnEngines:
 
     def measure(self, *, with_contexts: bool) -> on.EnginesMeasured:
         """Measure all engines since the last call. ``with_contexts``: also the contexts of trajectories, which only
-        admission by KV caches reads."""
+        admission by KV caches and rounds of one's own read."""
         now = self._queue.now
         engines = self.engines
         for engine in engines:

@@ -17,7 +17,7 @@ def engines(*places: tuple[tuple[str, ...], str]) -> tuple[ProcessPlan, ...]:
     )
 
 
-def test_movers_follow_hosts_and_gpus() -> None:
+def test_movers_set_availabilitys_and_gpus() -> None:
     """A rank with a GPU shares its memory with engines of its host, unless the recipe says otherwise or weights go
     through a store; several ranks take the slowest mover."""
     rank = ProcessPlan(role=Role.TRAINER, index=0, gpus=("0",))

@@ -73,6 +73,9 @@ launch kubernetes DIR/recipe.toml --image i --pvc p --nodes 2 --print
 launch ssh DIR/recipe.toml --hosts a,b --print
 status LIVE
 pause LIVE
+engine pause LIVE engine-0
+engine withdraw LIVE engine-0
+engine return LIVE engine-0
 continue LIVE
 set LIVE training.learning_rate=1e-4
 checkpoint LIVE

@@ -1,5 +1,6 @@
 """Steering commands for a running run: ``streamrl status``, ``pause``, ``continue``, ``checkpoint``, ``evaluate``,
-``set``. Each sends one request from its own process over the control socket of the run."""
+``set``, ``engine pause``, ``engine withdraw``, ``engine return``. Each sends one request from its own process over the
+control socket of the run."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ class EngineCommand(SteeringCommand, frozen=True):
 
 class PauseEngine(EngineCommand, frozen=True):
     """Have an engine serve nothing, since its host needs the GPU for a while. Its requests go on on the other engines
-    from their tokens. It keeps its process and its memory, and gets new weights."""
+    from their tokens. It keeps its process and its memory, and gets new weights. A pause outlasts a kill and
+    `streamrl resume`."""
 
     order = "pause_engine"
 

@@ -58,10 +58,10 @@ def _take_order(state: RunState, event: on.ControlEvent, out: Actions) -> None:
                 out.append(Decision(subject="pause", reason=PAUSED if steering.paused else "launches go on"))
         case on.Steered(order="return_engine", engine=engine):
             steering.engines_away.pop(engine, None)
-            out.append(Decision(subject="guest_engine", reason=f"{engine} serves again once it has the live weights"))
+            out.append(Decision(subject="engine", reason=f"{engine} serves again once it has the live weights"))
         case on.Steered(order=order, engine=engine) if engine:
             steering.engines_away[engine] = order
-            out.append(Decision(subject="guest_engine", reason=f"{engine} serves nothing; others sample its requests"))
+            out.append(Decision(subject="engine", reason=f"{engine} serves nothing; others sample its requests"))
         case on.Steered(order=order):
             if order not in steering.waiting_orders:
                 steering.waiting_orders.append(order)

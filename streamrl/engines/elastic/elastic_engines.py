@@ -137,7 +137,7 @@ class ElasticEngines(Observer):
     async def on_event(self, event: ControlEvent) -> None:
         """Carry out orders about an engine. Stop freeing and switching, and cancel a switch, once the run is to end."""
         if isinstance(event, Steered) and event.engine:
-            self._processes.follow_host(event.engine, event.order)
+            self._processes.set_availability(event.engine, event.order)
         if isinstance(event, StopRequested):
             self._given_up = True
             self._switching.cancel()

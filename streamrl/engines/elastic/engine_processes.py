@@ -8,7 +8,7 @@ it binds the two streams of the engine again, so a late message of a process nev
 * Engines of the set in use: a started engine gets the live version, then it serves in the pool. When its process dies,
   its requests go to the other engines, which serve meanwhile, and the supervisor starts the process again. An engine
   that makes no progress, or fails in a weight push, is killed, and from then on is like one that died.
-* An engine whose host needs its GPU for a while serves nothing (``follow_host``); its requests go to the others.
+* An engine whose host needs its GPU for a while serves nothing (``set_availability``); its requests go to the others.
 * Engines of other sets have no process, or a sleeping one (on CUDA), which has freed the device's memory. A process
   that dies asleep is started at the next use of its set."""
 
@@ -33,7 +33,7 @@ from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.contracts import Engine
 from streamrl.control.events import UserOrder
-from streamrl.engines.pool import GUEST, UNAVAILABLE, EnginePool
+from streamrl.engines.pool import LENT, UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.recipe.sections import Engines
@@ -285,7 +285,8 @@ class _EngineLifecycle:
             self._processes.begin(self._kill_if_missing, engine)
 
     async def _leave(self, engine: RemoteEngine) -> None:
-        """Drain the engine and remove it from the pool and from weight pushes, since another set is used."""
+        """Drain the engine and remove it from the pool and from weight pushes, since another set is used, or its
+        host needs the GPU."""
         pool = self._processes.pool
         sync = self._processes.sync
         assert pool is not None
@@ -553,16 +554,16 @@ class EngineProcesses:
             if lifecycle.has_live_version:
                 self.pool.readmit(lifecycle.name, UNAVAILABLE)
 
-    def follow_host(self, name: str, order: UserOrder) -> None:
-        """Carry out ``order`` of the host of engine ``name``, which needs its GPU for a while, or not any more
+    def set_availability(self, name: str, order: UserOrder) -> None:
+        """Carry out a user's ``order`` about engine ``name``, whose host needs its GPU for a while, or not any more
         (``Steered``). The requests of an engine that serves nothing go on on the others at once, from their tokens."""
         assert self.pool is not None
         self.withdrawn.discard(name)
-        self.pool.withdraw([name], GUEST)
+        self.pool.withdraw([name], LENT)
         if order == "return_engine":
-            self.pool.readmit(name, GUEST)
+            self.pool.readmit(name, LENT)
         elif order == "pause_engine":
-            self.begin(self.pool.drain, name, GUEST)
+            self.begin(self.pool.drain, name, LENT)
         else:
             self.withdrawn.add(name)
         self._set_in_use(self._set_engines)

@@ -203,7 +203,7 @@ async def test_a_host_takes_its_engine_back_and_gives_it_again(order: UserOrder)
         for number in range(4):
             group.start_soon(sample, number)
         await reached(lambda: all(one.pool.open_requests().values()))
-        one.processes.follow_host("engine-1", order)
+        one.processes.set_availability("engine-1", order)
         await reached(lambda: one.pool.serving == ("engine-0",) and not one.pool.open_requests().get("engine-1"))
         await reached(lambda: len(completions) == 4)
         if order == "withdraw_engine":
@@ -211,7 +211,7 @@ async def test_a_host_takes_its_engine_back_and_gives_it_again(order: UserOrder)
             await reached(lambda: "engine-1" not in one.running)
         await one.sync.push(await anchor(1))
         assert one.pool.serving == ("engine-0",)
-        one.processes.follow_host("engine-1", "return_engine")
+        one.processes.set_availability("engine-1", "return_engine")
         await reached(lambda: one.pool.serving == ("engine-0", "engine-1"))
         assert [type(told) for told in one.orders()] == ([StartEngine] if order == "withdraw_engine" else [])
         one.pool.withdraw(["engine-0"], "test")
@@ -223,19 +223,19 @@ async def test_an_engine_that_is_returned_at_once_serves(pause_s: float) -> None
     async with started() as one:
         await one.processes.use(["engine-0", "engine-1"])
         for _ in range(3):
-            one.processes.follow_host("engine-1", "withdraw_engine")
+            one.processes.set_availability("engine-1", "withdraw_engine")
             await anyio.sleep(pause_s)
-            one.processes.follow_host("engine-1", "return_engine")
+            one.processes.set_availability("engine-1", "return_engine")
             await reached(lambda: one.pool.serving == ("engine-0", "engine-1"))
 
 
 async def test_a_withdrawn_engine_is_not_started_with_its_set() -> None:
     async with started() as one:
-        one.processes.follow_host("engine-1", "withdraw_engine")
+        one.processes.set_availability("engine-1", "withdraw_engine")
         with anyio.fail_after(30):
             await one.processes.use(["engine-0", "engine-1"])
         await one.assert_serves("engine-0", 0)
-        one.processes.follow_host("engine-1", "return_engine")
+        one.processes.set_availability("engine-1", "return_engine")
         await reached(lambda: one.pool.serving == ("engine-0", "engine-1"))
 
 
@@ -244,13 +244,13 @@ async def test_an_engine_that_is_returned_during_a_switch_serves(lives: str) -> 
     """It may be ready before the other engine of its set, which may also die."""
     async with started() as one, anyio.create_task_group() as group:
         await one.processes.use(["engine-0", "engine-1"])
-        one.processes.follow_host("engine-1", "withdraw_engine")
+        one.processes.set_availability("engine-1", "withdraw_engine")
         await reached(lambda: "engine-1" not in one.running)
         one.host_lives = lives
         group.start_soon(one.processes.use, ["engine-0", "engine-1"])
         await reached(lambda: one.loading.is_set() or one.processes._lifecycles["engine-0"].late)
         one.host_lives = "serves"
-        one.processes.follow_host("engine-1", "return_engine")
+        one.processes.set_availability("engine-1", "return_engine")
         await reached(lambda: one.processes._lifecycles["engine-1"].has_live_version)
         one.loaded.set()
         await reached(lambda: "engine-1" in one.pool.serving and not one.processes.switching)
@@ -269,12 +269,12 @@ async def test_an_engine_that_is_returned_while_it_joins_serves(monkeypatch: pyt
             await admit(*arguments)
 
         await one.processes.use(["engine-0", "engine-1"])
-        one.processes.follow_host("engine-1", "withdraw_engine")
+        one.processes.set_availability("engine-1", "withdraw_engine")
         await reached(lambda: "engine-1" not in one.running)
         monkeypatch.setattr(one.sync, "admit", admit_late)
         orders: list[UserOrder] = ["return_engine", "withdraw_engine", "return_engine"]
         for order in orders:
-            one.processes.follow_host("engine-1", order)
+            one.processes.set_availability("engine-1", order)
             await joining.wait()
             await anyio.sleep(0.05)
         weights_come.set()
