@@ -290,6 +290,7 @@ def test_a_text_that_looks_like_keys_is_a_row(tokenizer: Tokenizer, write_rows) 
     assert check_prompts(str(write_rows(row)), tokenizer, {}) == []
 
 
+@pytest.mark.seconds(4)
 def test_a_row_that_no_stream_takes_is_refused_where_it_is_read(tokenizer: Tokenizer, write_rows) -> None:
     """One that a reward worker cannot receive would end the run, or be sent again for ever."""
     long, small = "x" * (33 << 20), [[[]] * 1000] * 2000
