@@ -125,7 +125,8 @@ def main() -> int:
         "arguments": sys.argv[1:],
         "began": datetime.now(UTC).isoformat(timespec="minutes"),
         "how to read it": "a check is a function of tests/gpu/FILE; figures are what it measured; reason and trace say "
-        "why it failed or was skipped; times are seconds where nothing else is said",
+        "why it failed or was skipped; times are seconds where nothing else is said; packages other than cuda.lock are "
+        "all of them where the build is for a CPU; a file that is skipped whole counts as one check",
         "machine": machine(),
     }
     report = Report(options.out, facts)
@@ -162,8 +163,11 @@ class Mode(NamedTuple):
     def words(self) -> str:
         """For the report."""
         if self.pretend:
-            return f"pretended GPUs {self.pretend}: torch on a CPU that says cuda; no figure is one of a GPU"
-        return "a CPU, in small" if self.rehearse else "CUDA"
+            return (
+                f"pretended GPUs {self.pretend}: torch on a CPU that says cuda, with tiny models; no figure is one of "
+                "a GPU. On a GPU that is there: make first-contact"
+            )
+        return "a CPU, with tiny models. On a GPU: make first-contact" if self.rehearse else "CUDA"
 
     @property
     def patience(self) -> int:

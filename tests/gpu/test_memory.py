@@ -62,7 +62,10 @@ def test_the_peak_of_a_step_is_as_predicted(
     batches = [samples_of([row // 4] * 4, batch=batch) for batch in range(2)]
     done = train_steps(path, device, socket_directory, batches, **options)
     record_property("parameters", done.parameters)
-    record_property("peak_gib", done.peak / 2**30)
-    record_property("measured_to_predicted", done.peak / predicted)
+    if large(device):
+        record_property("peak_gib", done.peak / 2**30)
+        record_property("measured_to_predicted", done.peak / predicted)
+    else:
+        record_property("peak", f"not measured: a tiny model in place of {variant}, and no memory of a GPU")
     assert predicted > 4 * done.parameters and done.steps == 2
     assert done.peak < 1.15 * predicted + (1 << 29), "a recipe that placement lets begin can run out of memory"

@@ -42,6 +42,7 @@ def test_tokens_a_second_of_a_step(
     rate = 4 * tokens / done.seconds[-1]
     record_property("parameters", done.parameters)
     record_property("tokens_of_a_row", tokens)
+    record_property("compiled", compiled)
     record_property("steps_s", [round(seconds, 3) for seconds in done.seconds])
     record_property("tokens_a_second", rate)
     name = torch.cuda.get_device_name() if large(device) else ""
