@@ -96,7 +96,13 @@ async def run_environment_worker(
         async with servers as server_tools:
             episode, _ = load_episode(environment, chat_model, agents, server_tools)
             worker_loop = _Worker(environment, chat_model, episode, user_code, owns_process=owns_process)
-            async with _watched(owns_process), user_code, agents.serving() if agents else nullcontext():
+            # Closed last: an episode may end while the streams to the controller are cancelled.
+            async with (
+                worker_loop.unsent,
+                _watched(owns_process),
+                user_code,
+                agents.serving() if agents else nullcontext(),
+            ):
                 await send_hello(events, orders, EnvironmentReady(worker=worker))
                 await converse(lambda: worker_loop.receive(orders), lambda: worker_loop.send(events))
                 if worker_loop.stuck and owns_process:
@@ -153,13 +159,12 @@ class _Worker:
         self._used_up = ""
         """Error that says that this process has nothing left; empty: none has."""
         self._open: dict[int, OpenEpisode] = {}
-        self._send_event, self._events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
+        self._send_event, self.unsent = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
 
     async def send(self, events: SendStream[EnvironmentEvent]) -> None:
         """Send queued events until ``receive`` and all its episodes have ended."""
-        async with self._events:
-            async for event in self._events:
-                await events.send(event)
+        async for event in self.unsent:
+            await events.send(event)
         await events.aclose()
 
     async def receive(self, orders: ReceiveStream[EnvironmentOrder]) -> None:
