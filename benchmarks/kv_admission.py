@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from training_run import DEMO_RECIPE, training_run
+from training_run import DEMO_RECIPE, NOTHING_LEARNT, mean_figures, training_run
 
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.simulate.calibrate import calibrate
@@ -64,10 +64,7 @@ def measure(code: Path, admission: str, kv_tokens: int, steps: int) -> dict[str,
         "sampling.max_tokens": 24,
         "engines.advanced.kv_tokens": kv_tokens,
         "engines.max_num_seqs": 96,
-        "training.learning_rate": 0.0,
-        "training.warmup_steps": 0,
-        "evaluation.prompts": "",
-        "checkpoint.at_end": False,
+        **NOTHING_LEARNT,
     }
     with training_run(DEMO_RECIPE, overrides) as run:
         run.wait(timeout_s=900.0)
@@ -76,12 +73,8 @@ def measure(code: Path, admission: str, kv_tokens: int, steps: int) -> dict[str,
         recorded = load_recording(run.directory)
         recipe = load_recipe(run.directory / "recipe.toml")
     match = agreement(recorded, recipe, calibrate(recorded, recipe).model)
-    means = {"simulated goodput over the recorded one": match.goodput[1] / match.goodput[0]}
-    for name in SHOWN:
-        values = [record[name] for record in records if name in record]
-        if values:
-            means[name] = statistics.fmean(values)
-    return means
+    ratio = match.goodput[1] / match.goodput[0]
+    return {"simulated goodput over the recorded one": ratio, **mean_figures(records, SHOWN)}
 
 
 def main() -> int:

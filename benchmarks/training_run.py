@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,21 @@ class TrainingRun(StreamrlCommand):
             raise RunFailed(f"the run did not end within {timeout_s:.0f} s\n{self.tail()}")
         if code != 0:
             raise RunFailed(f"the run ended with exit code {code}\n{self.tail()}")
+
+
+NOTHING_LEARNT: dict[str, object] = {
+    "training.learning_rate": 0.0,
+    "training.warmup_steps": 0,
+    "evaluation.prompts": "",
+    "checkpoint.at_end": False,
+}
+"""Overrides of a run in which only sampling is measured: its policy stays as it is."""
+
+
+def mean_figures(records: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float]:
+    """Mean of each of the metrics ``names`` over the lines of steps that have it; without those that no line has."""
+    values = {name: [record[name] for record in records if name in record] for name in names}
+    return {name: statistics.fmean(known) for name, known in values.items() if known}
 
 
 @contextmanager

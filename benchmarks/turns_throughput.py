@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from training_run import DEMO_RECIPE, training_run
+from training_run import DEMO_RECIPE, NOTHING_LEARNT, mean_figures, training_run
 
 TURNS, TOKENS = 4, 64
 STALENESS = 4
@@ -53,10 +53,7 @@ def rate(folder: Path, tool_s: float | None, steps: int) -> tuple[float, dict[st
         "sampling.min_tokens": tokens,
         "sampling.max_tokens": tokens,
         "engines.max_num_seqs": 48,
-        "training.learning_rate": 0.0,
-        "training.warmup_steps": 0,
-        "evaluation.prompts": "",
-        "checkpoint.at_end": False,
+        **NOTHING_LEARNT,
     }
     if talks:
         overrides |= {"environment.episode": f"{code}:talk", "environment.max_tokens": 500}
@@ -64,9 +61,7 @@ def rate(folder: Path, tool_s: float | None, steps: int) -> tuple[float, dict[st
         run.wait(timeout_s=900.0)
         found = run.steps()[STALENESS + 1 :][:steps]
     sampled = sum(step["perf/samples_s"] * step["time/step_s"] * step["completion/length_mean"] for step in found)
-    values = {key: [step[key] for step in found if key in step] for key in SHOWN}
-    shown = {key: statistics.fmean(known) for key, known in values.items() if known}
-    return sampled / sum(step["time/step_s"] for step in found), shown
+    return sampled / sum(step["time/step_s"] for step in found), mean_figures(found, SHOWN)
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ SMOOTHING = 0.2
 """Weight of a measurement in the smoothed usage: trajectories take turns in bursts, which fill a cache for a moment."""
 
 
-def trajectories_in_flight(state: RunState) -> int:
+def _trajectories_in_flight(state: RunState) -> int:
     """Number of trajectories that are neither paused nor complete."""
     return sum(group.open for group in state.running_groups)
 
@@ -43,7 +43,7 @@ def free_slots(state: RunState, rules: Rules) -> int:
         return free
     if state.buffer.paused:
         return 0
-    return min(free, admission_limit(state, rules) - trajectories_in_flight(state))
+    return min(free, admission_limit(state, rules) - _trajectories_in_flight(state))
 
 
 def admit(state: RunState, measured: EnginesMeasured, rules: Rules, out: list[do.ControlAction]) -> None:
@@ -79,7 +79,7 @@ def admission_claims(state: RunState, rules: Rules) -> Claims:
     """No more trajectories are in flight than admission allows, and something runs where groups are paused by it."""
     if rules.settings.admission is None or state.ending or state.finished:
         return
-    in_flight = trajectories_in_flight(state)
+    in_flight = _trajectories_in_flight(state)
     limit = admission_limit(state, rules)
     yield in_flight <= limit, f"{in_flight} trajectories are in flight, and {limit} may be"
     yield bool(in_flight or not state.buffer.paused), f"groups {state.buffer.paused} are paused, and nothing runs"
@@ -120,7 +120,7 @@ def _pause_shortest(
         state.admission.pauses += group.open
         shortest.append(group)
     pause_groups(state, shortest, out)
-    _set_limit(state, trajectories_in_flight(state))
+    _set_limit(state, _trajectories_in_flight(state))
 
 
 def _set_limit(state: RunState, limit: int) -> None:
@@ -130,7 +130,7 @@ def _set_limit(state: RunState, limit: int) -> None:
 
 def _resume(state: RunState, group: Group, rules: Rules, out: list[do.ControlAction]) -> None:
     resume_groups(state, [group], out)
-    state.admission.limit = max(admission_limit(state, rules), trajectories_in_flight(state))
+    state.admission.limit = max(admission_limit(state, rules), _trajectories_in_flight(state))
 
 
 def _grow(state: RunState, rules: Rules, options: KvAdmission) -> None:
