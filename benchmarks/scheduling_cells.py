@@ -185,8 +185,25 @@ SORTED_RL_ARMS: dict[str, dict[str, object]] = {
 }
 """Single trajectories in cohorts of four batches, against the same algorithm in synchronous rounds."""
 
+LEAVE_ONE_OUT: dict[str, object] = {"objective.advantages": "leave_one_out"}
+TRACKED: dict[str, object] = {"objective.advantages": "tracked"}
+METHOD_ARMS: dict[str, tuple[str, dict[str, object]]] = {
+    "loo_4": ("size_4", LEAVE_ONE_OUT),
+    "loo_8": ("size_8", LEAVE_ONE_OUT),
+    "loo_16": ("size_16", LEAVE_ONE_OUT),
+    "loo_4_fewer": (f"{KEEPS_PROMPTS}size_4", LEAVE_ONE_OUT),
+    "loo_16_more": (f"{KEEPS_PROMPTS}size_16", LEAVE_ONE_OUT),
+    "loo_sagc": (f"{KEEPS_PROMPTS}sagc", LEAVE_ONE_OUT),
+    "tracked_1": ("size_1", TRACKED),
+    "tracked_sagc": ("sagc", TRACKED | {"group_sizing.sizes": [1, 2, 4, 8]}),
+    "filter_8": ("size_8", {"objective.algorithm": "dapo"}),
+    "loo_8_continuous": ("size_8", LEAVE_ONE_OUT | ROUND_ARMS["continuous_1"]),
+}
+"""The table of baselines and group sizes (``method_table.py``): what each builds on, and its objective. All train as
+many trajectories a step, but ``fewer`` and ``more``, which have the regime's prompts, and ``loo_sagc``."""
+
 SIZED_ARMS = tuple(prefix + arm for prefix in PREFIXES for arm in SIZING_ARMS)
-ARMS = (*ROUND_ARMS, *SORTED_RL_ARMS, *SIZED_ARMS, DAPO_SYNCHRONOUS)
+ARMS = (*ROUND_ARMS, *SORTED_RL_ARMS, *SIZED_ARMS, DAPO_SYNCHRONOUS, *METHOD_ARMS)
 
 
 class Cell(RunFigures, frozen=True, kw_only=True):
@@ -212,7 +229,8 @@ class Cell(RunFigures, frozen=True, kw_only=True):
     @property
     def keeps_prompts(self) -> bool:
         """Whether its steps are of as many prompts at every group size."""
-        return self.arm.startswith(KEEPS_PROMPTS)
+        like, _ = METHOD_ARMS.get(self.arm, (self.arm, {}))
+        return like.startswith(KEEPS_PROMPTS)
 
     def seconds_to(self, accuracy: float) -> float:
         """Wall time of the steps until an evaluation found this accuracy; infinite where none did."""
@@ -313,6 +331,9 @@ def sizing_overrides(
 ) -> dict[str, object]:
     """The overrides of an arm of ``SIZING_ARMS``, with its prefix. ``sagc``: the settings of its controller;
     ``shares``: of each size, for ``random_sizes``."""
+    if arm in METHOD_ARMS:
+        like, objective = METHOD_ARMS[arm]
+        return sizing_overrides(regime, like, best=best, sagc=sagc, shares=shares) | objective
     prefix = next((prefix for prefix in PREFIXES if prefix and arm.startswith(prefix)), "")
     kind = arm.removeprefix(prefix)
     over: dict[str, object] = ROUND_ARMS[best] if prefix == "best_" else {}
