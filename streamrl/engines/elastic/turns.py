@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from anyio import current_time
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import Clock, Metrics
+from streamrl.base.types import Metrics
 from streamrl.contracts import Turns
 from streamrl.engines.elastic.engine_processes import EngineProcesses
 
@@ -23,16 +23,11 @@ class EngineTurns(Turns):
     ``ranks_hold_memory``: function that returns whether a rank may have its state on the GPU"""
 
     def __init__(
-        self,
-        processes: EngineProcesses,
-        names: Collection[str],
-        ranks_hold_memory: Callable[[], bool],
-        clock: Clock = current_time,
+        self, processes: EngineProcesses, names: Collection[str], ranks_hold_memory: Callable[[], bool]
     ) -> None:
         self._processes = processes
         self._names = names
         self._ranks_hold_memory = ranks_hold_memory
-        self._clock = clock
         self._sleep_s = 0.0
         self._wake_s = 0.0
         self.of_engines = True
@@ -46,17 +41,17 @@ class EngineTurns(Turns):
     async def train(self) -> None:
         if not self.of_engines:
             return
-        began_s = self._clock()
+        began_s = current_time()
         self.of_engines = False
         await self._processes.sleep_all()
-        self._sleep_s = self._clock() - began_s
+        self._sleep_s = current_time() - began_s
 
     async def sample(self) -> None:
         if self._ranks_hold_memory():
             raise StreamRLError("engines were to wake while trainer ranks hold the memory of the GPU")
         if self.of_engines:
             return
-        began_s = self._clock()
+        began_s = current_time()
         await self._processes.use(self._names)
         self.of_engines = True
-        self._wake_s = self._clock() - began_s
+        self._wake_s = current_time() - began_s

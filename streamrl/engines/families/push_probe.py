@@ -29,11 +29,12 @@ from streamrl.weights.pull.replica import TensorSpecs
 
 _CHANGED_SHARE = 0.02
 _TORCH_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_VERSIONS = 20
 _WHOLE_CHAIN = 1 << 40
 
 
-def push_problem(options: EngineOptions, *, versions: int = 20) -> str:
-    """Push ``versions`` random changes of what a run publishes into the model of ``options``, then the last one into a
+def push_problem(options: EngineOptions) -> str:
+    """Push ``_VERSIONS`` random changes of what a run publishes into the model of ``options``, then the last one into a
     model that was loaded later, as after the death of an engine.
 
     Returns the first parameter or buffer of the two that is not, bit for bit, that of a model loaded from a checkpoint
@@ -49,7 +50,7 @@ def push_problem(options: EngineOptions, *, versions: int = 20) -> str:
         try:
             live = _LoadedModel(options)
             bases = []
-            for version in range(versions):
+            for version in range(_VERSIONS):
                 bits = changed(bits, version)
                 published = publisher.publish(version, bits)
                 live.commit(announcement_of(version, [published]))

@@ -45,9 +45,9 @@ class RandomBatch(NamedTuple):
     now: dict[TrajectoryId, Tensor]
 
 
-def random_batch(seed: int, *, moved: bool, stale: bool = True) -> RandomBatch:
+def random_batch(seed: int, *, moved: bool) -> RandomBatch:
     """Make groups of several sizes, one with equal rewards: trajectories of one sequence or two, of turns with rewards,
-    of four versions where ``stale``, some truncated. ``moved``: whether the policy has taken a step on the batch."""
+    of four versions, some truncated. ``moved``: whether the policy has taken a step on the batch."""
     rng = random.Random(seed)
     batch = RandomBatch([], {}, {})
     for group_id, size in enumerate(SIZES):
@@ -61,19 +61,13 @@ def random_batch(seed: int, *, moved: bool, stale: bool = True) -> RandomBatch:
             drift = torch.tensor([rng.gauss(0, 0.3) for _ in logprobs]) if moved else torch.zeros(tokens)
             batch.now[identity] = (batch.before[identity] + drift).clamp(max=0.0)
             reward = 1.0 if group_id == 3 else float(rng.randint(0, 3))
-            samples.append(_sample(identity, lengths, logprobs, reward, rng, stale=stale))
+            samples.append(_sample(identity, lengths, logprobs, reward, rng))
         batch.groups.append(TrainingGroup(group_id=group_id, batch_id=0, samples=tuple(samples)))
     return batch
 
 
 def _sample(
-    identity: TrajectoryId,
-    lengths: Sequence[int],
-    logprobs: Sequence[float],
-    reward: float,
-    rng: random.Random,
-    *,
-    stale: bool,
+    identity: TrajectoryId, lengths: Sequence[int], logprobs: Sequence[float], reward: float, rng: random.Random
 ) -> TrainingSample:
     """Make a trajectory with a sequence for each of ``lengths``, each behind a prompt of its own and a turn of its
     own."""
@@ -91,8 +85,7 @@ def _sample(
         behavior += [0.0] * prompt + [logprob + rng.gauss(0, 0.3) for logprob in islice(logprobs_left, length)]
         cut = len(ids) - rng.randint(0, length)
         first = len(ids) - length
-        versions = (-rng.randint(0, 3), -rng.randint(0, 3)) if stale else (0, 0)
-        edges = ((first, cut, versions[0]), (cut, len(ids), versions[1]))
+        edges = ((first, cut, -rng.randint(0, 3)), (cut, len(ids), -rng.randint(0, 3)))
         spans += [VersionSpan(start, end, version) for start, end, version in edges if start < end]
     if len(starts) == 1:
         starts = []

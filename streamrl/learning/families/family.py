@@ -41,11 +41,11 @@ class Family(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-def read_families(folder: Path = TABLES) -> dict[str, Family]:
-    """Read all tables of ``folder``, by name. Raises ``msgspec.ValidationError`` for a wrong table."""
-    shared = tomllib.loads((folder / _SHARED).read_text())
+def read_families() -> dict[str, Family]:
+    """Read all tables of ``TABLES``, by name. Raises ``msgspec.ValidationError`` for a wrong table."""
+    shared = tomllib.loads((TABLES / _SHARED).read_text())
     tables: dict[str, Any] = {}
-    for file in sorted(folder.glob("*.toml")):
+    for file in sorted(TABLES.glob("*.toml")):
         if file.name != _SHARED:
             tables |= tomllib.loads(file.read_text())
     complete = {name: _completed(name, tables, shared) for name in tables}
