@@ -26,6 +26,7 @@ from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher
 from streamrl.weights.pull.replica import TensorSpecs
+from streamrl.weights.vllm.post_load_changes import bytes_of
 
 _CHANGED_SHARE = 0.02
 _TORCH_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -129,10 +130,6 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for attribute, value in (vars(module) | vars(getattr(module, "impl", module))).items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 yield f"{name}:{attribute}", value
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def published_bits(checkpoint: Path, tensors: TensorSpecs) -> dict[str, BitArray]:

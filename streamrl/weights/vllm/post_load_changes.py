@@ -95,8 +95,13 @@ def digests(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, tuple[
     """Yield the digest of each named tensor: shape, strides, dtype and ``place_sum``, computed on the tensor's
     device."""
     for name, tensor in tensors:
-        total = 0 if tensor.is_meta else place_sum(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        total = 0 if tensor.is_meta else place_sum(bytes_of(tensor))
         yield name, (*tensor.shape, *tensor.stride(), hash(str(tensor.dtype)), total)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, flat."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def place_sum(content: Tensor) -> int:

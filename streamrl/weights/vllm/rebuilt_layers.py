@@ -23,7 +23,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.vllm.post_load_changes import REMEDY, PostLoadChanges, Tensors, place_sum, read_post_load_changes
+from streamrl.weights.vllm.post_load_changes import (
+    REMEDY,
+    PostLoadChanges,
+    Tensors,
+    bytes_of,
+    place_sum,
+    read_post_load_changes,
+)
 
 _NOTES = "vllm.model_executor.model_loader.reload.layerwise"
 _ONLINE_LOADER = "online_process_loader"
@@ -84,7 +91,7 @@ class RebuiltLayer:
         built = self._built(loaded)
         self._check_forms(built, served_tensors)
         for attribute, tensor in built.items():
-            different = _bytes(tensor) != _bytes(served_tensors[attribute])
+            different = bytes_of(tensor) != bytes_of(served_tensors[attribute])
             if different.any():
                 raise WeightError(
                     f"layer {self.name!r}: {int(different.count_nonzero())} bytes of {attribute!r} are not what comes "
@@ -298,7 +305,3 @@ def _quick_digest(tensor: Tensor) -> tuple[int, ...]:
     row_bytes = content.numel() // (8 * _ROW_WORDS) * 8 * _ROW_WORDS
     rows = content[:row_bytes].view(torch.int64).view(-1, _ROW_WORDS).sum(1)
     return (*tensor.stride(), place_sum(rows.view(torch.uint8)), place_sum(content[row_bytes:]))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
