@@ -110,7 +110,7 @@ class SharedMemory:
             self.descriptor = -1
 
 
-def _aligned(offset: int) -> int:
+def aligned(offset: int) -> int:
     """Return the next offset at which an array may start."""
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
@@ -199,9 +199,9 @@ class SharedVersions:
             positions_at = None
             if patch.positions is not None:
                 positions_at = size
-                size = _aligned(size + patch.positions.nbytes)
+                size = aligned(size + patch.positions.nbytes)
             patches.append(_SharedPatch(name, patch.new_bits.size, positions_at, size))
-            size = _aligned(size + patch.new_bits.nbytes)
+            size = aligned(size + patch.new_bits.nbytes)
         try:
             memory = SharedMemory.create(size)
         except OSError as error:

@@ -17,11 +17,10 @@ from streamrl.base.messages import MemoryHandle
 from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.distance import this_host
 from streamrl.weights.manifest import WorkUnit
-from streamrl.weights.pull.shared_versions import Holder, MemorySegment, SharedMemory
+from streamrl.weights.pull.shared_versions import Holder, MemorySegment, SharedMemory, aligned
 
 NO_VERSION = -2
 _TABLE_AT = 64
-_ALIGNMENT = 64
 
 
 class MemoryTable(Struct, frozen=True):
@@ -49,7 +48,7 @@ class TrainerMemory:
         start = _first_bits(int(self._header[1]))
         for unit in table.units:
             self.bits.append(memory.bits(unit.bits, start, unit.count))
-            start = _aligned(start + unit.count * unit.bits.itemsize)
+            start = aligned(start + unit.count * unit.bits.itemsize)
 
     @classmethod
     def create(cls, run_id: str, units: Sequence[WorkUnit], device: tuple[str, bytes]) -> TrainerMemory:
@@ -59,7 +58,7 @@ class TrainerMemory:
         encoded = msgpack.encode(table)
         size = _first_bits(len(encoded))
         for unit in units:
-            size = _aligned(size + unit.count * unit.bits.itemsize)
+            size = aligned(size + unit.count * unit.bits.itemsize)
         memory = SharedMemory.create(size)
         memory.positions(0, 2)[:] = NO_VERSION, len(encoded)
         memory.octets(_TABLE_AT, len(encoded))[:] = np.frombuffer(encoded, np.uint8)
@@ -102,8 +101,4 @@ class TrainerMemory:
 
 
 def _first_bits(table_bytes: int) -> int:
-    return _aligned(_TABLE_AT + table_bytes)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+    return aligned(_TABLE_AT + table_bytes)
