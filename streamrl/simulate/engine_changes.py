@@ -24,7 +24,7 @@ from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.recipe.topology import PreparedSet, expected_kv_tokens, prepared_sets
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.fleet import FleetModel
-from streamrl.simulate.rollout import SimulatedRollout
+from streamrl.simulate.rollout import SimulatedRollout, open_requests
 from streamrl.simulate.stages import TrainerClock
 
 UNLIMITED = 1 << 40
@@ -91,7 +91,6 @@ class SimulatedFreeing:
     def _serving(self, index: int) -> ServingEngine:
         engine = self._rollout.engines[index]
         engine.advance(self._rollout.now)
-        requests = [*engine.running, *(request for request in engine.waiting if not request.stopped)]
         return ServingEngine(
             name=str(index),
             kv_tokens=engine.model.kv_tokens or UNLIMITED,
@@ -100,7 +99,7 @@ class SimulatedFreeing:
                 OpenRequest(
                     request_id=str(request.id), prompt=request.prompt_tokens, sampled=engine.sampled_by_now(request)
                 )
-                for request in requests
+                for request in open_requests(engine)
             ),
         )
 

@@ -279,7 +279,7 @@ class SimulatedRollout(RequestsOnEngines):
         for index in engines:
             engine = self.engines[index]
             engine.advance(self._queue.now)
-            for request in _open_requests(engine):
+            for request in open_requests(engine):
                 self._stop(request)
                 moved = request.again()
                 self.requests[request.id] = moved
@@ -315,7 +315,7 @@ class SimulatedRollout(RequestsOnEngines):
         moved_requests = []
         aborted = self.aborted
         for index in engines:
-            for request in _open_requests(self.engines[index]):
+            for request in open_requests(self.engines[index]):
                 sampled_before = request.sampled
                 self._stop(request)
                 moved = request.again()
@@ -432,6 +432,6 @@ class SimulatedRollout(RequestsOnEngines):
             self._submit(request)
 
 
-def _open_requests(engine: EngineClock) -> list[Request]:
+def open_requests(engine: EngineClock) -> list[Request]:
     """Requests that run or wait on ``engine``."""
     return [*engine.running, *(request for request in engine.waiting if not request.stopped)]
