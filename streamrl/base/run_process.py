@@ -15,8 +15,8 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import process, shared_memory
 from os import environ
 from pathlib import Path
@@ -98,6 +98,23 @@ def last_line(output: int) -> str:
     """The last line of a file that a child wrote, at most 200 characters. ``output``: descriptor of the file."""
     start = max(0, os.fstat(output).st_size - _TAIL_BYTES)
     return os.pread(output, _TAIL_BYTES, start).decode(errors="replace").strip().rpartition("\n")[2][:200]
+
+
+@contextmanager
+def redirected(descriptor: int, target: int) -> Iterator[None]:
+    """Redirect a descriptor of stdout or stderr to ``target`` for the block; processes that are started in it keep
+    ``target``. vLLM logs to stdout, in several processes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(descriptor)
+    os.dup2(target, descriptor)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(saved, descriptor)
+        os.close(saved)
 
 
 def signal_name(number: int) -> str:

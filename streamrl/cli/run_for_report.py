@@ -4,15 +4,15 @@ process."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from streamrl.base.printable import log_to
+from streamrl.base.run_process import redirected
 
 Result = TypeVar("Result")
 
@@ -31,20 +31,3 @@ def run_for_report(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
 
     with redirected(1, 2):  # only the report on stdout
         return asyncio.run(cancellable())
-
-
-@contextlib.contextmanager
-def redirected(descriptor: int, target: int) -> Iterator[None]:
-    """Redirect a descriptor of stdout or stderr to ``target`` for the block; processes that are started in it keep
-    ``target``. vLLM logs to stdout, in several processes."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = os.dup(descriptor)
-    os.dup2(target, descriptor)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(saved, descriptor)
-        os.close(saved)

@@ -12,6 +12,7 @@ import anyio
 from msgspec import Struct, json, msgpack
 
 from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.run_process import redirected
 from streamrl.base.types import JsonObject, Prompt, Texts
 from streamrl.observe.user_calls import observer_class
 from streamrl.prepare.first_prompt import difference_from_transformers
@@ -173,12 +174,8 @@ def _look_at_prompt(argument: str) -> _ProbeResult:
 
 def _look_at_model(argument: str) -> _ProbeResult:
     """Check the model in a probe of vLLM's loader. Errors that say nothing about a real engine are raised."""
-    stderr = os.dup(2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM warns of an engine that is none
-    try:
+    with open(os.devnull, "wb") as nowhere, redirected(2, nowhere.fileno()):  # vLLM warns of an engine that is none
         return _try_model(argument)
-    finally:
-        os.dup2(stderr, 2)
 
 
 def _try_model(argument: str) -> _ProbeResult:

@@ -21,9 +21,9 @@ from msgspec.structs import replace
 
 from streamrl.base.errors import EngineError, RecipeError
 from streamrl.base.notifier import Notifier
+from streamrl.base.run_process import redirected
 from streamrl.base.stage_messages import EndedOutcome, Scored
 from streamrl.base.types import Metrics, ScoredTrajectory, Trajectory, TrajectoryId
-from streamrl.cli.run_for_report import redirected
 from streamrl.contracts import Journal, Sampler, WatchedEngine
 from streamrl.engines.vllm.options import max_model_len, model_config
 from streamrl.launch.roles import engine_of

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from logging import getLogger
 from os import environ
 from signal import SIGTERM
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 import anyio
 from anyio import CancelScope, current_time, fail_after, move_on_after, to_thread
@@ -30,6 +28,7 @@ from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.host_addresses import bare_host, wrong_port
+from streamrl.base.run_process import redirected
 from streamrl.base.types import JsonObject
 from streamrl.processes.cluster.cluster_launcher import HostOffer
 from streamrl.processes.cluster.daemon_messages import DaemonRequest, DaemonSetup, HostFacts
@@ -220,7 +219,7 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
     try:
         with tempfile.TemporaryFile() as stderr_file:
             try:
-                with _stderr_to(stderr_file):
+                with redirected(2, stderr_file.fileno()):  # Ray's own code repeats its errors many times
                     # In a thread, where Ray does not install a handler of SIGTERM.
                     await to_thread.run_sync(partial(connect, configure_logging=False))
                     _restore_signals()
@@ -248,19 +247,6 @@ def _restore_signals() -> None:
     at the end of a connection: then SIGTERM would end this process, in place of a drain."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(SIGTERM, signal.getsignal(SIGTERM))
-
-
-@contextmanager
-def _stderr_to(file: IO[bytes]) -> Iterator[None]:
-    """Redirect stderr of this process to ``file``: Ray's own code repeats its errors many times."""
-    sys.stderr.flush()
-    original_stderr = os.dup(2)
-    try:
-        os.dup2(file.fileno(), 2)
-        yield
-    finally:
-        os.dup2(original_stderr, 2)
-        os.close(original_stderr)
 
 
 def _remaining_start_s(began_s: float) -> float:
