@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,7 @@ from typing import Any
 from msgspec import Struct, json
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.run_process import PARENT_PID, die_with_parent
+from streamrl.base.run_process import PARENT_PID, die_with_parent, end_session, start_session
 from streamrl.cli.dialects import trl_trainers
 from streamrl.cli.dialects.translation import Translation, translated
 from streamrl.cli.dialects.trl_objects import foreign_of_trainer
@@ -56,27 +54,21 @@ def translate_script(script: Path, words: Sequence[str], folder: Path) -> Transl
         )
         with tempfile.NamedTemporaryFile() as answer:
             arguments = [str(script.absolute()), str(folder.absolute()), answer.name, *words]
-            child = subprocess.Popen(
+            child = start_session(
                 [sys.executable, "-P", "-m", __name__, *arguments],
                 cwd=directory,
                 env={**os.environ, PARENT_PID: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
-                start_new_session=True,
             )
-            try:
-                code = child.wait(TIME_LIMIT_S)
-            except subprocess.TimeoutExpired:
+            if not end_session(child, TIME_LIMIT_S):
                 raise RecipeError(
                     f"{script} did not call train() within {TIME_LIMIT_S:.0f} s: let it load less, such as its datasets"
-                ) from None
-            finally:
-                if child.poll() is None:
-                    os.killpg(child.pid, signal.SIGKILL)
-                    child.wait()
+                )
             content = answer.read()
     if not content:
-        raise RecipeError(f"{script} ended with exit code {code} before its trainer had a recipe: see its output above")
+        raise RecipeError(
+            f"{script} ended with exit code {child.returncode} before its trainer had a recipe: see its output above"
+        )
     decoded = json.decode(content, type=_Answer)
     if decoded.translation is None:
         raise RecipeError(*decoded.problems)
