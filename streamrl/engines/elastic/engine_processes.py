@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError, StreamBroken
 from streamrl.base.messages import EngineEvent, EngineOrder, EngineReady
+from streamrl.base.notifier import Notifier
 from streamrl.base.run_events import EngineBack, EngineLost, KillEngine, StartEngine, StopEngine, SupervisorOrder
 from streamrl.base.types import Metrics
 from streamrl.comm.guarded_sockets import KeyGuard
@@ -403,7 +404,7 @@ class EngineProcesses:
         self.streams: TaskGroup | None = None
         """Tasks with the open streams of the processes. This group ends after the tasks of the engines."""
         self._group: TaskGroup | None = None
-        self._changed = Event()
+        self._changed = Notifier()
         self._endpoints = endpoints
         self._lifecycles: dict[str, _EngineLifecycle] = {}
         self._set_engines: Collection[str] = ()  # names of the set in use
@@ -436,8 +437,7 @@ class EngineProcesses:
 
     def notify(self) -> None:
         """Wake the tasks that wait in ``until``, since a state has changed."""
-        self._changed.set()
-        self._changed = Event()
+        self._changed.notify()
 
     async def notify_changes(self, engine: RemoteEngine) -> None:
         """Notify when ``engine`` is ready, and when it fails."""

@@ -16,6 +16,7 @@ from msgspec import msgpack
 from msgspec.structs import replace
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.notifier import Notifier
 from streamrl.processes.cluster.daemon_messages import (
     DaemonAnswer,
     DaemonOrder,
@@ -101,7 +102,7 @@ class RemoteHost:
         self._states: dict[int, ProcessState] = {}
         self._answered_s = monotonic()
         self._is_late = False
-        self._changed = Event()
+        self._changed = Notifier()
         self._wake = Event()
 
     @property
@@ -148,7 +149,7 @@ class RemoteHost:
         if not self.lost:
             self.lost = reason
             self._end_states()
-            self._notify()
+            self._changed.notify()
 
     async def _ask(self) -> None:
         asked_s = monotonic()
@@ -188,7 +189,7 @@ class RemoteHost:
             del self._orders[:newly_done]
             self._first = answer.orders_done
             self.survivors = answer.survivors
-        self._notify()
+        self._changed.notify()
 
     def _note_reason(self, name: str, state: ProcessState) -> None:
         """Write the reason of an end where the supervisor reads it, with the time of this host's clock."""
@@ -208,7 +209,3 @@ class RemoteHost:
                 reason = ExitReason(kind=ExitKind.CAUSE, message=self.lost, monotonic_s=monotonic())
                 self._write(self._names[number], reason)
                 self._states[number] = replace(state, exit_code=-SIGKILL)
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = Event()

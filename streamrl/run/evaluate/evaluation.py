@@ -14,6 +14,7 @@ from statistics import fmean, stdev
 import anyio
 from msgspec import Struct
 
+from streamrl.base.notifier import Notifier
 from streamrl.base.run_events import EvaluationFinished, RunEvent, RunWarning
 from streamrl.base.seeds import derive_seed
 from streamrl.base.stage_messages import (
@@ -107,7 +108,7 @@ class EvaluationRun:
         self._open: set[TrajectoryId] = set()
         # Rewards of a group wait for all of its samples.
         self._room = anyio.Semaphore(max(held_out.in_flight, held_out.settings.samples))
-        self._settled = anyio.Event()
+        self._settled = Notifier()
 
     @property
     def completions(self) -> int:
@@ -133,7 +134,6 @@ class EvaluationRun:
             if self.cancelled:  # between siblings, for all of which the rewards of a group wait
                 episodes.cancel([launch.id])
         while self._open:
-            self._settled = anyio.Event()
             await self._settled.wait()
         settings = self._held_out.settings
         figures = {"time/eval_s": anyio.current_time() - started}
@@ -154,7 +154,7 @@ class EvaluationRun:
         self._open.discard(identity(outcome))
         self._room.release()
         if not self._open:
-            self._settled.set()
+            self._settled.notify()
 
     def cancel(self, episodes: EpisodeRunner) -> None:
         """Launch no more completions and stop the running ones. ``run`` returns when they have ended."""

@@ -44,6 +44,7 @@ from anyio import to_thread
 from msgspec import Struct
 
 from streamrl.base.atomic_files import flush_directory, hold_lock
+from streamrl.base.notifier import Notifier
 from streamrl.run.journal.log_errors import JournalDamaged, JournalFailed, JournalRefused, failing
 
 GROUP_BYTES = 8 << 20
@@ -239,7 +240,7 @@ class JournalFile:
         self._failure: JournalFailed | None = None
         self._closed = False
         self._has_items = asyncio.Event()
-        self._progress = asyncio.Event()  # set and replaced after each group
+        self._progress = Notifier()
         self._writing = asyncio.Lock()
 
     def append(self, record: bytes) -> int:
@@ -323,9 +324,7 @@ class JournalFile:
                     self._failure = failure
                     raise
                 finally:
-                    progress = self._progress
-                    self._progress = asyncio.Event()
-                    progress.set()
+                    self._progress.notify()
                 self._waiting_bytes -= sum(map(len, group))
 
     # These two run in a thread, and remove from the queue what they have written: the next call does not write it again
