@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -71,11 +71,11 @@ def weight_files(directory: Path) -> list[Path]:
             remedy = "copy or save the model again"
             if SINGLE_FILE in files:
                 remedy = f"remove {INDEX_FILE} if {SINGLE_FILE} is the whole model, or {remedy}"
-            raise ModelDirectoryError(f"has no {_listed(missing)}, which {INDEX_FILE} names: {remedy}")
+            raise ModelDirectoryError(f"has no {listed(missing)}, which {INDEX_FILE} names: {remedy}")
         if SINGLE_FILE in files and SINGLE_FILE not in named:
             raise ModelDirectoryError(
                 f"has {SINGLE_FILE}, which transformers loads, and {INDEX_FILE}, which vLLM follows and which names "
-                f"{_listed(named)}: remove the files of one of the two saves"
+                f"{listed(named)}: remove the files of one of the two saves"
             )
         return [files[name] for name in named]
     if not files:
@@ -92,7 +92,7 @@ def _refuse_several_saves(names: list[str]) -> None:
     saves = {(part[1], part[3]) if part else name for name, part in zip(names, parts, strict=True)}
     if len(saves) > 1:
         raise ModelDirectoryError(
-            f"has weight files of more than one save ({_listed(names)}) and no {INDEX_FILE} that says which are the "
+            f"has weight files of more than one save ({listed(names)}) and no {INDEX_FILE} that says which are the "
             "model: remove the others"
         )
     if parts[0] is None:
@@ -102,7 +102,7 @@ def _refuse_several_saves(names: list[str]) -> None:
     shards = [f"{prefix}-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
     missing = [name for name in shards if name not in names]
     if missing:
-        raise ModelDirectoryError(f"has no {_listed(missing)}, a part of the same save: copy or save the model again")
+        raise ModelDirectoryError(f"has no {listed(missing)}, a part of the same save: copy or save the model again")
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -188,7 +188,7 @@ def float32_tensors(tensors: Mapping[str, StoredTensor]) -> frozenset[str]:
     return names if 2 * elements < sum(math.prod(tensor.shape) for tensor in tensors.values()) else frozenset()
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """The first three names, and the number of the others."""
     text = ", ".join(names[:3])
     if len(names) > 3:

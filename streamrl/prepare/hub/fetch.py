@@ -28,6 +28,7 @@ from streamrl.prepare.hub import messages
 from streamrl.prepare.hub.failures import no_room, sentence
 from streamrl.prepare.hub.messages import HubAnswer, WantedFiles, answer_s
 from streamrl.prepare.hub.model_files import WEIGHTS, model_files
+from streamrl.pretrained.weight_files import listed
 from streamrl.recipe.remote_names import HubName
 from streamrl.recipe.throwaway_process import answer_parent
 from streamrl.run.prompts.data_files import DataFiles, choose_converted, choose_files, compact, matching
@@ -198,11 +199,8 @@ def _data_files(request: WantedFiles, repository: _Files) -> DataFiles:
 
 def _lacks(repository: _Files, missing: Sequence[str]) -> str:
     """The error text for a copy in the cache that is not whole, where the Hub cannot be asked."""
-    lacks = ", ".join(missing[:3])
-    if len(missing) > 3:
-        lacks += f" and {len(missing) - 3} more"
     remedy = f"run {repository.name.command} where there is a network"
-    return f"the copy of {repository.name} in {constants.HF_HUB_CACHE} lacks {lacks}, and the Hub: {remedy}"
+    return f"the copy of {repository.name} in {constants.HF_HUB_CACHE} lacks {listed(missing)}, and the Hub: {remedy}"
 
 
 def _download(key: str, repository: _Files, stand_ins: str, send: Send) -> messages.Resolved:
