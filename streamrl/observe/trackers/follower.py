@@ -4,13 +4,11 @@ process of a follower (``__main__``), and by ``streamrl sync``."""
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct, json
 
@@ -20,7 +18,7 @@ from streamrl.base.line_file import decoded_lines, read_lines
 from streamrl.base.run_events import CompletionSampled
 from streamrl.base.types import JsonObject
 from streamrl.observe.run_files.followed_lines import Cursor, FollowedLines
-from streamrl.observe.run_files.run_reader import RunFiles, changed_s, metric_lines
+from streamrl.observe.run_files.run_reader import RunFiles, changed_s, is_number, metric_lines
 from streamrl.observe.trackers.available_trackers import make_tracker, name_and_options
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
 
@@ -186,7 +184,7 @@ class Follower:
                 self._trained = []
                 columns = {
                     "completion/length": [float(row["tokens"]) for row in trained if "tokens" in row],
-                    "reward": [row["reward"] for row in trained if _is_finite(row.get("reward"))],
+                    "reward": [row["reward"] for row in trained if is_number(row.get("reward"))],
                     # The step begins with version ``step - 1`` and makes version ``step``.
                     "async/staleness": [float(max(step - 1 - row.get("oldest_version", 0), 0)) for row in trained],
                 }
@@ -194,10 +192,6 @@ class Follower:
                     self._tracker.histograms(step, {name: column for name, column in columns.items() if column})
             elif kind == "event":
                 self._tracker.event(step, str(line.get("kind", "")), str(line.get("text", "")))
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def evaluation_samples(path: Path) -> list[CompletionSampled]:
