@@ -14,6 +14,7 @@ from streamrl.buffers.rollout_buffer import Accounting
 from streamrl.control.actions import StepOptimizer
 from streamrl.control.policies.sagc import LengthTable, straggler_rate
 from streamrl.control.settings import ControlSettings
+from streamrl.observe.report.step_timer import idle_share
 from streamrl.recipe.scheduling import SMALLEST_SIZE
 from streamrl.simulate.engines import EngineClock, Request, RunningTogether
 
@@ -305,8 +306,8 @@ class StepLedger:
             trained_tokens=step.trained_tokens,
             generated_tokens=generated - self._generated_at_begin,
             longest=batch.longest,
-            rollout_bubble=_idle_share(self._busy_at_full_s - self._busy_at_begin_s, self.capacity * rollout_s),
-            free_slots=_idle_share(busy_s - self._busy_at_begin_s, self.capacity * step_s),
+            rollout_bubble=idle_share(self._busy_at_full_s - self._busy_at_begin_s, self.capacity * rollout_s),
+            free_slots=idle_share(busy_s - self._busy_at_begin_s, self.capacity * step_s),
         )
         rate = straggler_rate(batch.tables, self._settings.group_sizing.straggler_ratio)
         sums.batches += step.batches
@@ -391,7 +392,3 @@ def _kind_summary(kind: str, rows: Sequence[StepRow], lengths: Counter[int], cap
 def _total(counts: Counter[int]) -> int:
     """Sum of the counted values."""
     return sum(value * count for value, count in counts.items())
-
-
-def _idle_share(busy_s: float, total_s: float) -> float:
-    return max(1 - busy_s / total_s, 0.0) if total_s > 0 else 0.0

@@ -95,7 +95,7 @@ class StepTimer:
             push_s=now - self._publishing_at,
             wait_eval_s=self._publishing_at - self._trained_at,
             free_slots=self._free_slots(before, after, seconds),
-            engine_idle=_idle_share(after.working_seconds - before.working_seconds, seconds),
+            engine_idle=idle_share(after.working_seconds - before.working_seconds, seconds),
             sampled=after.generated_tokens - before.generated_tokens,
             verified=after.verified_tokens - before.verified_tokens,
             accepted=after.accepted_tokens - before.accepted_tokens,
@@ -103,10 +103,10 @@ class StepTimer:
 
     def _free_slots(self, before: RolloutStatistics, after: RolloutStatistics, seconds: float) -> float:
         """1 - sum(min(running, capacity) dt) / (capacity sum(dt))."""
-        return _idle_share((after.busy_seconds - before.busy_seconds) / self._capacity, seconds)
+        return idle_share((after.busy_seconds - before.busy_seconds) / self._capacity, seconds)
 
 
-def _idle_share(busy_s: float, total_s: float) -> float:
+def idle_share(busy_s: float, total_s: float) -> float:
     """Share of ``total_s`` outside of ``busy_s``; 0 where ``total_s`` is not positive."""
     if total_s <= 0:
         return 0.0
