@@ -3,6 +3,7 @@ background. The controller, engine processes and the workers of user code use th
 
 from __future__ import annotations
 
+from asyncio import Future
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
@@ -54,6 +55,12 @@ class BackgroundCall(Generic[T]):
 def first_error(error: BaseException) -> BaseException:
     """The first leaf of an exception group, or the error itself."""
     return next(leaves(error))
+
+
+def retrieve_exception(future: Future[Any]) -> None:
+    """Retrieve the exception, if any, of a future that nobody awaits any more, so that asyncio does not log it."""
+    if future.done() and not future.cancelled():
+        future.exception()
 
 
 def start_unless_ending(

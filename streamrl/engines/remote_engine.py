@@ -15,6 +15,7 @@ from typing import Any
 from anyio import Event, move_on_after
 
 from streamrl.base import messages
+from streamrl.base.concurrent_calls import retrieve_exception
 from streamrl.base.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, StreamEnded, WeightError
 from streamrl.base.types import Completion
 from streamrl.comm.stream import ReceiveStream, SendStream, exchange_hello
@@ -106,7 +107,7 @@ class RemoteEngine:
             raise
         finally:
             self._requests.pop(request.request_id, None)
-            _retrieve_exception(future)
+            retrieve_exception(future)  # the engine may have died before the request was sent
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ask for requests to stop. The requests of a failed engine have ended already."""
@@ -163,7 +164,7 @@ class RemoteEngine:
             return await future
         finally:
             del self._pending_orders[order_id]
-            _retrieve_exception(future)
+            retrieve_exception(future)
 
     async def _send(self, order: messages.EngineOrder) -> None:
         try:
@@ -220,13 +221,6 @@ class RemoteEngine:
     def _require_alive(self) -> None:
         if self.failure:
             raise EngineError(self.failure)
-
-
-def _retrieve_exception(future: Future[Any]) -> None:
-    """Retrieve the exception of a future that is not awaited any more, so that asyncio does not log it: the engine may
-    have died before the order was sent."""
-    if future.done() and not future.cancelled():
-        future.exception()
 
 
 def _settle(future: Future[Any] | None, outcome: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from msgspec import Struct
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from streamrl.base.concurrent_calls import retrieve_exception
 from streamrl.recipe.sections import BFLOAT16_CAPABILITY, ComputeDtype
 from streamrl.rewards.builtin.reward_model_options import RewardModelOptions
 
@@ -24,12 +25,6 @@ class _WaitingText(Struct, eq=False):
 
     token_ids: list[int]
     score: asyncio.Future[float]
-
-
-def _consume_exception(score: asyncio.Future[float]) -> None:
-    """Retrieve the exception of a score that nobody awaits because its call was cancelled."""
-    if not score.cancelled():
-        score.exception()
 
 
 class BatchedClassifier:
@@ -54,7 +49,7 @@ class BatchedClassifier:
             if self._model is None:
                 await loop.run_in_executor(self._thread, self._load)
         text = _WaitingText(self._tokens(prompt, messages, completion), loop.create_future())
-        text.score.add_done_callback(_consume_exception)
+        text.score.add_done_callback(retrieve_exception)  # nobody awaits it where this call is cancelled
         self._waiting.append(text)
         # The call that has the lock scores batches of all waiting texts, until its own text is among them. Another call
         # may have scored its text before.
