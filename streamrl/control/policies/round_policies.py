@@ -6,6 +6,7 @@ own here, or a class of the user (``rollout.policy``)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from streamrl.base.errors import RecipeError
 from streamrl.control.machine import Control
@@ -18,7 +19,7 @@ from streamrl.control.policies.tail_batching import TailBatchingRounds
 from streamrl.control.round_policy import GroupSizer, RoundPolicy
 from streamrl.control.run_state import Snapshot
 from streamrl.control.settings import ControlSettings
-from streamrl.control.steering.changes import steering_with
+from streamrl.control.steering.changes import steer
 from streamrl.control.steering.live_keys import with_values
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.user_code import load_user_object
@@ -61,7 +62,7 @@ def make_control(settings: ControlSettings, snapshot: Snapshot | None = None) ->
     if snapshot is not None:
         settings = with_values(settings, snapshot.state.steering.changed)
     policy, sizer = _make_policies(settings)
-    return control_class(settings, policy, sizer, snapshot, steering_with(_make_policies))
+    return control_class(settings, policy, sizer, snapshot, partial(steer, _make_policies))
 
 
 def _make_policies(settings: ControlSettings) -> tuple[RoundPolicy, GroupSizer]:

@@ -8,7 +8,6 @@ leave them: each group has the sampling parameters of its launch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -17,7 +16,6 @@ from streamrl.base.types import DropReason
 from streamrl.control import events as on
 from streamrl.control.actions import Decision
 from streamrl.control.apply import Actions, drop_group, order_checkpoint, order_evaluation
-from streamrl.control.machine import Steer
 from streamrl.control.round_policy import GroupSizer, RoundPolicy, Rules
 from streamrl.control.run_state import Batch, RunState, requeue_interrupted
 from streamrl.control.settings import ControlSettings
@@ -27,14 +25,9 @@ MakePolicies = Callable[[ControlSettings], tuple[RoundPolicy, GroupSizer]]
 PAUSED = "nothing more is launched until `streamrl continue`; what runs is finished"
 
 
-def steering_with(make: MakePolicies) -> Steer:
-    """Make the ``Steer`` of a run. ``make``: function that makes its policies."""
-    return partial(steer, make)
-
-
 def steer(make: MakePolicies, state: RunState, rules: Rules, event: on.ControlEvent, out: Actions) -> Rules:
     """Take ``event`` where it is an order of a user, and carry out all orders that are due now. Returns the rules that
-    hold from here on."""
+    hold from here on. With ``make``, the function that makes the policies of the run, it is a ``Steer``."""
     _take_order(state, event, out)
     batch = state.batch
     round_may_open = isinstance(event, on.BatchTrained) or not (batch.round_kind or state.ending)
