@@ -24,6 +24,7 @@ from msgspec import msgpack
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, die_with, set_process_option
 from streamrl.rewards.calls.frames import (
+    ORDERS,
     ChildEnded,
     Clock,
     ForkChild,
@@ -33,7 +34,7 @@ from streamrl.rewards.calls.frames import (
     ServerEvent,
     ServerOrder,
     SharedStatus,
-    decode_order,
+    decoded,
 )
 from streamrl.rewards.calls.loading import load_reward
 from streamrl.rewards.calls.process import run_call_process
@@ -77,7 +78,7 @@ class ForkServer:
                 received, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_ORDER, 3)
                 if not received:
                     break
-                self._carry_out(decode_order(received), descriptors)
+                self._carry_out(decoded(ORDERS, received), descriptors)
         self._leave()
 
     def _carry_out(self, order: ServerOrder, descriptors: Sequence[int]) -> None:

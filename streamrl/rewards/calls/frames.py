@@ -132,7 +132,7 @@ class FrameReader(Generic[Received]):
                 break
             body = bytes(memoryview(buffer)[start + _LENGTH.size : end])
             start = end
-            yield _decoded(self._decoder, body)
+            yield decoded(self._decoder, body)
         del buffer[:start]
 
 
@@ -159,17 +159,9 @@ def _is_finite(value: CheckedValue) -> bool:
     return all(number is None or math.isfinite(number) for number in numbers)
 
 
-def decode_order(received: bytes) -> ServerOrder:
-    """Decode an order to the fork server. Raises ``msgspec.DecodeError``."""
-    return _decoded(_orders, received)
-
-
-def decode_event(received: bytes) -> ServerEvent:
-    """Decode a report of the fork server. Raises ``msgspec.DecodeError``."""
-    return _decoded(_events, received)
-
-
-def _decoded(decoder: msgpack.Decoder[Received], body: bytes) -> Received:
+def decoded(decoder: msgpack.Decoder[Received], body: bytes) -> Received:
+    """Decode a message: a frame, or one to the fork server (``ORDERS``) or from it (``EVENTS``). Raises
+    ``msgspec.DecodeError`` for any wrong body."""
     try:
         return decoder.decode(body)
     except DecodeError:
@@ -178,8 +170,8 @@ def _decoded(decoder: msgpack.Decoder[Received], body: bytes) -> Received:
         raise DecodeError(f"{type(error).__name__}: {error}") from error
 
 
-_orders: msgpack.Decoder[ServerOrder] = msgpack.Decoder(ServerOrder)
-_events: msgpack.Decoder[ServerEvent] = msgpack.Decoder(ServerEvent)
+ORDERS: msgpack.Decoder[ServerOrder] = msgpack.Decoder(ServerOrder)
+EVENTS: msgpack.Decoder[ServerEvent] = msgpack.Decoder(ServerEvent)
 
 
 class SharedStatus:

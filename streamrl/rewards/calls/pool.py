@@ -43,6 +43,7 @@ from streamrl.base.run_process import end_session, signal_name, start_session, u
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.rewards import Reward
 from streamrl.rewards.calls.frames import (
+    EVENTS,
     CallAnswer,
     CallOrder,
     ForkChild,
@@ -53,7 +54,7 @@ from streamrl.rewards.calls.frames import (
     ServerOrder,
     SharedStatus,
     answered_values,
-    decode_event,
+    decoded,
     to_frame,
 )
 from streamrl.rewards.calls.process import late_message
@@ -322,7 +323,7 @@ class _ForkServerClient:
             await anyio.wait_readable(self._control)
             try:
                 received = self._control.recv(_LARGEST_PACKET, socket.MSG_DONTWAIT)
-                return decode_event(received) if received else None
+                return decoded(EVENTS, received) if received else None
             except (BlockingIOError, InterruptedError):
                 continue
             except OSError:
