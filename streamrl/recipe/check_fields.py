@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct, ValidationError, convert, inspect
 
 from streamrl.base.types import JsonMapping, JsonObject
-from streamrl.recipe.field_types import ADVANCED, Key, bare, keys_of, paths_to
+from streamrl.recipe.field_types import ADVANCED, Key, bare, keys_of, paths_to, without_index
 from streamrl.recipe.problems import Origin, did_you_mean, nearest, problem, short_toml
 from streamrl.recipe.sections import Recipe
 
@@ -125,7 +125,7 @@ class CheckedTable:
                 self._refuse(written, self._unknown_key(path, name, keys, value), field)
             elif key.advanced != is_below_advanced:
                 home = f"{path}.{ADVANCED}" if key.advanced else path
-                self._refuse(written, f"belongs into [{_without_index(home)}]: write it there", field)
+                self._refuse(written, f"belongs into [{without_index(home)}]: write it there", field)
             elif key.nested is not None and isinstance(value, Mapping):
                 valid[name] = self._check_keys(written, value, key.nested)
             elif key.named is not None and isinstance(value, Mapping):
@@ -156,7 +156,7 @@ class CheckedTable:
         below = table.get(ADVANCED, {})
         if not isinstance(below, Mapping):
             self._refuse(
-                f"{path}.{ADVANCED}", f"{short_toml(below)} is not a table: write [{_without_index(path)}.{ADVANCED}]"
+                f"{path}.{ADVANCED}", f"{short_toml(below)} is not a table: write [{without_index(path)}.{ADVANCED}]"
             )
             return pairs
         return pairs + [(name, value, True) for name, value in below.items()]
@@ -169,7 +169,7 @@ class CheckedTable:
         try:
             converted = convert(value, key.annotation)
         except (ValidationError, UnicodeError) as error:  # UnicodeError: an override with bytes that are no text
-            answer = self._foreign(_without_index(path), value)
+            answer = self._foreign(without_index(path), value)
             text = f"{short_toml(value)} is not allowed: must be {expected(key.kind)}"
             if isinstance(key.kind, inspect.BoolType) and key.text:
                 text += f" ({key.text})"
@@ -201,9 +201,9 @@ class CheckedTable:
         self._listed.add(section)
         advanced = [key.name for key in keys.values() if key.advanced]
         names = ", ".join(key.name for key in keys.values() if not key.advanced)
-        text = f"unknown key{hint} Keys of [{_without_index(path)}]: {names or 'none'}"
+        text = f"unknown key{hint} Keys of [{without_index(path)}]: {names or 'none'}"
         if advanced:
-            text += f"; below [{_without_index(path)}.{ADVANCED}]: {', '.join(advanced)}"
+            text += f"; below [{without_index(path)}.{ADVANCED}]: {', '.join(advanced)}"
         return text
 
     def _unknown_section(self, name: str, value: Any) -> str:
@@ -237,7 +237,3 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from leaves(f"{path}.{name}" if path else str(name), item)
     if not items:
         yield path, value
-
-
-def _without_index(path: str) -> str:
-    return ".".join(part for part in path.split(".") if not part.isdigit())

@@ -94,6 +94,11 @@ class Key(Struct, frozen=True, kw_only=True):
         return self.struct
 
 
+def without_index(path: str) -> str:
+    """Return a dotted path without the numbers of items of lists."""
+    return ".".join(part for part in path.split(".") if not part.isdigit())
+
+
 def bare(kind: inspect.Type) -> Any:
     """Return ``kind`` without its ``Meta`` annotations."""
     return bare(kind.type) if isinstance(kind, inspect.Metadata) else kind

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from streamrl.base.types import Texts
-from streamrl.recipe.field_types import as_written, keys_of, written_path
+from streamrl.recipe.field_types import as_written, keys_of, without_index, written_path
 from streamrl.recipe.problems import short_toml
 from streamrl.recipe.sections import Recipe
 
@@ -83,7 +83,7 @@ def unless(condition: Callable[[Recipe], object], reason: str) -> Callable[[Reci
 def broken_rules(recipe: Recipe, bad_paths: Set[str] = frozenset()) -> list[tuple[str, str]]:
     """Return (path, message) of each problem by the rules, with paths as in a recipe file (``run.advanced.restarts``).
     ``bad_paths``: paths of values that are wrong by themselves; rules that read one are skipped."""
-    bad = {".".join(part for part in path.split(".") if not part.isdigit()) for path in bad_paths}
+    bad = set(map(without_index, bad_paths))
     above_bad = {above for path in bad for above in _upwards(path)}
     problems: list[Problem] = []
     for candidate in RULES:
