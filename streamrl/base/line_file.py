@@ -118,7 +118,7 @@ def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
         continues_line = not ends_line
 
 
-def decoded_lines(lines: Iterable[bytes], kind: Any = Any) -> Iterator[Any]:
+def decoded_lines(lines: Iterable[bytes], kind: Any) -> Iterator[Any]:
     """Yield ``lines``, decoded as ``kind``, without those that cannot be decoded."""
     decode = json.Decoder(kind).decode
     for line in lines:

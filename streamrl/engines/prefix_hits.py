@@ -44,7 +44,7 @@ class PrefixHits:
         self._tokens: Counter[str] = Counter()
 
     def note_answer(
-        self, request: Generate, engine: str, completion: Completion, paused: Collection[str] = ()
+        self, request: Generate, engine: str, completion: Completion, paused: Collection[str]
     ) -> Completion:
         """Count the answer of ``engine`` to ``request``. Returns the completion without the count of cached tokens:
         nothing that is stored or compared depends on it. ``paused``: names of the engines that were paused for new

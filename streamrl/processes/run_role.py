@@ -108,7 +108,7 @@ def _log_failures(error: BaseException) -> None:
             traceback.print_exception(unexpected)
 
 
-def load_setup(plan: ProcessPlan, run_directory: Path, socket_directory: Path, *, resumes: bool = False) -> ChildSetup:
+def load_setup(plan: ProcessPlan, run_directory: Path, socket_directory: Path, *, resumes: bool) -> ChildSetup:
     """Read the recipe and the topology that the command and the supervisor wrote."""
     from streamrl.recipe.rules.load_recipe import load_recipe
 

@@ -16,14 +16,14 @@ ADAPTER_FACTOR = 10.0
 """Usual rate of low-rank adapters, as a multiple of the rate of all weights."""
 
 
-def usual_learning_rate(parameters: int, *, adapters: bool = False) -> float:
+def usual_learning_rate(parameters: int, *, adapters: bool) -> float:
     """Return the usual rate of AdamW: ``SMALL_RATE`` x sqrt(``SMALL_MODEL`` / ``parameters``), at least ``LEAST_RATE``;
     ``ADAPTER_FACTOR`` times this rate for adapters of a model of this size."""
     rate = max(SMALL_RATE * math.sqrt(SMALL_MODEL / max(parameters, 1)), LEAST_RATE)
     return rate * ADAPTER_FACTOR if adapters else rate
 
 
-def learning_rate_notice(rate: float, parameters: int, *, adapters: bool = False) -> str | None:
+def learning_rate_notice(rate: float, parameters: int, *, adapters: bool) -> str | None:
     """Return a sentence about an unusual ``rate`` of AdamW for a model of this size; None: the rate is usual, or the
     size is unknown (0)."""
     usual = usual_learning_rate(parameters, adapters=adapters)

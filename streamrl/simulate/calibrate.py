@@ -193,7 +193,7 @@ STREAMS_BELOW = 0.75
 the trainer."""
 
 
-def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> tuple[TrainerModel, list[tuple[float, float]]]:
+def fit_trainer(run: RecordedRun, streaming_tokens: int) -> tuple[TrainerModel, list[tuple[float, float]]]:
     """(model of the trainer, spans in seconds since the run began in which it worked while the rollout went on).
 
     The costs of a token and of a sequence, and a constant, are fitted to the work of steps. The time to close a batch

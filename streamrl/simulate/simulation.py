@@ -96,12 +96,7 @@ def simulate_recipe(
 
 
 def simulate_candidates(
-    settings: ControlSettings,
-    model: FleetModel,
-    lengths: LengthSource,
-    *,
-    seed: int = 0,
-    engines: EnginePlan = EnginePlan(),  # noqa: B008 - frozen
+    settings: ControlSettings, model: FleetModel, lengths: LengthSource, *, seed: int = 0, engines: EnginePlan
 ) -> dict[str, SimulationReport]:
     """Simulate every candidate of ``auto`` rounds, for complete cycles of races. Returns the reports by name."""
     return {

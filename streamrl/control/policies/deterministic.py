@@ -35,7 +35,7 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
-from streamrl.control.machine import Control, Steer, unsteered
+from streamrl.control.machine import Control, Steer
 from streamrl.control.round_policy import GroupSizer, RoundPolicy
 from streamrl.control.run_state import Snapshot
 from streamrl.control.settings import ControlSettings
@@ -62,12 +62,7 @@ class DeterministicControl(Control):
     """``Control`` that takes events in an order which does not depend on the times of their arrival."""
 
     def __init__(
-        self,
-        settings: ControlSettings,
-        policy: RoundPolicy,
-        sizer: GroupSizer,
-        snapshot: Snapshot | None = None,
-        steer: Steer = unsteered,
+        self, settings: ControlSettings, policy: RoundPolicy, sizer: GroupSizer, snapshot: Snapshot | None, steer: Steer
     ) -> None:
         """Start or continue a run as ``Control`` does. Raises ``ValueError`` for rounds that are off-policy too."""
         if not policy.on_policy:

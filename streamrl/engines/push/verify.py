@@ -50,7 +50,7 @@ class WeightCanary:
     ``bounds.limit`` nats counts as broken. ``run`` must run as a task beside the pushes. ``family``: type of the
     model."""
 
-    def __init__(self, tokens: Sequence[int], bounds: CanaryBounds, family: str = "") -> None:
+    def __init__(self, tokens: Sequence[int], bounds: CanaryBounds, family: str) -> None:
         self.limit = bounds.limit
         self._bounds = bounds
         self._family = family

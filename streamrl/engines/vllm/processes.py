@@ -67,7 +67,7 @@ class ProcessWatch:
     that are not the engine's, such as those of rewards in the process of ``streamrl eval``; they and their children are
     ignored."""
 
-    def __init__(self, other_children: Collection[int] = ()) -> None:
+    def __init__(self, other_children: Collection[int]) -> None:
         processes: list[Process] = []
         for child in Process(getpid()).children():
             if child.pid not in other_children:

@@ -46,7 +46,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
-def check_packing(policy: PackedPolicy, *, sixteen_bit: bool = False) -> None:
+def check_packing(policy: PackedPolicy, *, sixteen_bit: bool) -> None:
     """Compare a packed forward with the model's own forward of each sequence, on tokens spread over the vocabulary.
     Leaves the model on packed attention. Raises ``StreamRLError`` with the measured difference.
 

@@ -101,7 +101,7 @@ class Chats(Vocabulary):
     def _encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text).ids)
 
-    def imitate(self, policy: PreTrainedModel, texts: Iterator[str], steps: int, batch: int = 96) -> Iterator[float]:
+    def imitate(self, policy: PreTrainedModel, texts: Iterator[str], steps: int, batch: int) -> Iterator[float]:
         """Train ``policy`` on ``batch`` chats of ``texts`` a step, and yield the loss of each step."""
 
         def loss_of(chats: Sequence[tuple[list[int], list[int]]]) -> Tensor:

@@ -262,7 +262,7 @@ def _joined(places: Sequence[slice]) -> list[slice]:
     return joined
 
 
-def bit_array(values: Tensor, dtype: str = "bfloat16") -> np.ndarray:
+def bit_array(values: Tensor, dtype: str) -> np.ndarray:
     """Return the published bits of flat float32 values: of bfloat16 their upper halves, as uint16, of float32 all, as
     uint32. They are views of values on a CPU."""
     if dtype == "float32":

@@ -205,7 +205,7 @@ def read_trace(path: Path, tail_bytes: int = 0) -> RecordedRun:
     )
 
 
-def trace_lines(path: Path, tail_bytes: int = 0) -> Iterator[TraceHeader | TraceLine]:
+def trace_lines(path: Path, tail_bytes: int) -> Iterator[TraceHeader | TraceLine]:
     """Yield the lines of a trace, for files that are too large to hold in memory. Raises like ``read_trace``."""
     decoder = json.Decoder(TraceHeader | TraceLine)
     with path.open("rb") as file:

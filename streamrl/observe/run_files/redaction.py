@@ -78,7 +78,7 @@ class Redaction:
         return value
 
 
-def run_redaction(variables: TextMapping, recipe_toml: str = "", attached: Sequence[Reward] = ()) -> Redaction:
+def run_redaction(variables: TextMapping, recipe_toml: str, attached: Sequence[Reward] = ()) -> Redaction:
     """Make the redaction for the files of a run. ``variables``: variables of a process of the run; ``recipe_toml``:
     recipe as text, which counts as empty where it cannot be read; ``attached``: rewards that the recipe may not
     have."""

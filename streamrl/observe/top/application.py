@@ -113,9 +113,9 @@ class TopApplication(App[None]):
         picture: Picture,
         subscriber: TelemetrySubscriber,
         *,
-        steer: SendOrder | None = None,
-        why_not: str = "",
-        logs: Callable[[], list[str]] = list,
+        steer: SendOrder | None,
+        why_not: str,
+        logs: Callable[[], list[str]],
     ) -> None:
         super().__init__()
         self.picture = picture

@@ -62,7 +62,7 @@ class ChatSeams:
     variables of the template."""
 
     def __init__(
-        self, tokenizer: Tokenizer, tools: Sequence[JsonMapping] | None = None, arguments: JsonMapping | None = None
+        self, tokenizer: Tokenizer, tools: Sequence[JsonMapping] | None, arguments: JsonMapping | None
     ) -> None:
         self._tokenizer = tokenizer
         self._tools = tools

@@ -86,7 +86,7 @@ def switches() -> TextMapping:
     return _table()[3]
 
 
-def defaults_of(dialect: str, method: str = "") -> JsonMapping:
+def defaults_of(dialect: str, method: str) -> JsonMapping:
     """Return the defaults of a system that differ from the recipe's, or from which another of its keys is computed.
     ``method``: method of the system whose defaults differ from those of its others, such as RLOO."""
     defaults = _table()[1]

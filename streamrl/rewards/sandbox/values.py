@@ -86,7 +86,7 @@ def decode(data: Any) -> Any:
     return _MAKERS[name](*[decode(part) for part in content])
 
 
-def same_result(result: Any, expected: Any, tolerance: float | None = None) -> bool:
+def same_result(result: Any, expected: Any, tolerance: float | None) -> bool:
     """Return whether the result of a call is the one that a dataset expects, compared as JSON: a tuple equals a list,
     and keys of mappings are strings. ``tolerance``: allowed difference of numbers, absolute or relative to the expected
     number."""

@@ -80,9 +80,9 @@ class EpisodePolicy:
         trajectory: str,
         prompt_id: str,
         seed: int,
-        prompt_seed: int = 0,
-        evaluation: bool = False,
-        system: str = "",
+        prompt_seed: int,
+        evaluation: bool,
+        system: str,
     ) -> None:
         self.trajectory = trajectory
         self.prompt_id = prompt_id

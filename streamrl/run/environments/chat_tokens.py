@@ -117,7 +117,7 @@ class ChatTokens:
         return AppendedTokens(token_ids, "", broken + self._broken_in_tools)
 
     def seam_tokens(
-        self, messages: Sequence[ChatMessage], turn: int, calls: Sequence[CalledTool], last: int, before: str = ""
+        self, messages: Sequence[ChatMessage], turn: int, calls: Sequence[CalledTool], last: int, before: str
     ) -> AppendedTokens:
         """Return the tokens between a sampled turn and the next one. With ``environment.history = "template"`` the
         template may rewrite earlier turns; then the tokens are those of the whole chat, with the seam ``REWRITTEN``.

@@ -77,7 +77,7 @@ class Client:
     """The client of one request. ``idempotency_key``: name that the client gave to the request and its repetitions;
     empty: none; ``gone``: whether the client closed its connection before it had the whole answer."""
 
-    def __init__(self, idempotency_key: bytes = b"") -> None:
+    def __init__(self, idempotency_key: bytes) -> None:
         self.idempotency_key = idempotency_key
         self.gone = False
 

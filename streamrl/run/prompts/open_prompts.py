@@ -135,14 +135,7 @@ class StoredPrompts:
     """Rows of a ``RowStore``, epoch after epoch."""
 
     def __init__(
-        self,
-        spec: PromptSpec,
-        store: RowStore,
-        tokenizer: Tokenizer | None,
-        *,
-        seed: int,
-        shuffle: bool,
-        start: int = 0,
+        self, spec: PromptSpec, store: RowStore, tokenizer: Tokenizer | None, *, seed: int, shuffle: bool, start: int
     ) -> None:
         self.size = store.size
         self._spec = spec

@@ -19,7 +19,7 @@ from streamrl.base.types import Prompt
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.user_code import describe_error, load_user_object
 from streamrl.run.prompts.prompt_rows import BadRow, read_prompt, to_form
-from streamrl.run.prompts.prompt_spec import PLAIN, RowForm
+from streamrl.run.prompts.prompt_spec import RowForm
 
 _CLOSE_GRACE_S = 2.0
 
@@ -113,7 +113,7 @@ class IteratorPrompts:
     size = None
     """An iterator has no epochs."""
 
-    def __init__(self, spec: str, tokenizer: Tokenizer | None, *, start: int = 0, form: RowForm = PLAIN) -> None:
+    def __init__(self, spec: str, tokenizer: Tokenizer | None, *, start: int, form: RowForm) -> None:
         self._spec = spec
         self._form = form
         self._start = start
