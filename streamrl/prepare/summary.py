@@ -313,7 +313,7 @@ def _steps_text(recipe: Recipe) -> str:
 def _training_text(recipe: Recipe, parameters: int) -> str:
     limit = recipe.max_tokens
     device = installed_device()
-    row = recipe.training.row_tokens(device, parameters, 0)
+    row = recipe.training.row_tokens(device, parameters)
     longest_row = recipe.training.row_tokens(device, parameters, limit)
     few = micro_batches(recipe, limit // 4, row)
     many = micro_batches(recipe, limit, row)

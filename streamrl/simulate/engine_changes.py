@@ -138,13 +138,7 @@ class SimulatedSets:
 
     @property
     def _load(self) -> EngineLoad:
-        return EngineLoad(
-            running=0,
-            waiting=0,
-            kv_cache_usage=self._rollout.fullest,
-            generated_tokens=0,
-            preemptions=self._rollout.preemptions,
-        )
+        return EngineLoad(kv_cache_usage=self._rollout.fullest, preemptions=self._rollout.preemptions)
 
 
 def scaled_engine(model: FleetModel, engine_set: PreparedSet) -> EngineModel:

@@ -79,7 +79,7 @@ class GRPOTrainer:
         foreign = foreign_of_trainer(self.method, script, objects, lambda *parts: str(written(cells, *parts)))
         self.translation = translated(foreign)
         if refused := self.translation.refused():
-            raise RecipeError(*refused, outcome="nothing was started")
+            raise RecipeError(*refused)
         print(*self.translation.lines(), sep="\n")
         self.recipe = load_recipe(parse_toml(self.translation.recipe))
 

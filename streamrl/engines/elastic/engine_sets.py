@@ -169,7 +169,7 @@ class SetPlanner:
         if engine_set.name == self.current:
             return SetPlan(engine_set=engine_set.name)
         reason = f"{round_kind} rounds belong to set {engine_set.name} (engines.advanced.sets)"
-        because = Decision(subject="engine_set", reason=reason, figures={})
+        because = Decision(subject="engine_set", reason=reason)
         return SetPlan(engine_set=engine_set.name, because=because)
 
     def _worth_a_trial(self, candidate: PreparedSet, history: KindHistory) -> bool:

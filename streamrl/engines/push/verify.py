@@ -162,12 +162,7 @@ class WeightCanary:
     def _request(self, tokens: TokenArray, scored: int, *, max_tokens: int = 1) -> Generate:
         self._probes += 1
         return Generate(
-            request_id=f"canary-{self._probes}",
-            token_ids=tokens,
-            max_tokens=max_tokens,
-            seed=0,
-            temperature=1.0,
-            scored_tokens=scored,
+            request_id=f"canary-{self._probes}", token_ids=tokens, max_tokens=max_tokens, seed=0, scored_tokens=scored
         )
 
     def _note(self, engine: Engine, answer: Completion) -> None:

@@ -34,7 +34,7 @@ from streamrl.rewards.sandbox.cases import (
     same_output,
 )
 from streamrl.rewards.sandbox.jail import Limits
-from streamrl.rewards.sandbox.sandbox import ALL_LAYERS, LayersFound, ProgramEnd, Sandbox, available_layers
+from streamrl.rewards.sandbox.sandbox import LayersFound, ProgramEnd, Sandbox, available_layers
 from streamrl.rewards.sandbox.values import same_result
 from streamrl.rewards.time_limits import TimeLimits
 
@@ -309,7 +309,7 @@ def _code(options: CodeOptions) -> CodeReward:
             "user %d can: read and delete files, use the network, signal processes",
             os.getuid(),
         )
-    return CodeReward(options, Sandbox(ALL_LAYERS))
+    return CodeReward(options, Sandbox())
 
 
 def require_isolation(layers: LayersFound) -> None:
