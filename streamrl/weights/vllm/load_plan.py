@@ -295,7 +295,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             indices = func(moved if func is torch.ops.aten.cat.default else moved[0], *args[1:], **kwargs)
         else:
             (indices,) = moved
-        positions = np.zeros(result.untyped_storage().nbytes() // result.element_size(), dtype=np.int64)
+        positions = np.zeros(_stored(result), dtype=np.int64)
         positions[_rectangle(result).positions()] = indices.reshape(-1).numpy()
         self._moved[result.untyped_storage()._cdata] = _MovedTensor(name, positions, result)
 
