@@ -147,7 +147,7 @@ def flush_directory(directory: Path) -> None:
 def hold_lock(path: Path, refused: Callable[[str], StreamRLError]) -> IO[bytes]:
     """Open and lock ``path`` and write the process id to it. The lock ends with the file or with the process. Raises
     ``refused(PID)`` while the process PID holds the lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     lock = os.fdopen(descriptor, "r+b", buffering=0)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -80,7 +80,7 @@ def older(path: Path) -> Path:
 def open_regular(path: Path) -> IO[bytes]:
     """Open ``path`` to read, if it is a regular file. A directory of a run may come from another user: a link would
     show a file of the reader, and a pipe would block. Raises ``OSError``."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))

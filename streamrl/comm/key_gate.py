@@ -34,8 +34,8 @@ class KeyGate:
         self._requests = requests
         self._domains: dict[bytes, tuple[Path, KeyRole]] = {}
         self._failure: BaseException | None = None
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        self.ended_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._stop_fd = os.eventfd(0)
+        self.ended_fd = os.eventfd(0)
         self._refused = 0
         self._unknown_keys: frozenset[bytes] = frozenset()
         requests.bind(ZAP_ENDPOINT)

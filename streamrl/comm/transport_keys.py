@@ -151,7 +151,7 @@ def with_cluster_keys(recipe: Recipe, run_directory: Path) -> Recipe:
 
 
 def _write_new(file: Path, key: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(file, flags, 0o600), "wb") as stream:
         stream.write(key + b"\n")
 

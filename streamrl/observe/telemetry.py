@@ -80,7 +80,7 @@ class TelemetryPublisher:
             raise StreamRLError(
                 f"the metrics socket is not there: {error}; set metrics.endpoint to a free one, or leave it empty"
             ) from error
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0)
         self._thread = threading.Thread(target=self._serve, name="telemetry", daemon=True)
         self._thread.start()
 

@@ -189,7 +189,7 @@ class SharedStatus:
     @staticmethod
     def create() -> int:
         """Create a page and return its descriptor."""
-        descriptor = os.memfd_create("streamrl-call", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("streamrl-call")
         os.ftruncate(descriptor, mmap.PAGESIZE)
         return descriptor
 

@@ -252,7 +252,7 @@ class _ForkServerClient:
     def fork(self, child: CallChild, memory_bytes: int) -> None:
         """Fork a call process for ``child``. The process sends an answer when it is ready."""
         self.children[child.number] = child
-        readable, writable = os.pipe2(os.O_CLOEXEC)
+        readable, writable = os.pipe()
         descriptors = (child.child_socket.fileno(), child.child_page_fd, writable)
         self._send(ForkChild(child.number, child.loop, memory_bytes), descriptors)
         child.child_socket.close()
@@ -297,7 +297,7 @@ class _ForkServerClient:
                 child.end_reported.set()
 
     def _start(self) -> None:
-        readable, writable = os.pipe2(os.O_CLOEXEC)
+        readable, writable = os.pipe()
         self._control, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_socket:
             number = str(server_socket.fileno())

@@ -96,7 +96,7 @@ def map_user(inside: int, outside_user: int, outside_group: int) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_WRONLY)
     try:
         os.write(fd, text.encode())
     finally:

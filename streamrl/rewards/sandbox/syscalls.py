@@ -182,7 +182,7 @@ def landlock_ruleset(attributes: bytes) -> int:
 
 def landlock_allow_beneath(ruleset: int, path: str, rights: int) -> None:
     """Allow ``rights`` on ``path`` and on everything below it."""
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    fd = os.open(path, os.O_PATH)
     try:
         _syscall("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights, fd), 0)
     finally:

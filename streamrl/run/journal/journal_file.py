@@ -393,7 +393,7 @@ class _SegmentFiles:
         with failing(path, "beginning a segment"):
             self._close_file()
             self._end = 0
-            self._file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             header = _HEADER.pack(_MAGIC, base_end, 0)[:16]
             self._write(header + _LENGTH.pack(crc32(header)))
             for group in groups:
@@ -420,7 +420,7 @@ class _SegmentFiles:
         for path in self.content.segments:
             with failing(path, "opening"):
                 self._close_file()
-                self._file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self._file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
                 if path == self.content.segments[-1]:
                     os.ftruncate(self._file, self.content.end)
                     # The last frame is written again: after a failed flush Linux has it in the cache, marks it as clean

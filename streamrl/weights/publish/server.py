@@ -65,7 +65,7 @@ class PublisherServer:
         # With the first frame that is not copied pyzmq makes a context with three threads and seven descriptors. It is
         # made here, so that the process does not grow hours later, when it first serves a large part.
         zmq.Frame(b"", copy=False)
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._stop_fd = os.eventfd(0)
         self._context = GuardedContext(io_threads=1)
         self._thread = Thread(target=self._serve, args=(self._context,), name=self._name, daemon=True)
         self._thread.start()

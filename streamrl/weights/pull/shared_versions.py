@@ -76,7 +76,7 @@ class SharedMemory:
         """Open a segment of other processes. Returns None when none of them lives, or the system refuses access."""
         for holder in segment.holders:
             try:
-                descriptor = os.open(f"/proc/{holder.pid}/fd/{holder.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+                descriptor = os.open(f"/proc/{holder.pid}/fd/{holder.descriptor}", os.O_RDWR)
             except OSError:
                 continue
             status = os.fstat(descriptor)
@@ -165,7 +165,7 @@ class SharedVersions:
         self.state = SharedState()
         self._changed = changed
         self._directory = directory
-        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         self._one_thread = Lock()  # the lock of the file excludes other processes only
         self._locked_by: int | None = None
         self._memories: dict[int, SharedMemory] = {}

@@ -46,7 +46,7 @@ class Relay:
         self.endpoint = endpoint
         self._local = local
         self._context = GuardedContext(io_threads=1)
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0)
         self._stopped = False
         self._failed = False
         self._announced: deque[WeightAnnouncement] = deque()
