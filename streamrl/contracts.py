@@ -45,6 +45,7 @@ from streamrl.base.types import (
     Metrics,
     Prompt,
     ScoredTrajectory,
+    Texts,
     TokenArray,
     Trajectory,
     TrajectoryId,
@@ -74,7 +75,7 @@ class TurnSampler(Protocol):
     ``run.environments.turns.OpenEpisode`` in an environment worker, where the code of an episode calls it."""
 
     async def sample(
-        self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0, stop: tuple[str, ...] = ()
+        self, appended: TokenArray, *, after: int | None = None, max_tokens: int = 0, stop: Texts = ()
     ) -> Turn:
         """Sample a turn after ``appended``, token ids that are not trained. A turn that an engine aborts is requested
         again.

@@ -20,6 +20,7 @@ from streamrl.base.types import (
     Record,
     RewardFailureKind,
     SamplingSettings,
+    Texts,
     TokenArray,
     TrainingGroup,
     TrainingSample,
@@ -103,7 +104,7 @@ class WeightAnnouncement(Record, frozen=True):
     state_hash: int
     sources: tuple[WeightSource, ...]
     probe_logprobs: tuple[float, ...] = ()
-    peers: tuple[str, ...] = ()
+    peers: Texts = ()
 
 
 def announcement_of(
@@ -164,7 +165,7 @@ class Generate(Message, SamplingSettings, frozen=True, kw_only=True):
 class Abort(Message, frozen=True):
     """Stop these requests; each still answers with ``Generated`` (finish reason abort)."""
 
-    request_ids: tuple[str, ...]
+    request_ids: Texts
 
 
 EngineMethod = Literal["pause", "resume", "sleep", "wake", "stage", "commit", "checksums"]
@@ -510,7 +511,7 @@ class TurnRequest(Message, frozen=True):
     appended: TokenArray
     after: int | None = None
     max_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    stop: Texts = ()
     room: int = 0
 
 

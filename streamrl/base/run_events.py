@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.messages import Message
-from streamrl.base.types import Metrics
+from streamrl.base.types import Metrics, Texts
 
 WORDS = 60
 """Characters of a prompt beside its id."""
@@ -216,7 +216,7 @@ class StallSeen(Message, frozen=True):
     """The run has made no progress for ``seconds`` and is about to end. ``waits``: open waits, a line each (``waits``);
     ``file``: path of a file with all waits and stacks."""
 
-    waits: tuple[str, ...]
+    waits: Texts
     seconds: float
     file: str
 

@@ -13,6 +13,7 @@ from streamrl.base.types import (
     Record,
     RewardFailure,
     ScoredTrajectory,
+    Texts,
     TokenArray,
     Trajectory,
     TrajectoryId,
@@ -44,7 +45,7 @@ class TurnSoFar(Record, frozen=True):
     after: int | None
     completion: Completion
     seconds: float
-    stop: tuple[str, ...] = ()
+    stop: Texts = ()
     is_capped: bool = False
 
 

@@ -15,6 +15,7 @@ from streamrl.base.types import (
     Completion,
     Prompt,
     ScoredTrajectory,
+    Texts,
     TrainingGroup,
     Trajectory,
     TrajectoryId,
@@ -39,7 +40,7 @@ class TrajectoryStore:
         self.imitates_observations = False
         self.prompts: dict[str, Prompt] = {}
         self.trajectories: dict[TrajectoryId, Content] = {}
-        self._last_draw: tuple[str, ...] = ()
+        self._last_draw: Texts = ()
         self._search_above = FEW_PROMPTS
 
     def add_prompts(self, prompts: Iterable[Prompt]) -> None:

@@ -5,7 +5,7 @@ process, ``simulate.simulation`` in virtual time. Each action has all data that 
 
 from __future__ import annotations
 
-from streamrl.base.types import Baseline, DropReason, Record, TrajectoryId
+from streamrl.base.types import Baseline, DropReason, Record, Texts, TrajectoryId
 
 
 class Action(Record, frozen=True, tag=True):
@@ -17,7 +17,7 @@ class DrawPrompts(Action, frozen=True):
     (empty: the run has a single source)."""
 
     count: int
-    sets: tuple[str, ...] = ()
+    sets: Texts = ()
 
 
 class LaunchGroup(Action, frozen=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from streamrl.base.types import DropReason, FinishReason, JsonObject, Record, TrajectoryId
+from streamrl.base.types import DropReason, FinishReason, JsonObject, Record, Texts, TrajectoryId
 
 
 class Event(Record, frozen=True, tag=True):
@@ -31,11 +31,11 @@ class PromptsDrawn(Event, frozen=True):
     ``sets``: training set of each prompt (empty: the run has a single source);
     ``exhausted_sets``: sets that gave fewer prompts than ordered."""
 
-    prompt_ids: tuple[str, ...]
+    prompt_ids: Texts
     exhausted: bool = False
     prompt_tokens: tuple[int, ...] = ()
-    sets: tuple[str, ...] = ()
-    exhausted_sets: tuple[str, ...] = ()
+    sets: Texts = ()
+    exhausted_sets: Texts = ()
 
 
 class TrajectoryScored(Event, frozen=True):

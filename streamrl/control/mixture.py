@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from streamrl.base.types import Texts
 from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.control import actions as do
 from streamrl.control import events as on
@@ -36,7 +37,7 @@ def draw_order(pool: PromptPool, shares: Mapping[str, float], count: int) -> do.
     return do.DrawPrompts(count=len(names), sets=tuple(names))
 
 
-def sets_in_turn(drawn: Mapping[str, DrawnSet], shares: Mapping[str, float], count: int) -> tuple[str, ...]:
+def sets_in_turn(drawn: Mapping[str, DrawnSet], shares: Mapping[str, float], count: int) -> Texts:
     """Return the sets of the next ``count`` prompts, after those that are counted in ``drawn``. A set whose source is
     exhausted is left out, and the others keep their shares of each other. Empty: no set has prompts."""
     open_shares = {name: share for name, share in shares.items() if name not in drawn or not drawn[name].exhausted}

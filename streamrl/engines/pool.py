@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from streamrl.base.concurrent_calls import all_of
 from streamrl.base.errors import EngineError, RequestRefused
 from streamrl.base.messages import EngineLoad, EngineReady, Generate
-from streamrl.base.types import Completion, FinishReason
+from streamrl.base.types import Completion, FinishReason, Texts
 from streamrl.contracts import Engine
 from streamrl.engines.prefix_hits import PrefixHits
 from streamrl.engines.resumption import completion_id_of, empty_completion
@@ -88,7 +88,7 @@ class EnginePool:
         return MappingProxyType(self._engines)
 
     @property
-    def serving(self) -> tuple[str, ...]:
+    def serving(self) -> Texts:
         """Names of the engines that are sent requests. The tuple stays the same object until the engines change."""
         return self._serving
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError, StreamBroken
+from streamrl.base.types import Texts
 from streamrl.comm.stream import ReceiveStream
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load_recipe import check_recipe
@@ -16,7 +17,7 @@ from streamrl.rewards import reward_messages
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, rewards_file
 from streamrl.stages.reward import RewardStage
 
-Note = Callable[[int, tuple[str, ...], str], None]
+Note = Callable[[int, Texts, str], None]
 """Callback for a change, before a sample is scored with it: the version, the names of the rewards, the request."""
 
 Check = Callable[[Recipe, Reward], Awaitable[None]]
@@ -116,9 +117,7 @@ class AttachedRewards:
         self._stage.limits.attached(snapshot.since)
         note(snapshot.reward_version, tuple(reward.label for reward in snapshot.rewards), described(change))
 
-    def _answer(
-        self, change: reward_messages.RewardChange, problems: tuple[str, ...] = ()
-    ) -> reward_messages.RewardsChanged:
+    def _answer(self, change: reward_messages.RewardChange, problems: Texts = ()) -> reward_messages.RewardsChanged:
         return reward_messages.RewardsChanged(
             request_id=change.request_id,
             reward_version=self._snapshot.reward_version,

@@ -18,7 +18,7 @@ from msgspec import msgpack
 from streamrl.base.errors import UNENCODABLE, WireError
 from streamrl.base.messages import Message
 from streamrl.base.run_events import RunEvent, SupervisorOrder
-from streamrl.base.types import JsonObject, Record
+from streamrl.base.types import JsonObject, Record, Texts
 from streamrl.comm.wire import WireCodec, WireLimits
 from streamrl.control.events import UserOrder
 from streamrl.rewards.reward_messages import (
@@ -55,7 +55,7 @@ class SteerRun(Message, frozen=True):
 class ChangeSettings(Message, frozen=True):
     """Change settings, each ``key=value``, from the batch of ``step`` on (0: the next batch that opens)."""
 
-    changes: tuple[str, ...]
+    changes: Texts
     step: int = 0
     request_id: int = 0
 
@@ -108,8 +108,8 @@ class SteeringStatus(Message, frozen=True):
     queue: int = 0
     waits_for: str = ""
     waited_s: float = 0.0
-    waits: tuple[str, ...] = ()
-    pending: tuple[str, ...] = ()
+    waits: Texts = ()
+    pending: Texts = ()
     engines_away: dict[str, UserOrder] = {}
     changed: JsonObject = {}
     waiting: tuple[WaitingChange, ...] = ()
@@ -122,7 +122,7 @@ class SteeringTaken(Message, frozen=True):
 
     request_id: int
     text: str = ""
-    problems: tuple[str, ...] = ()
+    problems: Texts = ()
 
 
 SteeringReply = SteeringStatus | SteeringTaken
@@ -155,7 +155,7 @@ class ControlRequest(Record, frozen=True):
 class ControlRefused(Message, frozen=True):
     """Refusal of an operation, which was not carried out. ``problems``: reasons, one a line."""
 
-    problems: tuple[str, ...]
+    problems: Texts
 
 
 ControlAnswer = RewardsListed | RewardsChanged | Draining | SteeringStatus | SteeringTaken | ControlRefused
@@ -174,7 +174,7 @@ def is_allowed(request: ControlRequest, key: str) -> bool:
 def described(operation: ControlOperation) -> str:
     """Name the operation, its rewards and changed settings for the log, without options of rewards, which may be
     secrets."""
-    names: tuple[str, ...] = ()
+    names: Texts = ()
     match operation:
         case AttachReward():
             names = (operation.reward.label,)

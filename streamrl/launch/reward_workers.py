@@ -14,6 +14,7 @@ from anyio import to_thread
 from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_events import RunWarning
+from streamrl.base.types import Texts
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.launch.attached_rewards import AttachedRewards, Note
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
@@ -76,7 +77,7 @@ async def change_rewards(topology: Topology, attached: AttachedRewards, run_dire
     """Carry out requests of users to change rewards. ``note`` is first called for the rewards of a resumed run. Each
     change is written into ``run_directory``, for a successor of this controller."""
 
-    def write_and_note(version: int, rewards: tuple[str, ...], change: str) -> None:
+    def write_and_note(version: int, rewards: Texts, change: str) -> None:
         for name, content in attached.file().items():
             write_durable(run_directory / name, content)
         note(version, rewards, change)

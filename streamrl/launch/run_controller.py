@@ -37,6 +37,7 @@ from anyio import create_task_group, to_thread
 from anyio.abc import TaskGroup
 
 from streamrl.base.run_events import RunEvent, RunFinished, RunStarted
+from streamrl.base.types import Texts
 from streamrl.comm.zmq_stream import zmq_sender
 from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
@@ -207,7 +208,7 @@ def _evaluations(
     return HeldOutEvaluations(held_out, recipe.run.seed, emit=emit, on_scored=keeper.scored, store=stored)
 
 
-def _note_rewards(record: JournalledRun, version: int, rewards: tuple[str, ...], change: str) -> None:
+def _note_rewards(record: JournalledRun, version: int, rewards: Texts, change: str) -> None:
     """Write a change of the rewards into the journal."""
     reason = f"{change}: version {version} is {', '.join(rewards)}"
     record.journal.decided(Decision(subject="rewards", reason=reason))

@@ -28,6 +28,7 @@ from msgspec import Struct, json
 from streamrl.base.atomic_files import PRIVATE, create_file, remove_oldest
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.run_process import usable_cores
+from streamrl.base.types import Texts
 from streamrl.observe.run_files.redaction import Redaction, run_redaction
 from streamrl.recipe.rewards import Reward
 
@@ -67,9 +68,9 @@ class CrashManifest(Struct, frozen=True, kw_only=True):
     python: str
     platform: str
     processors: int
-    variable_names: tuple[str, ...]
+    variable_names: Texts
     harmless_variables: dict[str, str]
-    left_out: tuple[str, ...] = ()
+    left_out: Texts = ()
 
 
 def write_crash_bundle(
@@ -159,7 +160,7 @@ def read_member(bundle: Path, name: str) -> str:
         raise StreamRLError(f"{bundle} cannot be unpacked: {error}; copy it again") from error
 
 
-def _fill(bundle: ZipFile, run: Path, redaction: Redaction, largest: int) -> tuple[str, ...]:
+def _fill(bundle: ZipFile, run: Path, redaction: Redaction, largest: int) -> Texts:
     """Put the ends of the files of ``run`` into ``bundle``, the most informative first, until it holds ``largest``
     bytes; last the output of ``streamrl show``. Returns the files that were left out, each with the reason."""
     limits = [(run / name, _METRICS_TAIL) for name in ("recipe.toml", "topology.json")]

@@ -20,6 +20,7 @@ from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import Texts
 from streamrl.engines.step_cost import StepCost
 from streamrl.engines.vllm.visible_gpus import installed_device
 from streamrl.observe.report.trajectory_trace import RecordedRun, StepLine
@@ -58,7 +59,7 @@ class Fit(Struct, frozen=True, kw_only=True):
     life_error: float
     completions: int
     steps: int
-    assumed: tuple[str, ...] = ()
+    assumed: Texts = ()
 
 
 NEVER_FITTED = {

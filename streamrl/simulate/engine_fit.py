@@ -14,6 +14,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import Texts
 from streamrl.engines.step_cost import StepCost
 from streamrl.observe.report.trajectory_trace import RecordedRun
 from streamrl.simulate.recording import LifeTimes
@@ -132,7 +133,7 @@ def _slowdown(ratio: Floats, training: Floats, weights: Floats) -> float:
     return min(slope / max(level - slope * mean, 1e-9), _MOST_SLOWDOWN)
 
 
-def fit_arrivals(lives: LifeTimes, step: StepFit, warm_s: float) -> tuple[float, float, float, tuple[str, ...]]:
+def fit_arrivals(lives: LifeTimes, step: StepFit, warm_s: float) -> tuple[float, float, float, Texts]:
     """(seconds of an arrival at a running engine, seconds of a request that waited in a paused engine, median relative
     error of the life times, names of assumed constants).
 

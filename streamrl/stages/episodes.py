@@ -39,6 +39,7 @@ from streamrl.base.types import (
     FinishReason,
     RewardFailure,
     Segment,
+    Texts,
     TokenArray,
     Trajectory,
     TrajectoryId,
@@ -90,7 +91,7 @@ class _Turn:
         first_part: int,
         appended: TokenArray,
         after: int | None,
-        stop: tuple[str, ...],
+        stop: Texts,
     ) -> None:
         self._identity = identity
         self._seed = request.seed
@@ -274,7 +275,7 @@ class OpenTrajectory:
             self.scope.cancel()
 
     def next_turn(
-        self, appended: TokenArray, after: int | None, max_tokens: int = 0, stop: tuple[str, ...] = (), room: int = 0
+        self, appended: TokenArray, after: int | None, max_tokens: int = 0, stop: Texts = (), room: int = 0
     ) -> _Turn:
         """Begin a turn; arguments as in ``TurnSampler``. ``room``: limit of the turn's tokens by the recipe, besides
         that of any completion; 0: none. An episode that has begun again gets the turn that it had, if its request is

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from streamrl.base.errors import EngineError, StreamRLError
 from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost, TrajectoryOutcome, TrajectoryPaused
-from streamrl.base.types import Clock, Metrics, TrajectoryId
+from streamrl.base.types import Clock, Metrics, Texts, TrajectoryId
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import Observer, PushReport
 from streamrl.control.actions import ControlAction, Decision, LaunchGroup, StepOptimizer
@@ -111,7 +111,7 @@ class ElasticEngines(Observer):
         self._switches = 0
         self._switched_s = 0.0
         self._last_set = self._set  # the set of the last complete batch
-        self.freed: tuple[str, ...] = ()
+        self.freed: Texts = ()
         """Names of the engines that are idle until the next round."""
 
     @property

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from msgspec import Struct
 
-from streamrl.base.types import TrajectoryId
+from streamrl.base.types import Texts, TrajectoryId
 from streamrl.control.actions import Decision
 
 ROUNDING = 1e-9
@@ -97,7 +97,7 @@ class Move(Struct, frozen=True, kw_only=True):
 class ReleasePlan(Struct, frozen=True, kw_only=True):
     """``free``: engines to drain (empty: no engine now); ``because``: the decision with its reason."""
 
-    free: tuple[str, ...]
+    free: Texts
     because: Decision
     moves: tuple[Move, ...] = ()
 

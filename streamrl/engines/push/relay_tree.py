@@ -20,6 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.messages import WeightAnnouncement
+from streamrl.base.types import Texts
 from streamrl.recipe.topology import Role, Topology
 from streamrl.weights.requests import CHUNK_BYTES
 
@@ -83,7 +84,7 @@ class RelayTree:
         sources = self.sources(name, engines, pieces)
         return replace(announced, peers=tuple(self._places[source].endpoint for source in sources))
 
-    def sources(self, name: str, engines: Collection[str], pieces: int) -> tuple[str, ...]:
+    def sources(self, name: str, engines: Collection[str], pieces: int) -> Texts:
         """Return the engines that ``name`` asks for a version before it asks the trainer, in order. ``pieces``: number
         of pieces of the version."""
         leaders: dict[str, str] = {}  # by host

@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from streamrl.base.types import Texts
 from streamrl.recipe.objective import Objective, OffPolicy
 from streamrl.recipe.throwaway_process import run_throwaway
 
@@ -34,12 +35,12 @@ class ObjectiveTrial(Struct, frozen=True, kw_only=True):
     ``problems``: reasons why no run can use the object;
     ``promises``: promises that were checked; empty where there are problems."""
 
-    parts: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
+    parts: Texts = ()
+    problems: Texts = ()
     promises: tuple[Promise, ...] = ()
 
     @property
-    def refusals(self) -> tuple[str, ...]:
+    def refusals(self) -> Texts:
         """Problems, and promises that a run needs and the object breaks."""
         broken = [promise for promise in self.promises if promise.needed and not promise.holds]
         return self.problems + tuple(f'"{promise.name}" does not hold: {promise.text}' for promise in broken)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, convert, field
 
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonObject, Texts
 
 TABLES = Path(__file__).parent
 _SHARED = "shared.toml"
@@ -34,8 +34,8 @@ class Family(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model_class: str = field(name="class")
     config: JsonObject
     published: JsonObject = {}
-    float32: tuple[str, ...] = ()
-    transposed: tuple[str, ...] = ()
+    float32: Texts = ()
+    transposed: Texts = ()
     extra: Mapping[str, tuple[int, ...]] = {}
     copies: tuple[tuple[str, str], ...] = ()
     engine_dtype: Literal["float32", "bfloat16"] = "float32"

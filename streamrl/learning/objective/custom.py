@@ -18,7 +18,7 @@ from msgspec import json
 from torch import Tensor
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonObject, Texts
 from streamrl.recipe.objective import ObjectiveSettings
 from streamrl.recipe.objectives.custom import CUSTOM, CustomAdvantages, CustomLoss
 from streamrl.recipe.objectives.method import Advantages, Clip, Surrogate, SurrogateTokens
@@ -49,7 +49,7 @@ class UserLoss(CustomLoss, frozen=True):
 
     spec: str
     function: Any
-    inputs: tuple[str, ...]
+    inputs: Texts
 
     def loss(self, tokens: SurrogateTokens) -> tuple[Tensor, Tensor]:
         """Call the user's function. Raises ``StreamRLError`` where it raises, and for a result that is no loss of each

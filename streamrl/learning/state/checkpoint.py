@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as _save
 
 from streamrl.base.atomic_files import make_directory, sidecar_folder, take_sidecar
 from streamrl.base.errors import UNDECODABLE, DiskFull, StreamRLError
+from streamrl.base.types import Texts
 from streamrl.learning.process_group import all_gather_bytes
 from streamrl.learning.state import durable_files
 from streamrl.learning.state.masters import Tensors
@@ -73,8 +74,8 @@ class _Scalars(Struct, frozen=True, kw_only=True):
     format: int
     state: TrainerState
     optimizer_steps: int
-    moments: tuple[str, ...]
-    extra: tuple[str, ...]
+    moments: Texts
+    extra: Texts
     base: int | None = None
 
 
@@ -275,9 +276,7 @@ def _read_scalars(directory: Path) -> _Scalars:
         raise StreamRLError(f"{str(directory)!r} is not a checkpoint of streamrl: {error}") from error
 
 
-def _refuse_missing(
-    directory: Path, kind: str, tensors: Mapping[str, Tensor], saved_names: tuple[str, ...], remedy: str
-) -> None:
+def _refuse_missing(directory: Path, kind: str, tensors: Mapping[str, Tensor], saved_names: Texts, remedy: str) -> None:
     missing = sorted(set(tensors) - set(saved_names))
     if missing:
         raise StreamRLError(

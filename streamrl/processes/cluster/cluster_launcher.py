@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from streamrl.base.atomic_files import write_atomic, write_durable
 from streamrl.base.errors import RecipeError
 from streamrl.base.host_addresses import at_port
+from streamrl.base.types import Texts
 from streamrl.engines.vllm.visible_gpus import installed_device
 from streamrl.processes.cluster.daemon_messages import DaemonSetup, EndAll, EndLeftBehind, HostFacts, StartProcess
 from streamrl.processes.cluster.failed_joins import FailedJoins
@@ -381,12 +382,12 @@ async def cluster_launcher(
                 await launcher.release()
 
 
-def gpu_names(facts: HostFacts) -> tuple[str, ...]:
+def gpu_names(facts: HostFacts) -> Texts:
     """Names of the GPUs that the run has on a host, in one order for all processes."""
     return _in_order(gpu.name for gpu in facts.gpus)
 
 
-def _in_order(gpus: Iterable[str]) -> tuple[str, ...]:
+def _in_order(gpus: Iterable[str]) -> Texts:
     """Names of GPUs, numbers in the order of numbers."""
     return tuple(sorted(gpus, key=lambda name: (len(name), name)))
 

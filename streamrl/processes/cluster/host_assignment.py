@@ -12,6 +12,7 @@ import msgspec
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import Texts
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import ProcessPlace, prepared_sets
@@ -22,7 +23,7 @@ class HostRoom(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     address: str
-    gpus: tuple[str, ...] = ()
+    gpus: Texts = ()
 
 
 class GpuNeed(msgspec.Struct, frozen=True, kw_only=True):
