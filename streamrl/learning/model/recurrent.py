@@ -70,12 +70,8 @@ class RecurrentLayers:
         self._layout: PackedLayout | None = None
         self._borders: Borders | None = None
         self._measured: set[str] | None = None
-        self._by_kernel: frozenset[str] = frozenset()
-
-    @property
-    def in_kernels(self) -> frozenset[str]:
+        self.in_kernels: frozenset[str] = frozenset()
         """Names of the layers whose kernels get the borders of a row."""
-        return self._by_kernel
 
     @property
     def names(self) -> list[str]:
@@ -87,7 +83,7 @@ class RecurrentLayers:
         them again. None: they get what they are given."""
         self._layout = layout if self._modules else None
         self._borders = None
-        if self._layout is not None and (self._by_kernel or self._measured is not None):
+        if self._layout is not None and (self.in_kernels or self._measured is not None):
             self._borders = borders_of(self._layout)
 
     def take(self, model: Any, names: Sequence[str]) -> None:
@@ -100,7 +96,7 @@ class RecurrentLayers:
     def like(self, model: Any, other: RecurrentLayers) -> None:
         """Take the layers of ``model``, a copy, as ``other`` has those of its own model."""
         self.take(model, other.names)
-        self._by_kernel = other._by_kernel
+        self.in_kernels = other.in_kernels
 
     def measure(self, run: Callable[[], Any]) -> Any:
         """Return the result of ``run``, which computes a row with borders, and note which layers keep them by
@@ -109,12 +105,12 @@ class RecurrentLayers:
         try:
             return run()
         finally:
-            self._by_kernel = frozenset(self._measured)
+            self.in_kernels = frozenset(self._measured)
             self._measured = None
 
     def leave_kernels(self) -> None:
         """Give all layers batches of sequences."""
-        self._by_kernel = frozenset()
+        self.in_kernels = frozenset()
 
     def leave_uncompiled(self) -> None:
         """Mark the layers so that ``torch.compile`` skips them."""
@@ -131,7 +127,7 @@ class RecurrentLayers:
                 options["attention_mask"] = None
             hidden = arguments[0] if arguments else options["hidden_states"]
             row = _Row(forward, arguments, options, layout, tokens=hidden.shape[1])
-            if self._borders is not None and name in self._by_kernel:
+            if self._borders is not None and name in self.in_kernels:
                 return row.in_one_row(self._borders, self._borders.arguments(self._modules[name]))[0]
             if self._measured is not None and self._keeps(name, row):
                 self._measured.add(name)

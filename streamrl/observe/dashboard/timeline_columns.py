@@ -104,7 +104,8 @@ class TimelineColumns:
         self._engine = array("H")
         self._moments = array("f", [0.0])
         self._names: dict[str, dict[str, int]] = {"outcome": {}, "prompt": {}, "engine": {}}
-        self._placed_count = 0
+        self.count = 0
+        """Number of trajectories that have a slot."""
         self._slots = EngineSlots()
         self.lock = RLock()
         self.header: TraceHeader | None = None
@@ -113,11 +114,6 @@ class TimelineColumns:
         self.events: list[EventLine] = []
         self.unread = 0
         """Number of lines that this version of streamrl cannot read."""
-
-    @property
-    def count(self) -> int:
-        """Number of trajectories that have a slot."""
-        return self._placed_count
 
     def refresh(self) -> None:
         """Read the lines that the run has appended."""
@@ -133,7 +129,7 @@ class TimelineColumns:
         load = {name: block_means(values, every) for name, values in self.load.items()}
         load["time_s"] = self.load["time_s"][::every].tolist()
         return {
-            "count": self._placed_count,
+            "count": self.count,
             "moments": len(self._moments),
             "columns": [{"name": name, "type": kind} for name, kind in COLUMNS.items()],
             "max_tokens": self.header.max_tokens if self.header else 0,
@@ -154,7 +150,7 @@ class TimelineColumns:
     def column(self, name: str, first: int = 0) -> NDArray[Any]:
         """Return a copy of a column from trajectory ``first`` on, in the order in which trajectories ended."""
         with self.lock:
-            return np.frombuffer(self._columns[name], dtype=COLUMNS[name])[first : self._placed_count].copy()
+            return np.frombuffer(self._columns[name], dtype=COLUMNS[name])[first : self.count].copy()
 
     def number_of_outcome(self, outcome: str) -> int:
         """Return the number of ``outcome`` in its column; an unused number where no trajectory ended with it."""
@@ -164,7 +160,7 @@ class TimelineColumns:
         """Return the length in bytes and the parts of the binary block that the page reads. Columns are sorted by
         launch. They are made one by one, so that there is never a second copy of all columns."""
         with self.lock:
-            count = self._placed_count
+            count = self.count
             head = json.encode(self.head())
             order = np.argsort(self.column("launched"), kind="stable")
             moments = self._moments.tobytes()
@@ -271,8 +267,8 @@ class TimelineColumns:
 
     def _place(self) -> None:
         """Give the trajectories that were read since the last call slots of their engines, in the order of launches."""
-        first = self._placed_count
-        self._placed_count = len(self._engine)
+        first = self.count
+        self.count = len(self._engine)
         # The bits of floats that are not negative sort like the floats. Shifted, they have room for a slot's number.
         times = (self.column(name, first) for name in ("launched", "rollout_end"))
         launched, left_engine = (np.maximum(time, 0).view("u4").astype("u8") << 16 for time in times)
