@@ -192,8 +192,8 @@ class StreamEnd(ABC):
         elif stale := self._stale(_hello(frames)):
             self._refuse(origin, stale)  # and go on waiting for the peer of the current start
         elif header.kind == Kind.HELLO:
-            session = _hello(frames).session
-            self._send(Kind.WELCOME, self._hello_for(session), to=origin.routing_id)
+            answer = replace(self.hello, session=_hello(frames).session)
+            self._send(Kind.WELCOME, _encode_hello(answer), to=origin.routing_id)
         else:
             self._adopt(origin, _hello(frames))
 
@@ -207,9 +207,6 @@ class StreamEnd(ABC):
         elif (hello := _hello(frames)).session == self.hello.session:
             self._send(Kind.READY, _encode_hello(self.hello))
             self._adopt(origin, hello)
-
-    def _hello_for(self, session: str) -> bytes:
-        return _encode_hello(replace(self.hello, session=session))
 
     def _mismatch(self, header: Header, frames: Sequence[Buffer]) -> str:
         """Reason why the sender of ``frames`` cannot have the other end of the stream; empty where it can."""

@@ -172,8 +172,9 @@ class ClusterLauncher:
 
     def _assign(self, rooms: Sequence[HostRoom], *, may_lose_ranks: bool) -> dict[str, ProcessPlace]:
         """Assign places on ``rooms`` for a run that has begun, also on fewer hosts than ``cluster.hosts``."""
+        on_any_hosts = replace(self._recipe, cluster=replace(self._recipe.cluster, hosts=0))
         try:
-            return assign(_on_any_hosts(self._recipe), rooms, self._need)
+            return assign(on_any_hosts, rooms, self._need)
         except RecipeError:
             fewer = on_fewer_ranks(self._recipe, rooms, self._need) if may_lose_ranks else None
             if fewer is None:
@@ -439,10 +440,6 @@ def _rooms(offers: Sequence[HostOffer]) -> list[HostRoom]:
     return [
         HostRoom(name=offer.name, address=offer.address, gpus=tuple(map(str, range(offer.gpus)))) for offer in offers
     ]
-
-
-def _on_any_hosts(recipe: Recipe) -> Recipe:
-    return replace(recipe, cluster=replace(recipe.cluster, hosts=0))
 
 
 def _gpus_on(host: str, places: Mapping[str, ProcessPlace]) -> int:
