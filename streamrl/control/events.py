@@ -173,6 +173,11 @@ class SettingsChanged(Event, frozen=True):
     step: int = 0
     recipe_steps: int = 0
 
+    @property
+    def assignments(self) -> str:
+        """The values as text."""
+        return ", ".join(f"{key} = {value}" for key, value in self.values.items())
+
 
 Outcome = TrajectoryScored | TrajectoryFailed
 Answer = PromptsDrawn | CheckpointDone | EvaluationDone | BatchTrained | WeightsLive

@@ -88,9 +88,8 @@ def _apply_change(make: MakePolicies, state: RunState, rules: Rules, change: on.
         state.prompts.set_limit(0)
     state.steering.changed |= values
     state.steering.changes += 1
-    assignments = ", ".join(f"{key} = {value}" for key, value in values.items())
     figures = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
-    reason = f"{assignments}, from step {state.batch.batch_id + 1} on"
+    reason = f"{change.assignments}, from step {state.batch.batch_id + 1} on"
     out.append(Decision(subject="settings", reason=reason, figures=figures))
     if not any(LIVE[key].partition(".")[0] in SAMPLED_AGAIN for key in values):
         return Rules(settings, rules.policy, rules.sizer)

@@ -101,8 +101,7 @@ class SteeringService(Observer):
         if not isinstance(request, SteerRun):
             change = settings_change(self._recipe, state, request.changes, request.step)
             start = f"step {change.step}" if change.step else "the next batch that opens"
-            settings = ", ".join(f"{key} = {value}" for key, value in change.values.items())
-            return change, f"{settings}: from {start} on"
+            return change, f"{change.assignments}: from {start} on"
         if request.order == "evaluate" and not self._recipe.evaluation.prompts:
             raise RecipeError("evaluation.prompts: this run has no held-out prompts")
         event = Steered(order=request.order, engine=request.engine)

@@ -97,8 +97,7 @@ class TraceEvents(Observer):
             case on.Steered(order="continue"):
                 self._end(HELD, 0, "nothing was launched")
             case on.SettingsChanged():
-                changed = ", ".join(f"{key} = {value}" for key, value in event.values.items())
-                self._append("setting", changed, event.step or self._step + 1)
+                self._append("setting", event.assignments, event.step or self._step + 1)
             case on.StopRequested():
                 self._end(HELD, 0, "nothing was launched")
                 self._append("drain", event.reason)
