@@ -19,15 +19,22 @@ if TYPE_CHECKING:
     TokenArray = array[int]
     FloatArray = array[float]
     ExpertArray = array[int]
+    CountArray = array[int]
 else:  # array.array cannot be subscripted at run time in Python 3.11, and msgspec reads annotations
     TokenArray = array
     FloatArray = array
     ExpertArray = array
+    CountArray = array
 
 
 def token_array(values: Any = ()) -> TokenArray:
     """Token ids as int32."""
     return array("i", values)
+
+
+def count_array(values: Any = ()) -> CountArray:
+    """Counts as uint16."""
+    return array("H", values)
 
 
 def float_array(values: Any = ()) -> FloatArray:
@@ -216,6 +223,35 @@ def routed_within(routed: Iterable[RoutedTokens], first: int, stop: int, *, move
     return tuple(parts)
 
 
+class KeptSets(Record, frozen=True):
+    """Kept set of each sampled token: the tokens that top-k, top-p and min-p left to choose from.
+
+    ``counts``: uint16, size of the set of each token (0: the engine did not return it). Tokens after the last entry
+    have no set, either;
+    ``token_ids``: the tokens of all sets, one set after the other."""
+
+    counts: CountArray = field(default_factory=count_array)
+    token_ids: TokenArray = field(default_factory=token_array)
+
+    def followed_by(self, following: KeptSets, tokens: int) -> KeptSets:
+        """Return these sets, of ``tokens`` tokens, with those of the ``following`` tokens."""
+        if not following.counts:
+            return self
+        missing = count_array([0]) * (tokens - len(self.counts))
+        return KeptSets(
+            counts=self.counts + missing + following.counts, token_ids=self.token_ids + following.token_ids
+        )
+
+    def within(self, first: int, stop: int) -> KeptSets:
+        """Return the sets of the tokens ``[first, stop)``."""
+        start = sum(self.counts[:first])
+        counts = self.counts[first:stop]
+        return KeptSets(counts=counts, token_ids=self.token_ids[start : start + sum(counts)])
+
+
+NO_KEPT_SETS = KeptSets()
+
+
 class CachedPrefix(Record, frozen=True):
     """Tokens of a request's prompt that the prefix cache of its engine held, in blocks of ``block_tokens``. ``pauses``:
     number of pauses of the engine before the request; blocks that were cached before a pause are not used after it."""
@@ -231,7 +267,8 @@ class Completion(Record, frozen=True):
     ``behavior_logprobs``: logprob of each of ``token_ids``;
     ``version_spans``: policy version of each token, as spans in order;
     ``cached``: prompt tokens from the prefix cache (None: not reported by the engine, or several requests);
-    ``routed``: experts of the request's tokens and of these (empty: the engine returns no experts)."""
+    ``routed``: experts of the request's tokens and of these (empty: the engine returns no experts);
+    ``kept``: kept set of each of ``token_ids``."""
 
     token_ids: TokenArray
     behavior_logprobs: FloatArray
@@ -239,6 +276,7 @@ class Completion(Record, frozen=True):
     version_spans: tuple[VersionSpan, ...]
     cached: CachedPrefix | None = None
     routed: tuple[RoutedTokens, ...] = ()
+    kept: KeptSets = NO_KEPT_SETS
 
 
 class Segment(Record, frozen=True):
@@ -247,7 +285,8 @@ class Segment(Record, frozen=True):
     ``trained``: loss mask of the turn, True for a turn of the model;
     ``behavior_logprobs``: logprob of each token; empty for a turn of the environment;
     ``follows``: index of the segment that this one continues (None: the segment before; -1: the prompt);
-    ``routed``: experts that the engine returned with this turn, of its tokens and of earlier ones."""
+    ``routed``: experts that the engine returned with this turn, of its tokens and of earlier ones;
+    ``kept``: kept set of each token."""
 
     token_ids: TokenArray
     trained: bool
@@ -255,6 +294,7 @@ class Segment(Record, frozen=True):
     version_spans: tuple[VersionSpan, ...] = ()
     follows: int | None = None
     routed: tuple[RoutedTokens, ...] = ()
+    kept: KeptSets = NO_KEPT_SETS
 
 
 TurnTimes = tuple[int, float, int, float]
@@ -415,7 +455,8 @@ class TrainingSample(Record, frozen=True):
     ``turns``: (number, sampled tokens) of each turn, in the order of ``token_ids``;
     ``routed``: experts by position; where two entries have the same token, the first counts;
     ``token_values``: values of the trained tokens by name, an entry for each, in the order of ``token_ids``;
-    ``max_tokens``: limit of its sampled tokens (0: that of the run)."""
+    ``max_tokens``: limit of its sampled tokens (0: that of the run);
+    ``kept``: kept set of each trained token, in the order of ``token_ids``."""
 
     id: TrajectoryId
     token_ids: TokenArray
@@ -434,6 +475,7 @@ class TrainingSample(Record, frozen=True):
     routed: tuple[RoutedTokens, ...] = ()
     token_values: dict[str, FloatArray] = {}
     max_tokens: int = 0
+    kept: KeptSets = NO_KEPT_SETS
 
     @property
     def trained_tokens(self) -> int:
@@ -486,6 +528,7 @@ def to_training_sample(
     starts: list[int] = []
     turns: list[tuple[int, int]] = []
     routed: list[RoutedTokens] = []
+    kept = NO_KEPT_SETS
     numbers = list(accumulate(segment.trained for segment in trajectory.segments))
     lengths = (len(segment.token_ids) if segment.trained else 0 for segment in trajectory.segments)
     places = list(accumulate(lengths, initial=0))
@@ -511,6 +554,7 @@ def to_training_sample(
                 continue
             loss_mask.extend(TRAINED * count)
             logprobs.extend(segment.behavior_logprobs)
+            kept = kept.followed_by(segment.kept, sum(tokens for _, tokens in turns))
             turns.append((numbers[index] - 1, count))
             for name, values in scored.token_values.items():
                 token_values[name].extend(values[places[index] : places[index] + count])
@@ -543,6 +587,7 @@ def to_training_sample(
         token_values=token_values,
         # The prompt of an episode has no tokens, and its limit is of a turn.
         max_tokens=trajectory.prompt.max_tokens if prompt else 0,
+        kept=kept,
     )
 
 

@@ -48,9 +48,7 @@ def why_not_replayed(recipe: Recipe, config: JsonMapping) -> str:
     for name in _PARALLEL:
         if any(arguments.get(name, 1) != 1 for arguments in engine_arguments):
             return f"engines.args.{name}: vLLM returns no experts then: remove it, or {remedy}"
-    sizing = recipe.group_sizing
-    rollout = recipe.rollout
-    group = max(size for _, size in sizing.batches(rollout.prompts_per_batch, rollout.group_size))
+    group = recipe.largest_group
     needed = group * recipe.max_tokens * sizes.bytes_per_token
     if needed > MOST_BYTES:
         return (

@@ -84,6 +84,8 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
             "policy/logprob_diff_abs_mean": float(all_differences_N.mean(dtype=np.float64)),
             "policy/logprob_diff_abs_p99": float(np.percentile(all_differences_N, 99)),
         }
+        if options.sampling.removes_tokens:
+            metrics["policy/kept_set_ratio"] = total.kept_sets / computed
         if options.objective.kl_coefficient:
             metrics["policy/reference_kl"] = total.reference_kl / computed
         if options.objective.distils:

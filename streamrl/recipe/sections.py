@@ -328,6 +328,12 @@ class Training(Section, frozen=True):
         advanced,
         "mixtures of experts: the trainer's routers use the experts that the engines chose",
     ] = "auto"
+    kept_set_replay: Annotated[
+        bool,
+        advanced,
+        "where top_k, top_p or min_p remove tokens: the trainer's distribution of a token has the tokens that the "
+        "engine kept; false: those that it would keep by the trainer's logits",
+    ] = True
     activation_checkpointing: Annotated[
         bool, "activations are computed again in the backward pass, which saves memory"
     ] = False
@@ -738,6 +744,12 @@ class Recipe(Section, frozen=True):
     def batch_trajectories(self) -> int:
         """Largest number of trajectories of a batch, over all group sizes."""
         return largest_batch(self.group_sizing.batches(self.rollout.prompts_per_batch, self.rollout.group_size))
+
+    @property
+    def largest_group(self) -> int:
+        """Largest number of trajectories of a group."""
+        batches = self.group_sizing.batches(self.rollout.prompts_per_batch, self.rollout.group_size)
+        return max(size for _, size in batches)
 
     @property
     def max_in_flight(self) -> int:

@@ -380,6 +380,7 @@ class OpenTrajectory:
                 version_spans=completion.version_spans,
                 follows=self.follows,
                 routed=completion.routed,
+                kept=completion.kept,
             )
         )
         self.outside_since = current_time()

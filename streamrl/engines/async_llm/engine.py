@@ -25,9 +25,12 @@ from streamrl.base.types import (
     CachedPrefix,
     Completion,
     FinishReason,
+    NO_KEPT_SETS,
+    KeptSets,
     RoutedTokens,
     SamplingSettings,
     VersionSpan,
+    count_array,
     float_array,
     token_array,
 )
@@ -38,6 +41,7 @@ from streamrl.pretrained.tokenizer import end_tokens
 from streamrl.weights import engine_push
 
 if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
 
@@ -189,8 +193,16 @@ class VllmEngine(ABC):
     async def _sample(self, request: Generate, **changes: Any) -> Completion:
         """Sample ``request``. ``changes``: parameters of vLLM's ``SamplingParams`` that replace ours."""
         pauses = self._pauses  # read before the first await: the same number as in the cache salt of the request
+        vocabulary = self._llm.model_config.get_vocab_size()
+        if self._vllm_options.kept_tokens and request.removes_tokens and request.routed_tokens is not None:
+            # The one after the largest set says whether the set is whole.
+            changes["logprobs"] = min(self._vllm_options.kept_tokens + 1, vocabulary)
         output = await self._output(request, **changes)
-        completion = replace(completion_of(output.outputs[0]), routed=routed_of(request, output.outputs[0]))
+        completion = replace(
+            completion_of(output.outputs[0]),
+            routed=routed_of(request, output.outputs[0]),
+            kept=kept_of(output.outputs[0].logprobs, vocabulary),
+        )
         if not self._vllm_options.prefix_caching:
             return completion
         tokens = output.num_cached_tokens or 0
@@ -349,6 +361,22 @@ def routed_of(request: Generate, output: CompletionOutput) -> tuple[RoutedTokens
     if part.stop > tokens:
         raise EngineError(f"vLLM returned experts up to token {part.stop} of {tokens}")
     return (part,)
+
+
+def kept_of(flat: FlatLogprobs | None, vocabulary: int) -> KeptSets:
+    """Return the kept set of each token: the tokens with a finite logprob among the most likely ones. A set that has
+    all tokens that vLLM returned may have more, unless these are the whole ``vocabulary``: its count is 0."""
+    import numpy as np
+
+    if not flat or len(flat.logprobs) == len(flat):  # only those of the sampled tokens
+        return NO_KEPT_SETS
+    sampled_first = len(flat), -1
+    ids_TK = np.array(flat.token_ids, dtype=np.int32).reshape(sampled_first)[:, 1:]
+    kept_TK = np.isfinite(np.array(flat.logprobs).reshape(sampled_first)[:, 1:])
+    if ids_TK.shape[1] < vocabulary:
+        kept_TK &= ~kept_TK[:, -1:]
+    sizes_T = kept_TK.sum(axis=1, dtype=np.uint16)
+    return KeptSets(counts=count_array(sizes_T.tobytes()), token_ids=token_array(ids_TK[kept_TK].tobytes()))
 
 
 def _policy_version(label: str) -> int:

@@ -23,6 +23,7 @@ class VllmOptions(Struct, frozen=True, kw_only=True):
     ``variables``: variables that must be set before vllm is imported; vllm hands them on to its own processes
     ``workers``: number of processes that compute (the tensor parallel size, unless ``vllm_config`` gets another one)
     ``prefix_caching``: False where the last bits of a completion must not depend on earlier requests
+    ``kept_tokens``: largest kept set that is returned with a sampled token (0: none is returned)
     ``text_only``: whether the model has towers for images or sound, which are not loaded"""
 
     name: str
@@ -34,6 +35,7 @@ class VllmOptions(Struct, frozen=True, kw_only=True):
     variables: dict[str, str]
     workers: int = 1
     prefix_caching: bool = True
+    kept_tokens: int = 0
     text_only: bool = False
 
     @property
@@ -89,6 +91,8 @@ def vllm_config(options: VllmOptions, **further: Any) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     arguments: dict[str, Any] = {"tensor_parallel_size": options.workers}
+    if options.kept_tokens:
+        arguments["max_logprobs"] = options.kept_tokens + 1
     if options.on_cpu:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 

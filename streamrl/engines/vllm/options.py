@@ -21,6 +21,7 @@ from streamrl.engines.async_llm.options import (
     shared_variables,
 )
 from streamrl.engines.vllm.visible_gpus import engine_dtype, installed_device
+from streamrl.learning.kept_sets import kept_tokens
 from streamrl.learning.routing_replay import replays_routing
 from streamrl.learning.threads import engine_threads
 from streamrl.pretrained.composites import towers
@@ -149,6 +150,7 @@ def engine_options(
         by_priority=recipe.environment.configured and not recipe.run.deterministic,
         routed=replays_routing(recipe),
         prefix_caching=caches_prefixes(recipe, config, on_cpu),
+        kept_tokens=kept_tokens(recipe),
         text_only=bool(towers(config)),
     )
 

@@ -37,6 +37,7 @@ class TokenSums:
     ``mismatch``: absolute difference of trainer and engine logprobs, over the ``on_policy_tokens`` only.
     ``far_below``: number of the ``on_policy_tokens`` whose logprob is more than ``FAR_NATS`` below the engine's.
     ``unreplayed_tokens``: number of packed tokens whose experts no engine returned.
+    ``kept_sets``: number of trained tokens with the kept set of the engine.
     ``imitated_tokens``, ``imitation``: number of imitated tokens, and their cross-entropy."""
 
     packed_tokens: float = 0.0
@@ -56,6 +57,7 @@ class TokenSums:
     mismatch: float = 0.0
     far_below: float = 0.0
     unreplayed_tokens: float = 0.0
+    kept_sets: float = 0.0
     imitated_tokens: float = 0.0
     imitation: float = 0.0
 
@@ -281,4 +283,6 @@ def _add_sums(sums: BatchSums, row: MicroBatch, outputs: HeadOutputs, losses: To
         mismatch=(difference_N.abs() * on_policy_N).sum(),
         far_below=((difference_N < -FAR_NATS) & on_policy_N).sum(),
     )
+    if row.kept_NK is not None:
+        sums.tokens.add(kept_sets=(row.kept_NK[:, 0] >= 0).sum())
     sums.differences.append(difference_N.abs())

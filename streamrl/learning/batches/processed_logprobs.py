@@ -49,6 +49,7 @@ def processed_logprobs(
         options.sampling,
         temperature_N=processing.temperature_N,
         excluded=processing.excluded,
+        kept_NK=None if row.kept_NK is None else row.kept_NK[part],
         entropy_gradient=entropy_gradient,
     )
 

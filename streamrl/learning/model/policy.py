@@ -67,7 +67,9 @@ class MicroBatch(NamedTuple):
     ``temperature_N``: float32 temperature of each target, NaN: the one of the options; None: all targets have that one.
     ``routed``: experts that engines chose for the tokens; None: for no token.
     ``full_row``: row that this is a slice of; None: the rank has the full row.
-    ``imitated``: tokens to imitate; None: the row has none."""
+    ``imitated``: tokens to imitate; None: the row has none.
+    ``kept_NK``: kept set of each target, as engines returned it, with -1 behind its last token; a target whose set is
+    not known has -1 alone. None: no set is known."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -82,6 +84,7 @@ class MicroBatch(NamedTuple):
     routed: RoutedRow | None = None
     full_row: FullRow | None = None
     imitated: ImitatedTokens | None = None
+    kept_NK: Tensor | None = None
 
     @property
     def all_predictors(self) -> Tensor:
@@ -117,6 +120,7 @@ class MicroBatch(NamedTuple):
             inputs=self.inputs.part(indices_N),
             places_N=self.places_N[indices_N],
             temperature_N=None if self.temperature_N is None else self.temperature_N[indices_N],
+            kept_NK=None if self.kept_NK is None else self.kept_NK[indices_N],
             full_row=FullRow(context, self.inputs, indices_N),
         )
 

@@ -40,6 +40,25 @@ def removed_tokens(logits_NV: Tensor, settings: TokenDistribution) -> Tensor | N
     return torch.zeros_like(removed_NV).scatter_(-1, order_NV, removed_NV)
 
 
+def outside_of_kept_sets(logits_NV: Tensor, settings: TokenDistribution, kept_NK: Tensor) -> Tensor:
+    """Mask of the tokens that could not be sampled, as the engine removed them: bool [N, V].
+
+    ``kept_NK``: kept set of each row, with -1 behind its last token. Where the set of a row is not known (-1 alone), the
+    mask is that of ``removed_tokens``.
+
+    A set that is computed from other logits has other tokens: the weights of stale tokens would be those of another
+    distribution than the one that was sampled from."""
+    rows, vocabulary = logits_NV.shape
+    outside_NV = torch.ones((rows, vocabulary + 1), dtype=torch.bool, device=logits_NV.device)
+    outside_NV.scatter_(-1, kept_NK.where(kept_NK >= 0, vocabulary), False)
+    outside_NV = outside_NV[:, :vocabulary]
+    unknown_N = kept_NK[:, 0] < 0
+    if unknown_N.any():
+        removed_NV = removed_tokens(logits_NV[unknown_N], settings)
+        outside_NV[unknown_N] = False if removed_NV is None else removed_NV
+    return outside_NV
+
+
 class _SampledLogprobs(torch.autograd.Function):
     """Log-softmax at one target of each row and the entropy of the row, with one [N, V] buffer.
 
@@ -116,6 +135,7 @@ def token_logprobs(
     *,
     temperature_N: Tensor | None = None,
     excluded: tuple[Tensor, Sequence[int]] | None = None,
+    kept_NK: Tensor | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of the targets under the processed distribution, and its entropy in nats. Float32 [N] and [N].
@@ -126,9 +146,14 @@ def token_logprobs(
 
     ``temperature_N``: temperature of each row, [N], in place of that of ``settings``.
     ``excluded``: rows (bool [N]) and the token ids that could not be sampled in these rows.
+    ``kept_NK``: kept set of each row (``outside_of_kept_sets``); None: the tokens that ``settings`` remove from these
+    logits are removed.
     ``entropy_gradient``: whether the entropy can be differentiated; then the logits are kept for it."""
     scaled_NV = processed_logits(logits_NV, settings, temperature_N=temperature_N, excluded=excluded)
-    cut_NV = removed_tokens(scaled_NV.detach(), settings)
+    if kept_NK is None:
+        cut_NV = removed_tokens(scaled_NV.detach(), settings)
+    else:
+        cut_NV = outside_of_kept_sets(scaled_NV.detach(), settings, kept_NK)
     if cut_NV is not None:
         scaled_NV = scaled_NV.masked_fill(cut_NV.scatter_(-1, targets_N[:, None], False), _lowest(scaled_NV))
     result: tuple[Tensor, Tensor] = _SampledLogprobs.apply(  # type: ignore[no-untyped-call]
