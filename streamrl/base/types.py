@@ -238,9 +238,7 @@ class KeptSets(Record, frozen=True):
         if not following.counts:
             return self
         missing = count_array([0]) * (tokens - len(self.counts))
-        return KeptSets(
-            counts=self.counts + missing + following.counts, token_ids=self.token_ids + following.token_ids
-        )
+        return KeptSets(counts=self.counts + missing + following.counts, token_ids=self.token_ids + following.token_ids)
 
     def within(self, first: int, stop: int) -> KeptSets:
         """Return the sets of the tokens ``[first, stop)``."""

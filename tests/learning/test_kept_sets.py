@@ -1,5 +1,5 @@
-"""Kept sets of engines: carried through parts, turns, sequences and rows to the tokens that they are of, and exact weights
-of stale tokens, against the formula in float64."""
+"""Kept sets of engines: carried through parts, turns, sequences and rows to the tokens that they are of, and exact
+weights of stale tokens, against the formula in float64."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ Sets = list[list[int]]
 
 
 def kept_sets(sets: Sets) -> KeptSets:
-    return KeptSets(
-        counts=count_array([len(kept) for kept in sets]), token_ids=token_array([token for kept in sets for token in kept])
-    )
+    ids = [token for kept in sets for token in kept]
+    return KeptSets(counts=count_array([len(kept) for kept in sets]), token_ids=token_array(ids))
 
 
 def completion(sets: Sets, *, returned: bool) -> Completion:
@@ -171,15 +170,20 @@ def test_the_trainer_cuts_where_no_set_is_known() -> None:
 
 
 def test_sets_are_returned_where_tokens_are_removed(tmp_path: Path) -> None:
-    def most(training: Training = Training(), size: int = 8, **sampling: Any) -> int:
-        rollout = Rollout(prompts_per_batch=2, group_size=size)
-        return kept_tokens(small_recipe(str(tmp_path), sampling=Sampling(**sampling), training=training, rollout=rollout))
+    def most(*, replay: bool = True, size: int = 8, **sampling: Any) -> int:
+        recipe = small_recipe(
+            str(tmp_path),
+            sampling=Sampling(**sampling),
+            training=Training(kept_set_replay=replay),
+            rollout=Rollout(prompts_per_batch=2, group_size=size),
+        )
+        return kept_tokens(recipe)
 
     assert most(temperature=0.5) == 0
     assert most(top_k=20) == 20
     assert most(top_k=1000) == 128
     assert most(top_p=0.9) == most(min_p=0.1) == 64
-    assert most(Training(kept_set_replay=False), top_k=20) == 0
+    assert most(replay=False, top_k=20) == 0
     assert most(size=64, top_k=20, max_tokens=100_000) == 7  # what fits a message of a group
 
 
@@ -205,4 +209,5 @@ def test_a_set_is_whole_or_not_returned() -> None:
     ]
     assert kept_of(flat(rows), 100) == kept_sets([[4, 5], [], [4]])
     assert kept_of(flat(rows), 3) == kept_sets([[4, 5], [4, 9, 6], [4]])  # the whole vocabulary
-    assert kept_of(flat([row[:1] for row in rows]), 100) == kept_of(None, 100) == kept_of(logprobs.FlatLogprobs(), 100) == KeptSets()
+    nothing = [None, logprobs.FlatLogprobs(), flat([row[:1] for row in rows])]
+    assert [kept_of(without_sets, 100) for without_sets in nothing] == [KeptSets()] * 3

@@ -22,10 +22,10 @@ from streamrl.base.dedicated_thread import DedicatedThread
 from streamrl.base.errors import EngineError, ModelRefused, RequestRefused, WeightError
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
 from streamrl.base.types import (
+    NO_KEPT_SETS,
     CachedPrefix,
     Completion,
     FinishReason,
-    NO_KEPT_SETS,
     KeptSets,
     RoutedTokens,
     SamplingSettings,

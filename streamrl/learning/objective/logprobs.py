@@ -43,11 +43,11 @@ def removed_tokens(logits_NV: Tensor, settings: TokenDistribution) -> Tensor | N
 def outside_of_kept_sets(logits_NV: Tensor, settings: TokenDistribution, kept_NK: Tensor) -> Tensor:
     """Mask of the tokens that could not be sampled, as the engine removed them: bool [N, V].
 
-    ``kept_NK``: kept set of each row, with -1 behind its last token. Where the set of a row is not known (-1 alone), the
-    mask is that of ``removed_tokens``.
+    ``kept_NK``: kept set of each row, with -1 behind its last token. Where the set of a row is not known (-1 alone),
+    the mask is that of ``removed_tokens``.
 
-    A set that is computed from other logits has other tokens: the weights of stale tokens would be those of another
-    distribution than the one that was sampled from."""
+    Logits that have moved since keep other tokens, and weights of stale tokens would not be those of the distribution
+    that they were sampled from."""
     rows, vocabulary = logits_NV.shape
     outside_NV = torch.ones((rows, vocabulary + 1), dtype=torch.bool, device=logits_NV.device)
     outside_NV.scatter_(-1, kept_NK.where(kept_NK >= 0, vocabulary), False)

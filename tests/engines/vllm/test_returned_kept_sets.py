@@ -1,5 +1,5 @@
-"""A real engine on a CPU returns the kept set of each token, and the trainer's ratio to it is 1, whatever tokens its own
-logits would keep."""
+"""A real engine on a CPU returns the kept set of each token, and the trainer's ratio to it is 1, whatever tokens the
+trainer's logits would keep."""
 
 from __future__ import annotations
 
