@@ -25,7 +25,7 @@ class TestObjective(Command, frozen=True, kw_only=True):
     truncated), and say which promises of a run it keeps."""
 
     function: Annotated[str, Argument("module:name or file.py:name", metavar="FUNCTION", positional=True)]
-    option: Annotated[Texts, Argument("one of objective.options; may be repeated", metavar="KEY=VALUE")] = ()
+    option: Annotated[Texts, Argument("one of objective.advanced.options; may be repeated", metavar="KEY=VALUE")] = ()
     advantages: Annotated[bool, Argument("try its advantages, which a recipe takes by advantages = custom")] = False
     recipe: Annotated[
         Path | None, Argument("with the clip, the options and [off_policy] of this recipe", metavar="RECIPE")

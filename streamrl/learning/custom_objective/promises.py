@@ -33,7 +33,7 @@ from streamrl.learning.objective.custom import (
 )
 from streamrl.learning.options import TrainerOptions
 from streamrl.recipe.environment import Credit
-from streamrl.recipe.objective import Objective, ObjectiveSettings, OffPolicy, Proximal, objective_settings
+from streamrl.recipe.objective import Objective, ObjectiveSettings, OffPolicy, Proximal, RatioLevel, objective_settings
 from streamrl.recipe.objectives.custom import CUSTOM
 from streamrl.recipe.objectives.method import Clip, LossNormalization, SurrogateTokens
 from streamrl.recipe.throwaway_process import answer_parent
@@ -112,7 +112,7 @@ def _promises(
     )
     yield from _promises_of_gradients(list(_trials(options)))
     if isinstance(loss, UserLoss):
-        yield from _notes_of_loss(loss, plain)
+        yield from _notes_of_loss(loss, plain, off_policy)
 
 
 def _trials(options: TrainerOptions) -> Iterator[Trial]:
@@ -217,8 +217,15 @@ def _refuse_loss(loss: UserLoss, clip: Clip) -> None:
         )
 
 
-def _notes_of_loss(loss: UserLoss, settings: ObjectiveSettings) -> Iterator[Promise]:
+def _notes_of_loss(loss: UserLoss, settings: ObjectiveSettings, off_policy: OffPolicy) -> Iterator[Promise]:
     """Yield properties of a loss with which a run may begin."""
+    weighs = off_policy.truncate is not RatioLevel.NONE and off_policy.proximal is not Proximal.BEHAVIOR
+    if weighs and "behavior_logprobs" in loss.inputs:
+        text = (
+            "are weighted by [off_policy], too: where the loss corrects for the policy that sampled them by itself, "
+            'set off_policy.truncate = "none"'
+        )
+        yield Promise(name="stale tokens", holds=False, text=text, needed=False)
     text = "has no gradient: groups of equal rewards are not computed"
     if trains_without_advantage(settings):
         text = "has a gradient: groups of equal rewards are computed, too"
@@ -227,7 +234,10 @@ def _notes_of_loss(loss: UserLoss, settings: ObjectiveSettings) -> Iterator[Prom
     finite = bool(torch.stack(gradients).isfinite().all())
     text = "are finite"
     if not finite:
-        text = "give NaN or infinity where a logprob moves by 50 or more, which ends a run: ratio is bounded by exp(20)"
+        text = (
+            "give NaN or infinity where a logprob moves by 50 or more, which ends a run: bound the difference, such as "
+            "(logprobs - old_logprobs).clamp(-20, 20)"
+        )
     yield Promise(name="extreme ratios", holds=finite, text=text, needed=False)
 
 

@@ -180,7 +180,7 @@ def _load(spec: str, encoded_options: bytes) -> UserObjective:
     try:
         instance = target(**options)
     except Exception as error:
-        raise RecipeError(f'"{spec}" cannot be made of objective.options: {describe_error(error)}') from error
+        raise RecipeError(f'"{spec}" cannot be made of objective.advanced.options: {describe_error(error)}') from error
     methods = {name: getattr(instance, name) for name in UserObjective._fields if callable(getattr(instance, name, 0))}
     if not methods:
         raise RecipeError(f'"{spec}" has neither a method loss nor a method advantages: define one')
@@ -197,7 +197,7 @@ def _objective_of(spec: str, functions: Mapping[str, Callable[..., Any]], option
             if name not in names and name not in options and parameter.default is parameter.empty:
                 raise RecipeError(
                     f'"{spec}" takes "{name}", which is no input of {kind}: they are '
-                    f"{', '.join(sorted(names))}; give it a default, or a value in objective.options"
+                    f"{', '.join(sorted(names))}; give it a default, or a value in objective.advanced.options"
                 )
         if inspect.iscoroutinefunction(function):
             raise RecipeError(f'"{spec}" is async: a trainer rank waits for nothing, write a plain function')
@@ -229,4 +229,6 @@ def _refuse_unknown_options(spec: str, parameters: Mapping[str, inspect.Paramete
     for name in options:
         if name not in parameters:
             names = ", ".join(parameters) or "no further one"
-            raise RecipeError(f'objective.options: "{name}" is no option of "{spec}", which takes {names}: correct it')
+            raise RecipeError(
+                f'objective.advanced.options: "{name}" is no option of "{spec}", which takes {names}: correct it'
+            )

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from streamrl.learning.custom_objective.objective_trial import ObjectiveTrial, try_objective  # noqa: E402
 from streamrl.learning.custom_objective.promises import examine  # noqa: E402
 from streamrl.learning.objective.custom import trains_without_advantage  # noqa: E402
-from streamrl.recipe.objective import Objective, OffPolicy, objective_settings  # noqa: E402
+from streamrl.recipe.objective import Objective, OffPolicy, Proximal, RatioLevel, objective_settings  # noqa: E402
 
 pytestmark = pytest.mark.torch
 PAGE = ROOT / "examples" / "custom_loss.py"
@@ -138,7 +138,7 @@ def test_a_class_has_options_and_may_have_both_parts(tmp_path: Path) -> None:
     both = {"surrogate": "custom", "advantages": "custom"}
     assert not tried(tmp_path, code, "Mine", options={"power": 2.0}, **both).refusals
     (problem,) = tried(tmp_path, code, "Mine", options={"powr": 2.0}, **both).problems
-    assert 'objective.options: "powr" is no option of' in problem and "takes power" in problem
+    assert 'objective.advanced.options: "powr" is no option of' in problem and "takes power" in problem
 
 
 def test_a_gradient_without_advantage_is_known(tmp_path: Path) -> None:
@@ -155,6 +155,21 @@ def test_a_gradient_without_advantage_is_known(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("*.py")
     assert trains_without_advantage(objective_settings(Objective(function=f"{file}:loss")))
     assert not trains_without_advantage(objective_settings(Objective(function=f"{PAGE}:gmpo")))
+
+
+def test_stale_tokens_weighted_twice_are_noted(tmp_path: Path) -> None:
+    """By the loss, from the logprobs of the policy that sampled them, and by the correction of the recipe."""
+    code = "def loss(ratio, advantages, behavior_logprobs): return -ratio * advantages"
+    objective = Objective(function=f"{written(tmp_path, code)}:loss")
+
+    def notes(off_policy: OffPolicy) -> list[str]:
+        return [promise.text for promise in examine(objective, off_policy).promises if promise.name == "stale tokens"]
+
+    (note,) = notes(OffPolicy())
+    assert 'set off_policy.truncate = "none"' in note
+    assert not notes(OffPolicy(truncate=RatioLevel.NONE)) and not notes(OffPolicy(proximal=Proximal.BEHAVIOR))
+    objective = Objective(function=f"{PAGE}:gmpo")
+    assert not notes(OffPolicy())
 
 
 def test_code_that_hangs_or_ends_its_process_is_refused(tmp_path: Path) -> None:
