@@ -256,7 +256,8 @@ class EngineLoad(Message, frozen=True):
     ``preemptions``: requests that lost their KV cache because it was full;
     ``decode_steps``, ``decode_s``: number of decode steps, and their time;
     ``decode_tokens``: tokens of the decode steps, one for each running request, without accepted drafts;
-    ``drafted_tokens``, ``accepted_tokens``: tokens that speculative decoding drafted, and those that were accepted."""
+    ``drafted_tokens``, ``accepted_tokens``: tokens that speculative decoding drafted, and those that were accepted;
+    ``prefilled_tokens``, ``prefill_s``: tokens of prefills, and the time by which they lengthened steps."""
 
     running: int = 0
     waiting: int = 0
@@ -268,6 +269,8 @@ class EngineLoad(Message, frozen=True):
     decode_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    prefilled_tokens: int = 0
+    prefill_s: float = 0.0
 
 
 EngineEvent = EngineReady | Generated | GenerationFailed | OrderDone | OrderFailed | EngineLoad

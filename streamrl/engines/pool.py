@@ -45,6 +45,8 @@ COUNTERS = (
     "decode_tokens",
     "drafted_tokens",
     "accepted_tokens",
+    "prefilled_tokens",
+    "prefill_s",
 )
 """Fields of ``EngineLoad`` that count since the start of the engine."""
 

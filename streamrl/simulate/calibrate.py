@@ -63,7 +63,7 @@ class Fit(Struct, frozen=True, kw_only=True):
 
 
 NEVER_FITTED = {
-    "engine": ("per_context_token_s", "prefill_tokens_s", "admission_per_running_s", "rejected_per_token"),
+    "engine": ("per_context_token_s", "admission_per_running_s", "rejected_per_token"),
     "engines": ("migration_s", "parallel_scaling", "weight_tokens", "switch_s"),
     "trainer": ("streaming_speed",),
     "reward": ("concurrency", "rollout_slowdown"),
@@ -90,13 +90,24 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None, *, prior: StepCost
     arrival, presubmitted, life_error, assumed = fit_arrivals(lives, step, run.steps[0].time_s)
     if len({line.samples for line in _warm_steps(run)}) == 1:
         assumed += ("trainer.sequence_s",)
+    prefill_s = sum(line.prefill_s for line in run.engines)
+    prefill_tokens_s = 0.0
+    if prefill_s:
+        prefill_tokens_s = sum(line.prefilled_tokens for line in run.engines) / prefill_s
+        # The time of an arrival has that of its prefill, which the model computes from its tokens.
+        arrival = max(arrival - prefill_s / len(lives.begins), 0.0)
+    else:
+        assumed += ("engine.prefill_tokens_s",)
     if not any(line.preemptions for line in run.engines):
         assumed += ("engine.kv_tokens",)
     if not any(line.to_engines_s for line in run.steps):
         assumed += ("push.to_ranks_s", "push.to_engines_s")
     prompt_tokens = round(float(np.mean([line.prompt_tokens for line in run.trajectories])))
     model = FleetModel(
-        engine=_engine(run, step, arrival, presubmitted, recipe.engines.max_num_seqs if recipe else 0),
+        engine=replace(
+            _engine(run, step, arrival, presubmitted, recipe.engines.max_num_seqs if recipe else 0),
+            prefill_tokens_s=prefill_tokens_s,
+        ),
         trainer=replace(trainer, rollout_slowdown=step.slowdown),
         lengths=fit_lengths(run),
         environment=_environment(run),

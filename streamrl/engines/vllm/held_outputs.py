@@ -80,7 +80,7 @@ class HeldOutputs:
         self._version: str | None = None  # weight version of all pending outputs
         # Counts of the current step.
         self._tokens = 0
-        self._prefilled = False
+        self._prefilled = 0
         self._preempted = 0
         self._drafted = 0
         self._accepted = 0
@@ -96,7 +96,7 @@ class HeldOutputs:
             # one before.
             self._drafted = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
             decoded = len(scheduled.num_scheduled_tokens) + self._drafted
-            self._prefilled = scheduled.total_num_scheduled_tokens > decoded
+            self._prefilled = scheduled.total_num_scheduled_tokens - decoded
             return update(scheduled, *arguments, **options)
 
         scheduler._preempt_request = preempt_and_count
@@ -106,18 +106,18 @@ class HeldOutputs:
         """Run a step of the core and count it."""
         # Reset here: clearing the cache in a pause preempts requests, too, which is no lack of memory.
         self._tokens = 0
-        self._prefilled = False
+        self._prefilled = 0
         self._preempted = 0
         self._drafted = 0
         self._accepted = 0
         began_s = monotonic()
         scheduler = self._scheduler
         executed = bool(step())
-        decoded_s = None if self._prefilled else monotonic() - began_s
         counters.count_step(
             self._tokens,
-            decoded_s,
+            monotonic() - began_s,
             self._preempted,
+            prefilled=self._prefilled,
             running=len(scheduler.running),
             kv_usage=scheduler.kv_cache_manager.usage,
             drafted=self._drafted,

@@ -17,14 +17,16 @@ class EngineCounters:
     """Counters of one engine, in memory that is shared with forks of this process."""
 
     def __init__(self) -> None:
-        self._values = memoryview(mmap.mmap(-1, 9 * 8)).cast("d")
+        self._values = memoryview(mmap.mmap(-1, 11 * 8)).cast("d")
+        self._decode_s = 0.0  # of the last step without a prefill
 
     def count_step(
         self,
         tokens: int,
-        decoded_s: float | None,
+        seconds: float,
         preempted: int,
         *,
+        prefilled: int = 0,
         running: int,
         kv_usage: float,
         drafted: int = 0,
@@ -33,8 +35,9 @@ class EngineCounters:
         """Count one step of the core.
 
         ``tokens``: number of sampled tokens, accepted drafts included
-        ``decoded_s``: duration in seconds; None for a step with a prefill
+        ``seconds``: its duration
         ``preempted``: number of preempted requests
+        ``prefilled``: number of tokens whose KV was computed beside one of each request
         ``running``: number of running requests after the step
         ``drafted``, ``accepted``: number of drafted tokens, and how many of them were accepted"""
         values = self._values
@@ -42,9 +45,14 @@ class EngineCounters:
         values[1] = kv_usage
         values[2] += tokens
         values[3] += preempted
-        if tokens and decoded_s is not None:
+        if prefilled:
+            # Running requests decode in the same step.
+            values[9] += prefilled
+            values[10] += max(seconds - self._decode_s, 0.0)
+        elif tokens:
+            self._decode_s = seconds
             values[4] += 1
-            values[5] += decoded_s
+            values[5] += seconds
             values[6] += tokens - accepted
             values[7] += drafted
             values[8] += accepted
@@ -53,7 +61,7 @@ class EngineCounters:
         """Return the load of the engine now. ``open_requests``: number of requests that vLLM has not answered yet. An
         aborted request is answered, but runs until vLLM drops it, so the core's own count of running requests is
         used."""
-        running, kv_usage, tokens, preemptions, steps, decode_s, decoded, drafted, accepted = self._values
+        running, kv_usage, tokens, preemptions, steps, decode_s, decoded, drafted, accepted, *prefill = self._values
         running = 0 if paused else int(running)
         return EngineLoad(
             running=running,
@@ -66,6 +74,8 @@ class EngineCounters:
             decode_tokens=int(decoded),
             drafted_tokens=int(drafted),
             accepted_tokens=int(accepted),
+            prefilled_tokens=int(prefill[0]),
+            prefill_s=prefill[1],
         )
 
 

@@ -165,4 +165,6 @@ def engines_line(elapsed_s: float, before: EngineLoad, after: EngineLoad, measur
         mean_running=round(measured.running, 3) if after.decode_steps > before.decode_steps else 0.0,
         generated_tokens=after.generated_tokens - before.generated_tokens,
         preemptions=measured.preemptions,
+        prefilled_tokens=after.prefilled_tokens - before.prefilled_tokens,
+        prefill_s=round(after.prefill_s - before.prefill_s, 5),
     )

@@ -133,7 +133,8 @@ class EnginesLine(Line, frozen=True, tag="engines"):
 
     ``running``, ``waiting`` and ``kv_usage`` (a share) are values at ``time_s``, the other fields are measured since
     the line before. ``token_s``: mean seconds of a decode step (0: there was none). ``mean_running``: mean number of
-    requests in a decode step."""
+    requests in a decode step. ``prefilled_tokens``, ``prefill_s``: tokens of prefills, and the time of all engines by
+    which they lengthened steps."""
 
     time_s: Number
     running: Count
@@ -143,6 +144,8 @@ class EnginesLine(Line, frozen=True, tag="engines"):
     mean_running: Number = 0.0
     generated_tokens: Count = 0
     preemptions: Count = 0
+    prefilled_tokens: Count = 0
+    prefill_s: Number = 0.0
 
 
 class EventLine(Line, frozen=True, tag="event"):

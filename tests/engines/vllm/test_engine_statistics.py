@@ -25,27 +25,28 @@ from tests.engines.test_engine_death import CORE_DIED, kill_is_reported
 
 
 def one(
-    engine: EngineCounters, seconds: float, tokens: int, running: int, *, prefilled: bool = False, kv: float = 0.5
+    engine: EngineCounters, seconds: float, tokens: int, running: int, *, prefilled: int = 0, kv: float = 0.5
 ) -> None:
-    engine.count_step(tokens, None if prefilled else seconds, 0, running=running, kv_usage=kv)
+    engine.count_step(tokens, seconds, 0, prefilled=prefilled, running=running, kv_usage=kv)
 
 
 def test_the_time_of_a_decode_step_is_of_decode_steps_only() -> None:
     engine = EngineCounters()
-    one(engine, 0.500, 3, 3, prefilled=True)
+    one(engine, 0.500, 3, 3, prefilled=300)
     one(engine, 0.002, 3, 3)
     one(engine, 0.004, 3, 2)  # one ends
-    one(engine, 0.050, 3, 3, prefilled=True)  # another is prefilled
+    one(engine, 0.050, 3, 3, prefilled=40)  # another is prefilled, while two decode
     one(engine, 0.003, 3, 0)  # the last ones end
     one(engine, 0.001, 0, 0)  # only frees what ended
     load = engine.load(open_requests=0, paused=False)
     assert (load.decode_steps, load.decode_tokens, load.generated_tokens) == (3, 9, 15)
     assert load.decode_s == pytest.approx(0.009)
+    assert load.prefilled_tokens == 340 and load.prefill_s == pytest.approx(0.500 + 0.050 - 0.004)
 
 
 def test_an_aborted_request_runs_until_the_engine_dropped_it() -> None:
     engine = EngineCounters()
-    one(engine, 0.1, 8, 8, prefilled=True, kv=0.8)
+    one(engine, 0.1, 8, 8, prefilled=80, kv=0.8)
     load = engine.load(open_requests=10, paused=False)
     assert (load.running, load.waiting) == (8, 2)
     load = engine.load(open_requests=3, paused=False)  # seven were aborted and have their answer
