@@ -116,3 +116,18 @@ def test_fixed_costs_and_constant_training_are_fitted(synchronous: RecordedRun) 
     trainer, push = fit.model.trainer, fit.model.push
     assert (trainer.token_s, trainer.sequence_s, trainer.optimizer_s) == pytest.approx((1e-4, 1e-3, 0.05), rel=1e-3)
     assert push.kind_s == {"long": pytest.approx(0.25)}
+
+
+def test_prefills_are_fitted_apart_from_arrivals(synchronous: RecordedRun) -> None:
+    """Where engines counted prefills, their tokens take time at a rate, and arrivals take what is left."""
+    without = calibrate(synchronous)
+    assert "engine.prefill_tokens_s" in without.assumed and without.model.engine.prefill_tokens_s == 0
+    arrival_s = without.model.engine.arrival_s
+    assert arrival_s > 0
+    share_s = 0.4 * arrival_s * without.completions / len(synchronous.engines)
+    lines = [replace(line, prefilled_tokens=500, prefill_s=share_s) for line in synchronous.engines]
+    fit = calibrate(replace(synchronous, engines=tuple(lines)))
+    assert "engine.prefill_tokens_s" not in fit.assumed
+    assert fit.model.engine.prefill_tokens_s == pytest.approx(500 / share_s)
+    assert fit.model.engine.arrival_s == pytest.approx(0.6 * arrival_s)
+    assert fit.model.engine.admission_s == fit.model.engine.arrival_s
