@@ -46,6 +46,7 @@ from streamrl.base.types import (
     Prompt,
     ScoredTrajectory,
     Texts,
+    TextsByName,
     TokenArray,
     Trajectory,
     TrajectoryId,
@@ -109,7 +110,7 @@ class Engine(Sampler, Protocol):
     async def commit(self, policy_version: int) -> OrderDone:
         """Apply the staged version and verify its state hash on the live weights. Only while paused."""
 
-    async def checksums(self) -> dict[str, str]:
+    async def checksums(self) -> TextsByName:
         """Return the engine's own checksum of every live parameter, by runtime name (slow; for audits)."""
 
     def load(self) -> EngineLoad:

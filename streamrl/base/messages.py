@@ -21,6 +21,7 @@ from streamrl.base.types import (
     RewardFailureKind,
     SamplingSettings,
     Texts,
+    TextsByName,
     TokenArray,
     TrainingGroup,
     TrainingSample,
@@ -235,7 +236,7 @@ class OrderDone(Message, frozen=True):
     seconds: float
     state_hash: int = 0
     payload_bytes: int = 0
-    checksums: dict[str, str] = {}
+    checksums: TextsByName = {}
     mover: str = ""
 
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.messages import Message
-from streamrl.base.types import Metrics, Texts
+from streamrl.base.types import Metrics, Texts, TextsByName
 
 WORDS = 60
 """Characters of a prompt beside its id."""
@@ -28,7 +28,7 @@ class StartProgress(Message, frozen=True):
     process: str
     state: str
     seconds: float
-    phases: dict[str, str] = {}
+    phases: TextsByName = {}
 
 
 class RunStarted(Message, frozen=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from streamrl.base.types import Clock
+from streamrl.base.types import Clock, TextsByName
 
 _phase_log = getLogger("streamrl.start")
 _PHASE = re.compile(r"(\S+ \S+) INFO streamrl\.start: (.*)")
@@ -67,7 +67,7 @@ def note_phase(phase: str) -> None:
     _phase_log.info("%s", phase)
 
 
-def start_phases(logs: Path, names: Iterable[str], started: Path) -> dict[str, str]:
+def start_phases(logs: Path, names: Iterable[str], started: Path) -> TextsByName:
     """Read the last phase of each process from its log; processes without one are left out.
 
     ``logs``: directory of the logs;

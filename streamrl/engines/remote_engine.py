@@ -17,7 +17,7 @@ from anyio import Event, move_on_after
 from streamrl.base import messages
 from streamrl.base.concurrent_calls import retrieve_exception
 from streamrl.base.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, StreamEnded, WeightError
-from streamrl.base.types import Completion
+from streamrl.base.types import Completion, TextsByName
 from streamrl.comm.stream import ReceiveStream, SendStream, exchange_hello
 
 ENGINE_FAILURE = 0
@@ -137,7 +137,7 @@ class RemoteEngine:
     async def commit(self, policy_version: int) -> messages.OrderDone:
         return await self._call(WeightError, "commit", policy_version=policy_version)
 
-    async def checksums(self) -> dict[str, str]:
+    async def checksums(self) -> TextsByName:
         return (await self._call(EngineError, "checksums")).checksums
 
     def load(self) -> messages.EngineLoad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, InputError, RecipeError
+from streamrl.base.types import TextMapping, TextsByName
 from streamrl.processes.crash_bundle import package_versions
 from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.remote_names import cached_name
@@ -55,7 +56,7 @@ class RunInputs(Struct, frozen=True, kw_only=True):
     ``files``: bytes of each file that the recipe names, by path."""
 
     recipe: str
-    packages: dict[str, str]
+    packages: TextsByName
     files: dict[str, int]
 
 
@@ -105,17 +106,17 @@ def changed_inputs(run_directory: Path, recipe: Recipe, overridden: Set[str] = f
     ]
 
 
-def _settings(inputs: RunInputs, allowed: Set[str]) -> dict[str, str]:
+def _settings(inputs: RunInputs, allowed: Set[str]) -> TextsByName:
     """Settings of the recipe in ``inputs`` by path, without settings that are ``allowed`` to differ."""
     settings = leaves("", tomllib.loads(inputs.recipe))
     return {path: toml_value(value) for path, value in settings if path not in allowed}
 
 
-def _file_sizes(inputs: RunInputs) -> dict[str, str]:
+def _file_sizes(inputs: RunInputs) -> TextsByName:
     return {path: f"{size} bytes" for path, size in inputs.files.items()}
 
 
-def _differences(before: Mapping[str, str], after: Mapping[str, str], absent: str) -> list[str]:
+def _differences(before: TextMapping, after: TextMapping, absent: str) -> list[str]:
     names = [*before, *(name for name in after if name not in before)]
     pairs = [(name, _short(before.get(name, absent)), _short(after.get(name, absent))) for name in names]
     return [f"{name} was {then}, now {now}" for name, then, now in pairs if before.get(name) != after.get(name)]

@@ -16,7 +16,7 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +28,7 @@ from msgspec import Struct, json
 from streamrl.base.atomic_files import PRIVATE, create_file, remove_oldest
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.run_process import usable_cores
-from streamrl.base.types import Texts
+from streamrl.base.types import TextMapping, Texts, TextsByName
 from streamrl.observe.run_files.redaction import Redaction, run_redaction
 from streamrl.recipe.rewards import Reward
 
@@ -64,12 +64,12 @@ class CrashManifest(Struct, frozen=True, kw_only=True):
     run_id: str
     time: float
     failure: str
-    versions: dict[str, str]
+    versions: TextsByName
     python: str
     platform: str
     processors: int
     variable_names: Texts
-    harmless_variables: dict[str, str]
+    harmless_variables: TextsByName
     left_out: Texts = ()
 
 
@@ -78,7 +78,7 @@ def write_crash_bundle(
     failure: str,
     *,
     rewards: Sequence[Reward] = (),
-    variables: Mapping[str, str] | None = None,
+    variables: TextMapping | None = None,
     largest: int = LARGEST_BUNDLE,
     now: float | None = None,
 ) -> Path:
@@ -201,7 +201,7 @@ def _fill(bundle: ZipFile, run: Path, redaction: Redaction, largest: int) -> Tex
     return tuple(left_out)
 
 
-def package_versions(packages: Sequence[str]) -> dict[str, str]:
+def package_versions(packages: Sequence[str]) -> TextsByName:
     """Versions of the installed ``packages``, without importing them."""
     versions = {}
     for package in packages:

@@ -14,7 +14,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from os import environ, getpid
@@ -36,6 +36,7 @@ from streamrl.base.run_process import (
     set_process_option,
     start_session,
 )
+from streamrl.base.types import TextMapping
 from streamrl.processes.launcher import ChildProcess
 from streamrl.recipe.topology import ProcessPlan, Topology
 
@@ -78,7 +79,7 @@ class LocalLauncher:
         command: Sequence[str],
         run_directory: Path,
         socket_directory: Path,
-        variables: Mapping[str, str] = MappingProxyType({}),
+        variables: TextMapping = MappingProxyType({}),
     ) -> None:
         self.marker = marker_of(socket_directory)
         self.sessions: set[int] = set()

@@ -741,15 +741,19 @@ class Recipe(Section, frozen=True):
         return self.engines.gpu_sharing is GpuSharing.IN_TURNS
 
     @property
+    def batch_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(Number of groups, group size) of a batch, for each size that groups may have."""
+        return self.group_sizing.batches(self.rollout.prompts_per_batch, self.rollout.group_size)
+
+    @property
     def batch_trajectories(self) -> int:
         """Largest number of trajectories of a batch, over all group sizes."""
-        return largest_batch(self.group_sizing.batches(self.rollout.prompts_per_batch, self.rollout.group_size))
+        return largest_batch(self.batch_shapes)
 
     @property
     def largest_group(self) -> int:
         """Largest number of trajectories of a group."""
-        batches = self.group_sizing.batches(self.rollout.prompts_per_batch, self.rollout.group_size)
-        return max(size for _, size in batches)
+        return max(size for _, size in self.batch_shapes)
 
     @property
     def max_in_flight(self) -> int:

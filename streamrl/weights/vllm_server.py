@@ -11,13 +11,13 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from anyio import to_thread
 
 from streamrl.base.errors import EngineError
-from streamrl.base.types import JsonMapping, JsonObject
+from streamrl.base.types import JsonMapping, JsonObject, TextMapping, TextsByName
 
 
 class VllmServer:
@@ -46,13 +46,13 @@ class VllmServer:
         """Resume sampling."""
         await self._post("resume")
 
-    async def compute_weight_checksums(self) -> list[dict[str, str]]:
+    async def compute_weight_checksums(self) -> list[TextsByName]:
         """Return vLLM's own SHA-256 of every runtime parameter."""
         reply = await self._post("weight_checker", body={"action": "checksum"})
         return [reply["checksums"]]
 
     async def _post(
-        self, route: str, *, body: JsonMapping | None = None, query: Mapping[str, str] | None = None
+        self, route: str, *, body: JsonMapping | None = None, query: TextMapping | None = None
     ) -> JsonObject:
         url = f"{self._address}/{route}"
         if query:

@@ -47,10 +47,9 @@ class ComparedRun(RunFigures, frozen=True, kw_only=True):
 def measured_recipe(recipe: Recipe, samples: int, repeat: int, name: str, directory: Path) -> Recipe:
     """Return ``recipe`` as a comparison runs it: with its own name and the seed of the repeat, without evaluations
     beside its steps, and long enough for ``samples`` at the smallest group size."""
-    rollout = recipe.rollout
     run = recipe.run
-    batch_shapes = recipe.group_sizing.batches(rollout.prompts_per_batch, rollout.group_size)
-    steps = WARM_UP_STEPS + math.ceil(samples / min(groups * size for groups, size in batch_shapes)) + SPARE_STEPS
+    fewest = min(groups * size for groups, size in recipe.batch_shapes)
+    steps = WARM_UP_STEPS + math.ceil(samples / fewest) + SPARE_STEPS
     seed = run.seed + repeat - 1
     evaluation = replace(recipe.evaluation, at_start=False, at_end=False, every=0, limit=0)
     return replace(

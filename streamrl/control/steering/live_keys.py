@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.base.types import JsonMapping
+from streamrl.base.types import JsonMapping, TextsByName
 from streamrl.control.settings import ControlSettings
 
 STEPS = "run.steps"
@@ -20,7 +20,7 @@ _SIZING = (
     "optimism", "dwell", "calibration_steps", "shares",
 )  # fmt: skip
 
-LIVE: dict[str, str] = {
+LIVE: TextsByName = {
     STEPS: "steps",
     "training.learning_rate": "learning_rate",
     "sampling.temperature": "sampling.temperature",

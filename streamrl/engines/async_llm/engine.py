@@ -29,6 +29,7 @@ from streamrl.base.types import (
     KeptSets,
     RoutedTokens,
     SamplingSettings,
+    TextsByName,
     VersionSpan,
     count_array,
     float_array,
@@ -145,7 +146,7 @@ class VllmEngine(ABC):
         self._policy_version = policy_version
         return answer
 
-    async def checksums(self) -> dict[str, str]:
+    async def checksums(self) -> TextsByName:
         """Return vLLM's checksum of every live parameter, by name. With several workers each name has the prefix of its
         worker, such as ``worker0.``."""
         by_worker = await self._unless_dead(self._llm.compute_weight_checksums)

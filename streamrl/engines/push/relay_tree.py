@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.base.types import Texts
+from streamrl.base.types import Texts, TextsByName
 from streamrl.recipe.topology import Role, Topology
 from streamrl.weights.requests import CHUNK_BYTES
 
@@ -87,7 +87,7 @@ class RelayTree:
     def sources(self, name: str, engines: Collection[str], pieces: int) -> Texts:
         """Return the engines that ``name`` asks for a version before it asks the trainer, in order. ``pieces``: number
         of pieces of the version."""
-        leaders: dict[str, str] = {}  # by host
+        leaders: TextsByName = {}  # by host
         for engine in self._order:
             if engine in engines:
                 leaders.setdefault(self._places[engine].host, engine)

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from streamrl.base.errors import EngineError, RequestRefused, WeightError
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.base.types import Clock, Completion, FinishReason, VersionSpan
+from streamrl.base.types import Clock, Completion, FinishReason, TextsByName, VersionSpan
 from streamrl.engines.resumption import accepted_prefix, empty_completion, remaining_tokens, without_unverified_tokens
 from streamrl.engines.simulated.text import LengthMixture, SampledText, UniformText
 from streamrl.engines.step_cost import StepCost
@@ -54,7 +54,7 @@ class HeldWeights(Protocol):
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone: ...
     def commit(self, policy_version: int) -> OrderDone: ...
-    def checksums(self) -> dict[str, str]: ...
+    def checksums(self) -> TextsByName: ...
     def close(self) -> None: ...
 
 
@@ -248,7 +248,7 @@ class SimulatedEngine:
         self._staged = None
         return answer
 
-    async def checksums(self) -> dict[str, str]:
+    async def checksums(self) -> TextsByName:
         """Return the checksums of the weights; without weights, the checksum of an invented parameter, which depends on
         the state hash."""
         self._require_alive()

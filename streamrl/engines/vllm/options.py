@@ -12,7 +12,7 @@ from pathlib import Path
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import usable_cores
-from streamrl.base.types import JsonObject
+from streamrl.base.types import JsonObject, TextsByName
 from streamrl.engines.async_llm.options import (
     CPU_BATCH_TOKENS,
     CPU_CACHE_BYTES,
@@ -300,7 +300,7 @@ def blocks_of_a_request(config: JsonObject, context: int, block_tokens: int) -> 
 
 def _variables(
     recipe: Recipe, index: int, engine_set: PreparedSet, socket_directory: str | Path, config: JsonObject, on_cpu: bool
-) -> dict[str, str]:
+) -> TextsByName:
     variables = shared_variables(socket_directory)
     if on_cpu:
         wide = int(config.get("hidden_size") or 0) >= PACKED_LINEAR_WIDTH
@@ -316,7 +316,7 @@ def _variables(
     return variables
 
 
-def openmp_places(cores: list[int], threads: int) -> dict[str, str]:
+def openmp_places(cores: list[int], threads: int) -> TextsByName:
     """Return OpenMP's own variables for an engine with one worker, which computes in its EngineCore process, where
     vLLM's binding has no effect. ``threads``: number of threads when ``cores`` is empty."""
     if not cores:
@@ -325,7 +325,7 @@ def openmp_places(cores: list[int], threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(len(cores)), "OMP_PLACES": places, "OMP_PROC_BIND": "true"}
 
 
-def workers_on_cores(cores: list[int], place: int, engine_set: PreparedSet) -> dict[str, str]:
+def workers_on_cores(cores: list[int], place: int, engine_set: PreparedSet) -> TextsByName:
     """Return vLLM's binding of the workers of an engine: separate cores for each worker, if there are enough.
 
     ``cores``: cores that the engine may use. If the recipe names none, these are all cores of the host; the engines of

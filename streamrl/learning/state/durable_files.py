@@ -7,12 +7,13 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from logging import getLogger
 from pathlib import Path
 
 from streamrl.base.atomic_files import flush_directory
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import TextMapping, TextsByName
 
 DIGESTS = "digests"
 _REPLACED = ".replaced"
@@ -26,7 +27,7 @@ def files_below(directory: Path) -> list[str]:
     return sorted(name for name in names if name != DIGESTS)
 
 
-def flush_and_digest(directory: Path, names: Iterable[str]) -> dict[str, str]:
+def flush_and_digest(directory: Path, names: Iterable[str]) -> TextsByName:
     """Force files, of any library, to the disk, and return their sha256 by name."""
     digests = {}
     for name in names:
@@ -36,7 +37,7 @@ def flush_and_digest(directory: Path, names: Iterable[str]) -> dict[str, str]:
     return digests
 
 
-def write_digests(directory: Path, digests: Iterable[Mapping[str, str]]) -> None:
+def write_digests(directory: Path, digests: Iterable[TextMapping]) -> None:
     """Write the list of digests (``sha256sum -c digests`` reads it), and force it and all directories to the disk."""
     with (directory / DIGESTS).open("w") as file:
         file.writelines(f"{digest}  {name}\n" for part in digests for name, digest in sorted(part.items()))
@@ -46,7 +47,7 @@ def write_digests(directory: Path, digests: Iterable[Mapping[str, str]]) -> None
         flush_directory(folder)
 
 
-def read_digests(directory: Path) -> dict[str, str]:
+def read_digests(directory: Path) -> TextsByName:
     """Read the sha256 of each file, by name. Raises ``StreamRLError`` for a directory without a list of digests."""
     places = "give a step directory of a run's checkpoints/, or checkpoints/latest"
     if not directory.exists():
@@ -64,7 +65,7 @@ def read_digests(directory: Path) -> dict[str, str]:
         ) from error
 
 
-def faults(directory: Path, digests: Mapping[str, str]) -> list[str]:
+def faults(directory: Path, digests: TextMapping) -> list[str]:
     """Compare files with their digests, and return the faults, each in a few words: missing files and other bytes."""
     problems = []
     for name, expected in digests.items():

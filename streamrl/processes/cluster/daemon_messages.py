@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from streamrl.base.types import TextsByName
 from streamrl.engines.vllm.visible_gpus import Gpu
 from streamrl.recipe.topology import ProcessPlan
 
@@ -53,7 +54,7 @@ class DaemonSetup(Struct, frozen=True, kw_only=True):
     port_count: int
     interface: str
     address: str
-    variables: dict[str, str]
+    variables: TextsByName
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
@@ -65,7 +66,7 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     name: str
     address: str
     sees_run: bool
-    packages: dict[str, str]
+    packages: TextsByName
     gpus: tuple[Gpu, ...]
     ports: tuple[int, ...]
     nice: int

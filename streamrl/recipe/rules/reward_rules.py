@@ -189,12 +189,10 @@ def judges_are_there(recipe: Recipe) -> Broken:
 def judged_siblings_and_steps(recipe: Recipe) -> Broken:
     """A judge that compares needs siblings, also where it is the score of held-out prompts, and one that judges steps
     gives numbers to them."""
-    rollout = recipe.rollout
-    batches = recipe.group_sizing.batches(rollout.prompts_per_batch, rollout.group_size)
     key_of_size = "group_sizing.sizes has 1" if recipe.group_sizing.varies else "rollout.group_size = 1"
     for index, reward in enumerate(recipe.rewards):
         key = f"rewards.{index}.options"
-        if compares_siblings(reward) and any(size < 2 for _, size in batches):
+        if compares_siblings(reward) and any(size < 2 for _, size in recipe.batch_shapes):
             yield Problem(key, f"compare needs siblings, and {key_of_size}: raise it, or remove compare")
         judges_steps = reward.function == JUDGE_REWARD and bool(reward.options.get("steps"))
         if judges_steps and reward.credit is not RewardCredit.STEPS:

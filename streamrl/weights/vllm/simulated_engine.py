@@ -15,6 +15,7 @@ from anyio import sleep
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, OrderDone, WeightAnnouncement
+from streamrl.base.types import TextsByName
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.distance import Location, this_host
@@ -69,7 +70,7 @@ class SimulatedWeights:
         self._transaction.finish()
         return OrderDone(order_id=0, seconds=monotonic() - started, state_hash=report.state_hash)
 
-    def checksums(self) -> dict[str, str]:
+    def checksums(self) -> TextsByName:
         """Return the SHA-256 of every live tensor, by name; empty before the first version."""
         if self._live is None:
             return {}
@@ -127,7 +128,7 @@ class _LiveBits:
                 )
         return sum(hash_range(name, 0, self._bits[name]) for name in replica.tensors) % HASH_MODULUS
 
-    def checksums(self) -> dict[str, str]:
+    def checksums(self) -> TextsByName:
         """Return the SHA-256 of every tensor, by name."""
         return {name: sha256(bits.tobytes()).hexdigest() for name, bits in self._bits.items()}
 
