@@ -389,8 +389,8 @@ class RewardCall(Record, frozen=True):
     failure: RewardFailureKind | None = None
 
 
-class ScoredTrajectory(Record, frozen=True, tag=True):
-    """A trajectory with its reward. Made by ``stages.reward`` in the controller from the answers of reward workers.
+class TrajectoryReward(Record, frozen=True):
+    """Reward of a trajectory.
 
     ``reward``: combined reward, which is trained;
     ``reward_parts``: value of each function, by name, and as ``function.part`` where a function returned named parts;
@@ -403,7 +403,6 @@ class ScoredTrajectory(Record, frozen=True, tag=True):
     reward gave to steps or tokens (``number_names``): float32, an entry for each token of the sampled segments, in
     their order."""
 
-    trajectory: Trajectory
     reward: float
     reward_parts: dict[str, float] = {}
     reward_seconds: float = 0.0
@@ -412,6 +411,12 @@ class ScoredTrajectory(Record, frozen=True, tag=True):
     separate_rewards: WeightedRewards = {}
     turn_rewards: tuple[float, ...] = ()
     token_values: dict[str, FloatArray] = {}
+
+
+class ScoredTrajectory(TrajectoryReward, frozen=True, tag=True):
+    """A trajectory with its reward. Made by ``stages.reward`` in the controller from the answers of reward workers."""
+
+    trajectory: Trajectory
 
 
 class RewardFailure(Record, frozen=True, tag=True):

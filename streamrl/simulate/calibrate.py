@@ -104,9 +104,8 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None, *, prior: StepCost
         assumed += ("push.to_ranks_s", "push.to_engines_s")
     prompt_tokens = round(float(np.mean([line.prompt_tokens for line in run.trajectories])))
     model = FleetModel(
-        engine=replace(
-            _engine(run, step, arrival, presubmitted, recipe.engines.max_num_seqs if recipe else 0),
-            prefill_tokens_s=prefill_tokens_s,
+        engine=_engine(
+            run, step, arrival, presubmitted, prefill_tokens_s, recipe.engines.max_num_seqs if recipe else 0
         ),
         trainer=replace(trainer, rollout_slowdown=step.slowdown),
         lengths=fit_lengths(run),
@@ -148,12 +147,15 @@ def _decode_step(run: RecordedRun, training: list[tuple[float, float]], prior: S
     return fit_step(samples)
 
 
-def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float, max_num_seqs: int) -> EngineModel:
+def _engine(
+    run: RecordedRun, step: StepFit, arrival: float, presubmitted: float, prefill_tokens_s: float, max_num_seqs: int
+) -> EngineModel:
     header = run.header
     return EngineModel(
         **asdict(step.cost),
         max_num_seqs=max_num_seqs or max(ceil(header.capacity / header.engines), 1),
         kv_tokens=header.kv_tokens // header.engines if any(line.preemptions for line in run.engines) else 0,
+        prefill_tokens_s=prefill_tokens_s,
         # The front end takes one request at a time, and decoding waits for it.
         arrival_s=arrival,
         admission_s=arrival,

@@ -61,7 +61,8 @@ class EngineCounters:
         """Return the load of the engine now. ``open_requests``: number of requests that vLLM has not answered yet. An
         aborted request is answered, but runs until vLLM drops it, so the core's own count of running requests is
         used."""
-        running, kv_usage, tokens, preemptions, steps, decode_s, decoded, drafted, accepted, *prefill = self._values
+        running, kv_usage, tokens, preemptions, *decoding, prefilled, prefill_s = self._values
+        steps, decode_s, decoded, drafted, accepted = decoding
         running = 0 if paused else int(running)
         return EngineLoad(
             running=running,
@@ -74,8 +75,8 @@ class EngineCounters:
             decode_tokens=int(decoded),
             drafted_tokens=int(drafted),
             accepted_tokens=int(accepted),
-            prefilled_tokens=int(prefill[0]),
-            prefill_s=prefill[1],
+            prefilled_tokens=int(prefilled),
+            prefill_s=prefill_s,
         )
 
 

@@ -15,16 +15,14 @@ from streamrl.base.stage_messages import EpisodeSoFar, SampledSoFar, TurnSoFar
 from streamrl.base.types import (
     EnvironmentResult,
     FinishReason,
-    FloatArray,
     JsonObject,
     Prompt,
     Record,
-    RewardCall,
     ScoredTrajectory,
     Segment,
     Trajectory,
     TrajectoryId,
-    WeightedRewards,
+    TrajectoryReward,
 )
 from streamrl.buffers.trajectory_store import Content
 from streamrl.comm.wire import Buffer, OneFrameCodec
@@ -96,18 +94,10 @@ class JournalSampled(Record, frozen=True, tag=True):
     environment: EnvironmentResult | None = None
 
 
-class JournalScored(Record, frozen=True, tag=True):
+class JournalScored(TrajectoryReward, frozen=True, tag=True):
     """The reward of a trajectory that has a ``JournalSampled``."""
 
     id: TrajectoryId
-    reward: float
-    reward_parts: dict[str, float] = {}
-    reward_seconds: float = 0.0
-    calls: tuple[RewardCall, ...] = ()
-    reward_version: int = 0
-    separate_rewards: WeightedRewards = {}
-    turn_rewards: tuple[float, ...] = ()
-    token_values: dict[str, FloatArray] = {}
 
 
 class JournalPublished(Record, frozen=True, tag=True):
@@ -157,18 +147,12 @@ class JournalCodec:
 
 def sampled_record(trajectory: Trajectory) -> JournalSampled:
     """Return the record of ``trajectory``, without its prompt."""
-    return JournalSampled(
-        id=trajectory.id,
-        segments=trajectory.segments,
-        finish_reason=trajectory.finish_reason,
-        rollout_seconds=trajectory.rollout_seconds,
-        environment=trajectory.environment,
-    )
+    return JournalSampled(**_fields_of(JournalSampled, trajectory))
 
 
 def scored_record(scored: ScoredTrajectory) -> JournalScored:
     """Return the record of the reward of ``scored``, without its trajectory."""
-    return JournalScored(id=scored.trajectory.id, **_reward_fields(scored))
+    return JournalScored(id=scored.trajectory.id, **_fields_of(TrajectoryReward, scored))
 
 
 def content_records(identity: TrajectoryId, content: Content) -> list[JournalRecord]:
@@ -190,9 +174,9 @@ def trajectory_of(sampled: JournalSampled, prompt: Prompt) -> Trajectory:
 
 def scored_trajectory(trajectory: Trajectory, scored: JournalScored) -> ScoredTrajectory:
     """Return ``trajectory`` with the reward of a record: the inverse of ``scored_record``."""
-    return ScoredTrajectory(trajectory=trajectory, **_reward_fields(scored))
+    return ScoredTrajectory(trajectory=trajectory, **_fields_of(TrajectoryReward, scored))
 
 
-def _reward_fields(scored: JournalScored | ScoredTrajectory) -> JsonObject:
-    """Return the fields that the two types have in common."""
-    return {name: getattr(scored, name) for name in JournalScored.__struct_fields__ if name != "id"}
+def _fields_of(kind: type[Record], record: Record) -> JsonObject:
+    """Return those fields of ``record`` that ``kind`` has, by name."""
+    return {name: getattr(record, name) for name in kind.__struct_fields__}

@@ -45,12 +45,12 @@ class DeviceWrite(Struct, frozen=True, eq=False):
     def write(self, bits: Tensor) -> None:
         """Write new or old bits."""
         if self.elements is None:
-            _view(self.live, self.route.runtime).copy_(_widened(bits, self.live))
+            self.route.runtime.view_of(self.live).copy_(_widened(bits, self.live))
         else:
             self.live[self.elements] = bits
 
     def _check(self, bits: Tensor, moment: str) -> None:
-        live = _view(self.live, self.route.runtime) if self.elements is None else self.live[self.elements]
+        live = self.route.runtime.view_of(self.live) if self.elements is None else self.live[self.elements]
         different = int((live != _widened(bits, self.live)).sum())
         if different:
             raise WeightError(
@@ -67,14 +67,14 @@ def device_writes(
     flat), through one route. ``counted``: whether this worker counts the elements in its part of the state
     hash. ``complete``: whether all elements are written, without a comparison."""
     for part in _parts(route):
-        published = _view(bits, part.checkpoint)
+        published = part.checkpoint.view_of(bits)
         if complete:
             change = 0
             if counted:
                 change = _hash_of_all(name, part.checkpoint, published)
             yield DeviceWrite(part, live, None, published, None, change)
             continue
-        indices = torch.nonzero(_view(live, part.runtime) != _widened(published, live))
+        indices = torch.nonzero(part.runtime.view_of(live) != _widened(published, live))
         if len(indices):
             positions = _places_at(part.checkpoint, indices)
             elements = _places_at(part.runtime, indices)
@@ -89,10 +89,6 @@ def device_writes(
 def _widened(bits: Tensor, live: Tensor) -> Tensor:
     """Return published bits as the integers of ``live``: the same, or float32 that holds bfloat16."""
     return bits if bits.dtype == live.dtype else bits.to(live.dtype) << UPPER_HALF
-
-
-def _view(flat: Tensor, rectangle: Rectangle) -> Tensor:
-    return flat.as_strided(rectangle.sizes, rectangle.strides, flat.storage_offset() + rectangle.offset)
 
 
 def _hash(name: str, positions: Tensor, bits: Tensor) -> int:

@@ -209,7 +209,7 @@ class LiveWeights:
         values = torch.from_numpy(to_runtime(bits, storage.element_size())).to(storage.device)
         if write.elements is None:
             target = write.route.runtime
-            storage.as_strided(target.sizes, target.strides, target.offset).copy_(values.view(target.sizes))
+            target.view_of(storage).copy_(values.view(target.sizes))
         else:
             storage[_indices(write.elements, storage)] = values
 
@@ -217,7 +217,7 @@ class LiveWeights:
         storage = self._storages[write.route.parameter]
         if write.elements is None:
             target = write.route.runtime
-            live = storage.as_strided(target.sizes, target.strides, target.offset).reshape(-1)
+            live = target.view_of(storage).reshape(-1)
         else:
             live = storage[_indices(write.elements, storage)]
         return _from_runtime(live.cpu().numpy(), write)

@@ -142,7 +142,7 @@ class LiveLayers:
                 storage = integers(loaded[route.parameter.rpartition(".")[2]])
                 target = route.runtime
                 values = torch.from_numpy(to_runtime(inside(route.checkpoint, bits), storage.element_size()))
-                storage.as_strided(target.sizes, target.strides, target.offset).copy_(values.view(target.sizes))
+                target.view_of(storage).copy_(values.view(target.sizes))
                 _check_arrived(self._plan.tensors[name], layer, route, patch, storage)
                 if (name, index) in self._counted:
                     change += _hash_change(name, route, patch, replica)

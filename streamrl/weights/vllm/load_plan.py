@@ -65,6 +65,10 @@ class Rectangle(Struct, frozen=True):
         """Number of elements."""
         return int(np.prod(self.sizes, dtype=np.int64))
 
+    def view_of(self, flat: Tensor) -> Tensor:
+        """Return this view of ``flat``."""
+        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
+
     def positions(self) -> PositionArray:
         """Return the flat positions of the elements, int64 [n], in row-major order."""
         positions = np.full((), self.offset, dtype=np.int64)
@@ -452,7 +456,7 @@ def _check_covered(
             )
         written = torch.zeros(_stored(parameter), dtype=torch.bool)
         for rectangle in copies[name]:
-            written.as_strided(rectangle.sizes, rectangle.strides, rectangle.offset).fill_(True)
+            rectangle.view_of(written).fill_(True)
         copied_elements = sum(rectangle.elements for rectangle in copies[name])
         if copied_elements != int(written.count_nonzero()):
             raise WeightError(
@@ -460,7 +464,7 @@ def _check_covered(
                 "for tied weights"
             )
         for rectangle in fills[name]:
-            written.as_strided(rectangle.sizes, rectangle.strides, rectangle.offset).fill_(True)
+            rectangle.view_of(written).fill_(True)
         shape = tuple(parameter.shape)
         covered = written.as_strided(shape, tuple(parameter.stride()), int(parameter.storage_offset()))
         missing = covered.numel() - int(covered.count_nonzero())
