@@ -6,7 +6,7 @@
     python benchmarks/method_table.py CELLS [--picture docs/images/methods.png]
 
 Seconds are those of steps, without waits for evaluations, with the first steps; accuracy between two evaluations is
-interpolated. The target is ``BELOW`` below the final accuracy of the most accurate static group size."""
+interpolated. The target is ``BELOW`` below the final accuracy of the most accurate static group size, at as many samples a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from scheduling_cells import METHOD_ARMS, Cell, read_cells, samples_of
+from scheduling_cells import METHOD_ARMS, Cell, read_cells
+
+from streamrl.cli.compare.run_figures import samples_of
 
 BELOW = 0.02
-STATIC = ("loo_4", "loo_8", "loo_16", "loo_4_fewer", "loo_16_more")
+STATIC = ("loo_4", "loo_8", "loo_16")
 NAMES = {
     "loo_4": "leave-one-out, 4",
     "loo_8": "leave-one-out, 8",
@@ -115,7 +117,7 @@ def table(arms: Mapping[str, Sequence[Cell]]) -> tuple[str, dict[str, float]]:
             with_spread([curve.at(curve.samples, samples) for curve in curves[arm]], ".3f"),
             with_spread([curve.at(curve.seconds, seconds) for curve in curves[arm]], ".3f"),
             f"{fmean(cell.weighted('util/rollout_bubble_ratio') for cell in cells):.2f}",
-            f"{fmean(cell.per_batch('sizing/straggler_rate') for cell in cells):.2f}",
+            with_spread([cell.per_batch("sizing/straggler_rate") for cell in cells], ".2f"),
             ", ".join(f"{size}: {fmean(shares.get(size, 0.0) for shares in sizes):.2f}" for size in every) or "-",
         ]
         rows.append(f"| {' | '.join(row)} |")

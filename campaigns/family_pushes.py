@@ -170,7 +170,8 @@ def add_digests() -> None:
     """Give vLLM's workers, which are forks of this process, a method that digests the tensors of their model."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from streamrl.engines.families.push_probe import bytes_of, tensors_of
+    from streamrl.engines.families.push_probe import tensors_of
+    from streamrl.weights.vllm.post_load_changes import bytes_of
 
     def family_digests(worker: Any) -> dict[str, str]:
         tensors = tensors_of(worker.model_runner.get_model())

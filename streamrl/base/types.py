@@ -413,7 +413,7 @@ class TrajectoryReward(Record, frozen=True):
     token_values: dict[str, FloatArray] = {}
 
 
-class ScoredTrajectory(TrajectoryReward, frozen=True, tag=True):
+class ScoredTrajectory(TrajectoryReward, frozen=True, kw_only=True, tag=True):
     """A trajectory with its reward. Made by ``stages.reward`` in the controller from the answers of reward workers."""
 
     trajectory: Trajectory

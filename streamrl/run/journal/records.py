@@ -94,7 +94,7 @@ class JournalSampled(Record, frozen=True, tag=True):
     environment: EnvironmentResult | None = None
 
 
-class JournalScored(TrajectoryReward, frozen=True, tag=True):
+class JournalScored(TrajectoryReward, frozen=True, kw_only=True, tag=True):
     """The reward of a trajectory that has a ``JournalSampled``."""
 
     id: TrajectoryId

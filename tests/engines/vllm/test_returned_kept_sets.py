@@ -52,7 +52,7 @@ async def test_the_trainer_keeps_what_the_engine_kept(
     recipe = small_recipe(
         str(tiny_model),
         engines=Engines(max_num_seqs=16, max_model_len=128, dtype="float32"),
-        sampling=Sampling(top_k=12),
+        sampling=Sampling(top_k=12, max_tokens=48),
     )
     options = engine_options(recipe, 0, socket_directory)
     assert options.kept_tokens == 12
