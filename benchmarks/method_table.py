@@ -6,7 +6,8 @@
     python benchmarks/method_table.py CELLS [--picture docs/images/methods.png]
 
 Seconds are those of steps, without waits for evaluations, with the first steps; accuracy between two evaluations is
-interpolated. The target is ``BELOW`` below the final accuracy of the most accurate static group size, at as many samples a step."""
+interpolated. The target is ``BELOW`` below the final accuracy of the most accurate static group size, at as many
+samples a step."""
 
 from __future__ import annotations
 
@@ -97,6 +98,8 @@ def with_spread(values: Sequence[float], form: str) -> str:
 def table(arms: Mapping[str, Sequence[Cell]]) -> tuple[str, dict[str, float]]:
     """Markdown of one regime, and the mean seconds to its target by arm (infinite where a run never got there)."""
     static = {arm: fmean(cell.accuracy for cell in arms[arm]) for arm in STATIC if arm in arms}
+    if not static:
+        raise SystemExit(f"no cell of {', '.join(STATIC)}, whose accuracy is the target")
     best = max(static, key=static.__getitem__)
     target = static[best] - BELOW
     curves = {arm: [Curve(cell) for cell in cells] for arm, cells in arms.items()}

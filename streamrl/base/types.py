@@ -60,6 +60,9 @@ TextsByName = dict[str, str]
 TextMapping = Mapping[str, str]
 """``TextsByName`` that are only read."""
 
+Shape = tuple[int, ...]
+"""Sizes of the sides of a tensor."""
+
 AnyFunction = Callable[..., Any]
 """A function with any parameters, such as one of the user's."""
 
@@ -266,7 +269,7 @@ class Completion(Record, frozen=True):
     ``version_spans``: policy version of each token, as spans in order;
     ``cached``: prompt tokens from the prefix cache (None: not reported by the engine, or several requests);
     ``routed``: experts of the request's tokens and of these (empty: the engine returns no experts);
-    ``kept``: kept set of each of ``token_ids``."""
+    ``kept_sets``: kept set of each of ``token_ids``."""
 
     token_ids: TokenArray
     behavior_logprobs: FloatArray
@@ -274,7 +277,7 @@ class Completion(Record, frozen=True):
     version_spans: tuple[VersionSpan, ...]
     cached: CachedPrefix | None = None
     routed: tuple[RoutedTokens, ...] = ()
-    kept: KeptSets = NO_KEPT_SETS
+    kept_sets: KeptSets = NO_KEPT_SETS
 
 
 class Segment(Record, frozen=True):
@@ -284,7 +287,7 @@ class Segment(Record, frozen=True):
     ``behavior_logprobs``: logprob of each token; empty for a turn of the environment;
     ``follows``: index of the segment that this one continues (None: the segment before; -1: the prompt);
     ``routed``: experts that the engine returned with this turn, of its tokens and of earlier ones;
-    ``kept``: kept set of each token."""
+    ``kept_sets``: kept set of each token."""
 
     token_ids: TokenArray
     trained: bool
@@ -292,7 +295,7 @@ class Segment(Record, frozen=True):
     version_spans: tuple[VersionSpan, ...] = ()
     follows: int | None = None
     routed: tuple[RoutedTokens, ...] = ()
-    kept: KeptSets = NO_KEPT_SETS
+    kept_sets: KeptSets = NO_KEPT_SETS
 
 
 TurnTimes = tuple[int, float, int, float]
@@ -459,7 +462,7 @@ class TrainingSample(Record, frozen=True):
     ``routed``: experts by position; where two entries have the same token, the first counts;
     ``token_values``: values of the trained tokens by name, an entry for each, in the order of ``token_ids``;
     ``max_tokens``: limit of its sampled tokens (0: that of the run);
-    ``kept``: kept set of each trained token, in the order of ``token_ids``."""
+    ``kept_sets``: kept set of each trained token, in the order of ``token_ids``."""
 
     id: TrajectoryId
     token_ids: TokenArray
@@ -478,7 +481,7 @@ class TrainingSample(Record, frozen=True):
     routed: tuple[RoutedTokens, ...] = ()
     token_values: dict[str, FloatArray] = {}
     max_tokens: int = 0
-    kept: KeptSets = NO_KEPT_SETS
+    kept_sets: KeptSets = NO_KEPT_SETS
 
     @property
     def trained_tokens(self) -> int:
@@ -531,7 +534,7 @@ def to_training_sample(
     starts: list[int] = []
     turns: list[tuple[int, int]] = []
     routed: list[RoutedTokens] = []
-    kept = NO_KEPT_SETS
+    kept_sets = NO_KEPT_SETS
     numbers = list(accumulate(segment.trained for segment in trajectory.segments))
     lengths = (len(segment.token_ids) if segment.trained else 0 for segment in trajectory.segments)
     places = list(accumulate(lengths, initial=0))
@@ -549,15 +552,15 @@ def to_training_sample(
             count = len(segment.token_ids)
             token_ids.extend(segment.token_ids)
             if index not in trained:
-                may_be_imitated = imitates_observations and not segment.trained and index not in observed
-                imitated = may_be_imitated and any(earlier in sampled for earlier in path[:place])
+                imitated = imitates_observations and not segment.trained and index not in observed
+                imitated = imitated and any(earlier in sampled for earlier in path[:place])
                 observed.add(index)
                 loss_mask.extend(count * (IMITATED if imitated else bytes(1)))
                 logprobs.extend(float_array([0.0]) * count)
                 continue
             loss_mask.extend(TRAINED * count)
             logprobs.extend(segment.behavior_logprobs)
-            kept = kept.followed_by(segment.kept, sum(tokens for _, tokens in turns))
+            kept_sets = kept_sets.followed_by(segment.kept_sets, sum(tokens for _, tokens in turns))
             turns.append((numbers[index] - 1, count))
             for name, values in scored.token_values.items():
                 token_values[name].extend(values[places[index] : places[index] + count])
@@ -590,7 +593,7 @@ def to_training_sample(
         token_values=token_values,
         # The prompt of an episode has no tokens, and its limit is of a turn.
         max_tokens=trajectory.prompt.max_tokens if prompt else 0,
-        kept=kept,
+        kept_sets=kept_sets,
     )
 
 

@@ -110,7 +110,7 @@ class TrajectoryStore:
             finish_reason=sampled.finish_reason,
             version_spans=segment.version_spans,
             routed=segment.routed,
-            kept=segment.kept,
+            kept_sets=segment.kept_sets,
         )
         return SampledSoFar(completion=completion, parts=1, seconds=sampled.rollout_seconds)
 

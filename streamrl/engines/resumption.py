@@ -99,7 +99,7 @@ def join_completions(first: Completion, second: Completion) -> Completion:
         finish_reason=second.finish_reason,
         version_spans=tuple(spans),
         routed=first.routed + second.routed,
-        kept=first.kept.followed_by(second.kept, offset),
+        kept_sets=first.kept_sets.followed_by(second.kept_sets, offset),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, convert, json
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
-from streamrl.base.types import JsonObject, TextMapping, TextsByName
+from streamrl.base.types import JsonObject, Shape, TextMapping, TextsByName
 from streamrl.pretrained.lfs_pointers import pointer_problem
 from streamrl.pretrained.model_folder import read_bounded
 
@@ -56,7 +56,7 @@ class StoredTensor(Struct, frozen=True):
 
     file: Path
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
 
 

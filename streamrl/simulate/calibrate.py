@@ -90,26 +90,31 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None, *, prior: StepCost
     arrival, presubmitted, life_error, assumed = fit_arrivals(lives, step, run.steps[0].time_s)
     if len({line.samples for line in _warm_steps(run)}) == 1:
         assumed += ("trainer.sequence_s",)
-    prefill_s = sum(line.prefill_s for line in run.engines)
+    environment = _environment(run)
+    prompt_tokens = round(float(np.mean([line.prompt_tokens for line in run.trajectories])))
+    warm = [line for line in run.engines if line.time_s > run.steps[0].time_s]
+    prefill_s = sum(line.prefill_s for line in warm)
     prefill_tokens_s = 0.0
     if prefill_s:
-        prefill_tokens_s = sum(line.prefilled_tokens for line in run.engines) / prefill_s
-        # The time of an arrival has that of its prefill, which the model computes from its tokens.
-        arrival = max(arrival - prefill_s / len(lives.begins), 0.0)
+        prefill_tokens_s = sum(line.prefilled_tokens for line in warm) / prefill_s
+        # The fitted time of an arrival has that of its prefill, which the model computes from its tokens.
+        turns = len(lives.begins) / len(run.trajectories)
+        arrival_tokens = prompt_tokens / run.header.group_size / turns + environment.appended_tokens
+        arrival = max(arrival - arrival_tokens / prefill_tokens_s, 0.0)
+        presubmitted = max(presubmitted - arrival_tokens / prefill_tokens_s, 0.0)
     else:
         assumed += ("engine.prefill_tokens_s",)
     if not any(line.preemptions for line in run.engines):
         assumed += ("engine.kv_tokens",)
     if not any(line.to_engines_s for line in run.steps):
         assumed += ("push.to_ranks_s", "push.to_engines_s")
-    prompt_tokens = round(float(np.mean([line.prompt_tokens for line in run.trajectories])))
     model = FleetModel(
         engine=_engine(
             run, step, arrival, presubmitted, prefill_tokens_s, recipe.engines.max_num_seqs if recipe else 0
         ),
         trainer=replace(trainer, rollout_slowdown=step.slowdown),
         lengths=fit_lengths(run),
-        environment=_environment(run),
+        environment=environment,
         # Without the capacity of this run: other recipes are measured against the capacity of their own batches.
         engines=replace(
             DEMO.engines,

@@ -380,7 +380,7 @@ class OpenTrajectory:
                 version_spans=completion.version_spans,
                 follows=self.follows,
                 routed=completion.routed,
-                kept=completion.kept,
+                kept_sets=completion.kept_sets,
             )
         )
         self.outside_since = current_time()

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from zstandard import ZstdError
 
 from streamrl.base.errors import UNDECODABLE, WeightError
+from streamrl.base.types import Shape
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 from streamrl.weights.codec.bits import BitArray, BitType, PositionArray, bit_type
 from streamrl.weights.codec.codec import WeightPatch
@@ -50,7 +51,7 @@ class ShardSpec(Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     offset: int
     count: int
     run: int = 0

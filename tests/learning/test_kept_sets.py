@@ -61,7 +61,7 @@ def completion(sets: Sets, *, returned: bool) -> Completion:
         behavior_logprobs=float_array([-1.0] * len(tokens)),
         finish_reason=FinishReason.STOP,
         version_spans=(VersionSpan(0, len(tokens), 0),),
-        kept=kept_sets(sets),
+        kept_sets=kept_sets(sets),
     )
 
 
@@ -99,7 +99,7 @@ def test_each_trained_token_has_the_set_that_it_was_drawn_from(
                 trained=True,
                 behavior_logprobs=joined.behavior_logprobs,
                 version_spans=joined.version_spans,
-                kept=joined.kept,
+                kept_sets=joined.kept_sets,
             )
         )
     trajectory = Trajectory(
@@ -112,7 +112,7 @@ def test_each_trained_token_has_the_set_that_it_was_drawn_from(
     sample = codec.decode(codec.encode(to_training_sample(ScoredTrajectory(trajectory=trajectory, reward=1.0))))
     sequences = sequences_of(PreparedSample(sample))
     assert len(sequences) == (len(turns) if branches else 1)
-    plain = [structs.replace(item, sample=structs.replace(item.sample, kept=KeptSets())) for item in sequences]
+    plain = [structs.replace(item, sample=structs.replace(item.sample, kept_sets=KeptSets())) for item in sequences]
     row = pack([*sequences, *plain], 0, CPU)  # the second half has no sets
 
     if not any(kept for _, kept in expected):
@@ -191,7 +191,7 @@ def test_sets_are_returned_where_tokens_are_removed(tmp_path: Path) -> None:
 def test_a_set_is_whole_or_not_returned() -> None:
     """vLLM gives the sampled token, and then the most likely ones."""
     logprobs = pytest.importorskip("vllm.logprobs")
-    from streamrl.engines.async_llm.engine import kept_of
+    from streamrl.engines.async_llm.engine import kept_sets_of
 
     def flat(rows: list[list[tuple[int, float]]]) -> Any:
         stops = list(accumulate(map(len, rows)))
@@ -207,7 +207,7 @@ def test_a_set_is_whole_or_not_returned() -> None:
         [(9, -2.0), (4, -0.2), (9, -2.0), (6, -3.0)],  # perhaps more than three
         [(4, 0.0), (4, 0.0), (8, out), (9, out)],
     ]
-    assert kept_of(flat(rows), 100) == kept_sets([[4, 5], [], [4]])
-    assert kept_of(flat(rows), 3) == kept_sets([[4, 5], [4, 9, 6], [4]])  # the whole vocabulary
+    assert kept_sets_of(flat(rows), 100) == kept_sets([[4, 5], [], [4]])
+    assert kept_sets_of(flat(rows), 3) == kept_sets([[4, 5], [4, 9, 6], [4]])  # the whole vocabulary
     nothing = [None, logprobs.FlatLogprobs(), flat([row[:1] for row in rows])]
-    assert [kept_of(without_sets, 100) for without_sets in nothing] == [KeptSets()] * 3
+    assert [kept_sets_of(without_sets, 100) for without_sets in nothing] == [KeptSets()] * 3

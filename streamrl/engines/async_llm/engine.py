@@ -194,15 +194,17 @@ class VllmEngine(ABC):
     async def _sample(self, request: Generate, **changes: Any) -> Completion:
         """Sample ``request``. ``changes``: parameters of vLLM's ``SamplingParams`` that replace ours."""
         pauses = self._pauses  # read before the first await: the same number as in the cache salt of the request
+        self._require_alive()
         vocabulary = self._llm.model_config.get_vocab_size()
-        if self._vllm_options.kept_tokens and request.removes_tokens and request.routed_tokens is not None:
+        returns_sets = self._vllm_options.kept_tokens and request.removes_tokens and request.routed_tokens is not None
+        if returns_sets and not request.stop:  # with texts that stop it vLLM makes a text of each token of a set
             # The one after the largest set says whether the set is whole.
             changes["logprobs"] = min(self._vllm_options.kept_tokens + 1, vocabulary)
         output = await self._output(request, **changes)
         completion = replace(
             completion_of(output.outputs[0]),
             routed=routed_of(request, output.outputs[0]),
-            kept=kept_of(output.outputs[0].logprobs, vocabulary),
+            kept_sets=kept_sets_of(output.outputs[0].logprobs, vocabulary),
         )
         if not self._vllm_options.prefix_caching:
             return completion
@@ -364,9 +366,9 @@ def routed_of(request: Generate, output: CompletionOutput) -> tuple[RoutedTokens
     return (part,)
 
 
-def kept_of(flat: FlatLogprobs | None, vocabulary: int) -> KeptSets:
-    """Return the kept set of each token: the tokens with a finite logprob among the most likely ones. A set that has
-    all tokens that vLLM returned may have more, unless these are the whole ``vocabulary``: its count is 0."""
+def kept_sets_of(flat: FlatLogprobs | None, vocabulary: int) -> KeptSets:
+    """Return the kept set of each token: the tokens with a finite logprob among the most likely ones. Where all of
+    these have one, the set may have more tokens, and its count is 0, unless they are the whole ``vocabulary``."""
     import numpy as np
 
     if not flat or len(flat.logprobs) == len(flat):  # only those of the sampled tokens

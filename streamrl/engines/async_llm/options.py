@@ -91,8 +91,6 @@ def vllm_config(options: VllmOptions, **further: Any) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     arguments: dict[str, Any] = {"tensor_parallel_size": options.workers}
-    if options.kept_tokens:
-        arguments["max_logprobs"] = options.kept_tokens + 1
     if options.on_cpu:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 

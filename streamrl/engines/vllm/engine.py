@@ -229,6 +229,9 @@ def engine_config(options: EngineOptions) -> Any:
     if options.cache_blocks:
         arguments |= {"block_size": options.block_tokens, "num_gpu_blocks_override": options.cache_blocks}
     recipe_arguments = checked_arguments(options.args, on_cpu=options.on_cpu)
+    if options.kept_tokens and recipe_arguments.get("max_logprobs") != -1:
+        most_logprobs = max(recipe_arguments.get("max_logprobs", 0), options.kept_tokens + 1)
+        recipe_arguments["max_logprobs"] = most_logprobs
     arguments["tensor_parallel_size"] = options.workers // max(1, recipe_arguments.get(PIPELINE_PARALLEL, 1))
     try:
         config = vllm_config(options, **arguments | recipe_arguments)

@@ -185,14 +185,16 @@ class _MergedOutput:
         self.output = output
         self._logprobs = [output.new_logprobs]
         self._routed = [output.routed_experts]
+        self._joined = 0  # number of their first entries that are joined ones
 
     def add(self, output: Any) -> None:
         self.output.new_token_ids += output.new_token_ids
         self._logprobs.append(output.new_logprobs)
         self._routed.append(output.routed_experts)
-        if len(self._logprobs) == _JOIN_FROM:
-            self._logprobs = [_joined(self._logprobs)]
-            self._routed = [_joined_rows(self._routed)]
+        if len(self._logprobs) == self._joined + _JOIN_FROM:
+            self._logprobs[self._joined :] = [_joined(self._logprobs[self._joined :])]
+            self._routed[self._joined :] = [_joined_rows(self._routed[self._joined :])]
+            self._joined += 1
 
     def move_into(self, last: Any) -> None:
         """Set the merged fields in ``last``, the final output of the request."""
@@ -211,6 +213,7 @@ class _MergedOutput:
         self._logprobs = []
         output.routed_experts = _joined_rows(self._routed)
         self._routed = []
+        self._joined = 0
         return output
 
 

@@ -35,7 +35,7 @@ class EngineCounters:
         """Count one step of the core.
 
         ``tokens``: number of sampled tokens, accepted drafts included
-        ``seconds``: its duration
+        ``seconds``: duration of the step
         ``preempted``: number of preempted requests
         ``prefilled``: number of tokens whose KV was computed beside one of each request
         ``running``: number of running requests after the step

@@ -94,7 +94,7 @@ def sequences_of(item: PreparedSample) -> list[PreparedSample]:
             routed=routed_within(sample.routed, start, end, moved=-start),
             sequence_starts=(),
             token_values={},
-            kept=sample.kept.within(first, last),
+            kept_sets=sample.kept_sets.within(first, last),
         )
         parts = {name: None if vector is None else vector[first:last] for name, vector in vectors.items()}
         sequences.append(replace(item, sample=sequence, sequence=number, **parts))
@@ -283,7 +283,7 @@ def pack(
         places_N=torch.from_numpy(_places_in_turns(trained)).to(device),
         temperature_N=None if all(map(isnan, temperatures)) else per_token(temperatures, np.float32),
         routed=routed_row(laid.routed, device),
-        kept_NK=kept_sets(samples, counts, device),
+        kept_NK=kept_set_rows(samples, counts, device),
         imitated=_imitated_tokens(row, laid, device),
     )
     return batch.slice_of_rank(context) if context else batch
@@ -305,19 +305,19 @@ def _imitated_tokens(row: Sequence[PreparedSample], laid: LaidRow, device: torch
     )
 
 
-def kept_sets(samples: Sequence[TrainingSample], counts: Sequence[int], device: torch.device) -> Tensor | None:
+def kept_set_rows(samples: Sequence[TrainingSample], counts: Sequence[int], device: torch.device) -> Tensor | None:
     """Kept set of each trained token of a row, with -1 behind its last token: int64 [N, K]. None where no engine
     returned a set. ``counts``: number of trained tokens of each sample."""
-    if not any(sample.kept.token_ids for sample in samples):
+    if not any(sample.kept_sets.token_ids for sample in samples):
         return None
     sizes = [
-        np.pad(np.asarray(sample.kept.counts, dtype=np.int64), (0, count - len(sample.kept.counts)))
+        np.pad(np.asarray(sample.kept_sets.counts, dtype=np.int64), (0, count - len(sample.kept_sets.counts)))
         for sample, count in zip(samples, counts, strict=True)
     ]
     sizes_N = np.concatenate(sizes)
     width = int(sizes_N.max())
     kept_NK = np.full((len(sizes_N), width), -1)
-    kept_NK[np.arange(width) < sizes_N[:, None]] = np.concatenate([sample.kept.token_ids for sample in samples])
+    kept_NK[np.arange(width) < sizes_N[:, None]] = np.concatenate([sample.kept_sets.token_ids for sample in samples])
     return torch.from_numpy(kept_NK).to(device)
 
 

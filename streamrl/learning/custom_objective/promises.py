@@ -33,7 +33,15 @@ from streamrl.learning.objective.custom import (
 )
 from streamrl.learning.options import TrainerOptions
 from streamrl.recipe.environment import Credit
-from streamrl.recipe.objective import Objective, ObjectiveSettings, OffPolicy, Proximal, RatioLevel, objective_settings
+from streamrl.recipe.objective import (
+    Mask,
+    Objective,
+    ObjectiveSettings,
+    OffPolicy,
+    Proximal,
+    RatioLevel,
+    objective_settings,
+)
 from streamrl.recipe.objectives.custom import CUSTOM
 from streamrl.recipe.objectives.method import Clip, LossNormalization, SurrogateTokens
 from streamrl.recipe.throwaway_process import answer_parent
@@ -219,11 +227,11 @@ def _refuse_loss(loss: UserLoss, clip: Clip) -> None:
 
 def _notes_of_loss(loss: UserLoss, settings: ObjectiveSettings, off_policy: OffPolicy) -> Iterator[Promise]:
     """Yield properties of a loss with which a run may begin."""
-    weighs = off_policy.truncate is not RatioLevel.NONE and off_policy.proximal is not Proximal.BEHAVIOR
-    if weighs and "behavior_logprobs" in loss.inputs:
+    weighs = off_policy.truncate is not RatioLevel.NONE or off_policy.mask is Mask.ICEPOP
+    if weighs and off_policy.proximal is not Proximal.BEHAVIOR and "behavior_logprobs" in loss.inputs:
         text = (
             "are weighted by [off_policy], too: where the loss corrects for the policy that sampled them by itself, "
-            'set off_policy.truncate = "none"'
+            'set off_policy.truncate = "none", and another mask than "icepop"'
         )
         yield Promise(name="stale tokens", holds=False, text=text, needed=False)
     text = "has no gradient: groups of equal rewards are not computed"

@@ -14,6 +14,7 @@ from torch.nn import Linear, Module, ModuleList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import Shape
 from streamrl.learning.model.hugging_face import PreTrainedModel, revert_weight_conversion
 from streamrl.pretrained.trainable_models import is_target
 
@@ -121,7 +122,7 @@ class CheckpointEntry(NamedTuple):
 
     name: str
     parameter: str
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
 
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import Shape
 from streamrl.learning import process_group
 from streamrl.learning.model.architecture import decoder_layers, refuse_targets
 from streamrl.learning.model.attention import register_packed_attention, register_uncompiled_attention
@@ -205,9 +206,7 @@ def _training_errors(model_path: str) -> Iterator[None]:
         raise StreamRLError(f"model {model_path!r} cannot be trained: {error}") from error
 
 
-def published_shapes(
-    model_path: str, targets: Sequence[str] = (), split: tuple[int, int] = (1, 1)
-) -> dict[str, tuple[int, ...]]:
+def published_shapes(model_path: str, targets: Sequence[str] = (), split: tuple[int, int] = (1, 1)) -> dict[str, Shape]:
     """Shapes, by name, of the tensors that a run publishes for the model of a directory. Weights are not read.
 
     ``split``: numbers of tensor and of expert parallel ranks, for which transformers must have a plan.

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import Shape
 from streamrl.learning.model.architecture import CheckpointEntry
 
 
@@ -35,8 +36,8 @@ class LocalShard(NamedTuple):
     ``dtype``: published dtype."""
 
     name: str
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
+    shape: Shape
+    local_shape: Shape
     offset: int
     start: int
     stop: int

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.functional import linear
 
+from streamrl.base.types import Shape
 from streamrl.learning.model.loading import empty_policy
 from streamrl.learning.model.local_shards import LocalShard, local_part
 from streamrl.learning.model.policy import PackedPolicy
@@ -106,7 +107,7 @@ class UnmergedAdapters(AdapterWeights):
         return base
 
 
-def adapter_shapes(lora: Lora, model_path: str) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(lora: Lora, model_path: str) -> dict[str, Shape]:
     """Shapes, by name, of the adapters that a run publishes for the model of a directory. Weights are not read. Raises
     ``StreamRLError``."""
     layers, _ = peft_adapters(lora, empty_policy(model_path).hugging_face, model_path, 0)

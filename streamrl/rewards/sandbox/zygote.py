@@ -23,7 +23,6 @@ import time
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from streamrl.base.types import TextsByName
 from streamrl.rewards.sandbox import files, jail, program, seccomp
 from streamrl.rewards.sandbox import syscalls as sc
 
@@ -94,7 +93,7 @@ def _may_build_as_root() -> bool:
 
 
 def _run_zygote(
-    control: socket.socket, layer_names: list[str], namespaces: bool, missing: TextsByName, problem_writer: int
+    control: socket.socket, layer_names: list[str], namespaces: bool, missing: dict[str, str], problem_writer: int
 ) -> None:
     """Run the zygote. An error before it can serve is written to ``problem_writer``, which is closed when it
     serves."""
@@ -170,7 +169,7 @@ def _address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _works(layer: str, missing: TextsByName, apply: Any) -> bool:
+def _works(layer: str, missing: dict[str, str], apply: Any) -> bool:
     """Return whether ``apply()`` works, tried in a separate process. Its error is added to ``missing``."""
     readable, writable = os.pipe()
     pid = os.fork()
@@ -222,7 +221,7 @@ class _Serving:
         self._selector.register(control, selectors.EVENT_READ, None)
         self._runs: dict[int, _Run] = {}
 
-    def say_hello(self, missing: TextsByName) -> None:
+    def say_hello(self, missing: dict[str, str]) -> None:
         """Send the names of the active layers, and the reasons why others are missing."""
         layers = self._layers
         works = {"namespaces": layers.namespaces, "landlock": layers.landlock, "seccomp": layers.seccomp is not None}

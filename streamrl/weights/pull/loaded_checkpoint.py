@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Lock
 
 import numpy as np
-from msgspec import Struct
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
@@ -23,13 +22,10 @@ from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, Staged
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-class CheckpointTensor(Struct, frozen=True, eq=False):
+class CheckpointTensor(TensorSpec, frozen=True, eq=False):
     """One tensor of a checkpoint. ``bits``: uint16 or uint32 [elements], flat, read-only; pages are read at first
     use."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     bits: BitArray
 
 

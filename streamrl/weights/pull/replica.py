@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
+from streamrl.base.types import Shape
 from streamrl.weights.codec.bits import BitArray, PositionArray, bit_type
 from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
@@ -28,7 +29,7 @@ class TensorSpec(Struct, frozen=True):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
     @property
     def elements(self) -> int:

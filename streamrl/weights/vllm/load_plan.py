@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.base.errors import WeightError
+from streamrl.base.types import Shape
 from streamrl.weights.codec.bits import PositionArray
 from streamrl.weights.pull.replica import TensorSpec, TensorSpecs
 from streamrl.weights.vllm.latent_attention import derived_parameters
@@ -57,8 +58,8 @@ class Rectangle(Struct, frozen=True):
     of elements along each dimension."""
 
     offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+    sizes: Shape
+    strides: Shape
 
     @property
     def elements(self) -> int:
@@ -342,9 +343,7 @@ def _fit(tensor: str, parameter: str, source: PositionArray, runtime: PositionAr
     )
 
 
-def fit_rectangles(
-    first: PositionArray, second: PositionArray
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+def fit_rectangles(first: PositionArray, second: PositionArray) -> tuple[Shape, Shape, Shape] | None:
     """Fit rectangles of the same sizes whose elements, in row-major order, are at ``first`` and at ``second`` (int64
     [n]). Returns the sizes, and the strides of both; None when there are no such rectangles with strides of at least
     0."""

@@ -74,7 +74,7 @@ async def test_the_trainer_keeps_what_the_engine_kept(
         tokens = len(done.token_ids)
         with torch.no_grad():
             logits_TV = model(sequence[None]).logits[0, -tokens - 1 : -1]
-        rows = kept_rows(done.kept)
+        rows = kept_rows(done.kept_sets)
         returned += sum(map(bool, rows))
         assert all(token in row for token, row in zip(done.token_ids, rows, strict=True) if row)
         width = max(map(len, rows))
@@ -86,4 +86,4 @@ async def test_the_trainer_keeps_what_the_engine_kept(
     assert returned > 0.9 * total > 300
     assert farthest < 5e-6
     for done, evaluation in zip(sampled, sampled[REQUESTS:], strict=False):
-        assert evaluation.token_ids == done.token_ids and not evaluation.kept.counts
+        assert evaluation.token_ids == done.token_ids and not evaluation.kept_sets.counts
