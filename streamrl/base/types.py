@@ -552,8 +552,12 @@ def to_training_sample(
             count = len(segment.token_ids)
             token_ids.extend(segment.token_ids)
             if index not in trained:
-                imitated = imitates_observations and not segment.trained and index not in observed
-                imitated = imitated and any(earlier in sampled for earlier in path[:place])
+                imitated = (
+                    imitates_observations
+                    and not segment.trained
+                    and index not in observed
+                    and any(earlier in sampled for earlier in path[:place])
+                )
                 observed.add(index)
                 loss_mask.extend(count * (IMITATED if imitated else bytes(1)))
                 logprobs.extend(float_array([0.0]) * count)
@@ -568,8 +572,12 @@ def to_training_sample(
                 VersionSpan(start=before + span.start, end=before + span.end, policy_version=span.policy_version)
                 for span in segment.version_spans
             ]
-        routed_on_path = (part for index in path for part in trajectory.segments[index].routed)
-        routed += routed_within(routed_on_path, 0, len(token_ids) - starts[-1], moved=starts[-1])
+        routed += routed_within(
+            (part for index in path for part in trajectory.segments[index].routed),
+            0,
+            len(token_ids) - starts[-1],
+            moved=starts[-1],
+        )
     if trajectory.oldest_version == trajectory.newest_version:
         spans = []
     if len(starts) == 1:

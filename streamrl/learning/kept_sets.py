@@ -16,7 +16,7 @@ TIED_TOKENS = 8
 """Tokens beyond ``top_k`` that may be in a set, since vLLM keeps all tokens whose logit is the one at its edge."""
 MOST_GROUP_BYTES = 64 << 20
 """Largest size of the sets of a group. A message of 256 MiB takes it to the trainer, with the experts of its tokens."""
-MOST_ENGINE_BYTES = 1 << 30
+MOST_ENGINE_BYTES = 4 << 30
 """Largest size of what an engine holds of the sets of its requests."""
 _ID_BYTES = 4
 _LOGPROB_BYTES = 12  # an id of a GPU, and its logprob

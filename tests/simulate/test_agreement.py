@@ -124,10 +124,14 @@ def test_prefills_are_fitted_apart_from_arrivals(synchronous: RecordedRun) -> No
     assert "engine.prefill_tokens_s" in without.assumed and without.model.engine.prefill_tokens_s == 0
     arrival_s = without.model.engine.arrival_s
     assert arrival_s > 0
-    share_s = 0.4 * arrival_s * without.completions / len(synchronous.engines)
+    tokens = synchronous.trajectories[0].prompt_tokens / synchronous.header.group_size  # siblings share a prompt
+    share_s = 0.4 * arrival_s * 500 / tokens
     lines = [replace(line, prefilled_tokens=500, prefill_s=share_s) for line in synchronous.engines]
+    lines[0] = replace(lines[0], prefill_s=1000.0)  # it warms up
     fit = calibrate(replace(synchronous, engines=tuple(lines)))
     assert "engine.prefill_tokens_s" not in fit.assumed
     assert fit.model.engine.prefill_tokens_s == pytest.approx(500 / share_s)
     assert fit.model.engine.arrival_s == pytest.approx(0.6 * arrival_s)
+    presubmitted_s = without.model.engine.presubmitted_s
+    assert fit.model.engine.presubmitted_s == pytest.approx(max(presubmitted_s - 0.4 * arrival_s, 0.0))
     assert fit.model.engine.admission_s == fit.model.engine.arrival_s

@@ -55,7 +55,7 @@ async def test_the_trainer_keeps_what_the_engine_kept(
         sampling=Sampling(top_k=12, max_tokens=48),
     )
     options = engine_options(recipe, 0, socket_directory)
-    assert options.kept_tokens == 12
+    assert options.kept_tokens == 20
     requests = [
         Generate(
             request_id=f"{number}", token_ids=token_array([2, 3 + number % 20]), max_tokens=48, seed=number,
