@@ -3,7 +3,8 @@
     python benchmarks/on_policy_ratio.py --steps 5
 
 Reads ``policy/is_weight_mean`` (mean of exp(trainer - behaviour logprob) over sampled tokens, which must be
-1 +- 1e-3) and ``policy/logprob_diff_abs_p99`` from ``metrics.jsonl``, at temperature 1, and at 0.7 with top-p 0.9."""
+1 +- 1e-3) and ``policy/logprob_diff_abs_p99`` from ``metrics.jsonl``, at temperature 1, and where top-p, top-k or
+min-p remove tokens."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ TOLERANCE = 1e-3
 SETTINGS: list[dict[str, object]] = [
     {"sampling.temperature": 1.0, "sampling.top_p": 1.0},
     {"sampling.temperature": 0.7, "sampling.top_p": 0.9},
+    {"sampling.top_k": 5},
+    {"sampling.min_p": 0.1},
 ]
 
 
@@ -54,8 +57,9 @@ def main() -> int:
         p99 = max(step["policy/logprob_diff_abs_p99"] for step in steps)
         passed = passed and worst <= TOLERANCE
         print(
-            f"temperature {sampling['sampling.temperature']}, top-p {sampling['sampling.top_p']}, {len(steps)} steps: "
-            f"|mean ratio - 1| at most {worst:.2e}; 99th percentile of |difference| at most {p99:.2e}"
+            f"{', '.join(f'{key} {value}' for key, value in sampling.items())}, {len(steps)} steps: "
+            f"|mean ratio - 1| at most {worst:.2e}; 99th percentile of |difference| at most {p99:.2e}; share of tokens "
+            f"with the engine's kept set at least {min(step.get('policy/kept_set_ratio', 0.0) for step in steps):.4f}"
         )
     print("passed" if passed else f"FAILED: a mean ratio is further than {TOLERANCE} from 1")
     return 0 if passed else 1
