@@ -57,6 +57,9 @@ def admit(state: RunState, measured: EnginesMeasured, rules: Rules, out: list[do
     admission = state.admission
     usage = 1.0 if measured.preemptions else measured.kv_usage
     admission.usage += SMOOTHING * (usage - admission.usage)
+    if admission.usage >= options.hard_mark:
+        running_tokens = sum(measured.contexts.get(group.group_id, 1) for group in running)
+        admission.token_share = admission.usage / running_tokens
     shares = _shares(state, running, measured.contexts)
     if admission.usage >= options.hard_mark:
         _pause_shortest(state, running, shares, options.soft_mark, out)
@@ -101,9 +104,8 @@ def admission_metrics(state: RunState) -> Metrics:
 def _shares(state: RunState, running: list[Group], contexts: dict[int, int]) -> dict[int, float]:
     """Share of the KV caches that each open group needs, by group id. ``contexts``: tokens of each group."""
     running_ids = [group.group_id for group in running]
-    running_tokens = sum(contexts.get(group_id, 1) for group_id in running_ids)
-    per_token = state.admission.usage / max(running_tokens, 1)
-    return {group_id: contexts.get(group_id, 1) * per_token for group_id in (*state.buffer.paused, *running_ids)}
+    token_share = state.admission.token_share
+    return {group_id: contexts.get(group_id, 1) * token_share for group_id in (*state.buffer.paused, *running_ids)}
 
 
 def _pause_shortest(

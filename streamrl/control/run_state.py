@@ -217,12 +217,14 @@ class Admission(Struct, kw_only=True, omit_defaults=True):
     ``limit``: largest number of trajectories in flight (0: as many as there are slots);
     ``ends``: number of trajectories that had ended when the limit last changed;
     ``pauses``: number of trajectories that were paused so far;
-    ``usage``: used share of the KV caches, smoothed over measurements."""
+    ``usage``: used share of the KV caches, smoothed over measurements;
+    ``token_share``: share of the KV caches that a token of a context took when they were last full."""
 
     limit: int = 0
     ends: int = 0
     pauses: int = 0
     usage: float = 0.0
+    token_share: float = 0.0
 
 
 class RunState(Struct, kw_only=True, omit_defaults=True):
