@@ -94,3 +94,14 @@ def test_full_caches_of_an_evaluation_change_nothing(world: World) -> None:
     world.state.pending.evaluation = do.Evaluate(policy_version=0, limit=0)
     world.tell(world.measured(kv_usage=1.0, contexts=CONTEXTS, preemptions=3))
     assert world.state.admission.limit == limit and world.state.admission.usage < 0.9
+
+
+def test_what_a_group_needs_is_known_where_little_runs(world: World) -> None:
+    """By what its tokens took when the caches were full: the smoothed usage of many is not that of the last few."""
+    measure(world, usage=0.95)
+    waiting = paused(world)
+    while len(world.state.running_groups) > 1:
+        world.score(world.sampled[0], reward=0.0, tokens=3)
+    assert paused(world) == waiting
+    measure(world, usage=0.55)
+    assert not paused(world), "700 tokens are 0.2 of the caches"
