@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from streamrl.base.types import (
+    ClosedBatch,
     Completion,
     EnvironmentResult,
     FinishReason,
@@ -295,28 +296,11 @@ class ImitatedSet(Record, frozen=True):
     samples: tuple[TrainingSample, ...]
 
 
-class CloseBatch(Message, frozen=True):
+class CloseBatch(ClosedBatch, Message, frozen=True):
     """Close the open batch: step the optimizer and publish ``policy_version``; every rank answers with ``StepReport``.
 
-    ``groups``, ``samples``, ``trained_tokens``: totals over all ranks, by which every rank checks what it reduced;
-    ``batches``: number of batches that are closed at once; the rank takes as many steps along their mean gradient, so
-    that each sample moves the policy as far as any other (one longer step would move it along the momentum of earlier
-    batches instead);
-    ``engines_idle``: whether nothing is sampled until the next version is live; the trainer may then use the engines'
-    cores;
-    ``steps``: length of the run in steps, at which the schedule of the learning rate ends;
-    ``learning_rate``: learning rate in place of the recipe's (None: the recipe's);
     ``imitated``: rows to imitate of all ranks."""
 
-    batch_id: int
-    policy_version: int
-    groups: int
-    samples: int
-    trained_tokens: int
-    batches: int = 1
-    engines_idle: bool = False
-    steps: int = 0
-    learning_rate: float | None = None
     imitated: tuple[ImitatedSet, ...] = ()
 
 

@@ -494,6 +494,30 @@ class TrainingSample(Record, frozen=True):
         return self.loss_mask.count(IMITATED)
 
 
+class ClosedBatch(Record, frozen=True):
+    """A batch that is closed, and the step that trains it.
+
+    ``policy_version``: version that the trainer holds after the step;
+    ``groups``, ``samples``, ``trained_tokens``: totals over all ranks, by which every rank checks what it reduced;
+    ``batches``: number of regular batches that are closed at once, more than 1 only for a long round; the rank takes as
+    many steps along their mean gradient, so that each sample moves the policy as far as any other (one longer step
+    would move it along the momentum of earlier batches instead);
+    ``engines_idle``: whether nothing is sampled until the next version is live; the trainer may then use the engines'
+    cores;
+    ``steps``: length of the run in steps, at which the schedule of the learning rate ends;
+    ``learning_rate``: learning rate in place of the recipe's (None: the recipe's)."""
+
+    batch_id: int
+    policy_version: int
+    groups: int
+    samples: int
+    trained_tokens: int
+    batches: int = 1
+    engines_idle: bool = False
+    steps: int = 0
+    learning_rate: float | None = None
+
+
 class Baseline(Record, frozen=True):
     """Discounted mean of the earlier rewards of a prompt, before a group of it is trained.
 

@@ -5,7 +5,7 @@ process, ``simulate.simulation`` in virtual time. Each action has all data that 
 
 from __future__ import annotations
 
-from streamrl.base.types import Baseline, DropReason, Record, Texts, TrajectoryId
+from streamrl.base.types import Baseline, ClosedBatch, DropReason, Record, Texts, TrajectoryId
 
 
 class Action(Record, frozen=True, tag=True):
@@ -83,27 +83,12 @@ class TrainGroupNow(Action, frozen=True):
     baseline: Baseline | None = None
 
 
-class StepOptimizer(Action, frozen=True):
-    """Close the batch: the trainer steps and holds ``policy_version`` afterwards.
+class StepOptimizer(ClosedBatch, Action, frozen=True):
+    """Close the batch: the trainer steps and holds ``policy_version`` afterwards. ``last``: whether this is the last
+    step of the run."""
 
-    ``groups``, ``samples``, ``trained_tokens``: content of the batch;
-    ``batches``: number of regular batches in it, more than 1 only for a long round;
-    ``engines_idle``: whether no trajectory is sampled until the step is done;
-    ``last``: whether this is the last step of the run;
-    ``steps``: optimizer steps of the run, at which the schedule ends;
-    ``learning_rate``: rate that differs from the recipe's."""
-
-    batch_id: int
-    policy_version: int
-    groups: int
-    samples: int
-    trained_tokens: int
-    batches: int = 1
-    engines_idle: bool = False
     round_kind: str = ""
     last: bool = False
-    steps: int = 0
-    learning_rate: float | None = None
 
 
 class PublishWeights(Action, frozen=True):
