@@ -324,22 +324,27 @@ class EnvironmentResult(Record, frozen=True):
     remark: str = ""
 
 
-class Trajectory(Record, frozen=True):
-    """A complete attempt at a prompt. Made by ``stages.episodes`` in the controller, sent to a reward worker.
+class SampledTrajectory(Record, frozen=True):
+    """What was sampled in a complete attempt at a prompt.
 
     ``segments``: turns in the order of sampling. They make one sequence, or, by ``Segment.follows``, a tree with a
     sequence to each leaf. The first segment is not trained where an environment wrote it;
     ``rollout_seconds``: time in the engines;
-    ``evaluation``: whether the prompt is held out;
     ``environment``: result of the episode (None: the run has no environment)."""
 
     id: TrajectoryId
-    prompt: Prompt
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     rollout_seconds: float = 0.0
-    evaluation: bool = False
     environment: EnvironmentResult | None = None
+
+
+class Trajectory(SampledTrajectory, frozen=True, kw_only=True):
+    """A complete attempt at a prompt. Made by ``stages.episodes`` in the controller, sent to a reward worker.
+    ``evaluation``: whether the prompt is held out."""
+
+    prompt: Prompt
+    evaluation: bool = False
 
     @property
     def generated_tokens(self) -> int:

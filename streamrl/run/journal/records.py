@@ -13,13 +13,11 @@ from streamrl.base.errors import StreamRLError, WireError
 from streamrl.base.messages import ReturnedCall
 from streamrl.base.stage_messages import EpisodeSoFar, SampledSoFar, TurnSoFar
 from streamrl.base.types import (
-    EnvironmentResult,
-    FinishReason,
     JsonObject,
     Prompt,
     Record,
+    SampledTrajectory,
     ScoredTrajectory,
-    Segment,
     Trajectory,
     TrajectoryId,
     TrajectoryReward,
@@ -84,14 +82,8 @@ class JournalCall(Record, frozen=True, tag=True):
     call: ReturnedCall
 
 
-class JournalSampled(Record, frozen=True, tag=True):
+class JournalSampled(SampledTrajectory, frozen=True, tag=True):
     """A complete trajectory before it has a reward. Its prompt is in a ``JournalPrompt``."""
-
-    id: TrajectoryId
-    segments: tuple[Segment, ...]
-    finish_reason: FinishReason
-    rollout_seconds: float
-    environment: EnvironmentResult | None = None
 
 
 class JournalScored(TrajectoryReward, frozen=True, kw_only=True, tag=True):
