@@ -262,7 +262,17 @@ class CachedPrefix(Record, frozen=True):
     pauses: int
 
 
-class Completion(Record, frozen=True):
+class Replayed(Record, frozen=True, kw_only=True):
+    """What the trainer takes from the engine that sampled, in place of its own choice.
+
+    ``routed``: experts of tokens (empty: the engine returns no experts);
+    ``kept_sets``: kept set of each sampled token."""
+
+    routed: tuple[RoutedTokens, ...] = ()
+    kept_sets: KeptSets = NO_KEPT_SETS
+
+
+class Completion(Replayed, frozen=True):
     """Tokens that an engine sampled for one request, or the joined tokens of several requests for one completion.
 
     ``behavior_logprobs``: logprob of each of ``token_ids``;
@@ -276,11 +286,9 @@ class Completion(Record, frozen=True):
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
     cached: CachedPrefix | None = None
-    routed: tuple[RoutedTokens, ...] = ()
-    kept_sets: KeptSets = NO_KEPT_SETS
 
 
-class Segment(Record, frozen=True):
+class Segment(Replayed, frozen=True):
     """One turn of the model or of the environment in a trajectory.
 
     ``trained``: loss mask of the turn, True for a turn of the model;
@@ -294,8 +302,6 @@ class Segment(Record, frozen=True):
     behavior_logprobs: FloatArray = field(default_factory=float_array)
     version_spans: tuple[VersionSpan, ...] = ()
     follows: int | None = None
-    routed: tuple[RoutedTokens, ...] = ()
-    kept_sets: KeptSets = NO_KEPT_SETS
 
 
 TurnTimes = tuple[int, float, int, float]
@@ -448,7 +454,7 @@ TRAINED = b"\1"
 IMITATED = b"\2"
 
 
-class TrainingSample(Record, frozen=True):
+class TrainingSample(Replayed, frozen=True):
     """One trajectory as the trainer gets it: prompt and segments joined, with a loss mask. Made in the controller
     (``to_training_sample``), sent to a trainer rank within a ``TrainingGroup``.
 
@@ -483,10 +489,8 @@ class TrainingSample(Record, frozen=True):
     sequence_starts: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
     turns: tuple[tuple[int, int], ...] = ()
-    routed: tuple[RoutedTokens, ...] = ()
     token_values: dict[str, FloatArray] = {}
     max_tokens: int = 0
-    kept_sets: KeptSets = NO_KEPT_SETS
 
     @property
     def trained_tokens(self) -> int:
