@@ -263,7 +263,7 @@ class CachedPrefix(Record, frozen=True):
 
 
 class Replayed(Record, frozen=True, kw_only=True):
-    """What the trainer takes from the engine that sampled, in place of its own choice.
+    """Choices of the engine that sampled, which the trainer takes in place of its own.
 
     ``routed``: experts of tokens (empty: the engine returns no experts);
     ``kept_sets``: kept set of each sampled token."""
@@ -331,7 +331,7 @@ class EnvironmentResult(Record, frozen=True):
 
 
 class SampledTrajectory(Record, frozen=True):
-    """What was sampled in a complete attempt at a prompt.
+    """Samples of a complete attempt at a prompt.
 
     ``segments``: turns in the order of sampling. They make one sequence, or, by ``Segment.follows``, a tree with a
     sequence to each leaf. The first segment is not trained where an environment wrote it;
@@ -403,14 +403,23 @@ class RewardCall(Record, frozen=True):
     failure: RewardFailureKind | None = None
 
 
-class TrajectoryReward(Record, frozen=True):
+class RewardRun(Record, frozen=True, kw_only=True):
+    """Run of the reward functions on a trajectory.
+
+    ``reward_seconds``: time of the reward functions;
+    ``calls``: calls of the reward functions;
+    ``reward_version``: version of the set of reward functions, which can be changed while the run goes on."""
+
+    reward_seconds: float = 0.0
+    calls: tuple[RewardCall, ...] = ()
+    reward_version: int = 0
+
+
+class TrajectoryReward(RewardRun, frozen=True):
     """Reward of a trajectory.
 
     ``reward``: combined reward, which is trained;
     ``reward_parts``: value of each function, by name, and as ``function.part`` where a function returned named parts;
-    ``reward_seconds``: time of the reward functions;
-    ``calls``: calls of the reward functions;
-    ``reward_version``: version of the set of reward functions, which can be changed while the run goes on;
     ``separate_rewards``: (weight, value) of each reward that is compared with the same reward of the siblings;
     ``turn_rewards``: parts of ``reward``, by turn (empty: no turn has a reward of its own);
     ``token_values``: values of the sampled tokens by name, such as the logprobs of a teacher, or the numbers that a
@@ -419,9 +428,6 @@ class TrajectoryReward(Record, frozen=True):
 
     reward: float
     reward_parts: dict[str, float] = {}
-    reward_seconds: float = 0.0
-    calls: tuple[RewardCall, ...] = ()
-    reward_version: int = 0
     separate_rewards: WeightedRewards = {}
     turn_rewards: tuple[float, ...] = ()
     token_values: dict[str, FloatArray] = {}
@@ -433,7 +439,7 @@ class ScoredTrajectory(TrajectoryReward, frozen=True, kw_only=True, tag=True):
     trajectory: Trajectory
 
 
-class RewardFailure(Record, frozen=True, tag=True):
+class RewardFailure(RewardRun, frozen=True, tag=True):
     """A trajectory whose reward could not be computed. Made where ``ScoredTrajectory`` is made.
 
     ``function``: name of the reward that failed;
@@ -444,9 +450,6 @@ class RewardFailure(Record, frozen=True, tag=True):
     function: str
     kind: RewardFailureKind
     message: str
-    reward_seconds: float = 0.0
-    calls: tuple[RewardCall, ...] = ()
-    reward_version: int = 0
     policy: str = "drop_sample"
 
 
