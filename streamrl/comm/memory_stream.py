@@ -5,14 +5,12 @@ Users are tests, runs in one process, and commands that evaluate a model with an
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded
 from streamrl.base.notifier import Notifier, SerialGate
-from streamrl.comm.stream import ReceiveStream
+from streamrl.comm.stream import EndedAtExit, ReceiveStream
 
 T = TypeVar("T")
 
@@ -33,9 +31,7 @@ class _Channel(Generic[T]):
             self.changed.notify()
 
 
-class _MemoryStream(ABC, Generic[T]):
-    _role = ""
-
+class _MemoryStream(EndedAtExit, Generic[T]):
     def __init__(self, channel: _Channel[T]) -> None:
         self._channel = channel
         self._gate = SerialGate(channel.changed.wait)
@@ -43,18 +39,6 @@ class _MemoryStream(ABC, Generic[T]):
 
     async def __aenter__(self) -> Self:
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            await self.aclose()
-        else:
-            cause = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "it was cancelled"
-            await self.abort(f"the {self._role} failed: {cause}")
-
-    @abstractmethod
-    async def aclose(self) -> None: ...
 
     async def abort(self, reason: str) -> None:
         """Break the stream: the peer gets ``StreamBroken`` with this reason."""

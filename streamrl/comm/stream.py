@@ -16,8 +16,10 @@ Cancelling ``receive`` never loses an item."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from anyio import CancelScope, create_task_group
@@ -64,6 +66,29 @@ class ReceiveStream(Protocol[T_co]):
             return await self.receive()
         except StreamEnded:
             raise StopAsyncIteration from None
+
+
+class EndedAtExit(ABC):
+    """An end of a stream as a context manager: leaving closes it, and leaving with an error breaks the stream.
+    ``_role``: name of this end in messages."""
+
+    _role = ""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.aclose()
+        else:
+            cause = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "it was cancelled"
+            await self.abort(f"the {self._role} failed: {cause}")
+
+    @abstractmethod
+    async def aclose(self) -> None: ...
+
+    @abstractmethod
+    async def abort(self, reason: str) -> None:
+        """Break the stream: the peer gets ``StreamBroken`` with this reason."""
 
 
 async def converse(*halves: Callable[[], Awaitable[None]]) -> None:

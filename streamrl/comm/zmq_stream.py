@@ -17,7 +17,6 @@ After leaving, the address is free: a new context manager can bind it."""
 from __future__ import annotations
 
 import uuid
-from abc import ABC, abstractmethod
 from os import environ
 from types import TracebackType
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
@@ -29,7 +28,7 @@ from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded, WireEr
 from streamrl.base.notifier import SerialGate
 from streamrl.base.run_process import RUN_EPOCH
 from streamrl.comm.guarded_sockets import KeyGuard
-from streamrl.comm.stream import ReceiveStream
+from streamrl.comm.stream import EndedAtExit, ReceiveStream
 from streamrl.comm.stream_protocol import Hello, Phase, ReceivingEnd, SendingEnd, StreamRole
 from streamrl.comm.wire import HEADER_BYTES, WireCodec, WireLimits
 from streamrl.comm.zmq_connection import StreamConnection
@@ -58,7 +57,7 @@ class StreamOptions(TypedDict, total=False):
     guard: KeyGuard | None
 
 
-class _ZmqStream(ABC, Generic[T]):
+class _ZmqStream(EndedAtExit, Generic[T]):
     """Common part of sender and receiver: the context manager, waiting for changes, closing."""
 
     def __init__(self, item_type: Any, endpoint: str, role: StreamRole, bind: bool, options: StreamOptions) -> None:
@@ -108,11 +107,7 @@ class _ZmqStream(ABC, Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if error is None:
-                await self.aclose()
-            else:
-                cause = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "it was cancelled"
-                await self.abort(f"the {self._role} failed: {cause}")
+            await super().__aexit__(kind, error, traceback)
         finally:
             self._closed = True
             self._connection.stop()
@@ -121,9 +116,6 @@ class _ZmqStream(ABC, Generic[T]):
                 await self._tasks.__aexit__(None, None, None)
             finally:
                 self._connection.close()
-
-    @abstractmethod
-    async def aclose(self) -> None: ...
 
     async def abort(self, reason: str) -> None:
         """Break the stream: the peer gets ``StreamBroken`` with this reason."""
