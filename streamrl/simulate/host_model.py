@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from streamrl.engines.push.relay_tree import ancestors, children, pieces_of
+from streamrl.recipe.field_types import Natural, NaturalFloat, PositiveFloat
 
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
 MOST_PIECES = 4096
 """Largest number of pieces of a version in a simulated transfer. A very large version has larger pieces than in a
 run."""
@@ -25,8 +24,8 @@ class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Link of a host. ``gbit_s``: bandwidth in each direction at the same time; ``latency_s``: latency to any other
     host."""
 
-    gbit_s: Positive = 10.0
-    latency_s: NotNegative = 0.0
+    gbit_s: PositiveFloat = 10.0
+    latency_s: NaturalFloat = 0.0
 
     def seconds(self, size: float) -> float:
         """Seconds that ``size`` bytes take on the link."""
@@ -37,8 +36,8 @@ class HostChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A host joins or is lost. ``at_s``: time of the change; ``host``: number of the host, from 0; numbers from
     ``hosts.count`` on are hosts that join for the first time."""
 
-    at_s: NotNegative
-    host: Annotated[int, Meta(ge=0)]
+    at_s: NaturalFloat
+    host: Natural
     kind: Literal["join", "loss"]
 
 
@@ -63,20 +62,20 @@ class HostsModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``start_s``: time from a join until the engines request weights;
     ``join_bytes``: size of these weights, which come from another host or the trainer."""
 
-    count: Annotated[int, Meta(ge=0)] = 0
+    count: Natural = 0
     link: Link = Link()
     own_links: dict[str, Link] = {}
     trainer_link: Link = Link()
     weights: Literal["relay", "direct"] = "relay"
-    push_bytes: NotNegative = 0.0
-    apply_s: NotNegative = 0.0
+    push_bytes: NaturalFloat = 0.0
+    apply_s: NaturalFloat = 0.0
     changes: tuple[HostChange, ...] = ()
-    loss_every_s: NotNegative = 0.0
-    rejoin_s: NotNegative = 0.0
-    notice_s: NotNegative = 1.0
+    loss_every_s: NaturalFloat = 0.0
+    rejoin_s: NaturalFloat = 0.0
+    notice_s: NaturalFloat = 1.0
     keeps_tokens: bool = True
-    start_s: NotNegative = 0.0
-    join_bytes: NotNegative = 0.0
+    start_s: NaturalFloat = 0.0
+    join_bytes: NaturalFloat = 0.0
 
     def __post_init__(self) -> None:
         if not self.count and (self.push_bytes or self.apply_s or self.changes or self.loss_every_s):
