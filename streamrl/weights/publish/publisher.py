@@ -97,6 +97,7 @@ class WeightPublisher:
         self._run_id = run_id
         self._rank = rank
         self._shards = {shard.name: shard for shard in shards}
+        self._elements = sum(shard.count for shard in shards)
         if len(self._shards) != len(shards):
             raise WeightError(f"rank {rank} was given {len(shards)} shards with {len(self._shards)} different names")
         self._units = work_units(shards)
@@ -186,7 +187,7 @@ class WeightPublisher:
         with self._mapped(lambda unit: encode_complete(self._baseline[unit])) as patches:
             part = self._part(_Base(), patches)
         self._chain.add_anchor(part)
-        return self._serve(part, None, sum(shard.count for shard in self._shards.values()))
+        return self._serve(part, None, self._elements)
 
     def acknowledge(self, policy_version: int) -> None:
         if self._version is None or policy_version > self._version:
@@ -221,7 +222,7 @@ class WeightPublisher:
         self._version = policy_version
         self._part_hash = sum(unit_hash for _, unit_hash in units) % HASH_MODULUS
         if not self._encodes:
-            return self._serve(None, None, sum(shard.count for shard in self._shards.values()))
+            return self._serve(None, None, self._elements)
         return self.publish_anchor(policy_version)
 
     def _set_baseline(self, units: Iterable[BitArray]) -> None:
@@ -307,7 +308,7 @@ class WeightPublisher:
             manifest_digest=digest,
             payload_bytes=payload_bytes,
             changed_elements=changed,
-            total_elements=sum(shard.count for shard in self._shards.values()),
+            total_elements=self._elements,
             memory=None if self._memory is None else self._memory.handle,
         )
         return Published(source, base_version, self._part_hash)
