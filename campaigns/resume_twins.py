@@ -9,7 +9,8 @@
 
 Every twin is a real run with ``run.deterministic``, whose whole process tree is killed with SIGKILL at a random moment
 (some of them twice: a resume is resumed) and which ``streamrl resume`` ends; with ``--victims parts`` an engine is
-killed and later the controller, and the run goes on by itself. ``rollpacker``: every part of it at once (sets of
+killed and later the controller, and the run goes on by itself. ``tracked``: rounds without groups, whose baselines
+of prompts and kept sets of tokens are in the journal. ``rollpacker``: every part of it at once (sets of
 engines, freed engines, presubmission, restarts, races, streaming, SAGC, DAPO, an adaptive limit), on two engines.
 Compared with the run that was left alone:
 the groups of every batch in the order of training with reward and length of each member, and every tensor of the
@@ -56,6 +57,13 @@ ROUNDS: dict[str, dict[str, object]] = {
     "synchronous": {},
     "tail_batching": {"rollout.rounds": "tail_batching", "tail_batching.prompt_oversampling": 1.25},
     "length_sorted": {"rollout.rounds": "length_sorted", "length_sorted.cohort_batches": 2},
+    "tracked": {
+        "objective.advantages": "tracked",
+        "rollout.group_size": 1,
+        "rollout.prompts_per_batch": 32,
+        "prompts.train": f"{ROOT}/examples/sort/train.jsonl?limit=64",  # each prompt comes back every second step
+        "sampling.top_p": 0.9,
+    },
     "rollpacker": {
         "rollout.rounds": "tail_batching",
         "tail_batching.prompt_oversampling": 1.5,
