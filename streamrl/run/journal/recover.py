@@ -254,7 +254,9 @@ class Resumption(Observer):
             await self._turns.train()
         for batch in batches:
             for order in batch.groups:
-                group = recovered.store.training_group(order.group_id, order.batch_id, order.ids, order.temperature)
+                group = recovered.store.training_group(
+                    order.group_id, order.batch_id, order.ids, order.temperature, order.baseline
+                )
                 await trainer.train_group(group)
             gather = await trainer.close_batch(close_of(batch.step))  # the order is sent; ``gather`` awaits the reports
             self.reports = await gather()
