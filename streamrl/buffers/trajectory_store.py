@@ -130,8 +130,8 @@ class TrajectoryStore:
         group_id: int,
         batch_id: int,
         ids: Collection[TrajectoryId],
-        temperature: float | None = None,
-        baseline: Baseline | None = None,
+        temperature: float | None,
+        baseline: Baseline | None,
     ) -> TrainingGroup:
         """Return a group as the trainer gets it.
 

@@ -55,7 +55,7 @@ def test_a_tree_of_turns_in_the_journal_is_one_sample() -> None:
     sampled, reward = (codec.decode(codec.encode(record)) for record in content_records(scored.trajectory.id, scored))
     store.add(scored_trajectory(trajectory_of(sampled, scored.trajectory.prompt), reward))
     assert store.scored([scored.trajectory.id]) == [scored]
-    (sample,) = store.training_group(0, 0, [scored.trajectory.id]).samples
+    (sample,) = store.training_group(0, 0, [scored.trajectory.id], None, None).samples
     assert (sample.trained_tokens, sample.oldest_version, sample.newest_version) == (8, 0, 3)
     assert list(sample.token_ids) == [4, 5, 7, 0, 7, 1, 4, 5, 7, 0, 7, 2, 4, 5, 7, 3]
     assert sample.loss_mask == bytes([0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1])
@@ -76,10 +76,10 @@ def test_what_environments_wrote_is_marked_where_it_is_imitated() -> None:
     scored = ScoredTrajectory(trajectory=trajectory(segments=turns), reward=1.0)
     store = TrajectoryStore()
     store.add(scored)
-    (sample,) = store.training_group(0, 0, [scored.trajectory.id]).samples
+    (sample,) = store.training_group(0, 0, [scored.trajectory.id], None, None).samples
     assert list(sample.token_ids) == [4, 5, 7, 8, 9, 10, 4, 5, 7, 8, 9, 11, 12, 4, 5, 13, 14]
     assert list(sample.loss_mask) == [0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1]
     store.imitates_observations = True
-    (sample,) = store.training_group(0, 0, [scored.trajectory.id]).samples
+    (sample,) = store.training_group(0, 0, [scored.trajectory.id], None, None).samples
     assert list(sample.loss_mask) == [0, 0, 0, 1, 2, 1, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 1]
     assert (sample.trained_tokens, sample.imitated_tokens) == (4, 2)
