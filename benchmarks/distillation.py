@@ -1,11 +1,13 @@
 """Steps until a student has its teacher's accuracy, by reward and by distillation on its own samples.
 
     python benchmarks/distillation.py --out /tmp/distillation [--seeds 1 2 3] [--kinds reward sampled exact]
+        [--recipe examples/smollm2/recipe.toml]
 
-The teacher is the demo (examples/sort, 0.3 M parameters), trained by reward for its 80 steps with seed 0, or
-``--teacher FOLDER``. Each student begins with the demo's initial model, with the same prompts in every kind. It is
-evaluated on held-out rows every 5 steps, and ends once it is within ``--within`` of the teacher. One line of JSON a run
-in OUT/results.jsonl, and a table at the end. A run takes 3 to 8 minutes on two cores."""
+The teacher is the model of ``--recipe`` (default: the demo, examples/sort, 0.3 M parameters), trained by reward for all
+its steps with seed 0, or ``--teacher FOLDER``. Each student begins with the model of the recipe, with the same prompts
+in every kind. It is evaluated on held-out rows every 5 steps, and ends once it is within ``--within`` of the teacher.
+One line of JSON a run in OUT/results.jsonl, and a table at the end. A run takes 3 to 8 minutes on two cores, and twice
+as long with examples/smollm2."""
 
 from __future__ import annotations
 
@@ -29,34 +31,34 @@ KINDS = {
 }
 
 
-def evaluations(directory: Path) -> dict[int, float]:
-    """Held-out accuracy by step, as far as the run in ``directory`` has come."""
+def held_out_scores(directory: Path, name: str = SCORE) -> dict[int, float]:
+    """Held-out score by step, as far as the run in ``directory`` has come. ``name``: metric of the score."""
     metrics = directory / "latest" / "metrics.jsonl"
     if not metrics.exists():
         return {}
     lines = [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
-    return {line["step"]: line[SCORE] for line in lines if SCORE in line}
+    return {line["step"]: line[name] for line in lines if name in line}
 
 
-def run_until(directory: Path, overrides: Sequence[str], until: float) -> dict[int, float]:
-    """Train in ``directory`` until the held-out accuracy is ``until``, or to the last step. Returns the accuracy
-    by step."""
+def run_until(recipe: Path, directory: Path, overrides: Sequence[str], until: float) -> dict[int, float]:
+    """Train ``recipe`` in ``directory`` until the held-out accuracy is ``until``, or to the last step. Returns the
+    accuracy by step."""
     directory.mkdir(parents=True)
     settings = [f"run.directory={directory}", f"evaluation.every={EVERY}", f"evaluation.limit={ROWS}", *overrides]
     options = [word for setting in settings for word in ("--set", setting)]
     with (directory / "log").open("w") as log:
-        command = [sys.executable, "-m", "streamrl", "train", str(RECIPE), *options]
+        command = [sys.executable, "-m", "streamrl", "train", str(recipe), *options]
         run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             while run.poll() is None:
-                if max(evaluations(directory).values(), default=-1.0) >= until:
+                if max(held_out_scores(directory).values(), default=-1.0) >= until:
                     run.terminate()
                     run.wait()
                 time.sleep(1)
         finally:
             run.terminate()
             run.wait()
-    return evaluations(directory)
+    return held_out_scores(directory)
 
 
 def main() -> None:
@@ -65,7 +67,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
+    parser.add_argument("--steps", type=int, default=80, help="largest number of steps of a student")
     parser.add_argument("--within", type=float, default=0.05)
     parser.add_argument("--teacher", default="", help="folder of a trained model (default: it is trained first)")
     arguments = parser.parse_args()
@@ -73,10 +76,11 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     teacher = arguments.teacher
     if not teacher:
-        run_until(out / "teacher", ["run.seed=0"], 2.0)
+        run_until(arguments.recipe, out / "teacher", ["run.seed=0"], 2.0)
         teacher = str(out / "teacher" / "latest" / "checkpoints" / "latest" / "hf")
     # The evaluation before the first step is the teacher's, on the rows of the students.
-    measured = run_until(out / "teacher-measured", [f"model.path={teacher}", "run.steps=1"], 0.0)
+    overrides = [f"model.path={teacher}", "run.steps=1", "training.warmup_steps=0"]
+    measured = run_until(arguments.recipe, out / "teacher-measured", overrides, 0.0)
     accuracy = measured[0]
     until = accuracy - arguments.within
     print(f"teacher {accuracy:.3f}; a student is done at {until:.3f}")
@@ -86,13 +90,13 @@ def main() -> None:
             overrides = [*KINDS[kind], f"run.seed={seed}", f"run.steps={arguments.steps}"]
             if kind != "reward":
                 overrides.append(f"objective.reference={teacher}")
-            found = run_until(out / f"{kind}-{seed}", overrides, until)
-            reached = min((step for step, score in found.items() if score >= until), default=None)
-            row = {"kind": kind, "seed": seed, "reached": reached, "teacher": accuracy, "by_step": found}
+            by_step = run_until(arguments.recipe, out / f"{kind}-{seed}", overrides, until)
+            reached = min((step for step, score in by_step.items() if score >= until), default=None)
+            row = {"kind": kind, "seed": seed, "reached": reached, "teacher": accuracy, "by_step": by_step}
             rows.append(row)
             with (out / "results.jsonl").open("a") as results:
                 results.write(json.dumps(row) + "\n")
-            print(f"{kind:<8} seed {seed}: step {reached}, last {list(found.values())[-1]:.3f}", flush=True)
+            print(f"{kind:<8} seed {seed}: step {reached}, last {list(by_step.values())[-1]:.3f}", flush=True)
     for kind in arguments.kinds:
         steps = [str(row["reached"] or f"> {arguments.steps}") for row in rows if row["kind"] == kind]
         print(f"{kind:<8} steps to {until:.3f}: {', '.join(steps)}")

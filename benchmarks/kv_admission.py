@@ -1,12 +1,13 @@
 """Admission by KV caches against fixed slots, on a real engine whose cache holds a part of the contexts.
 
-    python benchmarks/kv_admission.py --pairs 2
+    python benchmarks/kv_admission.py --pairs 2 [--group-size 1]
 
 Both runs are the demo's model with a learning rate of 0, ``continuous`` rounds, equal rewards and five batches of 32
 trajectories in flight. A trajectory has eight turns of 24 tokens, each followed by 24 tokens of a tool that takes
 0.1 s, so that contexts grow to eight times those of the first turn. The runs of a pair take turns. Printed: seconds a
 trained trajectory, preemptions so far, and the shares of later turns' prompt tokens that were in the prefix cache, and
-that had been evicted from it; beside each run the goodput of a simulation that is fitted to it."""
+that had been evicted from it; beside each run the goodput of a simulation that is fitted to it. With ``--group-size 1``
+the rounds have no groups, and baselines of prompts (``objective.advantages = "tracked"``)."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ SHOWN = (
 )
 
 
-def measure(code: Path, admission: str, kv_tokens: int, steps: int) -> dict[str, float]:
+def measure(code: Path, admission: str, kv_tokens: int, steps: int, group_size: int) -> dict[str, float]:
     """Means over ``steps`` steps of a run, between the first ones and the last ones."""
     overrides: dict[str, object] = {
         "run.steps": steps + 2 * (STALENESS + 1),
@@ -58,14 +59,16 @@ def measure(code: Path, admission: str, kv_tokens: int, steps: int) -> dict[str,
         "rollout.rounds": "continuous",
         "rollout.admission": admission,
         "rollout.max_staleness": STALENESS,
-        "rollout.prompts_per_batch": 8,
-        "rollout.group_size": 4,
+        "rollout.prompts_per_batch": 32 // group_size,
+        "rollout.group_size": group_size,
         "sampling.min_tokens": 24,
         "sampling.max_tokens": 24,
         "engines.advanced.kv_tokens": kv_tokens,
         "engines.max_num_seqs": 96,
         **NOTHING_LEARNT,
     }
+    if group_size == 1:
+        overrides["objective.advantages"] = "tracked"
     with training_run(DEMO_RECIPE, overrides) as run:
         run.wait(timeout_s=900.0)
         records = run.steps()[STALENESS + 1 :][:steps]
@@ -83,6 +86,7 @@ def main() -> int:
     arguments.add_argument("--pairs", type=int, default=2)
     arguments.add_argument("--steps", type=int, default=12)
     arguments.add_argument("--kv-tokens", type=int, default=12_000)
+    arguments.add_argument("--group-size", type=int, default=4)
     options = arguments.parse_args()
     ratios = []
     with tempfile.TemporaryDirectory(prefix="admission-") as folder:
@@ -91,7 +95,7 @@ def main() -> int:
         for _ in range(options.pairs):
             seconds: dict[str, float] = {}
             for admission in random.sample(["slots", "kv"], 2):
-                means = measure(code, admission, options.kv_tokens, options.steps)
+                means = measure(code, admission, options.kv_tokens, options.steps, options.group_size)
                 seconds[admission] = 1 / means["perf/samples_s"]
                 shown = {name: round(mean, 3) for name, mean in means.items()}
                 print(f"{admission}: {seconds[admission]:.4f} s a trajectory {shown}", flush=True)
