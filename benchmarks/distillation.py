@@ -1,7 +1,7 @@
 """Steps until a student has its teacher's accuracy, by reward and by distillation on its own samples.
 
     python benchmarks/distillation.py --out /tmp/distillation [--seeds 1 2 3] [--kinds reward sampled exact]
-        [--recipe examples/smollm2/recipe.toml]
+        [--recipe examples/smollm2/recipe.toml] [--set KEY=VALUE ...]
 
 The teacher is the model of ``--recipe`` (default: the demo, examples/sort, 0.3 M parameters), trained by reward for all
 its steps with seed 0, or ``--teacher FOLDER``. Each student begins with the model of the recipe, with the same prompts
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80, help="largest number of steps of a student")
     parser.add_argument("--within", type=float, default=0.05)
     parser.add_argument("--teacher", default="", help="folder of a trained model (default: it is trained first)")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the students")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ def main() -> None:
     rows = []
     for kind in arguments.kinds:
         for seed in arguments.seeds:
-            overrides = [*KINDS[kind], f"run.seed={seed}", f"run.steps={arguments.steps}"]
+            overrides = [*KINDS[kind], f"run.seed={seed}", f"run.steps={arguments.steps}", *arguments.set]
             if kind != "reward":
                 overrides.append(f"objective.reference={teacher}")
             by_step = run_until(arguments.recipe, out / f"{kind}-{seed}", overrides, until)
