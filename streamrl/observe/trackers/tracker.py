@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from streamrl.base.run_events import CompletionSampled
-from streamrl.base.types import JsonObject, MetricsMapping, Texts, TextsByName
+from streamrl.base.types import JsonMapping, JsonObject, MetricsMapping, Texts, TextsByName
 
 
 class RunInfo(Struct, frozen=True, kw_only=True):
@@ -81,3 +81,31 @@ class Tracker:
 
     def close(self) -> None:
         """End the tracker. Returns when everything that was sent is on the disk."""
+
+
+class RowTracker(Tracker):
+    """Base of trackers that log rows of named values by step, and no row twice. ``open`` of a subclass sets the two
+    attributes.
+
+    ``_library``: module of the tracker. ``_earlier_rows``: hashes of the rows that an earlier follower logged, each of
+    its step and its names."""
+
+    _library: Any
+    _earlier_rows: set[int]
+
+    def metrics(self, step: int, time_s: float, values: MetricsMapping) -> None:
+        self._log(step, values)
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        histograms = {f"histogram/{name}": self._library.Histogram(list(column)) for name, column in values.items()}
+        self._log(step, histograms)
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        self._log(step, {f"event/{kind}": text})
+
+    def _log(self, step: int, values: JsonMapping) -> None:
+        if hash((step, frozenset(values))) not in self._earlier_rows:
+            self._add_row(step, values)
+
+    def _add_row(self, step: int, values: JsonMapping) -> None:
+        """Log a row that no earlier follower logged."""

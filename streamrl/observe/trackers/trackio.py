@@ -8,18 +8,18 @@ import os
 import sqlite3
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.run_events import CompletionSampled
-from streamrl.base.types import JsonObject, MetricsMapping
-from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
+from streamrl.base.types import JsonMapping
+from streamrl.observe.trackers.tracker import RowTracker, RunInfo, sample_table
 
 
-class Trackio(Tracker):
+class Trackio(RowTracker):
     """Reads its database for the rows that an earlier follower wrote, and writes no row twice."""
 
     lag_s = 10.0  # threads of trackio write the database later
@@ -31,12 +31,12 @@ class Trackio(Tracker):
         import pandas
         import trackio
 
-        self._trackio: Any = trackio
+        self._library = trackio
         self._pandas = pandas
         self._write_error = ""
         self._show_warning = warnings.showwarning
         warnings.showwarning = self._on_warning
-        self._written = _hashes(Path(os.environ["TRACKIO_DIR"]), run.run_id)
+        self._earlier_rows = _hashes(Path(os.environ["TRACKIO_DIR"]), run.run_id)
         with redirect_stdout(sys.stderr):
             trackio.init(
                 project=run.project,
@@ -48,20 +48,10 @@ class Trackio(Tracker):
                 auto_log_gpu=False,
             )
 
-    def metrics(self, step: int, time_s: float, values: MetricsMapping) -> None:
-        self._log(step, dict(values))
-
     def samples(self, step: int, kind: str, rows: Sequence[CompletionSampled]) -> None:
         heads, cells = sample_table(step, rows)
         table = self._pandas.DataFrame(cells, columns=heads)
-        self._log(step, {f"samples/{kind}": self._trackio.Table(dataframe=table)})
-
-    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        histograms = {f"histogram/{name}": self._trackio.Histogram(list(column)) for name, column in values.items()}
-        self._log(step, histograms)
-
-    def event(self, step: int, kind: str, text: str) -> None:
-        self._log(step, {f"event/{kind}": text})
+        self._log(step, {f"samples/{kind}": self._library.Table(dataframe=table)})
 
     def flush(self) -> None:
         if self._write_error:
@@ -69,7 +59,7 @@ class Trackio(Tracker):
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
-            self._trackio.finish()
+            self._library.finish()
         warnings.showwarning = self._show_warning
         self.flush()
 
@@ -79,9 +69,8 @@ class Trackio(Tracker):
         if str(message).startswith("trackio.log()") or "User code will continue, but" in str(message):
             self._write_error = str(message)
 
-    def _log(self, step: int, values: JsonObject) -> None:
-        if hash((step, frozenset(values))) not in self._written:
-            self._trackio.log(values, step=step)
+    def _add_row(self, step: int, values: JsonMapping) -> None:
+        self._library.log(dict(values), step=step)
 
 
 def _hashes(folder: Path, run_id: str) -> set[int]:

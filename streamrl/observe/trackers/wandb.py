@@ -9,7 +9,7 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from zlib import crc32
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.run_events import CompletionSampled
-from streamrl.base.types import JsonMapping, MetricsMapping
-from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
+from streamrl.base.types import JsonMapping
+from streamrl.observe.trackers.tracker import RowTracker, RunInfo, sample_table
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _SENT_S = 30.0
 _WRITTEN_S = 20.0
 
 
-class Wandb(Tracker):
+class Wandb(RowTracker):
     """Logs metrics over the axis ``step``, which is a metric: the step of wandb must rise, and an evaluation that ends
     after later steps would be dropped. Offline it reads the files of earlier followers, and logs no row twice. Online,
     lines of the last 30 s before a kill are sent twice, because wandb does not say which rows its server has."""
@@ -43,7 +43,7 @@ class Wandb(Tracker):
     def open(self, run: RunInfo) -> None:
         import wandb
 
-        self._wandb = wandb
+        self._library = wandb
         mode: Any = os.environ.get("WANDB_MODE")
         if not mode:
             has_key = wandb.login(prompt=False, verify=False)
@@ -71,7 +71,7 @@ class Wandb(Tracker):
         self._rows = Rows(Path(self._run.settings.sync_file))
         self._logged = 0
         self._written = 0
-        self._earlier_rows: set[int] = set()  # hashes
+        self._earlier_rows = set()
         self.lag_s = _SENT_S
         if self._run.offline:
             self.lag_s = 0.0
@@ -81,23 +81,13 @@ class Wandb(Tracker):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def metrics(self, step: int, time_s: float, values: MetricsMapping) -> None:
-        self._log(step, values)
-
     def samples(self, step: int, kind: str, rows: Sequence[CompletionSampled]) -> None:
         """Log a new table each time: a table that grows keeps every row in memory, and the columns of its first
         rows."""
         heads, table = sample_table(step, rows)
         cells = [[cell[:_LONGEST_CELL] if isinstance(cell, str) else cell for cell in row] for row in table]
-        table = self._wandb.Table(columns=heads, data=cells, allow_mixed_types=True)
+        table = self._library.Table(columns=heads, data=cells, allow_mixed_types=True)
         self._log(step, {f"samples/{kind}": table})
-
-    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        histograms = {f"histogram/{name}": self._wandb.Histogram(list(column)) for name, column in values.items()}
-        self._log(step, histograms)
-
-    def event(self, step: int, kind: str, text: str) -> None:
-        self._log(step, {f"event/{kind}": text})
 
     def flush(self) -> None:
         """Wait until the rows are in the file. The process of wandb that writes them does not report a full disk.
@@ -114,10 +104,9 @@ class Wandb(Tracker):
     def close(self) -> None:
         self._run.finish()
 
-    def _log(self, step: int, values: JsonMapping) -> None:
-        if hash((step, frozenset(values))) not in self._earlier_rows:
-            self._run.log({"step": step, **values})
-            self._logged += 1
+    def _add_row(self, step: int, values: JsonMapping) -> None:
+        self._run.log({"step": step, **values})
+        self._logged += 1
 
 
 def _answers(address: str) -> bool:
