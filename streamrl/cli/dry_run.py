@@ -60,28 +60,27 @@ def _dry_run(hub: HubRecipe, system: Sequence[str]) -> int:
     facts = model.facts if model else None
     context = model.context if model else 0
     print("# the resolved recipe\n")
-    print(dump_recipe(hub.pinned(resolved)))
-    if hub.lines:
-        print("# models and data of the Hub\n", *hub.lines, "", sep="\n")
-    if system:
-        print("# what rollout.system sets\n", *system, "", sep="\n")
-    print("# what it adds up to\n")
-    print("\n".join([*filter(None, [length, merging]), *arithmetic_lines(recipe, facts, context, _held_out(recipe))]))
-    print("\n# what would be started\n")
-    print("\n".join(process_lines(recipe, topology)))
-    print("\n".join(mover_lines(recipe, placement.placed(topology))))
-    if hosts := anyio.run(hosts_of, recipe):
-        print("\n# hosts of the cluster\n")
-        print("\n".join(hosts))
-    if gpus := placement.lines():
-        print("\n# memory of the GPUs\n")
-        print("\n".join(gpus))
+    print(dump_recipe(hub.pinned(resolved)), end="")
+    _print_part("models and data of the Hub", hub.lines)
+    _print_part("what rollout.system sets", system)
+    arithmetic = arithmetic_lines(recipe, facts, context, _held_out(recipe))
+    _print_part("what it adds up to", [*filter(None, [length, merging]), *arithmetic])
+    movers = mover_lines(recipe, placement.placed(topology))
+    _print_part("what would be started", [*process_lines(recipe, topology), *movers])
+    _print_part("hosts of the cluster", anyio.run(hosts_of, recipe))
+    _print_part("memory of the GPUs", placement.lines())
     prompts = _checked_prompts(recipe, snapshot)
     verdict = (
         "all checks passed" if _try_model(recipe, prompts, answered=serves_adapters) else "all other checks passed"
     )
     print(f"\n{verdict}; nothing was started")
     return 0
+
+
+def _print_part(title: str, lines: Sequence[str]) -> None:
+    """Print a part of the plan, where it has lines."""
+    if lines:
+        print(f"\n# {title}\n", *lines, sep="\n")
 
 
 def _checked_prompts(recipe: Recipe, snapshot: RewardsSnapshot | None) -> list[Prompt]:
@@ -93,9 +92,7 @@ def _checked_prompts(recipe: Recipe, snapshot: RewardsSnapshot | None) -> list[P
         preflight(recipe, snapshot, notes)
     except RecipeError as error:
         problems = error.problems
-    if notes:
-        print("\n# the rows\n")
-        print("\n".join(data_lines(recipe, notes)))
+    _print_part("the rows", list(data_lines(recipe, notes)))
     prompts = []
     tokenizer = None
     callable_rewards = not any(problem.startswith(("reward", "prompts.train")) for problem in problems)
@@ -107,8 +104,9 @@ def _checked_prompts(recipe: Recipe, snapshot: RewardsSnapshot | None) -> list[P
         if first and len(first.token_ids):
             prompts.append(first)
             tokenizer = tokenizer or load_tokenizer(recipe.model.path)
-            print(f"\n# the prompt of the first row{of_set}, as the model will see it\n")
-            print("\n".join(first_prompt_lines(first, tokenizer)))
+            _print_part(
+                f"the prompt of the first row{of_set}, as the model will see it", first_prompt_lines(first, tokenizer)
+            )
             if callable_rewards:
                 scored = with_settings(first, recipe.prompts.sets[name])
                 reward_problems, reward_notes = call_rewards(recipe, scored, tokenizer)
