@@ -14,7 +14,7 @@ from statistics import fmean
 from msgspec import Struct
 from msgspec.structs import replace
 
-from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.errors import StreamRLError
 from streamrl.recipe.field_types import ADVANCED, keys_of
 from streamrl.recipe.rules.load_recipe import check_recipe
 from streamrl.recipe.scheduling import (
@@ -229,27 +229,23 @@ class Search:
                     self._try(f"{name}, {variant}", recipe)
 
     def _try(self, name: str, recipe: Recipe) -> TriedRecipe:
-        """Check and simulate ``recipe``, unless there is a result of this name already. Returns the result."""
+        """Simulate ``recipe``, unless there is a result of this name already. Returns the result."""
         if name not in self._results:
-            try:
-                check_recipe(recipe)
-            except RecipeError as error:
-                problem = "; ".join(error.problems)
-                self._results[name] = TriedRecipe(name=name, recipe=recipe, figures=None, problem=problem)
-            else:
-                self._simulate(name, recipe, self._world.seed)
+            self._simulate(name, recipe, self._world.seed)
         return self._results[name]
 
     def _simulate(self, name: str, recipe: Recipe, seed: int) -> None:
-        """Simulate ``recipe`` with the lengths of ``seed``, and make its result of all its simulations."""
+        """Check ``recipe`` and simulate it with the lengths of ``seed``. Its result is made of all its simulations."""
         world = self._world
-        self._progress(name, self._simulations, max(self._expected_simulations - self._simulations, 1))
-        self._simulations += 1
         try:
+            check_recipe(recipe)
+            self._progress(name, self._simulations, max(self._expected_simulations - self._simulations, 1))
+            self._simulations += 1
             lengths = world.lengths(seed)
             report = simulate_recipe(recipe, world.model, world.steps, lengths, seed=seed, warm_up=world.warm_up)
         except StreamRLError as error:
-            self._results[name] = TriedRecipe(name=name, recipe=recipe, figures=None, problem=str(error))
+            problem = "; ".join(str(error).splitlines())
+            self._results[name] = TriedRecipe(name=name, recipe=recipe, figures=None, problem=problem)
             return
         self._reports.setdefault(name, []).append(report)
         figures = _figures(self._reports[name], world.agreement)
