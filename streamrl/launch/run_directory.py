@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, InputError, RecipeError
 from streamrl.base.types import TextMapping, TextsByName
-from streamrl.processes.crash_bundle import package_versions
+from streamrl.prepare.machine_check import package_versions
 from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.remote_names import cached_name
 from streamrl.recipe.rules.load_recipe import RETIRED, dump_recipe

@@ -26,6 +26,7 @@ import psutil
 from msgspec import Struct
 
 from streamrl.base.run_process import usable_cores
+from streamrl.base.types import TextsByName
 
 GIB = 1 << 30
 LONGEST_SOCKET_PATH = 107
@@ -106,6 +107,12 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def package_versions(packages: Iterable[str]) -> TextsByName:
+    """Versions of the installed ``packages``, without importing them."""
+    versions = {package: installed_version(package) for package in packages}
+    return {package: version for package, version in versions.items() if version}
 
 
 def engine_package() -> tuple[str, str] | None:

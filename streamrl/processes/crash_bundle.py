@@ -17,8 +17,6 @@ import time
 import zipfile
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from subprocess import CalledProcessError, TimeoutExpired
 from zipfile import ZipFile
@@ -30,6 +28,7 @@ from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.run_process import usable_cores
 from streamrl.base.types import TextMapping, Texts, TextsByName
 from streamrl.observe.run_files.redaction import Redaction, run_redaction
+from streamrl.prepare.machine_check import package_versions
 from streamrl.recipe.rewards import Reward
 
 BUNDLE_SCHEMA = 1
@@ -199,12 +198,3 @@ def _fill(bundle: ZipFile, run: Path, redaction: Redaction, largest: int) -> Tex
     except (OSError, TimeoutExpired) as error:
         left_out.append(f"{SUMMARY}: {error}")
     return tuple(left_out)
-
-
-def package_versions(packages: Sequence[str]) -> TextsByName:
-    """Versions of the installed ``packages``, without importing them."""
-    versions = {}
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions

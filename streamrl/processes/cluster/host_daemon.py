@@ -26,7 +26,7 @@ from msgspec import json
 from streamrl.base.errors import InputError
 from streamrl.base.run_process import start_session
 from streamrl.engines.vllm.visible_gpus import Gpu, visible_gpus
-from streamrl.prepare.machine_check import installed_version
+from streamrl.prepare.machine_check import package_versions
 from streamrl.processes.cluster.daemon_messages import (
     DaemonAnswer,
     DaemonOrder,
@@ -170,9 +170,7 @@ class HostDaemon:
 
 def packages_here() -> dict[str, str]:
     """Versions of the installed ``PACKAGES`` on this host, and of Python (3.11)."""
-    versions = {package: installed_version(package) for package in PACKAGES}
-    installed = {package: version for package, version in versions.items() if version}
-    return installed | {"python": ".".join(map(str, sys.version_info[:2]))}
+    return package_versions(PACKAGES) | {"python": ".".join(map(str, sys.version_info[:2]))}
 
 
 def _start_lease(lease_s: float, sockets: Path) -> subprocess.Popen[bytes]:
