@@ -40,6 +40,8 @@ from streamrl.rewards.values import CallFailure, CallResult, CheckedValue, faile
 
 Outcome = ScoredTrajectory | RewardFailure
 _PLAIN = (str, int, float, bool, type(None))
+_OF_COMPLETIONS = frozenset(PROVIDED_OF_GROUPS) - {"prompt", "prompts", "prompt_id"}
+"""Arguments that each completion has for itself."""
 
 
 class Detokenizer(Protocol):
@@ -164,29 +166,28 @@ class SampleTexts:
         prompt = self.prompt_of(members[0])
         names = signature.provided
         provided: dict[str, Any] = {}
-        if names:
-            if "prompt_id" in names:
-                provided["prompt_id"] = prompt.prompt_id
-            if "prompt" in names or "prompts" in names:
-                column = prompt.columns.get("prompt")
-                text = column if isinstance(column, str) else self._tokenizer.decode(prompt.token_ids)
-                chat = _chat_of(prompt)
-                provided["prompt"] = text
-                provided["prompts"] = text if chat is None else chat
-            if "token_ids" in names or "completion_ids" in names:
-                lists = [self.token_ids[member].tolist() for member in members]
-                provided["token_ids"] = provided["completion_ids"] = lists if signature.per_group else lists[0]
-            if "finish_reason" in names:
-                reasons = [self.completions[member].finish_reason.value for member in members]
-                provided["finish_reason"] = reasons if signature.per_group else reasons[0]
-            if "turn_texts" in names:
-                turn_texts = [self.turn_texts(signature, member) for member in members]
-                provided["turn_texts"] = turn_texts if signature.per_group else turn_texts[0]
-            for name in ("environment_reward", "tool_calls"):
-                if name in names:
-                    values = [getattr(self.completions[member], name) for member in members]
-                    provided[name] = values if signature.per_group else values[0]
+        if "prompt_id" in names:
+            provided["prompt_id"] = prompt.prompt_id
+        if "prompt" in names or "prompts" in names:
+            column = prompt.columns.get("prompt")
+            text = column if isinstance(column, str) else self._tokenizer.decode(prompt.token_ids)
+            chat = _chat_of(prompt)
+            provided["prompt"] = text
+            provided["prompts"] = text if chat is None else chat
+        for name in _OF_COMPLETIONS.intersection(names):
+            values = [self._argument(signature, name, member) for member in members]
+            provided[name] = values if signature.per_group else values[0]
         return choose_arguments(signature, prompt.columns, provided)
+
+    def _argument(self, signature: RewardSignature, name: str, member: int) -> Any:
+        """The argument ``name`` of a call about one completion."""
+        if name == "turn_texts":
+            return self.turn_texts(signature, member)
+        if name == "finish_reason":
+            return self.completions[member].finish_reason.value
+        if name in ("token_ids", "completion_ids"):
+            return self.token_ids[member].tolist()
+        return getattr(self.completions[member], name)
 
     def groups(self) -> list[list[int]]:
         """Places of completions that share a prompt and a group."""
