@@ -86,12 +86,9 @@ def _repository(name: HubName, send: Send) -> _Files:
             raise _unreachable[0]  # asking again would take as long
         info: Any = HfApi().repo_info(name.repository, timeout=answer_s(), **request)
     except Exception as error:
-        if isinstance(error, HfHubHTTPError):
-            refused = error.response.status_code in _NO_ACCESS
-        else:
-            refused = False
+        if not isinstance(error, HfHubHTTPError):
             _unreachable.append(error)
-        if refused:
+        elif error.response.status_code in _NO_ACCESS:
             raise
         listed = _cached(name)
         cached = listed or _cached_without_list(name)
