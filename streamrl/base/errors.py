@@ -7,7 +7,7 @@ Every message names the thing, its value and the remedy."""
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -46,6 +46,12 @@ class RecipeError(InputError):
         super().__init__("\n".join(problems))
         self.problems = list(problems)
         self.outcome = outcome
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise a ``RecipeError`` with ``problems``, where there are any."""
+    if problems:
+        raise RecipeError(*problems)
 
 
 class ProcessDied(StreamRLError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import anyio
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, raise_problems
 from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
 from streamrl.launch.weight_movers import mover_lines
@@ -116,8 +116,7 @@ def _checked_prompts(recipe: Recipe, snapshot: RewardsSnapshot | None) -> list[P
         elif first:
             columns = ", ".join(first.columns)
             print(f"\nthe environment writes the prompts{of_set}, from the columns {columns} of a row")
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(problems)
     return prompts
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anyio import to_thread
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import raise_problems
 from streamrl.base.run_events import RunWarning
 from streamrl.base.types import token_array
 from streamrl.base.waits import Waits
@@ -46,8 +46,7 @@ async def open_imitated_rows(recipe: Recipe, processes: Processes, emit: Emit) -
         problems, _, tools = await to_thread.run_sync(
             look_at_environment, recipe.environment, recipe.model.path, PROBE_TIMEOUT_S
         )
-        if problems:
-            raise RecipeError(*problems)
+        raise_problems(problems)
     rows = ImitatedRows(recipe, processes.tokenizer, emit, tools)
     if recipe.prompts.imitated:
         processes.trainer.imitated_rows = rows.of_version

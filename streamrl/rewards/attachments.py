@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import raise_problems
 from streamrl.base.types import AnyFunction
 from streamrl.comm.conversation import Conversation
 from streamrl.recipe.rewards import Reward
@@ -66,8 +66,7 @@ class RewardAttachments(Conversation[RewardRequest, RewardReply]):
         """Make the change of a record."""
         reply = await self.ask(change)
         assert isinstance(reply, RewardsChanged), reply
-        if reply.problems:
-            raise RecipeError(*reply.problems)
+        raise_problems(reply.problems)
         return reply
 
     async def attached(self) -> RewardsListed:

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct, ValidationError, convert
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, raise_problems
 from streamrl.base.types import JsonMapping, TextMapping
 from streamrl.recipe.check_fields import expected
 from streamrl.recipe.field_types import keys_of
@@ -48,8 +48,7 @@ class BuiltinReward:
         """The reward function. Raises ``RecipeError`` with one problem for each option that is wrong or missing,
         and for each library that is not installed."""
         problems = [*self._bad_options(options), *self._missing_libraries()]
-        if problems:
-            raise RecipeError(*problems)
+        raise_problems(problems)
         try:
             function = self._make(convert(options, self.options))
         except BadOption as error:

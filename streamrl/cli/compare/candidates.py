@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, raise_problems
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.scheduling import RoundKind, System
 from streamrl.recipe.sections import Recipe
@@ -32,8 +32,7 @@ def compared_recipes(path: Path, overrides: Sequence[str], names: str, flag: str
             recipes[text] = load_recipe(path, (*overrides, *scheduling, *settings))
         except RecipeError as error:
             problems += [f"{text}: {line}" for line in error.problems]
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(problems)
     if not recipes:
         raise RecipeError(f"{flag} {names!r} names no policy: give some, such as synchronous,continuous")
     return list(recipes.items())

@@ -18,7 +18,7 @@ from msgspec import json
 from msgspec.structs import replace
 
 from streamrl.base.atomic_files import make_directory, write_durable
-from streamrl.base.errors import RecipeError, StreamRLError, leaves
+from streamrl.base.errors import RecipeError, StreamRLError, leaves, raise_problems
 from streamrl.base.printable import log_to
 from streamrl.base.types import Texts
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
@@ -107,8 +107,7 @@ def check_all(recipes: Sequence[tuple[str, Recipe]]) -> None:
             preflight(recipe)
         except RecipeError as error:
             problems += [f"{name}: {line}" for line in error.problems]
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(problems)
 
 
 async def compare(plan: Sequence[tuple[str, int, Recipe]], comparison: Comparison, out: Path) -> Comparison:

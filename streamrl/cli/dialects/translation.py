@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, raise_problems
 from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.cli.dialects.conversions import CONVERSIONS, ForeignSettings
 from streamrl.cli.dialects.setting_files import Foreign
@@ -142,8 +142,7 @@ def _refuse_other_methods(foreign: Foreign, outcomes: Iterable[ForeignSetting]) 
     for section in sorted(sections - known):
         remedy = "leave it out where it does not change the training"
         problems.append(f"{foreign.name}: {section} is no section of {foreign.dialect} that is known here: {remedy}")
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(problems)
 
 
 def _values(foreign: Foreign, every: list[ForeignSetting]) -> tuple[JsonObject, dict[str, list[str]]]:

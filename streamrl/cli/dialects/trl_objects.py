@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import json, to_builtins
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, raise_problems
 from streamrl.base.types import JsonObject
 from streamrl.cli.dialects.setting_files import Foreign
 from streamrl.recipe.cells.cell_code import source_of
@@ -54,8 +54,7 @@ def foreign_of_trainer(method: str, name: str, objects: Mapping[str, Any], write
             settings |= readers[argument](value) if argument in readers else {argument: _text(value)}
         except RecipeError as error:
             problems += error.problems
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(problems)
     rewards = {"reward_funcs": settings.pop("reward_funcs")} if "reward_funcs" in settings else {}
     return Foreign("TRL", name, dict(leaves("", settings)) | rewards, method=method)
 

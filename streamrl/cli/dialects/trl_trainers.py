@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.errors import RecipeError, StreamRLError, raise_problems
 from streamrl.cli.dialects.translation import Translation, translated
 from streamrl.cli.dialects.trl_objects import foreign_of_trainer
 from streamrl.cli.train import run_in_foreground
@@ -78,8 +78,7 @@ class GRPOTrainer:
         script = Path(getattr(sys.modules["__main__"], "__file__", None) or "the notebook").name
         foreign = foreign_of_trainer(self.method, script, objects, lambda *parts: str(written(cells, *parts)))
         self.translation = translated(foreign)
-        if refused := self.translation.refused():
-            raise RecipeError(*refused)
+        raise_problems(self.translation.refused())
         print(*self.translation.lines(), sep="\n")
         self.recipe = load_recipe(parse_toml(self.translation.recipe))
 

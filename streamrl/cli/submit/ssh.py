@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 from anyio.streams.text import TextReceiveStream
 from msgspec import Struct
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import raise_problems
 from streamrl.base.types import TextMapping
 from streamrl.cli.submit.ray_start import Work, host_command
 
@@ -98,8 +98,7 @@ async def run_over_ssh(job: SshJob) -> int:
                 with anyio.move_on_after(REACH_S):
                     for host in hosts:
                         await host.answered.wait()
-                if failures := [f"{host.name}: {host.failure()}" for host in hosts if host.connection is None]:
-                    raise RecipeError(*failures)
+                raise_problems([f"{host.name}: {host.failure()}" for host in hosts if host.connection is None])
                 head = _head_address(hosts)
                 for host in hosts:
                     facts = {"token": token, "head": head, "variables": dict(job.variables)}

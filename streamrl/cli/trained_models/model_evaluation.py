@@ -19,7 +19,7 @@ import anyio
 from msgspec import Struct
 from msgspec.structs import replace
 
-from streamrl.base.errors import EngineError, RecipeError
+from streamrl.base.errors import EngineError, raise_problems
 from streamrl.base.notifier import Notifier
 from streamrl.base.run_process import redirected
 from streamrl.base.stage_messages import EndedOutcome, Scored
@@ -90,8 +90,7 @@ async def evaluate_model(
             settings = recipe.settings_of_held_out(name)
             reader = None if environment_writes(recipe, settings) else tokenizer
             problems += check_prompts(source, reader, columns_of_set(recipe, settings, columns), longest)
-        if problems:
-            raise RecipeError(*problems)
+        raise_problems(problems)
         held_out = await read_held_out(recipe, tokenizer, in_flight=recipe.engines.max_num_seqs)
         limited = {"every": 1, "limit": recipe.evaluation.limit}  # the limits of sets apply to the steps of a run
         sets = {name: (replace(settings, **limited), size) for name, (settings, size) in held_out.sets.items()}

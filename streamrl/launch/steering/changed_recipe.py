@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, raise_problems
 from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.control.events import SettingsChanged
 from streamrl.control.run_state import RunState
@@ -47,8 +47,7 @@ def settings_change(started: Recipe, state: RunState, changes: Sequence[str], st
     ]
     if 0 < step <= state.trainer_version:
         problems.append(f"--step {step}: the run has made step {state.trainer_version} already: give a later one")
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(problems)
     values = {key: _value(control_settings(requested_recipe), requested_recipe, key) for key in keys}
     change = SettingsChanged(values=values, step=step, recipe_steps=started.run.steps if STEPS in values else 0)
     # The recipe must be possible after each change that waits, in the order of their steps.

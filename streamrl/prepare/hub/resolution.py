@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from msgspec import Struct, convert, json, to_builtins
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, raise_problems
 from streamrl.base.run_process import end_session, last_line, start_session
 from streamrl.base.types import JsonObject, Texts, TextsByName
 from streamrl.prepare.hub import messages
@@ -96,8 +96,7 @@ def _resolved(recipe: Recipe, stand_ins: str) -> HubRecipe:
                 requests[place] = request
         except RecipeError as error:
             problems += [f"{key}: {problem}" for problem in error.problems]
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(problems)
     if not requests:
         return HubRecipe(recipe=recipe)
     resolutions = _ask(tuple(requests.values()), stand_ins)
@@ -201,8 +200,7 @@ def _ask(requests: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]
             why = f"ended ({last}): correct that"
         lost = [request for request in requests if request.key not in resolutions]
         problems = [f"{request.key}: the process that asks the Hub for {request.name} {why}" for request in lost]
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(problems)
     return resolutions
 
 

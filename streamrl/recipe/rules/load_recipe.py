@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import convert
 from msgspec.structs import asdict, replace
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, raise_problems
 from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.recipe.cells.python_recipe import python_table
 from streamrl.recipe.check_fields import CheckedTable
@@ -90,8 +90,7 @@ def check_recipe(recipe: Recipe, source: str = "recipe") -> None:
     checked = CheckedTable(as_table(asdict(recipe)), origin, foreign_answer)
     rules = broken_rules(_recipe(checked), checked.bad_paths)
     problems = checked.problems + [problem(origin, path, text) for path, text in rules]
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(problems)
 
 
 def overridden_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
@@ -176,8 +175,7 @@ def _check(table: JsonObject, origin: Origin, overrides: Sequence[str], director
     problems += contradictions + checked.problems
     recipe = _recipe(checked)
     problems += [problem(origin, path, text) for path, text in broken_rules(recipe, checked.bad_paths)]
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(problems)
     return _resolve_paths(recipe, directory.absolute()), system
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, raise_problems
 from streamrl.base.types import AnyFunction, Texts
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.user_code import load_user_object
@@ -148,8 +148,7 @@ def _read_function(spec: str, name: str, function: AnyFunction) -> RewardFunctio
                 optional.append(parameter.name)
             else:
                 columns.append(parameter.name)
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(problems)
     signature = RewardSignature(
         spec=spec,
         name=name,

@@ -37,7 +37,7 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 from msgspec import DecodeError, Struct, msgpack
 
-from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.errors import RecipeError, StreamRLError, raise_problems
 from streamrl.base.notifier import Notifier
 from streamrl.base.run_process import end_session, signal_name, start_session, usable_cores
 from streamrl.base.types import RewardFailureKind
@@ -224,8 +224,7 @@ class _ForkServerClient:
     async def open(self) -> list[RewardSignature]:
         """Start the server and import the rewards in it. Raises ``RecipeError``."""
         loaded = await self._load()
-        if loaded.problems:
-            raise RecipeError(*loaded.problems)
+        raise_problems(loaded.problems)
         if loaded.threads > 1:
             # A forked child would wait for ever for a lock that another thread holds at the time of the fork.
             _log.info("reward modules start %d threads: each process imports them itself", loaded.threads - 1)
@@ -388,8 +387,7 @@ class CallPool:
     async def loaded_signatures(self) -> list[RewardSignature]:
         """The signatures, once the functions are imported. Raises ``RecipeError`` with every problem."""
         await self._load_ended.wait()
-        if self._problems:
-            raise RecipeError(*self._problems)
+        raise_problems(self._problems)
         return self._signatures
 
     async def call(
