@@ -68,21 +68,18 @@ class Reporter:
         return bounded
 
 
-class JsonlSink:
+class JsonlSink(LineFile):
     """Writes ``metrics.jsonl``: a flat object for each step and each evaluation. Other events are in the journal, or go
     to the metrics socket alone.
 
     ``clock``: seconds since 1970. ``most_bytes``: size at which the file is rotated, as in ``LineFile``."""
 
     def __init__(self, path: Path, *, clock: Clock = time.time, most_bytes: int = 0) -> None:
-        self._lines = LineFile(path, most_bytes=most_bytes)
+        super().__init__(path, most_bytes=most_bytes)
         self._clock = clock
 
     def record(self, event: Message) -> None:
         if isinstance(event, StepFinished | EvaluationFinished):
             kind = "step" if isinstance(event, StepFinished) else "evaluation"
             head = {"kind": kind, "time": self._clock(), "step": event.step, "policy_version": event.policy_version}
-            self._lines.append(head | finite_or_none(event.metrics))
-
-    def close(self) -> None:
-        self._lines.close()
+            self.append(head | finite_or_none(event.metrics))

@@ -51,13 +51,13 @@ class StoredSample(CompletionSampled, frozen=True, kw_only=True, omit_defaults=T
     turn_rewards: tuple[float, ...] = ()
 
 
-class TrainingSamples:
+class TrainingSamples(LineFile):
     """Appends the best, the worst and a random completion of each batch to ``path``, after those of earlier lives;
     where there are several training sets, those of each set."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, *, most_bytes: int = MOST_BYTES) -> None:
+        super().__init__(path, most_bytes=most_bytes)
         self._tokenizer = tokenizer
-        self._file = LineFile(path, most_bytes=most_bytes)
 
     def take(self, step: int, batch: Sequence[ScoredTrajectory]) -> list[CompletionSampled]:
         """Write the completions of the batch of ``step``. Return the completions that the run is to show: one at the
@@ -72,23 +72,19 @@ class TrainingSamples:
                 samples.append(sample_of(scored, self._tokenizer, step=step, choice=choice))
                 choices.append(scored)
         pairs = zip(samples, choices, strict=True)
-        self._file.append(*(_stored(sample, scored, self._tokenizer) for sample, scored in pairs))
+        self.append(*(_stored(sample, scored, self._tokenizer) for sample, scored in pairs))
         if step == 1 or step % SHOWN_EVERY == 0:
             return samples[-1:]
         return []
 
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()
 
-
-class PromptWords:
+class PromptWords(LineFile):
     """Appends the id and the first words of each prompt whose trajectory ended to ``path``, once a life of the
     controller: pages name prompts by them, also those of which no completion is kept."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, *, most_bytes: int = MOST_BYTES) -> None:
+        super().__init__(path, most_bytes=most_bytes)
         self._tokenizer = tokenizer
-        self._file = LineFile(path, most_bytes=most_bytes)
         self._named: set[str] = set()
 
     def take(self, scored: Scored) -> None:
@@ -100,11 +96,7 @@ class PromptWords:
         self._named.add(prompt_id)
         texts = _texts(trajectory, self._tokenizer)
         words = " ".join((texts["question"] or texts["prompt"]).split())
-        self._file.append(NamedPrompt(prompt_id=prompt_id, words=words[:WORDS]))
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()
+        self.append(NamedPrompt(prompt_id=prompt_id, words=words[:WORDS]))
 
 
 def sample_of(scored: ScoredTrajectory, tokenizer: Tokenizer, *, step: int, choice: str) -> CompletionSampled:
