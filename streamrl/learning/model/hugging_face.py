@@ -12,7 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,17 +21,11 @@ _DYNAMO = "torch._dynamo"
 _GET_ITEM = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
-class _LateTransform:
-    """Context manager that imports and enters the real ``TransformGetItemToIndex`` when it is entered."""
-
-    def __enter__(self) -> None:
-        self._real = importlib.import_module(_GET_ITEM).TransformGetItemToIndex()
-        self._real.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._real.__exit__(kind, error, trace)
+@contextmanager
+def _late_transform() -> Iterator[None]:
+    """Import and enter the real ``TransformGetItemToIndex`` when this one is entered."""
+    with importlib.import_module(_GET_ITEM).TransformGetItemToIndex():
+        yield
 
 
 def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
@@ -68,7 +62,7 @@ def without_compiler() -> Iterator[None]:
         yield
         return
     getter = ModuleType(_GET_ITEM)
-    getter.TransformGetItemToIndex = _LateTransform  # type: ignore[attr-defined]
+    getter.TransformGetItemToIndex = _late_transform  # type: ignore[attr-defined]
     sys.modules[_DYNAMO] = _StandIn()
     sys.modules[_GET_ITEM] = getter
     try:
