@@ -19,7 +19,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from anyio import CancelScope, create_task_group
@@ -74,9 +73,7 @@ class EndedAtExit(ABC):
 
     _role = ""
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             await self.aclose()
         else:

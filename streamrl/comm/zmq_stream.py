@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import uuid
 from os import environ
-from types import TracebackType
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
 from anyio import CancelScope, Event, create_task_group, move_on_after
@@ -103,9 +102,7 @@ class _ZmqStream(EndedAtExit, Generic[T]):
         self._tasks.start_soon(self._connection.run)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             await super().__aexit__(kind, error, traceback)
         finally:

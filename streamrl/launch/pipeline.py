@@ -16,7 +16,6 @@ from logging import getLogger
 from math import inf
 from os import getpid
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import anyio
@@ -261,9 +260,7 @@ class Pipeline:
             self._resources = entered.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None and not self._run_over.is_set():
                 self.drain()

@@ -10,7 +10,6 @@ import sys
 import time
 from functools import partial
 from textwrap import TextWrapper
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from streamrl.base import run_events
@@ -138,9 +137,7 @@ class StdoutReporter:
     def __enter__(self) -> StdoutReporter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._screen.close()
 
     def __call__(self, event: run_events.RunEvent) -> None:
