@@ -375,30 +375,22 @@ class _FadingLine:
 
     def __init__(self) -> None:
         # weighted sums over the observations: of 1, running, seconds, running * running, and running * seconds
-        self._weight = 0.0
-        self._x = 0.0
-        self._y = 0.0
-        self._xx = 0.0
-        self._xy = 0.0
+        self._sums = [0.0, 0.0, 0.0, 0.0, 0.0]
 
     def add(self, running: float, seconds: float) -> None:
         """Add one observation."""
-        self._weight = self.DECAY * self._weight + 1.0
-        self._x = self.DECAY * self._x + running
-        self._y = self.DECAY * self._y + seconds
-        self._xx = self.DECAY * self._xx + running * running
-        self._xy = self.DECAY * self._xy + running * seconds
+        observed = (1.0, running, seconds, running * running, running * seconds)
+        self._sums = [self.DECAY * total + value for total, value in zip(self._sums, observed, strict=True)]
 
     def fit(self) -> StepCost:
         """Return the cost of a step by the observations so far."""
-        ridge = self.RIDGE * self._weight
-        weight = self._weight + ridge
-        xx = self._xx + ridge
-        determinant = weight * xx - self._x * self._x
-        slope = (weight * self._xy - self._x * self._y) / determinant
+        weight, x, y, xx, xy = self._sums
+        ridge = self.RIDGE * weight
+        determinant = (weight + ridge) * (xx + ridge) - x * x
+        slope = ((weight + ridge) * xy - x * y) / determinant
         if slope <= 0:
-            return StepCost(base_s=max(self._y / self._weight, 1e-6), per_running_s=0.0)
-        base_s = (xx * self._y - self._x * self._xy) / determinant
+            return StepCost(base_s=max(y / weight, 1e-6), per_running_s=0.0)
+        base_s = ((xx + ridge) * y - x * xy) / determinant
         return StepCost(base_s=max(base_s, 1e-6), per_running_s=slope)
 
 
