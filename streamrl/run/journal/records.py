@@ -113,20 +113,16 @@ JournalRecord = (
 )
 
 
-class JournalCodec:
+class JournalCodec(OneFrameCodec[JournalRecord]):
     """Encodes records as bytes, and decodes them."""
 
     def __init__(self) -> None:
-        self._codec: OneFrameCodec[JournalRecord] = OneFrameCodec(JournalRecord)
-
-    def encode(self, record: JournalRecord) -> bytes:
-        """Return the bytes of ``record``."""
-        return self._codec.encode(record)
+        super().__init__(JournalRecord)
 
     def decode(self, body: Buffer) -> JournalRecord:
         """Return the record in ``body``. Raises ``StreamRLError`` where another version of streamrl wrote it."""
         try:
-            record = self._codec.decode(body)
+            record = super().decode(body)
         except WireError as error:
             raise StreamRLError(
                 f"a record of the journal cannot be read: {error}; use the streamrl that wrote it"
