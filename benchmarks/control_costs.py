@@ -177,7 +177,8 @@ def buffer_costs(options: argparse.Namespace) -> list[str]:
     for group in range(options.repeats * 100):
         oldest = buffer.untrained[group]
         for trajectory in oldest.ids:
-            buffer.score(trajectory, reward=0.5, tokens=400, reason=FinishReason.STOP, oldest=group // 1000)
+            scored = Member(oldest_version=group // 1000, finish_reason=FinishReason.STOP, reward=0.5, tokens=400)
+            buffer.score(trajectory, scored)
         if group % 10:
             buffer.batch(oldest)
             buffer.train()

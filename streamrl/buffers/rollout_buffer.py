@@ -200,38 +200,15 @@ class RolloutBuffer(Struct, kw_only=True):
         self._count_version(group, 1)
         self.issued += group.size
 
-    def score(
-        self,
-        trajectory: TrajectoryId,
-        *,
-        reward: float,
-        tokens: int,
-        reason: FinishReason,
-        oldest: int,
-        separate: dict[str, float] | None = None,
-        turns: tuple[float, ...] = (),
-        signal: bool = False,
-        seconds: float = 0.0,
-    ) -> Group | None:
-        """Record a reward and return the group. Returns None, and changes nothing, where the trajectory has ended or
-        has a reward.
-
-        ``reason``: reason to stop sampling; ``oldest``: oldest policy version of its tokens; ``separate``,
-        ``turns``, ``signal``: see ``Member``."""
+    def score(self, trajectory: TrajectoryId, scored: Member) -> Group | None:
+        """Put ``scored``, which has a reward, in the place of a trajectory, and return the group. Returns None, and
+        changes nothing, where the trajectory has ended or has a reward."""
         member = self.member(trajectory)
         if member is None or member.scored:
             return None
         group = self.untrained[trajectory.group_id]
-        member.reward = reward
-        member.tokens = tokens
-        member.finish_reason = reason
-        member.separate_rewards = separate or {}
-        rewarded_turns = [number for number, turn_reward in enumerate(turns, start=1) if turn_reward]
-        member.turn_rewards = turns[: max(rewarded_turns, default=0)]
-        member.seconds = seconds
-        member.signal = signal
-        if oldest != member.oldest_version:
-            member.oldest_version = oldest
+        group.members[trajectory.sample] = scored
+        if scored.oldest_version != member.oldest_version:
             self._update_oldest_version(group)
         group.open -= 1
         self._note_ready(group)

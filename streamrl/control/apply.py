@@ -144,18 +144,19 @@ def _score_trajectory(state: RunState, event: on.TrajectoryScored, rules: Rules,
         return False  # the event came twice, as after the kill of a controller: the first one counts
     turn_rewards: tuple[float, ...] = ()
     if rules.settings.compares_turns:
-        turn_rewards = event.turn_rewards
-    group = state.buffer.score(
-        event.id,
+        rewarded_turns = [number for number, reward in enumerate(event.turn_rewards, start=1) if reward]
+        turn_rewards = event.turn_rewards[: max(rewarded_turns, default=0)]
+    scored = Member(
+        oldest_version=event.oldest_version,
+        finish_reason=event.finish_reason,
         reward=event.reward,
         tokens=event.tokens,
-        reason=event.finish_reason,
-        oldest=event.oldest_version,
-        separate=event.separate_rewards,
-        turns=turn_rewards,
-        signal=event.signal,
+        separate_rewards=event.separate_rewards,
+        turn_rewards=turn_rewards,
         seconds=event.seconds,
+        signal=event.signal,
     )
+    group = state.buffer.score(event.id, scored)
     if group is None:  # the trajectory was dropped before its result arrived
         state.buffer.wasted_tokens += event.tokens
         out.append(do.Drop(ids=(event.id,), reason=DropReason.CANCELLED))

@@ -67,7 +67,8 @@ async def test_tokens_so_far_are_shared_out_and_exact_at_the_end() -> None:
         assert [(r.id, r.tokens, r.marks) for r in rows] == [(0, [9, 9, 0], "ssw"), (1, [0, 0], "ww")]
         assert (now.waits_for, now.budget, now.scoring, now.environment) == ("sampling", 40, 1, 3)
         first = TrajectoryId(prompt_id="p0", group_id=0, sample=0)
-        state.buffer.score(first, reward=1.0, tokens=11, reason=FinishReason.LENGTH, oldest=0)
+        scored = Member(oldest_version=0, finish_reason=FinishReason.LENGTH, reward=1.0, tokens=11)
+        state.buffer.score(first, scored)
         state.prompts.queue.append(PromptRef(prompt_id="p1"))
         state.buffer.drop_group(state.buffer.untrained[1], DropReason.LOST_RACE)
         rows = live.figures(1.5).groups
