@@ -366,7 +366,8 @@ def fit_rectangles(first: PositionArray, second: PositionArray) -> tuple[Shape, 
         first = first[::run]
         second = second[::run]
     dimensions = dimensions or [(1, 1, 1)]
-    return tuple(d[0] for d in dimensions), tuple(d[1] for d in dimensions), tuple(d[2] for d in dimensions)
+    sizes, first_strides, second_strides = zip(*dimensions, strict=True)
+    return sizes, first_strides, second_strides
 
 
 def _rectangle(view: Tensor) -> Rectangle:
@@ -384,11 +385,8 @@ def _merge(source: Rectangle, target: Rectangle) -> tuple[Rectangle, Rectangle]:
         else:
             merged.append((size, first, second))
     merged = merged or [(source.elements, 1, 1)]
-    sizes = tuple(m[0] for m in merged)
-    return (
-        Rectangle(source.offset, sizes, tuple(m[1] for m in merged)),
-        Rectangle(target.offset, sizes, tuple(m[2] for m in merged)),
-    )
+    sizes, source_strides, target_strides = zip(*merged, strict=True)
+    return Rectangle(source.offset, sizes, source_strides), Rectangle(target.offset, sizes, target_strides)
 
 
 def _runtime_parameters(model: Module, derived: Container[str]) -> dict[str, Parameter]:
