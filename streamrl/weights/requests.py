@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import zmq
 from msgspec import Struct, msgpack
 
 from streamrl.base.errors import UNDECODABLE, WeightError
@@ -74,6 +75,16 @@ def _decoded(decoder: msgpack.Decoder[Message], frame: bytes | memoryview) -> Me
         return decoder.decode(frame)
     except UNDECODABLE as error:
         raise WeightError(f"not a message of this version: {error}") from error
+
+
+def send_reply(router: ByteSocket, peer: bytes, reply: Struct, payload: bytes | memoryview) -> None:
+    """Send a reply to the process with the identity ``peer``. It is dropped where the process has left, or its queue is
+    full: a process that is alive repeats its request."""
+    try:
+        router.send_multipart([peer, encoder.encode(reply), payload], zmq.NOBLOCK, copy=False)
+    except zmq.ZMQError as error:
+        if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            raise
 
 
 def pull_socket(context: GuardedContext, kind: int, endpoint: str, *, max_frame_bytes: int) -> ByteSocket:

@@ -13,7 +13,7 @@ from threading import Event, Thread
 
 import zmq
 from msgspec import Struct
-from zmq import NOBLOCK, POLLIN, Poller, ZMQError
+from zmq import NOBLOCK, POLLIN, Poller
 
 from streamrl.base.errors import WeightError
 from streamrl.comm.guarded_sockets import GuardedContext, bind
@@ -28,8 +28,8 @@ from streamrl.weights.requests import (
     Piece,
     Reply,
     decode_request,
-    encoder,
     pull_socket,
+    send_reply,
 )
 
 
@@ -131,15 +131,7 @@ class PublisherServer:
                 gate.check()
             if router in ready:
                 peer, *frames = router.recv_multipart(NOBLOCK)
-                self._send(router, peer, *self._answer(frames))
-
-    def _send(self, router: ByteSocket, peer: bytes, reply: Reply, payload: bytes | memoryview) -> None:
-        try:
-            router.send_multipart([peer, encoder.encode(reply), payload], NOBLOCK, copy=False)
-        except ZMQError as error:
-            # The peer has left, or its queue is full: a peer that is alive repeats its request.
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
+                send_reply(router, peer, *self._answer(frames))
 
     def _answer(self, frames: Sequence[bytes]) -> tuple[Reply, bytes | memoryview]:
         frame = b""  # no request, and refused below

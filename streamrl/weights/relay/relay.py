@@ -17,7 +17,7 @@ from time import monotonic
 import zmq
 from msgspec import msgpack
 from msgspec.structs import replace
-from zmq import NOBLOCK, POLLIN, Again, Poller, ZMQError
+from zmq import NOBLOCK, POLLIN, Again, Poller
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.messages import WeightAnnouncement
@@ -27,7 +27,7 @@ from streamrl.comm.socket_options import ByteSocket
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import KEEP_S, IpcPath
 from streamrl.weights.relay.state import Asker, AskPiece, PieceSource, RelayReply, RelayState
-from streamrl.weights.requests import MANIFEST_LIMIT, REQUEST_LIMIT, encoder, pull_socket
+from streamrl.weights.requests import MANIFEST_LIMIT, REQUEST_LIMIT, encoder, pull_socket, send_reply
 
 _TICK_MS = 200
 _MESSAGES_AT_ONCE = 8
@@ -175,13 +175,7 @@ class Relay:
             self._dealers[source].send(encoder.encode(ask), NOBLOCK)
 
     def _reply(self, asker: Asker, reply: RelayReply, payload: bytes) -> None:
-        try:
-            frames = [asker.identity, encoder.encode(reply), payload]
-            self._routers[asker.is_local].send_multipart(frames, NOBLOCK, copy=False)
-        except ZMQError as error:
-            # The asker has left, or its queue is full: one that is alive repeats its request.
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
+        send_reply(self._routers[asker.is_local], asker.identity, reply, payload)
 
 
 def _decoded_reply(frames: Sequence[bytes]) -> RelayReply | None:
