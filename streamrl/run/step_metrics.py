@@ -106,13 +106,11 @@ def set_metrics(batch: Sequence[ScoredTrajectory]) -> Metrics:
         if name:
             prefix = f"prompts/{name}"
             metrics[f"{prefix}/samples"] = float(len(samples))
-            metrics |= {f"{prefix}/{figure.replace('/', '_')}": value for figure, value in _figures_of_set(samples)}
+            figures = reward_metrics(samples) | completion_metrics(samples)
+            for figure in _OF_SETS:
+                if figure in figures:
+                    metrics[f"{prefix}/{figure.replace('/', '_')}"] = figures[figure]
     return metrics
-
-
-def _figures_of_set(samples: Sequence[ScoredTrajectory]) -> Iterable[tuple[str, float]]:
-    figures = reward_metrics(samples) | completion_metrics(samples)
-    return [(name, figures[name]) for name in _OF_SETS if name in figures]
 
 
 def part_values(scored: Iterable[ScoredTrajectory]) -> dict[str, list[float]]:
