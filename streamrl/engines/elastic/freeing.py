@@ -112,9 +112,7 @@ class Freeing:
         self._lengths: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=RECENT_LENGTHS))
         self._open: set[TrajectoryId] = set()
         self._round_kind = ""
-        self._launched = 0
-        self._next_look = settings.window[0]
-        self._freed = False
+        self.begin_round()
 
     def begin_round(self) -> None:
         """Begin a round. Later completions of the round before do not count."""
