@@ -16,6 +16,7 @@ from msgspec import json
 
 from streamrl.base.atomic_files import make_directory, write_durable, write_link, write_sidecar
 from streamrl.base.errors import UNDECODABLE, StreamRLError, WireError
+from streamrl.base.messages import SaveCheckpoint
 from streamrl.base.types import MetricsMapping, Prompt, Record
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.wire import OneFrameCodec
@@ -125,11 +126,16 @@ class CheckpointKeeper:
         for leftover in self._directory.glob(".step-*.partial"):  # a run was killed while it wrote them
             await self._forget(leftover)
         path = self._path(policy_version)
-        min_free_bytes = int(self._rules.min_free_gib * (1 << 30))
         # The files reach the ranks through the file system: the state of control grows with the number of waiting
         # prompts, and a message has a limit.
         digests = await to_thread.run_sync(_stage, path, sidecar_files)
-        await self._trainer.save_checkpoint(str(path), policy_version, min_free_bytes, digests)
+        order = SaveCheckpoint(
+            directory=str(path),
+            policy_version=policy_version,
+            min_free_bytes=int(self._rules.min_free_gib * (1 << 30)),
+            sidecar_digests=digests,
+        )
+        await self._trainer.save_checkpoint(order)
         await to_thread.run_sync(write_link, self._directory / LATEST, path.name)
         self._saved.add(policy_version)
         self._written = [version for version in self._written if version != policy_version] + [policy_version]

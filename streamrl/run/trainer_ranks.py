@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from asyncio import Future, Lock, get_running_loop
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import anyio
@@ -152,22 +152,8 @@ class TrainerRanks:
         for orders, _ in self._ranks:
             await orders.send(messages.EnginesFreed(count=count))
 
-    async def save_checkpoint(
-        self,
-        directory: str,
-        policy_version: int,
-        min_free_bytes: int = 0,
-        sidecar_digests: Mapping[str, bytes] | None = None,
-    ) -> messages.CheckpointSaved:
-        """Have all ranks write a checkpoint, and return the answer of rank 0. ``sidecar_digests``: sha256 by name of
-        the files that ``atomic_files.write_sidecar`` has written for the checkpoint. Their contents are not in the
-        message, whose size is limited."""
-        order = messages.SaveCheckpoint(
-            directory=directory,
-            policy_version=policy_version,
-            min_free_bytes=min_free_bytes,
-            sidecar_digests=dict(sidecar_digests or {}),
-        )
+    async def save_checkpoint(self, order: messages.SaveCheckpoint) -> messages.CheckpointSaved:
+        """Have all ranks write a checkpoint, and return the answer of rank 0."""
         gather = await self._ask(order, messages.CheckpointSaved)
         return (await gather())[0]
 

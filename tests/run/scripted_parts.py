@@ -452,7 +452,9 @@ class SimulatedRun:
     @staticmethod
     def _save(trainer: TrainerRanks) -> object:
         async def save(policy_version: int, beside: Mapping[str, bytes]) -> None:
-            await trainer.save_checkpoint(f"step-{policy_version}", policy_version, sidecar_digests=beside)
+            directory = f"step-{policy_version}"
+            order = SaveCheckpoint(directory=directory, policy_version=policy_version, sidecar_digests=dict(beside))
+            await trainer.save_checkpoint(order)
 
         return save
 

@@ -52,12 +52,11 @@ class Ranks:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int]] = []
 
-    async def save_checkpoint(
-        self, directory: str, policy_version: int, min_free_bytes: int, sidecar_digests: dict[str, bytes]
-    ) -> None:
-        self.asked.append((Path(directory).name, policy_version, min_free_bytes))
-        write_anew(Path(directory))
-        take_sidecar(Path(directory), Path(directory), sidecar_digests)
+    async def save_checkpoint(self, order: SaveCheckpoint) -> None:
+        directory = Path(order.directory)
+        self.asked.append((directory.name, order.policy_version, order.min_free_bytes))
+        write_anew(directory)
+        take_sidecar(directory, directory, order.sidecar_digests)
 
 
 def write_anew(directory: Path) -> None:
@@ -193,13 +192,12 @@ def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(tmp_path: Path,
     assert begun is not None and begun.name == "step-000010"
 
     class WritesDigests(Ranks):
-        async def save_checkpoint(
-            self, directory: str, policy_version: int, min_free_bytes: int, sidecar_digests: dict[str, bytes]
-        ) -> None:
-            assert steps_in(Path(directory).parent) == [10, 20], "nothing goes before the next one is there"
-            write_anew(Path(directory))
-            (Path(directory) / "weights").write_bytes(b"new")
-            write_digests(Path(directory), [flush_and_digest(Path(directory), ["weights"])])
+        async def save_checkpoint(self, order: SaveCheckpoint) -> None:
+            directory = Path(order.directory)
+            assert steps_in(directory.parent) == [10, 20], "nothing goes before the next one is there"
+            write_anew(directory)
+            (directory / "weights").write_bytes(b"new")
+            write_digests(directory, [flush_and_digest(directory, ["weights"])])
 
     async def scenario(version: int) -> None:
         for held in (10, 25)[:lives]:
@@ -234,9 +232,7 @@ def test_uncommitted_rank_state_keeps_the_last_checkpoint(tmp_path: Path) -> Non
 
 def test_a_failed_save_moves_and_removes_nothing(tmp_path: Path) -> None:
     class FullDisk(Ranks):
-        async def save_checkpoint(
-            self, directory: str, policy_version: int, min_free_bytes: int, sidecar_digests: dict[str, bytes]
-        ) -> None:
+        async def save_checkpoint(self, order: SaveCheckpoint) -> None:
             raise OSError("disk full")
 
     async def scenario() -> None:

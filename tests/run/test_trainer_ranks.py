@@ -11,6 +11,7 @@ from streamrl.base.messages import (
     CloseBatch,
     EnginesFreed,
     PublishAnchor,
+    SaveCheckpoint,
     TrainerReady,
     TrainGroup,
     TrainingOrder,
@@ -42,7 +43,7 @@ async def test_an_answer_after_a_cancellation_is_no_error() -> None:
     async with anyio.create_task_group() as pump:
         pump.start_soon(ranks.run)
         async with anyio.create_task_group() as asking:
-            asking.start_soon(ranks.save_checkpoint, "somewhere", 3)
+            asking.start_soon(ranks.save_checkpoint, SaveCheckpoint(directory="somewhere", policy_version=3))
             await taken.receive()
             await anyio.wait_all_tasks_blocked()
             asking.cancel_scope.cancel()
