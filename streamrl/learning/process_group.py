@@ -24,6 +24,7 @@ from torch.distributed import ReduceOp, get_rank, get_world_size
 
 from streamrl.base.errors import StreamBroken, StreamRLError
 from streamrl.base.run_process import usable_cores
+from streamrl.learning.gathered_bytes import gather_bytes
 from streamrl.learning.options import TrainerOptions
 
 LEAVE_TIMEOUT = timedelta(seconds=10)
@@ -162,17 +163,11 @@ def all_reduce(
 
 
 def all_gather_bytes(payload: bytes) -> list[bytes]:
-    """Gather the payload of each rank, by rank. Payloads travel as tensors: torch would pickle objects. Collective."""
+    """Gather the payload of each rank, by rank. Collective."""
     if get_world_size() == 1:
         return [payload]
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device))
-    longest = max(1, *(int(length) for length in lengths))
-    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
-    payloads = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(payloads, padded)
-    return [tensor.cpu().numpy().tobytes()[: int(length)] for tensor, length in zip(payloads, lengths, strict=True)]
+    return gather_bytes(payload, device)
 
 
 LOOPBACK = "127.0.0.1"

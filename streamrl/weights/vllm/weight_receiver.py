@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.base.types import JsonObject
+from streamrl.learning.gathered_bytes import gather_bytes
 from streamrl.weights.distance import Location, this_host
 from streamrl.weights.pull.loaded_checkpoint import constant_tensors
 from streamrl.weights.pull.replica import CheckpointReplica, TensorSpecs
@@ -188,23 +189,13 @@ def _worker_index() -> int:
 
 
 def _gather_from_workers(message: WorkerMessage) -> list[WorkerMessage]:
-    """Gather the messages of all workers of this engine, by rank. They are sent as tensors of bytes: torch would pickle
-    objects."""
+    """Gather the messages of all workers of this engine, by rank."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return [message]
     from vllm.distributed.parallel_state import get_world_group
 
-    group = get_world_group().cpu_group
-    encoded = msgpack.encode(message)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(lengths, torch.tensor([len(encoded)]), group=group)
-    longest = max(int(length) for length in lengths)
-    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-    padded = bytearray(encoded.ljust(longest, b"\0"))
-    torch.distributed.all_gather(gathered, torch.frombuffer(padded, dtype=torch.uint8), group=group)
-    messages: list[WorkerMessage] = []
-    for content, length in zip(gathered, lengths, strict=True):
-        messages.append(msgpack.decode(content.numpy()[: int(length)].tobytes(), type=WorkerMessage))
+    gathered = gather_bytes(msgpack.encode(message), torch.device("cpu"), get_world_group().cpu_group)
+    messages: list[WorkerMessage] = [msgpack.decode(encoded, type=WorkerMessage) for encoded in gathered]
     return messages
 
 
