@@ -16,13 +16,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from anyio import CancelScope, Event, Lock, create_task_group, current_time, fail_after
-from msgspec.structs import replace
 
 from streamrl.base.concurrent_calls import all_of
 from streamrl.base.errors import EngineError, VersionLeft, WeightError
 from streamrl.base.messages import FirstProbe, PauseMode, WeightAnnouncement
 from streamrl.base.waits import Waits
-from streamrl.contracts import CanaryReport, Engine, PushReport
+from streamrl.contracts import Engine, PushReport
 from streamrl.engines.push.verify import WeightCanary
 from streamrl.recipe.scheduling import InFlight
 from streamrl.weights.distance import Mover
@@ -163,8 +162,21 @@ class WeightSync:
             self._failed(engine, _refused(self._engines[engine], announced, refusals[engine]))
         if self._canary is not None:
             self._canary.ask(list(self._engines))
-        result = _report(announced, started, staged_at, list(pauses.values()), len(refusing), report)
-        return replace(result, from_memory=len(from_memory))
+        sources = announced.sources
+        changed_elements = sum(source.changed_elements for source in sources)
+        total_elements = sum(source.total_elements for source in sources)
+        return PushReport(
+            policy_version=announced.policy_version,
+            staged_s=staged_at - started,
+            # Without a pause all engines are lost; started ones will get this version.
+            paused_s=max(pauses.values(), default=0.0),
+            total_s=current_time() - started,
+            payload_bytes=sum(source.payload_bytes for source in sources),
+            changed_share=changed_elements / max(total_elements, 1),
+            reanchored=len(refusing),
+            from_memory=len(from_memory),
+            canary=report,
+        )
 
     def _report_pause(self) -> None:
         paused = bool(self._engines) and self._engines.keys() <= self.paused_engines
@@ -331,29 +343,6 @@ async def _on_each(
             group.start_soon(run_step, engine)
     if fatal_errors:
         raise fatal_errors[0]
-
-
-def _report(
-    announced: WeightAnnouncement,
-    started: float,
-    staged_at: float,
-    pauses: Sequence[float],
-    reanchored: int,
-    canary: CanaryReport | None,
-) -> PushReport:
-    sources = announced.sources
-    changed_elements = sum(source.changed_elements for source in sources)
-    total_elements = sum(source.total_elements for source in sources)
-    return PushReport(
-        policy_version=announced.policy_version,
-        staged_s=staged_at - started,
-        paused_s=max(pauses, default=0.0),  # without a pause all engines are lost; started ones will get this version
-        total_s=current_time() - started,
-        payload_bytes=sum(source.payload_bytes for source in sources),
-        changed_share=changed_elements / max(total_elements, 1),
-        reanchored=reanchored,
-        canary=canary,
-    )
 
 
 def _refused(name: str, announced: WeightAnnouncement, refusal: WeightError) -> EngineError:
