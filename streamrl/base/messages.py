@@ -450,6 +450,7 @@ class BeginEpisode(Message, frozen=True):
     ``episode``: number of the episode, which all its messages have;
     ``trajectory``: id of the trajectory, as text;
     ``columns``: row of the prompt;
+    ``environment``: name of the environment in ``Environment.by_name``;
     ``seed``: seed of the environment's own randomness;
     ``evaluation``: whether the prompt is held out;
     ``returned``: tool calls of an earlier run of the episode, which are not made again."""
@@ -459,6 +460,7 @@ class BeginEpisode(Message, frozen=True):
     prompt_id: str
     columns: JsonObject
     seed: int
+    environment: str = ""
     evaluation: bool = False
     returned: tuple[ReturnedCall, ...] = ()
 

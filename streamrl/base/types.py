@@ -150,7 +150,8 @@ class Prompt(Record, frozen=True):
 
     ``set``: name of its training set (empty: the run has a single source);
     ``rewards``: names of the rewards that score it (empty: all);
-    ``max_tokens``: limit of the tokens of a completion, besides that of the run (0: none)."""
+    ``max_tokens``: limit of the tokens of a completion, besides that of the run (0: none);
+    ``environment``: name of its environment in ``Environment.by_name``, where an environment writes it."""
 
     prompt_id: str
     token_ids: TokenArray
@@ -158,6 +159,7 @@ class Prompt(Record, frozen=True):
     set: str = ""
     rewards: Texts = ()
     max_tokens: int = 0
+    environment: str = ""
 
     def token_limit(self, limit: int) -> int:
         """Return the limit of the tokens of a completion. ``limit``: limit of the run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import IO
 
@@ -147,8 +147,10 @@ def _named_files(recipe: Recipe) -> Iterator[Path]:
             places.append(source.path)
     functions = [*(reward.function for reward in recipe.rewards), recipe.reward_limits.combine, recipe.rollout.policy]
     functions.append(recipe.objective.function)
-    functions += [recipe.environment.episode, recipe.environment.env, *recipe.environment.tools]
-    commands = [recipe.environment.agent, *recipe.environment.servers]
+    commands = list[Sequence[str]]()
+    for environment in recipe.environment.by_name.values():
+        functions += [environment.episode, environment.env, *environment.tools]
+        commands += [environment.agent, *environment.servers]
     places += [Path(word) for command in commands for word in command if Path(word).is_file()]
     sources = (spec.rpartition(":")[0] for spec in functions)
     places += [Path(source) for source in sources if source.endswith(".py")]

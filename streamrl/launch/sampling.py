@@ -41,12 +41,14 @@ def training_prompts(recipe: Recipe, tokenizer: Tokenizer, pool: PromptPool) -> 
 async def open_imitated_rows(recipe: Recipe, processes: Processes, emit: Emit) -> ImitatedRows:
     """Open the rows that are imitated, which the trainer ranks get with each order to step. Raises ``RecipeError``
     where the environment's tools, which rows have, cannot be loaded."""
-    tools = ""
-    if recipe.environment.tools and any(settings.environment for settings in recipe.prompts.imitated.values()):
-        problems, _, tools = await to_thread.run_sync(
-            look_at_environment, recipe.environment, recipe.model.path, PROBE_TIMEOUT_S
-        )
-        raise_problems(problems)
+    tools = {}
+    imitated = {settings.environment_name for settings in recipe.prompts.imitated.values()}
+    for name, environment in recipe.environment.by_name.items():
+        if environment.tools and name in imitated:
+            problems, _, tools[name] = await to_thread.run_sync(
+                look_at_environment, recipe.environment.path_of(name), environment, recipe.model.path, PROBE_TIMEOUT_S
+            )
+            raise_problems(problems)
     rows = ImitatedRows(recipe, processes.tokenizer, emit, tools)
     if recipe.prompts.imitated:
         processes.trainer.imitated_rows = rows.of_version

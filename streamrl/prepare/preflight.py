@@ -188,7 +188,7 @@ def _rewards_and_prompts(
         yield from (f"{path}: {problem}" for problem in inspection.problems)
     columns = needed_columns([inspection.signature for inspection in inspections if inspection.signature is not None])
     tokenizer = None
-    tools = ""
+    tools = {}
     try:
         read_model_config(Path(recipe.model.path))
         tokenizer = load_tokenizer(recipe.model.path)
@@ -198,11 +198,13 @@ def _rewards_and_prompts(
         yield from (f"model.path: {problem}" for problem in error.problems)
     if recipe.environment.configured:
         readable_model = recipe.model.path if tokenizer else None
-        problems, columns["environment"], tools = look_at_environment(
-            recipe.environment, readable_model or "", USER_CODE_TIMEOUT_S
-        )
-        yield from problems
-    if recipe.environment.agent and tokenizer and not tokenizer.chat_templates:
+        for name, environment in recipe.environment.by_name.items():
+            path = recipe.environment.path_of(name)
+            problems, columns[path], tools[name] = look_at_environment(
+                path, environment, readable_model or "", USER_CODE_TIMEOUT_S
+            )
+            yield from problems
+    if recipe.environment.has_agent and tokenizer and not tokenizer.chat_templates:
         yield "environment.agent: the model has no chat template, which requests of agents need: take one that has"
     settings = settings_of_sources(recipe)
     for path, spec in prompt_sources(recipe).items():

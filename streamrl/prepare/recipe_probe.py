@@ -18,6 +18,8 @@ from streamrl.observe.user_calls import observer_class
 from streamrl.prepare.first_prompt import difference_from_transformers
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.environment import Environment
+from streamrl.recipe.field_types import written_path
+from streamrl.recipe.sections import Recipe
 from streamrl.recipe.throwaway_process import ThrowawayAnswer, answer_parent, run_throwaway
 from streamrl.recipe.user_code import load_user_object
 from streamrl.rewards.user_variables import keep_variables_of_user_code
@@ -64,11 +66,14 @@ def problems_of_object(spec: str, timeout_s: float, *, kind: str = "object") -> 
     return [f"{spec} ended the process that imported it ({child.failure or 'exit code 0'}): import it by hand"]
 
 
-def look_at_environment(environment: Environment, model: str, timeout_s: float) -> tuple[Sequence[str], Texts, str]:
-    """Problems of the code that ``[environment]`` names, the columns of a row that it needs, and the JSON schemas of
-    its tools as text (empty: none). ``model``: directory of the model (empty: unknown); with tools, its chat template
-    must write calls in a known format."""
-    result, child = _run_child("environment", json.encode((environment, model)).decode(), timeout_s)
+def look_at_environment(
+    path: str, environment: Environment, model: str, timeout_s: float
+) -> tuple[Sequence[str], Texts, str]:
+    """Problems of the code of the environment at ``path`` of a recipe, the columns of a row that it needs, and the JSON
+    schemas of its tools as text (empty: none). ``model``: directory of the model (empty: unknown); with tools, its chat
+    template must write calls in a known format."""
+    path = written_path(Recipe, path)
+    result, child = _run_child("environment", json.encode((path, environment, model)).decode(), timeout_s)
     if result is not None:
         return result.problems, result.columns, result.tools
     how = (
@@ -76,7 +81,7 @@ def look_at_environment(environment: Environment, model: str, timeout_s: float) 
         if child.late
         else f"ended its process ({child.failure or 'exit code 0'})"
     )
-    return [f"environment: its code {how}: import it by hand"], (), ""
+    return [f"{path}: its code {how}: import it by hand"], (), ""
 
 
 def problem_of_model(
@@ -141,7 +146,7 @@ def _look_at_environment(argument: str) -> _ProbeResult:
     from streamrl.run.environments.environment_forms import load_episode, load_tools, try_objects
     from streamrl.run.environments.tools import Tool
 
-    environment, model = json.decode(argument, type=tuple[Environment, str])
+    path, environment, model = json.decode(argument, type=tuple[str, Environment, str])
     keep_variables_of_user_code(environment.variables)
     server_tools = list[Tool]()
 
@@ -163,7 +168,7 @@ def _look_at_environment(argument: str) -> _ProbeResult:
         return anyio.run(look, backend_options={"use_uvloop": True})
     except RecipeError as error:
         return _ProbeResult(
-            problems=tuple(f"environment: {problem}".replace(": environment.", ".", 1) for problem in error.problems)
+            problems=tuple(f"{path}: {problem}".replace(": environment.", ".", 1) for problem in error.problems)
         )
 
 

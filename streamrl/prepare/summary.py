@@ -100,13 +100,16 @@ def _environment_lines(recipe: Recipe) -> list[str]:
     environment = recipe.environment
     if not environment.configured:
         return []
-    form = next(form for form in FORMS if getattr(environment, form))
-    specs = getattr(environment, form)
-    if isinstance(specs, str):
-        specs = [specs]
-    names = [spec.rpartition(":")[2] for spec in specs]
-    limits = f"{environment.max_turns} turns, {environment.max_tokens:,} tokens, {environment.seconds:g} s"
-    lines = [f"environment {form}: {', '.join(names)}; a trajectory has at most {limits}"]
+    lines = []
+    for name, settings in environment.by_name.items():
+        form = next(form for form in FORMS if getattr(settings, form))
+        specs = getattr(settings, form)
+        if isinstance(specs, str):
+            specs = [specs]
+        functions = ", ".join(spec.rpartition(":")[2] for spec in specs)
+        limits = f"{settings.max_turns} turns, {settings.max_tokens:,} tokens, {settings.seconds:g} s"
+        label = ": ".join(filter(None, (name, form)))
+        lines.append(f"environment {label}: {functions}; a trajectory has at most {limits}")
     if not Path(recipe.model.path).is_dir():
         return lines
     tokenizer = load_tokenizer(recipe.model.path)

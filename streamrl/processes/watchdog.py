@@ -65,7 +65,7 @@ def stall_limit_s(recipe: Recipe) -> float:
     limits = [recipe.weights.push_timeout_s, recipe.engines.start_timeout_s, recipe.engines.progress_timeout_s]
     limits += [(reward.timeout_s + reward.backoff_s) * (reward.retries + 1) for reward in recipe.rewards]
     if recipe.environment.configured:
-        limits.append(recipe.environment.seconds)
+        limits += [environment.seconds for environment in recipe.environment.by_name.values()]
     return max(recipe.run.stall_timeout_s, _BEYOND_LIMITS * max(limits))
 
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Annotated, Literal
 
+from msgspec.structs import replace
+
 from streamrl.base.types import Texts
 from streamrl.recipe.field_types import Count, Natural, NaturalFloat, Positive, PositiveFloat, Section, advanced
 
@@ -22,6 +24,8 @@ TOOL_FORMATS = ("hermes", "qwen_xml", "llama_json", "mistral")
 """Formats of tool calls that streamrl reads itself (``pretrained/turns/tool_calls.py``)."""
 VLLM = "vllm:"
 """Prefix of a ``tool_format`` that names one of vLLM's tool parsers."""
+RUN_ENVIRONMENT = ""
+"""Name of the environment that ``[environment]`` itself describes."""
 FORMS = ("episode", "env", "tools", "agent")
 """Keys that name the user's code; an environment has one of them."""
 
@@ -38,10 +42,9 @@ class Credit(StrEnum):
     RETURN_TO_GO = "return_to_go"
 
 
-class Environment(Section, frozen=True):
-    """Trajectories of several turns, by one of ``episode``, ``env``, ``tools`` and ``agent``; without any of them a
-    trajectory is one completion. The environment makes the prompt from the columns of a row, in the model's chat
-    template."""
+class EnvironmentCode(Section, frozen=True):
+    """The user's code of an environment, by one of ``episode``, ``env``, ``tools`` and ``agent``, and its limits. The
+    environment makes the prompt from the columns of a row, in the model's chat template."""
 
     episode: Annotated[
         str, "a coroutine function, episode(model, **columns), that talks to the model and may return the reward"
@@ -60,9 +63,6 @@ class Environment(Section, frozen=True):
         'Anthropic\'s), and the row on stdin; its last line with {"reward": 1.0} is the reward',
     ] = ()
     max_turns: Annotated[Positive, "limit of the turns that the model samples in a trajectory"] = 16
-    max_tokens: Annotated[
-        Positive, "limit of the tokens of a conversation: prompt, turns, and the messages between them"
-    ] = 4096
     seconds: Annotated[
         PositiveFloat, "time limit of a trajectory in its environment, without the time of the model"
     ] = 600.0
@@ -82,6 +82,36 @@ class Environment(Section, frozen=True):
         advanced,
         "trajectories that one process of the agent runs at once, as lines of stdin; 0: one process for each",
     ] = 0
+    limit_reward: Annotated[
+        float,
+        advanced,
+        "reward of an agent that has printed none and was refused a turn by `max_turns` or `max_tokens`",
+    ] = 0.0
+    late_reward: Annotated[
+        float | None,
+        advanced,
+        "reward of an agent that has printed none after `seconds` (not set: its trajectory has failed, and is not "
+        "trained)",
+    ] = None
+
+    @property
+    def servers(self) -> tuple[Sequence[str], ...]:
+        """Commands of the MCP servers among the tools, each as its words."""
+        return tuple(filter(None, map(command_of, self.tools)))
+
+
+class FurtherEnvironment(EnvironmentCode, frozen=True, kw_only=True):
+    """An environment that sets of prompts name."""
+
+    name: Annotated[str, "its name, for prompts.train.NAME.environment"]
+
+
+class Environment(EnvironmentCode, frozen=True):
+    """Trajectories of several turns; without code a trajectory is one completion."""
+
+    max_tokens: Annotated[
+        Positive, "limit of the tokens of a conversation: prompt, turns, and the messages between them"
+    ] = 4096
     variables: Annotated[
         Texts, advanced, "names of environment variables that environments, tools, MCP servers and the agent see"
     ] = ()
@@ -96,17 +126,6 @@ class Environment(Section, frozen=True):
         advanced,
         "name or address by which agents reach the endpoint, such as host.docker.internal; empty: `agent_host`",
     ] = ""
-    limit_reward: Annotated[
-        float,
-        advanced,
-        "reward of an agent that has printed none and was refused a turn by `max_turns` or `max_tokens`",
-    ] = 0.0
-    late_reward: Annotated[
-        float | None,
-        advanced,
-        "reward of an agent that has printed none after `seconds` (not set: its trajectory has failed, and is not "
-        "trained)",
-    ] = None
     credit: Annotated[Credit, advanced] = Credit.TRAJECTORY
     learn_observations: Annotated[
         NaturalFloat,
@@ -115,6 +134,12 @@ class Environment(Section, frozen=True):
         "a sampled token of its trajectory (0: they are not trained)",
     ] = 0.0
     workers: Annotated[Count, "processes that run environments"] = 1
+    further: Annotated[
+        tuple[FurtherEnvironment, ...],
+        advanced,
+        "further environments, which sets of prompts name; the other keys of [environment], as max_tokens, are also "
+        "theirs",
+    ] = ()
 
     @property
     def configured(self) -> bool:
@@ -122,9 +147,25 @@ class Environment(Section, frozen=True):
         return any(getattr(self, form) for form in FORMS)
 
     @property
-    def servers(self) -> tuple[Sequence[str], ...]:
-        """Commands of the MCP servers among the tools, each as its words."""
-        return tuple(filter(None, map(command_of, self.tools)))
+    def by_name(self) -> dict[str, Environment]:
+        """This environment (by ``RUN_ENVIRONMENT``) and the further ones, each with the settings of the run."""
+        environments = {RUN_ENVIRONMENT: self}
+        for other in self.further:
+            code = {key: getattr(other, key) for key in EnvironmentCode.__struct_fields__}
+            environments[other.name] = replace(self, further=(), **code)
+        return environments
+
+    def path_of(self, name: str) -> str:
+        """Return the path in a recipe of the environment ``name`` in ``by_name``."""
+        if name == RUN_ENVIRONMENT:
+            return "environment"
+        names = [other.name for other in self.further]
+        return f"environment.further.{names.index(name)}"
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether one of the environments is an agent."""
+        return any(environment.agent for environment in self.by_name.values())
 
 
 def with_run_python(command: Sequence[str]) -> Sequence[str]:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from streamrl.base.types import JsonObject, SamplingSettings, Texts
-from streamrl.recipe.environment import Environment
+from streamrl.recipe.environment import RUN_ENVIRONMENT, Environment
 from streamrl.recipe.field_types import (
     Count,
     EngineDtype,
@@ -130,9 +130,9 @@ class TrainingSet(Section, frozen=True):
         Natural, "limit of the tokens of a completion, below sampling.max_tokens (0: sampling.max_tokens)"
     ] = 0
     environment: Annotated[
-        bool,
+        bool | str,
         "its trajectories are episodes of [environment], where there is one, and rows to imitate are written as its "
-        "prompts are; false: single completions; sets have no other environments: its code may read a column",
+        'prompts are; "NAME": those of [[environment.advanced.further]] with this name; false: single completions',
     ] = True
     template: Annotated[str, "template of the prompt, in place of prompts.template"] = ""
     answer: Annotated[str, 'content of the column "answer", in place of prompts.answer'] = ""
@@ -144,6 +144,13 @@ class TrainingSet(Section, frozen=True):
         "weight of the cross-entropy of the column completion of its rows, which are not sampled then (0: sampled)",
     ] = 0.0
     imitate_steps: Annotated[Natural, "number of the first steps that imitate it (0: all)"] = 0
+
+    @property
+    def environment_name(self) -> str | None:
+        """Name in ``Environment.by_name`` of the environment of the set; None: its trajectories are completions."""
+        if isinstance(self.environment, str):
+            return self.environment
+        return RUN_ENVIRONMENT if self.environment else None
 
     def serves(self, reward: Reward) -> bool:
         """Return whether ``reward`` scores prompts of the set."""

@@ -159,6 +159,7 @@ class EnvironmentStage:
             prompt_id=order.prompt.prompt_id,
             columns=order.prompt.columns,
             seed=order.seed,
+            environment=order.prompt.environment,
             evaluation=order.evaluation,
             returned=tuple(returned_calls),
         )

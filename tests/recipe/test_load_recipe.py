@@ -71,6 +71,9 @@ def test_files_of_an_mcp_command_are_beside_the_recipe(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, text))
     assert recipe.environment.servers == (["python", "-u", str(tmp_path / "my server.py"), "rows.csv"],)
     assert recipe.environment.tools[1] == f"{tmp_path / 'tools.py'}:add"
+    text += "[[environment.advanced.further]]\nname = 'game'\nenv = 'game.py:Game'\n"
+    game = load_recipe(write(tmp_path, text)).environment.by_name["game"]
+    assert game.env == f"{tmp_path / 'game.py'}:Game" and not game.tools
 
 
 def test_module_specs_and_absolute_paths_stay(tmp_path: Path) -> None:

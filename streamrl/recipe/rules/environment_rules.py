@@ -5,7 +5,7 @@ from __future__ import annotations
 from streamrl.base.host_addresses import is_wildcard
 from streamrl.recipe.environment import ENVIRONMENT_REWARD, FORMS, TOOL_FORMATS, VLLM, Credit, Environment, command_of
 from streamrl.recipe.rewards import COMBINE_WEIGHTS
-from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
+from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, names_are_unique, rule, unless
 from streamrl.recipe.sections import Recipe
 
 has_no_effect(
@@ -24,10 +24,15 @@ has_no_effect(
     ),
 )
 has_no_effect(
-    "environment.agent_tasks environment.agent_host environment.agent_address environment.limit_reward "
-    "environment.late_reward",
+    "environment.agent_tasks environment.limit_reward environment.late_reward",
     unless(
         lambda recipe: recipe.environment.agent or not recipe.environment.configured, " without an agent: remove it"
+    ),
+)
+has_no_effect(
+    "environment.agent_host environment.agent_address",
+    unless(
+        lambda recipe: recipe.environment.has_agent or not recipe.environment.configured, " without an agent: remove it"
     ),
 )
 
@@ -40,7 +45,7 @@ def turns_can_have_credit(recipe: Recipe) -> Broken:
         return
     surrogate = recipe.objective_settings.token_surrogate
     reasons = []
-    if recipe.environment.agent:
+    if recipe.environment.has_agent:
         reasons.append("has no effect with agent, whose turns have no rewards: write an episode")
     if not any(
         reward.function == ENVIRONMENT_REWARD and not reward.shadow and reward.weight for reward in recipe.rewards
@@ -57,32 +62,44 @@ def turns_can_have_credit(recipe: Recipe) -> Broken:
 
 @rule("environment", "rewards")
 def environment_is_one(recipe: Recipe) -> Broken:
-    """An environment must have one form with a valid name; the reward "environment" needs an environment."""
-    environment = recipe.environment
+    """The reward "environment" needs an environment, and each further environment code."""
+    yield from names_are_unique("environment.further", [other.name for other in recipe.environment.further])
+    for name, environment in recipe.environment.by_name.items():
+        path = recipe.environment.path_of(name)
+        yield from _problems_of_code(path, environment)
+        if name and not environment.configured:
+            yield Problem(path, f"has none of {', '.join(FORMS)}: name one, or remove it")
+    if recipe.environment.further and not recipe.environment.configured:
+        problem = "names no code beside the further environments: make one of them [environment] itself"
+        yield Problem("environment", problem)
+    for index, reward in enumerate(recipe.rewards):
+        if reward.function == ENVIRONMENT_REWARD and not recipe.environment.configured:
+            yield Problem(
+                f"rewards.{index}.function",
+                f'"{reward.function}" is what an environment returns, and the recipe has none: add [environment], or '
+                "name another reward",
+            )
+
+
+def _problems_of_code(path: str, environment: Environment) -> Broken:
+    """An environment must have one form with a valid name."""
     forms = [form for form in FORMS if getattr(environment, form)]
     if len(forms) > 1:
-        yield Problem("environment", f"has {' and '.join(forms)}: an environment is one of them, so remove the others")
+        yield Problem(path, f"has {' and '.join(forms)}: an environment is one of them, so remove the others")
     specs = {"episode": environment.episode, "env": environment.env}
     specs |= {f"tools.{index}": tool for index, tool in enumerate(environment.tools) if not command_of(tool)}
     for key, spec in specs.items():
         module, colon, name = spec.rpartition(":")
         if spec and not (module and colon and name.isidentifier()):
             yield Problem(
-                f"environment.{key}",
+                f"{path}.{key}",
                 f'"{spec}" names no object: write "module:name" or "path/to/file.py:name", or of a tool "mcp:COMMAND"',
             )
     if environment.tool_format not in ("auto", *TOOL_FORMATS) and not environment.tool_format.startswith(VLLM):
         yield Problem(
-            "environment.tool_format",
+            f"{path}.tool_format",
             f'"{environment.tool_format}" is no format: write one of auto, {", ".join(TOOL_FORMATS)}, or vllm:PARSER',
         )
-    for index, reward in enumerate(recipe.rewards):
-        if reward.function == ENVIRONMENT_REWARD and not environment.configured:
-            yield Problem(
-                f"rewards.{index}.function",
-                f'"{reward.function}" is what an environment returns, and the recipe has none: add [environment], or '
-                "name another reward",
-            )
 
 
 @rule("environment")

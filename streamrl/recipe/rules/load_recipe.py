@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import convert
 from msgspec.structs import asdict, replace
@@ -18,7 +18,7 @@ from streamrl.base.errors import RecipeError, raise_problems
 from streamrl.base.types import JsonMapping, JsonObject
 from streamrl.recipe.cells.python_recipe import python_table
 from streamrl.recipe.check_fields import CheckedTable
-from streamrl.recipe.environment import ENVIRONMENT_REWARD, MCP, command_of
+from streamrl.recipe.environment import ENVIRONMENT_REWARD, MCP, EnvironmentCode, command_of
 from streamrl.recipe.field_types import as_table
 from streamrl.recipe.objectives.distillation import DISTILLATION, NO_REWARD
 from streamrl.recipe.problems import Origin, problem
@@ -28,6 +28,7 @@ from streamrl.recipe.rules.rules import apply_system, broken_rules, foreign_answ
 from streamrl.recipe.sections import EvaluationSet, Recipe, TrainingSet
 from streamrl.recipe.toml_text import TOML_REMEDIES, key_lines, parse_toml, toml_document, value_or_text
 
+Code = TypeVar("Code", bound=EnvironmentCode)
 _MARKED_PATHS = ("./", "../")
 _LINE = re.compile(r"at line (\d+)")
 RETIRED = frozenset({"transport.engines", "transport.training"})
@@ -190,13 +191,24 @@ def _recipe(checked: CheckedTable) -> Recipe:
     return convert(values, Recipe)
 
 
+def _resolved_code(code: Code, directory: Path) -> Code:
+    return replace(
+        code,
+        episode=resolve_function(code.episode, directory),
+        env=resolve_function(code.env, directory),
+        tools=tuple(_resolved_tool(tool, directory) for tool in code.tools),
+        agent=tuple(_file_of_agent(word, directory) for word in code.agent),
+    )
+
+
 def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
     """Return ``recipe`` with absolute paths, relative to ``directory``."""
     # Absolute now, because ``runs/latest`` is another run once this run has begun.
     resume_from = recipe.checkpoint.resume_from
     if not is_url(resume_from):
         resume_from = _absolute_if_set(resume_from, Path.cwd())
-    environment = recipe.environment
+    environment = _resolved_code(recipe.environment, directory)
+    further = tuple(_resolved_code(other, directory) for other in environment.further)
     observers = tuple(resolve_function(observer, directory) for observer in recipe.run.observers)
     return replace(
         recipe,
@@ -205,13 +217,7 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         prompts=replace(recipe.prompts, train=_resolved_sets(recipe.prompts.train, directory)),
         rollout=replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),
         rewards=tuple(resolved_reward(reward, directory) for reward in recipe.rewards),
-        environment=replace(
-            environment,
-            episode=resolve_function(environment.episode, directory),
-            env=resolve_function(environment.env, directory),
-            tools=tuple(_resolved_tool(tool, directory) for tool in environment.tools),
-            agent=tuple(_file_of_agent(word, directory) for word in environment.agent),
-        ),
+        environment=replace(environment, further=further),
         engines=replace(
             recipe.engines,
             args=_arguments(recipe.engines.args, directory),

@@ -4,7 +4,8 @@ rules; ``rules.load_recipe`` checks them for every recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import cache
 from typing import NamedTuple
 
@@ -78,6 +79,13 @@ def unless(condition: Callable[[Recipe], object], reason: str) -> Callable[[Reci
         return reason
 
     return why
+
+
+def names_are_unique(path: str, names: Sequence[str]) -> Broken:
+    """Items of a list need names of their own. ``path``: path of the list."""
+    for name, count in Counter(names).items():
+        if count > 1 or not name:
+            yield Problem(path, f"the name {short_toml(name)} is empty or not unique: give each its own")
 
 
 def broken_rules(recipe: Recipe, bad_paths: Set[str] = frozenset()) -> list[tuple[str, str]]:

@@ -80,8 +80,12 @@ def settings_of_sets(recipe: Recipe) -> Broken:
             yield Problem(f"{path}.rewards", text)
         if not unknown and all(reward.shadow for reward in recipe.rewards if training_set.serves(reward)):
             yield Problem(f"{path}.rewards", "names no reward that is trained: add one that is no shadow")
-        if not training_set.environment:
+        if training_set.environment_name is None:
             yield from _beside_environment(recipe, training_set, f"{path}.environment")
+        elif training_set.environment_name not in recipe.environment.by_name:
+            names = ", ".join(other.name for other in recipe.environment.further) or "none"
+            text = f'"{training_set.environment}" is none of [[environment.advanced.further]]; there are {names}'
+            yield Problem(f"{path}.environment", f"{text}: correct it")
         if training_set.max_tokens > limit:
             text = f"{training_set.max_tokens} is above sampling.max_tokens = {limit}, the limit of all sets"
             yield Problem(f"{path}.max_tokens", f"{text}: raise that")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from streamrl.recipe.objectives.teacher import Teacher
 from streamrl.recipe.problems import short_toml
-from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule, unless
+from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, names_are_unique, rule, unless
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.served_models import ServedModel, address_problem
 
@@ -80,13 +78,7 @@ def teachers_can_be_asked(recipe: Recipe) -> Broken:
             f"{teacher.batch} questions never wait at once, because teacher.concurrency is {teacher.concurrency}: "
             "lower it, or raise concurrency",
         )
-    repeated = [
-        name for name, count in Counter(other.name for other in teacher.further).items() if count > 1 or not name
-    ]
-    if repeated:
-        yield Problem(
-            "teacher.further", f"the name {short_toml(repeated[0])} is empty or not unique: give each its own"
-        )
+    yield from names_are_unique("teacher.further", [other.name for other in teacher.further])
     if bool(teacher.further) != bool(teacher.column):
         yield Problem("teacher.column", "and teacher.further belong together: set both, or remove the other")
     if teacher.addresses and (recipe.sampling.temperature != 1 or recipe.sampling.min_tokens):

@@ -113,7 +113,7 @@ def insecure_notice(recipe: Recipe) -> str:
             '(transport.advanced.security = "none"); `streamrl keys DIRECTORY` makes keys'
         )
     environment = recipe.environment
-    if environment is not None and environment.agent and not is_loopback(environment.agent_host):
+    if environment.has_agent and not is_loopback(environment.agent_host):
         notices.append(
             f"INSECURE: environment.advanced.agent_host = {environment.agent_host}: agents send keys and chats to it "
             "without encryption, and every host on the way may read them and ask the model"

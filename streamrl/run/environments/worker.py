@@ -26,9 +26,10 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.abc
@@ -49,7 +50,7 @@ from streamrl.base.messages import (
 )
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.base.seeds import derive_seed
-from streamrl.base.types import EnvironmentResult, JsonMapping, RewardFailureKind
+from streamrl.base.types import EnvironmentResult, RewardFailureKind
 from streamrl.comm.stream import ReceiveStream, SendStream, converse, send_hello
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
@@ -84,25 +85,18 @@ async def run_environment_worker(
     """Run an episode for every ``BeginEpisode`` until ``orders`` ends. ``owns_process``: whether this process may be
     ended because user code blocks the event loop or does not end; where it is False, such code hangs the caller. Raises
     ``RecipeError`` where the user's code cannot be loaded, ``StreamBroken`` when the controller is gone."""
-    chat_model = ChatModel(tokenizer, environment)
-    agents = Agents(environment) if environment.agent else None
-    servers: AbstractAsyncContextManager[Sequence[Tool]] = nullcontext(())
-    if environment.servers:
-        from streamrl.run.environments.mcp_tools import opened_servers
-
-        servers = opened_servers(environment.servers, sys.stderr, environment.variables)
     user_code = asyncio.TaskGroup()
     try:
-        async with servers as server_tools:
-            episode, _ = load_episode(environment, chat_model, agents, server_tools)
-            worker_loop = _Worker(environment, chat_model, episode, user_code, owns_process=owns_process)
+        async with AsyncExitStack() as servers:
+            environments = {}
+            for name, settings in environment.by_name.items():
+                environments[name] = await _load(settings, tokenizer, servers)
+            worker_loop = _Worker(environments, user_code, owns_process=owns_process)
             # Closed last: an episode may end while the streams to the controller are cancelled.
-            async with (
-                worker_loop.unsent,
-                _watched(owns_process),
-                user_code,
-                agents.serving() if agents else nullcontext(),
-            ):
+            async with worker_loop.unsent, _watched(owns_process), user_code, AsyncExitStack() as agents:
+                for loaded in environments.values():
+                    if loaded.agents is not None:
+                        await agents.enter_async_context(loaded.agents.serving())
                 await send_hello(events, orders, EnvironmentReady(worker=worker))
                 await converse(lambda: worker_loop.receive(orders), lambda: worker_loop.send(events))
                 if worker_loop.stuck and owns_process:
@@ -111,6 +105,29 @@ async def run_environment_worker(
                     os._exit(0)
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
+
+
+class _LoadedEnvironment(NamedTuple):
+    """An environment whose code is loaded. ``agents``: its programs, for the form ``agent``."""
+
+    settings: Environment
+    chat_model: ChatModel
+    episode: UserEpisode
+    agents: Agents | None
+
+
+async def _load(settings: Environment, tokenizer: Tokenizer, servers: AsyncExitStack) -> _LoadedEnvironment:
+    """Load an environment. Its MCP servers run until ``servers`` is closed. Raises ``RecipeError``."""
+    chat_model = ChatModel(tokenizer, settings)
+    agents = Agents(settings) if settings.agent else None
+    server_tools: Sequence[Tool] = ()
+    if settings.servers:
+        from streamrl.run.environments.mcp_tools import opened_servers
+
+        opened = opened_servers(settings.servers, sys.stderr, settings.variables)
+        server_tools = await servers.enter_async_context(opened)
+    episode, _ = load_episode(settings, chat_model, agents, server_tools)
+    return _LoadedEnvironment(settings, chat_model, episode, agents)
 
 
 @asynccontextmanager
@@ -138,20 +155,12 @@ async def _watched(owns_process: bool) -> AsyncIterator[None]:
 
 
 class _Worker:
-    """The open episodes of this process, and the queue of events for the controller."""
+    """The open episodes of this process, and the queue of events for the controller. ``environments``: by name."""
 
     def __init__(
-        self,
-        environment: Environment,
-        chat_model: ChatModel,
-        episode: UserEpisode,
-        user_code: asyncio.TaskGroup,
-        *,
-        owns_process: bool,
+        self, environments: Mapping[str, _LoadedEnvironment], user_code: asyncio.TaskGroup, *, owns_process: bool
     ) -> None:
-        self._environment = environment
-        self._chat_model = chat_model
-        self._episode = episode
+        self._environments = environments
         self._user_code = user_code
         self._owns_process = owns_process
         self.stuck = 0
@@ -183,7 +192,8 @@ class _Worker:
 
     def _handle(self, order: EnvironmentOrder, tasks: anyio.abc.TaskGroup) -> None:
         if isinstance(order, BeginEpisode):
-            episode = OpenEpisode(order, self._environment, self._send_event.send_nowait)
+            settings = self._environments[order.environment].settings
+            episode = OpenEpisode(order, settings, self._send_event.send_nowait)
             self._open[order.episode] = episode
             tasks.start_soon(self._run, episode)
             return
@@ -199,9 +209,10 @@ class _Worker:
     async def _run(self, episode: OpenEpisode) -> None:
         """Run one episode, and report its end."""
         order = episode.order
+        environment = self._environments[order.environment]
         stack = AsyncExitStack()
         model = EpisodePolicy(
-            self._chat_model.of_row(order.columns),
+            environment.chat_model.of_row(order.columns),
             episode,
             CallRecord(order.returned, partial(self._note, order.episode)),
             stack,
@@ -210,10 +221,10 @@ class _Worker:
             seed=order.seed,
             prompt_seed=derive_seed("environment", order.prompt_id),  # the same for all trajectories of a prompt
             evaluation=order.evaluation,
-            system=self._environment.system,
+            system=environment.settings.system,
         )
         try:
-            end = await self._outcome_in_time(episode, model)
+            end = await self._outcome_in_time(environment, episode, model)
         finally:
             episode.finished = True
             episode.replies.put_nowait(None)
@@ -249,10 +260,13 @@ class _Worker:
         if self.stuck >= _MOST_STUCK and self._owns_process:
             await _end_process(f"{self.stuck} episodes do not end")
 
-    async def _outcome_in_time(self, episode: OpenEpisode, model: EpisodePolicy) -> EpisodeEnd:
+    async def _outcome_in_time(
+        self, environment: _LoadedEnvironment, episode: OpenEpisode, model: EpisodePolicy
+    ) -> EpisodeEnd:
         """Return the outcome of the user's code. The code is cancelled when its time is spent (``environment.seconds``,
         without the time in which its turns are sampled), and counts as stuck if it does not end then."""
-        task = self._user_code.create_task(self._outcome(model, episode.order.columns))
+        settings = environment.settings
+        task = self._user_code.create_task(self._outcome(environment.episode(model, episode.order.columns)))
         with episode.time_limit:
             episode.resume_clock()
             await asyncio.wait([task])
@@ -260,15 +274,15 @@ class _Worker:
         if not episode.time_limit.cancelled_caught:
             return task.result()
         task.cancel()
-        await asyncio.wait([task], timeout=_AGENT_STOP_LIMIT_S if self._environment.agent else _STOP_LIMIT_S)
+        await asyncio.wait([task], timeout=_AGENT_STOP_LIMIT_S if settings.agent else _STOP_LIMIT_S)
         if not task.done():
             self.stuck += 1
             task.add_done_callback(self._unstuck)
-        late = f"the environment took more than {self._environment.seconds:g} s (environment.seconds)"
+        late = f"the environment took more than {settings.seconds:g} s (environment.seconds)"
         episode.remark = f"{late}; {episode.remark}" if episode.remark else late
         reward = episode.printed_reward  # of an agent that goes on behind it
         if reward is None:
-            reward = self._environment.late_reward
+            reward = settings.late_reward
         if reward is None:
             return EpisodeEnd(kind=RewardFailureKind.TIMED_OUT, message=episode.remark)
         model.notes["did_not_end"] += 1
@@ -277,9 +291,9 @@ class _Worker:
     def _unstuck(self, _: object) -> None:
         self.stuck -= 1
 
-    async def _outcome(self, model: EpisodePolicy, columns: JsonMapping) -> EpisodeEnd:
+    async def _outcome(self, episode: Awaitable[Any]) -> EpisodeEnd:
         try:
-            value = await self._episode(model, columns)
+            value = await episode
         except EpisodeLimit as error:
             return EpisodeEnd(kind=RewardFailureKind.RAISED, message=f"the episode did not handle its limit: {error}")
         except BaseException as error:  # noqa: BLE001 (user code; the outcome of a cancelled task is not read)

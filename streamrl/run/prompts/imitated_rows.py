@@ -16,6 +16,7 @@ from streamrl.base.types import (
     IMITATED,
     JsonMapping,
     Prompt,
+    TextMapping,
     TextsByName,
     TokenArray,
     TrainingSample,
@@ -24,6 +25,7 @@ from streamrl.base.types import (
 )
 from streamrl.pretrained.chat_template import ARGUMENTS_COLUMN, ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.environment import RUN_ENVIRONMENT
 from streamrl.recipe.sections import Recipe
 from streamrl.run.prompts.open_prompts import OpenPrompts, open_prompts
 from streamrl.run.prompts.prompt_rows import BadRow, as_chat
@@ -45,15 +47,15 @@ def rows_until(recipe: Recipe, name: str, policy_version: int) -> int:
     return math.floor(steps * recipe.rollout.prompts_per_batch * imitated.share / sampled + 1e-9)
 
 
-def sources_as_written(recipe: Recipe, tokenizer: Tokenizer, tools: str) -> TextsByName:
-    """Source of each set by name. Rows of sets that are not apart from the environment become chats as its own, with
-    its system message, and with ``tools`` (JSON schemas as text; empty: it has none)."""
-    options = {}
-    if tokenizer.chat_templates:
-        options = {"chat": True, "system": recipe.environment.system, "tools": tools}
+def sources_as_written(recipe: Recipe, tokenizer: Tokenizer, tools: TextMapping) -> TextsByName:
+    """Source of each set by name. Rows of sets that have an environment become chats as its own, with its system
+    message and its tools. ``tools``: JSON schemas of the tools of each environment, as text."""
     sources = imitated_sources(recipe)
     for name, settings in recipe.prompts.imitated.items():
-        if environment_writes(recipe, settings):
+        if environment_writes(recipe, settings) and tokenizer.chat_templates:
+            environment = settings.environment_name or RUN_ENVIRONMENT
+            system = recipe.environment.by_name[environment].system
+            options = {"chat": True, "system": system, "tools": tools.get(environment, "")}
             sources[name] = with_options(sources[name], options)
     return sources
 
@@ -62,10 +64,10 @@ class ImitatedRows:
     """Rows of the sets to imitate.
 
     ``warn``: coroutine that gets a warning for the user;
-    ``tools``: JSON schemas of the environment's tools, as text."""
+    ``tools``: JSON schemas of the tools of each environment, as text."""
 
     def __init__(
-        self, recipe: Recipe, tokenizer: Tokenizer, warn: Callable[[RunWarning], Awaitable[None]], tools: str = ""
+        self, recipe: Recipe, tokenizer: Tokenizer, warn: Callable[[RunWarning], Awaitable[None]], tools: TextMapping
     ) -> None:
         self._recipe = recipe
         self._tokenizer = tokenizer

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import JsonMapping, JsonObject, Prompt, TextsByName
+from streamrl.recipe.environment import RUN_ENVIRONMENT
 from streamrl.recipe.problems import did_you_mean
 from streamrl.recipe.sections import Recipe, TrainingSet
 from streamrl.recipe.toml_text import toml_value, value_or_text
@@ -131,24 +132,25 @@ def settings_of_sources(recipe: Recipe) -> dict[str, TrainingSet]:
 
 def environment_writes(recipe: Recipe, settings: TrainingSet) -> bool:
     """Return whether the environment writes the prompts of a set, so that they have no tokens before."""
-    return recipe.environment.configured and settings.environment
+    return recipe.environment.configured and settings.environment_name is not None
 
 
 def columns_of_set(
     recipe: Recipe, settings: TrainingSet, columns: Mapping[str, Sequence[str]]
 ) -> dict[str, Sequence[str]]:
-    """Return those of ``columns``, which are by the name of the reward that needs them, that rows of a set need."""
+    """Return those of ``columns``, which are by the name of the reward or the path of the environment that needs them,
+    that rows of a set need."""
     not_serving = {reward.label for reward in recipe.rewards if not settings.serves(reward)}
-    if not settings.environment:
-        not_serving.add("environment")
+    not_serving.update(
+        recipe.environment.path_of(name) for name in recipe.environment.by_name if name != settings.environment_name
+    )
     return {name: needed for name, needed in columns.items() if name not in not_serving}
 
 
 def with_settings(prompt: Prompt, settings: TrainingSet) -> Prompt:
-    """Return ``prompt`` with the rewards and the limit of its set."""
-    if not settings.rewards and not settings.max_tokens:
-        return prompt
-    return replace(prompt, rewards=settings.rewards, max_tokens=settings.max_tokens)
+    """Return ``prompt`` with the rewards, the limit and the environment of its set."""
+    environment = settings.environment_name or RUN_ENVIRONMENT
+    return replace(prompt, rewards=settings.rewards, max_tokens=settings.max_tokens, environment=environment)
 
 
 def training_sources(recipe: Recipe) -> TextsByName:

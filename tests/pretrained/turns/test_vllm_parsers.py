@@ -43,7 +43,7 @@ def test_no_prefix_of_a_good_call_and_no_bad_one_calls(name: str, of_family: Cal
 
 def test_a_parser_is_tried_before_the_run(of_family: Callable[[str], Tokenizer]) -> None:
     model, environment = of_family("qwen2.5"), Environment(agent=("python",), tool_format="vllm:herms")
-    [problem], *_ = look_at_environment(environment, model.directory, 120.0)
+    [problem], *_ = look_at_environment("environment", environment, model.directory, 120.0)
     assert problem.startswith(
         'environment.tool_format: vLLM has no tool parser "herms": write vllm: and one of apertus,'
     )

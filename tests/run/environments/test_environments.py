@@ -46,7 +46,7 @@ from streamrl.contracts import Journal
 from streamrl.observe.terminal.step_line import sample_block
 from streamrl.prepare.recipe_probe import look_at_environment
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.recipe.environment import Environment
+from streamrl.recipe.environment import RUN_ENVIRONMENT, Environment, FurtherEnvironment
 from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.recipe.sections import Sampling
 from streamrl.run.environments import endpoint_server
@@ -363,9 +363,14 @@ class Run:
             yield episodes
 
     def launch(
-        self, episodes: Episodes, columns: dict[str, Any], sample: int = 0, so_far: EpisodeSoFar | None = None
+        self,
+        episodes: Episodes,
+        columns: dict[str, Any],
+        sample: int = 0,
+        so_far: EpisodeSoFar | None = None,
+        environment: str = RUN_ENVIRONMENT,
     ) -> None:
-        prompt = Prompt(prompt_id="p", token_ids=token_array(), columns=columns)
+        prompt = Prompt(prompt_id="p", token_ids=token_array(), columns=columns, environment=environment)
         identity = TrajectoryId(prompt_id="p", group_id=0, sample=sample)
         order = LaunchTrajectory(id=identity, prompt=prompt, group_size=2, seed=7 + sample, episode_so_far=so_far)
         episodes.launch(order, self.take)
@@ -694,6 +699,23 @@ async def test_a_coroutine_talks_and_rewards(qwen: Tokenizer, code: Callable[[st
             assert found.kind == reward
         else:
             assert (found.environment.reward, found.turn_rewards) == (reward, (1.0, 0.75))
+
+
+async def test_a_prompt_is_played_in_the_environment_of_its_set(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    """One worker has all environments, each with its own code, limits and messages; the rest of the section is
+    shared."""
+    further = FurtherEnvironment(name="tools", tools=(code("add"),), system="Use the tool.", max_turns=1)
+    run = Run(Environment(episode=code("talks"), further=(further,)), qwen, lambda text: "yes")
+    async with run.running() as episodes:
+        run.launch(episodes, {"question": "Is it?", "answer": "yes"})
+        run.launch(episodes, {"prompt": "1 + 1?"}, sample=1, environment="tools")
+    by_sample = {outcome.outcome.trajectory.id.sample: outcome.outcome.trajectory for outcome in run.outcomes}
+    assert run.begun == 1
+    assert "Be brief." in shown(qwen, by_sample[0]) and "Use the tool." not in shown(qwen, by_sample[0])
+    assert "Use the tool." in shown(qwen, by_sample[1]) and "Be brief." not in shown(qwen, by_sample[1])
+    assert by_sample[0].environment.reward == 1.0 and by_sample[1].environment.reward is None
+    settings = run.environment.by_name["tools"]
+    assert (settings.max_turns, settings.episode, settings.max_tokens) == (1, "", run.environment.max_tokens)
 
 
 @pytest.mark.parametrize(
@@ -1262,7 +1284,7 @@ def test_a_dry_run_makes_the_objects_of_the_user_in_a_loop(
     file = tmp_path / "made.py"
     file.write_text(f"{MADE}\nraise {error}" if "loop" in error else MADE.replace("ERROR", error))
     environment = Environment(**{form: (f"{file}:{name}",) if form == "tools" else f"{file}:{name}"})
-    problems, *_ = look_at_environment(environment, "", 120.0)
+    problems, *_ = look_at_environment("environment", environment, "", 120.0)
     assert len(problems) == bool(problem) and re.search(problem, "".join(problems))
 
 

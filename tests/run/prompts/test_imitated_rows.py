@@ -18,7 +18,7 @@ from streamrl.base.run_events import RunWarning
 from streamrl.base.types import Prompt, token_array
 from streamrl.prepare.preflight import preflight
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
-from streamrl.recipe.environment import Environment
+from streamrl.recipe.environment import RUN_ENVIRONMENT, Environment
 from streamrl.recipe.rules.load_recipe import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.run.prompts.imitated_rows import ImitatedRows, imitated_tokens, rows_until, sources_as_written
@@ -64,12 +64,12 @@ async def rows_of(
     recipe: Recipe, tokenizer: Tokenizer, versions: range, kills: tuple[int, ...] = ()
 ) -> list[list[str]]:
     """Ids of the rows of each version, by a controller that dies before each of ``kills``."""
-    rows = ImitatedRows(recipe, tokenizer, silent)
+    rows = ImitatedRows(recipe, tokenizer, silent, {})
     found = []
     for version in versions:
         if version in kills:
             await rows.aclose()
-            rows = ImitatedRows(recipe, tokenizer, silent)
+            rows = ImitatedRows(recipe, tokenizer, silent, {})
         found.append([sample.id.prompt_id for one in await rows.of_version(version) for sample in one.samples])
     await rows.aclose()
     return found
@@ -101,7 +101,7 @@ async def test_a_warm_up_ends(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 async def test_a_row_is_its_prompt_and_what_is_imitated(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    async with aclosing(ImitatedRows(recipe_of(tmp_path, tokenizer), tokenizer, silent)) as source:
+    async with aclosing(ImitatedRows(recipe_of(tmp_path, tokenizer), tokenizer, silent, {})) as source:
         (rows,) = await source.of_version(1)
     assert (rows.name, rows.weight) == ("demo", 0.5)
     for sample in rows.samples:
@@ -155,7 +155,7 @@ async def test_what_cannot_be_imitated_is_named_before(tmp_path: Path, tokenizer
     assert said[0].endswith("(so with 6 of the other 8 rows)")
     for row, problem in BAD_ROWS:
         recipe = recipe_of(tmp_path, tokenizer, rows=[row | {"prompt_id": "p"}])
-        async with aclosing(ImitatedRows(recipe, tokenizer, silent)) as source:
+        async with aclosing(ImitatedRows(recipe, tokenizer, silent, {})) as source:
             with pytest.raises(StreamRLError, match=rf"prompts\.train\.demo: the row p has {problem}"):
                 await source.of_version(1)
 
@@ -169,7 +169,7 @@ async def test_an_iterator_that_ends_is_warned_of(tmp_path: Path, tokenizer: Tok
 
     (tmp_path / "few.py").write_text("rows = [{'prompt': f'{n}', 'completion': 'a'} for n in range(3)]\n")
     recipe = recipe_of(tmp_path, tokenizer, prompts=f"{tmp_path}/few.py:rows")
-    async with aclosing(ImitatedRows(recipe, tokenizer, warn)) as source:
+    async with aclosing(ImitatedRows(recipe, tokenizer, warn, {})) as source:
         counts = [[len(one.samples) for one in await source.of_version(version)] for version in range(1, 5)]
     assert counts == [[2], [1], [], []]
     assert [(one.step, one.message) for one in warnings] == [
@@ -191,8 +191,10 @@ async def test_rows_are_written_as_the_environment_writes(tmp_path: Path, tokeni
         demo = replace(recipe.prompts.imitated["demo"], environment=not apart)
         prompts = replace(recipe.prompts, train=recipe.prompts.sets | {"demo": demo})
         recipe = replace(recipe, prompts=prompts, environment=Environment(tools=("m:add",), system="calm"))
-        assert check_prompts(sources_as_written(recipe, tokenizer, TOOLS)["demo"], tokenizer, {}) == []
-        async with aclosing(ImitatedRows(recipe, tokenizer, silent, TOOLS)) as imitated:
+        assert (
+            check_prompts(sources_as_written(recipe, tokenizer, {RUN_ENVIRONMENT: TOOLS})["demo"], tokenizer, {}) == []
+        )
+        async with aclosing(ImitatedRows(recipe, tokenizer, silent, {RUN_ENVIRONMENT: TOOLS})) as imitated:
             (drawn,) = await imitated.of_version(1)
         seen.append(tokenizer.decode(drawn.samples[0].token_ids, False))
     written = "<im>system calm<done><im>tools add<done><im>user say<done><im>assistant said<done>"

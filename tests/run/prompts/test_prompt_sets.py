@@ -11,7 +11,7 @@ import pytest
 from builders.pretrained import tokenizer_json, write_tokenizer
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import Prompt
+from streamrl.base.types import Prompt, token_array
 from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.control import events as on
 from streamrl.control.mixture import draw_order, take_drawn
@@ -31,6 +31,7 @@ from streamrl.run.prompts.prompt_spec import (
     settings_of_sources,
     training_sources,
     unused_keys,
+    with_settings,
 )
 
 DRAWS = 10_000
@@ -172,6 +173,29 @@ def test_settings_of_a_set_are_those_of_its_source() -> None:
     needed = {"exact": ("answer",), "length": ("limit",)}
     assert columns_of_set(recipe, recipe.prompts.sets["sums"], needed) == {"exact": ("answer",)}
     assert columns_of_set(recipe, recipe.prompts.sets["words"], needed) == needed
+
+
+def test_a_set_has_the_environment_that_it_names() -> None:
+    """Its prompts carry the name, its rows need the columns of that environment, and its held-out set has it, too."""
+    train = {"a": "a.jsonl", "b": {"prompts": "b.jsonl", "environment": "game"}, "c": {"prompts": "c.jsonl"}}
+    train["c"] = {"prompts": "c.jsonl", "environment": False, "rewards": ["exact"]}
+    environment = {"env": "m:Game", "advanced": {"further": [{"name": "game", "env": "m:Other"}]}}
+    recipe = load_recipe(
+        {
+            "model": "m",
+            "prompts": {"train": train},
+            "evaluation": {"prompts": {"b": "h.jsonl"}},
+            "environment": environment,
+            "rewards": [{"function": "environment"}, {"function": "exact"}],
+        }
+    )
+    prompt = Prompt(prompt_id="p", token_ids=token_array())
+    names = [with_settings(prompt, settings).environment for settings in recipe.prompts.sets.values()]
+    assert names == ["", "game", ""]
+    assert recipe.settings_of_held_out("b").environment == "game"
+    needed = {"environment": ("level",), "environment.further.0": ("size",), "exact": ("answer",)}
+    columns = [sorted(columns_of_set(recipe, settings, needed)) for settings in recipe.prompts.sets.values()]
+    assert columns == [["environment", "exact"], ["environment.further.0", "exact"], ["exact"]]
 
 
 def test_a_held_out_set_is_made_as_rows_to_imitate() -> None:
