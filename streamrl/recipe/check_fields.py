@@ -5,7 +5,7 @@ checks the relations between fields."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, ValidationError, convert, inspect
@@ -108,15 +108,19 @@ class CheckedTable:
                 first = next(iter(keys_of(struct)))
                 text = f"write [{name}] and its keys below, such as {first}, or --set {name}.{first}=VALUE"
                 self._refuse(name, f"{short_toml(value)} is not a section: {text}")
-        elif not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-            self._refuse(name, f"must be a list of tables: write [[{name}]] with double brackets")
+        elif _is_list_of_tables(value):
+            self.values[name] = self._check_items(name, value, struct)
         else:
-            self.values[name] = [self._check_keys(f"{name}.{index}", item, struct) for index, item in enumerate(value)]
+            self._refuse(name, f"must be a list of tables: write [[{name}]] with double brackets")
+
+    def _check_items(self, path: str, tables: Sequence[JsonMapping], struct: type[Struct]) -> list[JsonObject]:
+        """Check the keys of each table of a list; return the valid values of each."""
+        return [self._check_keys(f"{path}.{index}", table, struct) for index, table in enumerate(tables)]
 
     def _check_keys(self, path: str, table: JsonMapping, struct: type[Struct]) -> JsonObject:
         """Check the keys of a section or of a table in it; return the valid values."""
         keys = keys_of(struct)
-        valid = {}
+        valid: JsonObject = {}
         for name, value, is_below_advanced in self._written_keys(path, table):
             field = f"{path}.{name}"
             written = f"{path}.{ADVANCED}.{name}" if is_below_advanced else field
@@ -128,6 +132,8 @@ class CheckedTable:
                 self._refuse(written, f"belongs into [{without_index(home)}]: write it there", field)
             elif key.nested is not None and isinstance(value, Mapping):
                 valid[name] = self._check_keys(written, value, key.nested)
+            elif key.item is not None and _is_list_of_tables(value):
+                valid[name] = self._check_items(written, value, key.item)
             elif key.named is not None and isinstance(value, Mapping):
                 self._check_named(key, value, written, field, valid)
             else:
@@ -215,6 +221,10 @@ class CheckedTable:
         if homes and not isinstance(value, Mapping):
             hint = f'; did you mean "{homes[0]}"?'
         return f"unknown {'section' if is_table else 'key outside a section'}{hint} Sections: {', '.join(sections)}"
+
+
+def _is_list_of_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def _is_own(name: str, value: Any) -> bool:

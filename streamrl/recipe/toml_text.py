@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import asdict
 
 from streamrl.base.types import JsonObject
-from streamrl.recipe.field_types import ADVANCED, keys_of
+from streamrl.recipe.field_types import ADVANCED, Section, as_table, keys_of
 
 # No two adjacent parts of a pattern match the same characters, so the time is linear in the length of a line.
 _TABLE = re.compile(r"^\s*+(\[\[?)\s*+([^\]]++)\]\]?\s*+(?:#.*)?$")
@@ -119,10 +118,11 @@ def toml_value(value: Any) -> str:
         return str(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, Struct):
-        value = {name: item for name, item in asdict(value).items() if item is not None}
+    if isinstance(value, Section):
+        value = as_table(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + "}"
+        items = {toml_key(name): item for name, item in value.items() if item is not None}
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in items.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     return str(value)

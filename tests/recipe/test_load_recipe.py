@@ -331,3 +331,16 @@ def test_any_file_gives_problems_and_no_other_exception(
 def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_bytes(b"\xef\xbb\xbf" + DEMO.read_bytes())
     assert load_recipe(tmp_path / "recipe.toml").run.name == "sort"
+
+
+def test_lists_of_tables_have_advanced_keys_below_advanced(tmp_path: Path) -> None:
+    """Also where a recipe is written again, as the run's own recipe is, and in the place that a problem names."""
+    text = f"{GOOD}\n[environment]\nenv = 'game.py:Game'\n[[environment.advanced.further]]\nname = 'chess'\n"
+    written = text + "env = 'game.py:Chess'\nadvanced.history = 'template'\n"
+    recipe = load_recipe(write(tmp_path, written))
+    assert recipe.environment.further[0].history == "template"
+    assert load_recipe(write(tmp_path, dump_recipe(recipe))) == recipe
+    (problem,) = problems_of(write(tmp_path, text + "env = 'game.py:Chess'\nhistory = 'template'\n"))
+    assert "environment.advanced.further.0.history: belongs into [environment.advanced.further.advanced]" in problem
+    (problem,) = problems_of(write(tmp_path, text + "env = 'game.py:Chess'\nadvanced.tool_seconds = -1\n"))
+    assert "environment.advanced.further.0.advanced.tool_seconds: -1 is not allowed" in problem
