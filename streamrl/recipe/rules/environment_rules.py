@@ -67,11 +67,8 @@ def environment_is_one(recipe: Recipe) -> Broken:
     for name, environment in recipe.environment.by_name.items():
         path = recipe.environment.path_of(name)
         yield from _problems_of_code(path, environment)
-        if name and not environment.configured:
-            yield Problem(path, f"has none of {', '.join(FORMS)}: name one, or remove it")
-    if recipe.environment.further and not recipe.environment.configured:
-        problem = "names no code beside the further environments: make one of them [environment] itself"
-        yield Problem("environment", problem)
+        if recipe.environment.further and not environment.configured:
+            yield Problem(path, f"has none of {', '.join(FORMS)}, and there are several environments: name one")
     for index, reward in enumerate(recipe.rewards):
         if reward.function == ENVIRONMENT_REWARD and not recipe.environment.configured:
             yield Problem(
