@@ -10,7 +10,7 @@ from anyio import to_thread
 
 from streamrl.base.errors import raise_problems
 from streamrl.base.run_events import RunWarning
-from streamrl.base.types import token_array
+from streamrl.base.types import TextMapping, token_array
 from streamrl.base.waits import Waits
 from streamrl.contracts import Journal, Scorer
 from streamrl.control.run_state import PromptPool
@@ -21,7 +21,7 @@ from streamrl.engines.vllm.batch_invariance import PROBES, batch_invariant
 from streamrl.engines.vllm.options import dtype_of_engines
 from streamrl.engines.vllm.visible_gpus import installed_device
 from streamrl.launch.processes import Emit, Processes
-from streamrl.prepare.recipe_probe import PROBE_TIMEOUT_S, look_at_environment
+from streamrl.prepare.recipe_probe import PROBE_TIMEOUT_S, look_at_environments
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.sections import ONE_SET, Recipe
 from streamrl.recipe.topology import Role, Topology, model_socket, read_topology
@@ -29,6 +29,7 @@ from streamrl.rewards.teacher.scorer import TeacherScorer
 from streamrl.run.evaluate.evaluation import HeldOut
 from streamrl.run.prompts.imitated_rows import ImitatedRows
 from streamrl.run.prompts.prompt_sets import PromptSets, open_training_sets
+from streamrl.run.prompts.prompt_spec import environment_writes
 from streamrl.stages.episodes import Episodes, completion_or, one_completion
 
 
@@ -41,14 +42,10 @@ def training_prompts(recipe: Recipe, tokenizer: Tokenizer, pool: PromptPool) -> 
 async def open_imitated_rows(recipe: Recipe, processes: Processes, emit: Emit) -> ImitatedRows:
     """Open the rows that are imitated, which the trainer ranks get with each order to step. Raises ``RecipeError``
     where the environment's tools, which rows have, cannot be loaded."""
-    tools = {}
-    imitated = {settings.environment_name for settings in recipe.prompts.imitated.values()}
-    for name, environment in recipe.environment.by_name.items():
-        if environment.tools and name in imitated:
-            problems, _, tools[name] = await to_thread.run_sync(
-                look_at_environment, recipe.environment.path_of(name), environment, recipe.model.path, PROBE_TIMEOUT_S
-            )
-            raise_problems(problems)
+    tools: TextMapping = {}
+    if any(environment_writes(recipe, settings) for settings in recipe.prompts.imitated.values()):
+        problems, _, tools = await to_thread.run_sync(look_at_environments, recipe, recipe.model.path, PROBE_TIMEOUT_S)
+        raise_problems(problems)
     rows = ImitatedRows(recipe, processes.tokenizer, emit, tools)
     if recipe.prompts.imitated:
         processes.trainer.imitated_rows = rows.of_version

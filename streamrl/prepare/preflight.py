@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from streamrl.base.atomic_files import hold_lock, write_durable, write_link
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.host_addresses import wrong_port
-from streamrl.base.types import TextsByName
+from streamrl.base.types import TextMapping, TextsByName
 from streamrl.comm.object_store import access_problem
 from streamrl.comm.transport_keys import transport_variables
 from streamrl.comm.zmq_sockets import has_ipc_listener
@@ -47,7 +47,7 @@ from streamrl.prepare.machine_check import (
 )
 from streamrl.prepare.memory import estimate_memory, gib
 from streamrl.prepare.other_models import address_problems, reference_problems, teacher_problems
-from streamrl.prepare.recipe_probe import look_at_environment, problems_of_object
+from streamrl.prepare.recipe_probe import look_at_environments, problems_of_object
 from streamrl.pretrained.composites import without_towers
 from streamrl.pretrained.model_facts import ModelFacts, read_model_config, read_model_facts
 from streamrl.pretrained.tokenizer import load_tokenizer
@@ -188,7 +188,7 @@ def _rewards_and_prompts(
         yield from (f"{path}: {problem}" for problem in inspection.problems)
     columns = needed_columns([inspection.signature for inspection in inspections if inspection.signature is not None])
     tokenizer = None
-    tools = {}
+    tools: TextMapping = {}
     try:
         read_model_config(Path(recipe.model.path))
         tokenizer = load_tokenizer(recipe.model.path)
@@ -198,12 +198,11 @@ def _rewards_and_prompts(
         yield from (f"model.path: {problem}" for problem in error.problems)
     if recipe.environment.configured:
         readable_model = recipe.model.path if tokenizer else None
-        for name, environment in recipe.environment.by_name.items():
-            path = recipe.environment.path_of(name)
-            problems, columns[path], tools[name] = look_at_environment(
-                path, environment, readable_model or "", USER_CODE_TIMEOUT_S
-            )
-            yield from problems
+        problems, columns_of_environments, tools = look_at_environments(
+            recipe, readable_model or "", USER_CODE_TIMEOUT_S
+        )
+        columns.update(columns_of_environments)
+        yield from problems
     if recipe.environment.has_agent and tokenizer and not tokenizer.chat_templates:
         yield "environment.agent: the model has no chat template, which requests of agents need: take one that has"
     settings = settings_of_sources(recipe)

@@ -66,22 +66,29 @@ def problems_of_object(spec: str, timeout_s: float, *, kind: str = "object") -> 
     return [f"{spec} ended the process that imported it ({child.failure or 'exit code 0'}): import it by hand"]
 
 
-def look_at_environment(
-    path: str, environment: Environment, model: str, timeout_s: float
-) -> tuple[Sequence[str], Texts, str]:
-    """Problems of the code of the environment at ``path`` of a recipe, the columns of a row that it needs, and the JSON
-    schemas of its tools as text (empty: none). ``model``: directory of the model (empty: unknown); with tools, its chat
-    template must write calls in a known format."""
-    path = written_path(Recipe, path)
-    result, child = _run_child("environment", json.encode((path, environment, model)).decode(), timeout_s)
-    if result is not None:
-        return result.problems, result.columns, result.tools
-    how = (
-        f"not imported within {timeout_s:g} s"
-        if child.late
-        else f"ended its process ({child.failure or 'exit code 0'})"
-    )
-    return [f"{path}: its code {how}: import it by hand"], (), ""
+def look_at_environments(
+    recipe: Recipe, model: str, timeout_s: float
+) -> tuple[list[str], dict[str, Texts], dict[str, str]]:
+    """Problems of the code of all environments, the columns of a row that each needs, by its path in the recipe, and
+    the JSON schemas of its tools as text (empty: none), by its name. ``model``: directory of the model (empty:
+    unknown); with tools, its chat template must write calls in a known format."""
+    problems: list[str] = []
+    columns = {}
+    tools = {}
+    for name, environment in recipe.environment.by_name.items():
+        path = recipe.environment.path_of(name)
+        written = written_path(Recipe, path)
+        result, child = _run_child("environment", json.encode((written, environment, model)).decode(), timeout_s)
+        if result is not None:
+            problems += result.problems
+            columns[path] = result.columns
+            tools[name] = result.tools
+            continue
+        how = f"ended its process ({child.failure or 'exit code 0'})"
+        if child.late:
+            how = f"not imported within {timeout_s:g} s"
+        problems.append(f"{written}: its code {how}: import it by hand")
+    return problems, columns, tools
 
 
 def problem_of_model(

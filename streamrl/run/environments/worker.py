@@ -124,8 +124,8 @@ async def _load(settings: Environment, tokenizer: Tokenizer, servers: AsyncExitS
     if settings.servers:
         from streamrl.run.environments.mcp_tools import opened_servers
 
-        opened = opened_servers(settings.servers, sys.stderr, settings.variables)
-        server_tools = await servers.enter_async_context(opened)
+        running_servers = opened_servers(settings.servers, sys.stderr, settings.variables)
+        server_tools = await servers.enter_async_context(running_servers)
     episode, _ = load_episode(settings, chat_model, agents, server_tools)
     return _LoadedEnvironment(settings, chat_model, episode, agents)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from builders.recipe import small_recipe
 
 from streamrl.base.errors import RecipeError
-from streamrl.prepare.recipe_probe import look_at_environment
+from streamrl.prepare.recipe_probe import look_at_environments
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.tool_calls import parse_turn
 from streamrl.recipe.environment import Environment
@@ -43,7 +44,7 @@ def test_no_prefix_of_a_good_call_and_no_bad_one_calls(name: str, of_family: Cal
 
 def test_a_parser_is_tried_before_the_run(of_family: Callable[[str], Tokenizer]) -> None:
     model, environment = of_family("qwen2.5"), Environment(agent=("python",), tool_format="vllm:herms")
-    [problem], *_ = look_at_environment("environment", environment, model.directory, 120.0)
+    [problem], *_ = look_at_environments(small_recipe(environment=environment), model.directory, 120.0)
     assert problem.startswith(
         'environment.tool_format: vLLM has no tool parser "herms": write vllm: and one of apertus,'
     )

@@ -19,6 +19,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 from builders.base import trajectory as one_turn
+from builders.recipe import small_recipe
 from builders.stages import ZeroRewards
 from msgspec import structs
 
@@ -44,7 +45,7 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import exchange_hello
 from streamrl.contracts import Journal
 from streamrl.observe.terminal.step_line import sample_block
-from streamrl.prepare.recipe_probe import look_at_environment
+from streamrl.prepare.recipe_probe import look_at_environments
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import RUN_ENVIRONMENT, Environment, FurtherEnvironment
 from streamrl.recipe.rewards import FailurePolicy, Reward
@@ -1284,7 +1285,7 @@ def test_a_dry_run_makes_the_objects_of_the_user_in_a_loop(
     file = tmp_path / "made.py"
     file.write_text(f"{MADE}\nraise {error}" if "loop" in error else MADE.replace("ERROR", error))
     environment = Environment(**{form: (f"{file}:{name}",) if form == "tools" else f"{file}:{name}"})
-    problems, *_ = look_at_environment("environment", environment, "", 120.0)
+    problems, *_ = look_at_environments(small_recipe(environment=environment), "", 120.0)
     assert len(problems) == bool(problem) and re.search(problem, "".join(problems))
 
 
