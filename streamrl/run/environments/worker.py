@@ -108,7 +108,7 @@ async def run_environment_worker(
 
 
 class _LoadedEnvironment(NamedTuple):
-    """An environment whose code is loaded. ``agents``: its programs, for the form ``agent``."""
+    """An environment whose code is loaded. ``agents``: programs of the form ``agent``; None for another form."""
 
     settings: Environment
     chat_model: ChatModel
@@ -155,7 +155,7 @@ async def _watched(owns_process: bool) -> AsyncIterator[None]:
 
 
 class _Worker:
-    """The open episodes of this process, and the queue of events for the controller. ``environments``: by name."""
+    """The open episodes of this process, and the queue of events for the controller. ``environments``: all environments of the run, by name."""
 
     def __init__(
         self, environments: Mapping[str, _LoadedEnvironment], user_code: asyncio.TaskGroup, *, owns_process: bool
