@@ -155,7 +155,8 @@ async def _watched(owns_process: bool) -> AsyncIterator[None]:
 
 
 class _Worker:
-    """The open episodes of this process, and the queue of events for the controller. ``environments``: all environments of the run, by name."""
+    """The open episodes of this process, and the queue of events for the controller. ``environments``: all environments
+    of the run, by name."""
 
     def __init__(
         self, environments: Mapping[str, _LoadedEnvironment], user_code: asyncio.TaskGroup, *, owns_process: bool
