@@ -147,7 +147,7 @@ def _named_files(recipe: Recipe) -> Iterator[Path]:
             places.append(source.path)
     functions = [*(reward.function for reward in recipe.rewards), recipe.reward_limits.combine, recipe.rollout.policy]
     functions.append(recipe.objective.function)
-    commands = list[Sequence[str]]()
+    commands: list[Sequence[str]] = []
     for environment in recipe.environment.by_name.values():
         functions += [environment.episode, environment.env, *environment.tools]
         commands += [environment.agent, *environment.servers]

@@ -43,7 +43,9 @@ async def open_imitated_rows(recipe: Recipe, processes: Processes, emit: Emit) -
     """Open the rows that are imitated, which the trainer ranks get with each order to step. Raises ``RecipeError``
     where the environment's tools, which rows have, cannot be loaded."""
     tools: TextMapping = {}
-    if any(environment_writes(recipe, settings) for settings in recipe.prompts.imitated.values()):
+    if any(environment.tools for environment in recipe.environment.by_name.values()) and any(
+        environment_writes(recipe, settings) for settings in recipe.prompts.imitated.values()
+    ):
         problems, _, tools = await to_thread.run_sync(look_at_environments, recipe, recipe.model.path, PROBE_TIMEOUT_S)
         raise_problems(problems)
     rows = ImitatedRows(recipe, processes.tokenizer, emit, tools)

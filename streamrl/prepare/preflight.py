@@ -201,10 +201,10 @@ def _rewards_and_prompts(
         problems, columns_of_environments, tools = look_at_environments(
             recipe, readable_model or "", USER_CODE_TIMEOUT_S
         )
-        columns.update(columns_of_environments)
+        columns |= columns_of_environments
         yield from problems
     if recipe.environment.has_agent and tokenizer and not tokenizer.chat_templates:
-        yield "environment.agent: the model has no chat template, which requests of agents need: take one that has"
+        yield "environment: the model has no chat template, which requests of agents need: take one that has"
     settings = settings_of_sources(recipe)
     for path, spec in prompt_sources(recipe).items():
         if tokenizer:

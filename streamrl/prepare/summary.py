@@ -108,8 +108,7 @@ def _environment_lines(recipe: Recipe) -> list[str]:
             specs = [specs]
         functions = ", ".join(spec.rpartition(":")[2] for spec in specs)
         limits = f"{settings.max_turns} turns, {settings.max_tokens:,} tokens, {settings.seconds:g} s"
-        label = ": ".join(filter(None, (name, form)))
-        lines.append(f"environment {label}: {functions}; a trajectory has at most {limits}")
+        lines.append(f"environment {name or form}: {functions}; a trajectory has at most {limits}")
     if not Path(recipe.model.path).is_dir():
         return lines
     tokenizer = load_tokenizer(recipe.model.path)

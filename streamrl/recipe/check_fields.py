@@ -133,7 +133,12 @@ class CheckedTable:
             elif key.nested is not None and isinstance(value, Mapping):
                 valid[name] = self._check_keys(written, value, key.nested)
             elif key.item is not None and _is_list_of_tables(value):
-                valid[name] = self._check_items(written, value, key.item)
+                problems = len(self.problems)
+                items = self._check_items(written, value, key.item)
+                if len(self.problems) == problems:
+                    valid[name] = items
+                else:
+                    self.bad_paths.add(field)
             elif key.named is not None and isinstance(value, Mapping):
                 self._check_named(key, value, written, field, valid)
             else:

@@ -159,8 +159,7 @@ class Environment(EnvironmentCode, frozen=True):
         """Return the path in a recipe of the environment ``name`` in ``by_name``."""
         if name == RUN_ENVIRONMENT:
             return "environment"
-        names = [other.name for other in self.further]
-        return f"environment.further.{names.index(name)}"
+        return f"environment.further.{list(self.by_name).index(name) - 1}"
 
     @property
     def has_agent(self) -> bool:

@@ -121,13 +121,13 @@ def keys_of(struct: type[Struct]) -> Mapping[str, Key]:
 
 
 def as_table(value: Any) -> Any:
-    """Return ``value`` with every ``Section`` in it as the table of a recipe file, with advanced keys below
+    """Return ``value`` with every struct in it as the table of a recipe file, with advanced keys below
     ``advanced``."""
     if isinstance(value, Mapping):
         return {key: as_table(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_table(item) for item in value]
-    if not isinstance(value, Section):
+    if not isinstance(value, Struct):
         return value
     table: JsonObject = {}
     for name, key in keys_of(type(value)).items():

@@ -781,7 +781,7 @@ class Recipe(Section, frozen=True):
 
     def token_limit(self, training_set: TrainingSet) -> int:
         """Return the limit of the sampled tokens of a trajectory of a training set."""
-        if self.environment.configured and training_set.environment:
+        if self.environment.configured and training_set.environment_name is not None:
             return self.environment.max_tokens
         return training_set.max_tokens or self.sampling.max_tokens
 

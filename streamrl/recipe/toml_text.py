@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from streamrl.base.types import JsonObject
-from streamrl.recipe.field_types import ADVANCED, Section, as_table, keys_of
+from streamrl.recipe.field_types import ADVANCED, as_table, keys_of
 
 # No two adjacent parts of a pattern match the same characters, so the time is linear in the length of a line.
 _TABLE = re.compile(r"^\s*+(\[\[?)\s*+([^\]]++)\]\]?\s*+(?:#.*)?$")
@@ -118,7 +118,7 @@ def toml_value(value: Any) -> str:
         return str(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, Section):
+    if isinstance(value, Struct):
         value = as_table(value)
     if isinstance(value, Mapping):
         items = {toml_key(name): item for name, item in value.items() if item is not None}

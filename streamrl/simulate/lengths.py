@@ -249,7 +249,8 @@ class RecipeLengths:
         self._model = environment
         self._seed = seed
         self.cap = min(recipe.max_tokens, source.cap)
-        self._most_turns = recipe.environment.max_turns if recipe.environment.configured else 0
+        turns = [environment.max_turns for environment in recipe.environment.by_name.values()]
+        self._most_turns = max(turns) if recipe.environment.configured else 0
 
     def draw(self, prompt: int, seed_base: int, samples: int, version: int) -> list[int]:
         return [min(length, self.cap) for length in self._source.draw(prompt, seed_base, samples, version)]

@@ -40,6 +40,7 @@ def test_without_torch_and_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["check"]) == 1, "a script can ask for the exit code"
 
 
+@pytest.mark.seconds(5)
 def test_a_compiler_without_headers_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A wheel has no script that looks for them before the install."""
     assert by_name(check_machine())["compiler"].state is State.OK

@@ -9,7 +9,7 @@ from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, names_are
 from streamrl.recipe.sections import Recipe
 
 has_no_effect(
-    " ".join(f"environment.{name}" for name in Environment.__struct_fields__ if name not in FORMS),
+    " ".join(f"environment.{name}" for name in Environment.__struct_fields__ if name not in (*FORMS, "further")),
     unless(lambda recipe: recipe.environment.configured, f" without one of {', '.join(FORMS)}: name one, or remove it"),
 )
 has_no_effect(
@@ -24,13 +24,8 @@ has_no_effect(
     ),
 )
 has_no_effect(
-    "environment.agent_tasks environment.limit_reward environment.late_reward",
-    unless(
-        lambda recipe: recipe.environment.agent or not recipe.environment.configured, " without an agent: remove it"
-    ),
-)
-has_no_effect(
-    "environment.agent_host environment.agent_address",
+    "environment.agent_tasks environment.agent_host environment.agent_address environment.limit_reward "
+    "environment.late_reward",
     unless(
         lambda recipe: recipe.environment.has_agent or not recipe.environment.configured, " without an agent: remove it"
     ),

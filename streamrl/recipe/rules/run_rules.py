@@ -82,10 +82,6 @@ def settings_of_sets(recipe: Recipe) -> Broken:
             yield Problem(f"{path}.rewards", "names no reward that is trained: add one that is no shadow")
         if training_set.environment_name is None:
             yield from _beside_environment(recipe, training_set, f"{path}.environment")
-        elif training_set.environment_name not in recipe.environment.by_name:
-            names = ", ".join(other.name for other in recipe.environment.further) or "none"
-            text = f'"{training_set.environment}" is none of [[environment.advanced.further]]; there are {names}'
-            yield Problem(f"{path}.environment", f"{text}: correct it")
         if training_set.max_tokens > limit:
             text = f"{training_set.max_tokens} is above sampling.max_tokens = {limit}, the limit of all sets"
             yield Problem(f"{path}.max_tokens", f"{text}: raise that")
@@ -130,7 +126,7 @@ def pools(recipe: Recipe) -> Broken:
             yield Problem(path, text)
 
 
-@rule("prompts.train", "training.epochs")
+@rule("prompts.train", "training.epochs", "environment")
 def training_sets(recipe: Recipe) -> Broken:
     """A run trains on one source, or on sets with names that metrics can have."""
     sets = recipe.prompts.sets
@@ -146,6 +142,11 @@ def training_sets(recipe: Recipe) -> Broken:
             key = "rewards" if training_set.rewards else "max_tokens"
             yield Problem(f"prompts.train.{name}.{key}", "has no effect with imitate, which samples nothing: remove it")
         path = f"prompts.train.{name}" if name else "prompts.train"
+        if training_set.environment_name not in (None, *recipe.environment.by_name):
+            yield Problem(
+                f"{path}.environment",
+                f'"{training_set.environment}" is no name in [[environment.advanced.further]]: correct it',
+            )
         if isinstance(recipe.prompts.train, dict) and not re.fullmatch(NAME, name):
             yield Problem("prompts.train", f'"{name}" cannot be part of a metric: use letters, digits and "._-"')
         elif not training_set.prompts:

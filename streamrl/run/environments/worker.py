@@ -193,8 +193,8 @@ class _Worker:
 
     def _handle(self, order: EnvironmentOrder, tasks: anyio.abc.TaskGroup) -> None:
         if isinstance(order, BeginEpisode):
-            settings = self._environments[order.environment].settings
-            episode = OpenEpisode(order, settings, self._send_event.send_nowait)
+            environment = self._environments[order.environment]
+            episode = OpenEpisode(order, environment.settings, self._send_event.send_nowait)
             self._open[order.episode] = episode
             tasks.start_soon(self._run, episode)
             return
