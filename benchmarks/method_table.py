@@ -1,13 +1,13 @@
-"""What baselines and group sizes bring: accuracy over samples and over seconds, a table and a picture.
+"""Table and picture of accuracy by trained samples and by seconds, for baselines and group sizes.
 
-    python benchmarks/scheduling.py --out CELLS --regimes demo:8x8 --seeds 3 --steps 60 --sagc-budget 0 \
+    python benchmarks/scheduling.py --out CELLS --regimes demo:8x8 --seeds 2 --steps 60 --sagc-budget 0 \
         --set evaluation.every=10 --arms loo_4 loo_8 loo_16 loo_4_fewer loo_16_more loo_sagc tracked_1 tracked_sagc \
         filter_8 loo_8_continuous
     python benchmarks/method_table.py CELLS [--picture docs/images/methods.png]
 
-Seconds are those of steps, without waits for evaluations, with the first steps; accuracy between two evaluations is
-interpolated. The target is ``BELOW`` below the final accuracy of the most accurate static group size, at as many
-samples a step."""
+Seconds are those of all steps, without waits for evaluations; "ms a step" is of the steps after the warm-up. Accuracy
+between two evaluations is interpolated. The target is ``BELOW`` below the final accuracy of the best static group size
+at 64 trajectories a step (``STATIC``)."""
 
 from __future__ import annotations
 

@@ -231,22 +231,22 @@ def routed_within(routed: Iterable[RoutedTokens], first: int, stop: int, *, move
 class KeptSets(Record, frozen=True):
     """Kept set of each sampled token: the tokens that top-k, top-p and min-p left to choose from.
 
-    ``counts``: uint16, size of the set of each token (0: the engine did not return it). Tokens after the last entry
-    have no set, either;
+    ``counts``: uint16, size of the set of each token (0: the engine did not return it). It may be shorter than the
+    tokens: the remaining tokens have no set;
     ``token_ids``: the tokens of all sets, one set after the other."""
 
     counts: CountArray = field(default_factory=count_array)
     token_ids: TokenArray = field(default_factory=token_array)
 
     def followed_by(self, following: KeptSets, tokens: int) -> KeptSets:
-        """Return these sets, of ``tokens`` tokens, with those of the ``following`` tokens."""
+        """Return these sets with ``following`` appended. ``tokens``: number of tokens that these sets stand for."""
         if not following.counts:
             return self
         missing = count_array([0]) * (tokens - len(self.counts))
         return KeptSets(counts=self.counts + missing + following.counts, token_ids=self.token_ids + following.token_ids)
 
     def within(self, first: int, stop: int) -> KeptSets:
-        """Return the sets of the tokens ``[first, stop)``."""
+        """Return the sets of the sampled tokens with the numbers ``[first, stop)``."""
         start = sum(self.counts[:first])
         counts = self.counts[first:stop]
         return KeptSets(counts=counts, token_ids=self.token_ids[start : start + sum(counts)])
@@ -265,9 +265,9 @@ class CachedPrefix(Record, frozen=True):
 
 
 class Replayed(Record, frozen=True, kw_only=True):
-    """Choices of the engine that sampled, which the trainer takes in place of its own.
+    """Decisions of the engine that the trainer reuses: fields of ``Completion``, ``Segment`` and ``TrainingSample``.
 
-    ``routed``: experts of tokens (empty: the engine returns no experts);
+    ``routed``: experts that the engine's router chose for each token (empty: the engine returns no experts);
     ``kept_sets``: kept set of each sampled token."""
 
     routed: tuple[RoutedTokens, ...] = ()
@@ -280,7 +280,7 @@ class Completion(Replayed, frozen=True):
     ``behavior_logprobs``: logprob of each of ``token_ids``;
     ``version_spans``: policy version of each token, as spans in order;
     ``cached``: prompt tokens from the prefix cache (None: not reported by the engine, or several requests);
-    ``routed``: experts of the request's tokens and of these (empty: the engine returns no experts);
+    ``routed``: experts of the prompt's tokens and of the sampled tokens (empty: the engine returns no experts);
     ``kept_sets``: kept set of each of ``token_ids``."""
 
     token_ids: TokenArray
@@ -297,7 +297,7 @@ class Segment(Replayed, frozen=True):
     ``behavior_logprobs``: logprob of each token; empty for a turn of the environment;
     ``follows``: index of the segment that this one continues (None: the segment before; -1: the prompt);
     ``routed``: experts that the engine returned with this turn, of its tokens and of earlier ones;
-    ``kept_sets``: kept set of each token."""
+    ``kept_sets``: kept set of each token; empty for a turn of the environment."""
 
     token_ids: TokenArray
     trained: bool
@@ -333,10 +333,10 @@ class EnvironmentResult(Record, frozen=True):
 
 
 class SampledTrajectory(Record, frozen=True):
-    """Samples of a complete attempt at a prompt.
+    """What was sampled in one complete attempt at a prompt: base of ``Trajectory`` and of its record in the journal.
 
-    ``segments``: turns in the order of sampling. They make one sequence, or, by ``Segment.follows``, a tree with a
-    sequence to each leaf. The first segment is not trained where an environment wrote it;
+    ``segments``: turns in the order of sampling. They make one sequence, or, by ``Segment.follows``, a tree: each path
+    from the prompt to a leaf is a training sequence. If an environment wrote the first segment, it is not trained;
     ``rollout_seconds``: time in the engines;
     ``environment``: result of the episode (None: the run has no environment)."""
 
@@ -406,7 +406,7 @@ class RewardCall(Record, frozen=True):
 
 
 class RewardRun(Record, frozen=True, kw_only=True):
-    """Run of the reward functions on a trajectory.
+    """What the call of the reward functions on one trajectory cost: base of its reward and of a failure.
 
     ``reward_seconds``: time of the reward functions;
     ``calls``: calls of the reward functions;
@@ -420,9 +420,9 @@ class RewardRun(Record, frozen=True, kw_only=True):
 class TrajectoryReward(RewardRun, frozen=True):
     """Reward of a trajectory.
 
-    ``reward``: combined reward, which is trained;
-    ``reward_parts``: value of each function, by name, and as ``function.part`` where a function returned named parts;
-    ``separate_rewards``: (weight, value) of each reward that is compared with the same reward of the siblings;
+    ``reward``: combined reward, from which the advantage is computed;
+    ``reward_parts``: value of each function by name; a function that returns named parts adds ``function.part``;
+    ``separate_rewards``: (weight, value) of each reward that is normalised on its own within the group (GDPO);
     ``turn_rewards``: parts of ``reward``, by turn (empty: no turn has a reward of its own);
     ``token_values``: values of the sampled tokens by name, such as the logprobs of a teacher, or the numbers that a
     reward gave to steps or tokens (``number_names``): float32, an entry for each token of the sampled segments, in
@@ -509,16 +509,16 @@ class TrainingSample(Replayed, frozen=True):
 
 
 class ClosedBatch(Record, frozen=True):
-    """A batch that is closed, and the step that trains it.
+    """A batch to which no further group comes, and the optimizer step that trains it.
 
     ``policy_version``: version that the trainer holds after the step;
-    ``groups``, ``samples``, ``trained_tokens``: totals over all ranks, by which every rank checks what it reduced;
-    ``batches``: number of regular batches that are closed at once, more than 1 only for a long round; the rank takes as
-    many steps along their mean gradient, so that each sample moves the policy as far as any other (one longer step
-    would move it along the momentum of earlier batches instead);
-    ``engines_idle``: whether nothing is sampled until the next version is live; the trainer may then use the engines'
-    cores;
-    ``steps``: length of the run in steps, at which the schedule of the learning rate ends;
+    ``groups``, ``samples``, ``trained_tokens``: totals over all ranks, which every rank compares with the sums that it
+    has reduced;
+    ``batches``: number of regular batches that are closed at once, more than 1 only for a long round; the rank takes so
+    many optimizer steps with their mean gradient (in one step of so many times the rate, the momentum of earlier
+    batches would be scaled as well);
+    ``engines_idle``: whether engines wait for the next version; the trainer may then use their CPU cores;
+    ``steps``: total steps of the run, for the schedule of the learning rate;
     ``learning_rate``: learning rate in place of the recipe's (None: the recipe's)."""
 
     batch_id: int

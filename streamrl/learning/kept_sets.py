@@ -1,30 +1,30 @@
-"""Decide which kept sets the engines return, for the trainer to renormalise over the same tokens
-(``training.advanced.kept_set_replay``).
+"""Largest kept set (tokens that top-k, top-p and min-p left) that engines return, for the trainer to renormalise over
+the same tokens (``training.advanced.kept_set_replay``).
 
-The options of engines are made with it. ``batches.packing`` puts the sets of a row together, and
-``objective.logprobs`` removes the tokens outside of them."""
+``engines.vllm.options`` calls it. ``batches.packing`` puts the sets of a row together, and ``objective.logprobs`` masks
+the logits of all other tokens."""
 
 from __future__ import annotations
 
 from streamrl.recipe.sections import Recipe
 
 MOST_TOKENS = 128
-"""Largest kept set that engines return: vLLM writes each of its tokens into lists of Python."""
+"""Largest kept set that engines return: vLLM builds Python lists with an entry for each of its tokens."""
 MOST_TOKENS_BY_SHARE = 32
-"""Largest kept set that engines return where top-p or min-p alone bound it."""
+"""Largest kept set that engines return without top-k."""
 TIED_TOKENS = 8
-"""Tokens beyond ``top_k`` that may be in a set, since vLLM keeps all tokens whose logit is the one at its edge."""
+"""Tokens beyond ``top_k`` that may be in a set, as vLLM keeps all tokens whose logit equals that of the k-th token."""
 MOST_GROUP_BYTES = 64 << 20
-"""Largest size of the sets of a group. A message of 256 MiB takes it to the trainer, with the experts of its tokens."""
+"""Largest size of the sets of a group, which goes to the trainer with its experts in a message of at most 256 MiB."""
 MOST_ENGINE_BYTES = 4 << 30
-"""Largest size of what an engine holds of the sets of its requests."""
+"""Largest size of the kept sets of all running requests in the memory of an engine."""
 _ID_BYTES = 4
-_LOGPROB_BYTES = 12  # an id of a GPU, and its logprob
+_LOGPROB_BYTES = 12  # 8 for a token id, as torch has it, and 4 for its logprob
 
 
 def kept_tokens(recipe: Recipe) -> int:
     """Return the largest kept set that engines return with a sampled token; 0: they return none, since nothing is
-    removed, or the recipe wants none."""
+    removed, groups are too long, or the recipe wants none."""
     sampling = recipe.sampling
     if not recipe.training.kept_set_replay or not sampling.removes_tokens:
         return 0
