@@ -333,7 +333,7 @@ class EnvironmentResult(Record, frozen=True):
 
 
 class SampledTrajectory(Record, frozen=True):
-    """What was sampled in one complete attempt at a prompt: base of ``Trajectory`` and of its record in the journal.
+    """Tokens of one complete attempt at a prompt: base of ``Trajectory`` and of its record in the journal.
 
     ``segments``: turns in the order of sampling. They make one sequence, or, by ``Segment.follows``, a tree: each path
     from the prompt to a leaf is a training sequence. If an environment wrote the first segment, it is not trained;
@@ -406,7 +406,7 @@ class RewardCall(Record, frozen=True):
 
 
 class RewardRun(Record, frozen=True, kw_only=True):
-    """What the call of the reward functions on one trajectory cost: base of its reward and of a failure.
+    """Cost of the calls of the reward functions on one trajectory: base of its reward and of a failure.
 
     ``reward_seconds``: time of the reward functions;
     ``calls``: calls of the reward functions;
