@@ -56,7 +56,8 @@ time.sleep(600)
 """
 STAYS = DRAINS.replace('    print("draining", flush=True)\n', "").replace("1.5", "600")
 PROGRAM = """from streamrl.cli.submit import cluster_host as host
-host.GONE_S = host.END_S = 7.0
+host.GONE_S = float(host.os.environ.get("GONE_S", "7"))
+host.END_S = 7.0
 raise SystemExit(host.main(host.sys.argv[1:]))"""
 LINE = json.dumps({"token": "t", "head": "127.0.0.1", "variables": {"NOTE": "of the launcher"}}) + "\n"
 """What ``streamrl launch ssh`` sends first."""
@@ -122,16 +123,17 @@ def test_a_host_joins_over_ipv6(bin: Path) -> None:
         worker.send_signal(signal.SIGTERM)
 
 
-def test_a_host_whose_ray_ends_starts_it_while_the_head_answers(bin: Path) -> None:
+def test_a_host_whose_ray_ends_starts_it_while_the_head_answers(bin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut, or a head that is another one at its address, ends Ray on a host that had joined. The host waits for the
     head, and ends with the run, whose end removes the token."""
+    monkeypatch.setenv("GONE_S", "60")
     with socket.create_server(("127.0.0.1", 0)) as head:
         (bin / "t").touch(0o600)
         with host(bin, 1, port := head.getsockname()[1]) as worker:
             await_starts(bin, worker, 2)
             head.close()
             end_ray(worker)
-            time.sleep(2)  # of the 7 s for which it waits
+            time.sleep(2)  # of the time for which it waits
             assert worker.poll() is None and len(os.listdir(bin / "left")) == 2
             with socket.create_server(("127.0.0.1", port)) as again:
                 await_starts(bin, worker, 3)
@@ -142,7 +144,7 @@ def test_a_host_whose_ray_ends_starts_it_while_the_head_answers(bin: Path) -> No
                 again.close()
                 (bin / "t").unlink()
                 began_s = time.monotonic()
-                assert worker.wait(30) == 0 and time.monotonic() - began_s < 6.5
+                assert worker.wait(30) == 0 and time.monotonic() - began_s < 25
     assert not left(bin)
 
 

@@ -44,6 +44,10 @@ mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 address() { scontrol -o show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; }
 HEAD=$(address "${NODES[0]}") PEER=$(address "${NODES[-1]}")
 export JOB RUN HEAD PEER
+DRAINED= WAIT=1
+# Time is nearly up, or `scancel --batch --signal=TERM`: the run drains. Only to that program, on this node: srun would
+# signal Ray, too. Set before the step begins, so that a signal never ends this script.
+trap 'DRAINED=1 WAIT=1; kill -USR1 "$(cat "$JOB/pid")" 2>/dev/null || true' TERM
 # The first host that ends ends the step: after the run (--wait), or because it failed. --export: SBATCH_EXPORT=NONE of
 # a site would leave the step without the variables of this script.
 srun --export=ALL --cpu-bind=none {{ "--no-kill --kill-on-bad-exit=0 --wait=0" if least_hosts < nodes else "--kill-on-bad-exit=1 --wait=60" }} bash -s <<'NODE' &
@@ -63,10 +67,6 @@ exec python -m streamrl.cli.submit.cluster_host --rank "$SLURM_NODEID" --nodes {
   {%- if not resume %} --set run.name="$RUN"{% endif +%}
 NODE
 STEP=$!
-DRAINED= WAIT=1
-# Time is nearly up, or `scancel --batch --signal=TERM`: the run drains.
-# Only to that program, on this node: srun would signal Ray, too.
-trap 'DRAINED=1 WAIT=1; kill -USR1 "$(cat "$JOB/pid")" 2>/dev/null || true' TERM
 while [ -n "$WAIT" ]; do WAIT=; CODE=0; wait $STEP || CODE=$?; done  # each signal ends a wait
 [ ! -e "$JOB/code" ] || CODE=$(cat "$JOB/code")  # of the run: srun has the largest of all hosts
 {% if requeue %}
