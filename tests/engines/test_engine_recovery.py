@@ -63,19 +63,19 @@ async def test_requests_of_a_killed_engine_are_sampled_elsewhere() -> None:
 async def test_an_ending_host_does_not_keep_its_successors_orders() -> None:
     """A host that receives its successor's orders while it ends does not keep them."""
     async with controlled(2) as one:
+        ended_pid = one.pid("engine-1")
+        one.kill("engine-1")
+        await one.until(lambda: one.lost("engine-1") == 1)
+        while one.pid("engine-1") == ended_pid:
+            await anyio.sleep(0.01)
+        one.kill("engine-1", signal.SIGSTOP)  # on a busy machine the successor could be there first
         orders_at = one.endpoints["engine-1"][0]
-        kills = 0
-        connected = False
-        while not connected:  # on a busy machine the successor can be there first
-            one.kill("engine-1")
-            kills += 1
-            await one.until(lambda: "engine-1" not in one.pool.serving)
-            async with zmq_receiver(EngineOrder, orders_at, bind=False, name="engine-1.orders") as orders:
-                while not connected and "engine-1" not in one.pool.serving:
-                    await anyio.sleep(0.01)
-                    connected = orders._end.peer is not None
-            await one.until_serving(["engine-1"])
-        assert one.lost("engine-1") == kills
+        async with zmq_receiver(EngineOrder, orders_at, bind=False, name="engine-1.orders") as orders:
+            while orders._end.peer is None:
+                await anyio.sleep(0.01)
+        one.kill("engine-1", signal.SIGCONT)
+        await one.until_serving(["engine-1"])
+        assert one.lost("engine-1") == 1
     one.assert_whole()
 
 
