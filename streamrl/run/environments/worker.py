@@ -26,10 +26,10 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import anyio
 import anyio.abc
@@ -50,7 +50,7 @@ from streamrl.base.messages import (
 )
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.base.seeds import derive_seed
-from streamrl.base.types import EnvironmentResult, RewardFailureKind
+from streamrl.base.types import EnvironmentResult, JsonMapping, RewardFailureKind
 from streamrl.comm.stream import ReceiveStream, SendStream, converse, send_hello
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
@@ -267,7 +267,7 @@ class _Worker:
         """Return the outcome of the user's code. The code is cancelled when its time is spent (``environment.seconds``,
         without the time in which its turns are sampled), and counts as stuck if it does not end then."""
         settings = environment.settings
-        task = self._user_code.create_task(self._outcome(environment.episode(model, episode.order.columns)))
+        task = self._user_code.create_task(self._outcome(environment.episode, model, episode.order.columns))
         with episode.time_limit:
             episode.resume_clock()
             await asyncio.wait([task])
@@ -292,9 +292,9 @@ class _Worker:
     def _unstuck(self, _: object) -> None:
         self.stuck -= 1
 
-    async def _outcome(self, episode: Awaitable[Any]) -> EpisodeEnd:
+    async def _outcome(self, episode: UserEpisode, model: EpisodePolicy, columns: JsonMapping) -> EpisodeEnd:
         try:
-            value = await episode
+            value = await episode(model, columns)
         except EpisodeLimit as error:
             return EpisodeEnd(kind=RewardFailureKind.RAISED, message=f"the episode did not handle its limit: {error}")
         except BaseException as error:  # noqa: BLE001 (user code; the outcome of a cancelled task is not read)
