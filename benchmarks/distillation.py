@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "examples" / "sort" / "recipe.toml"
 SCORE = "eval/held_out/avg@1"
 EVERY = 5
+NEVER = 2.0
+"""Accuracy that no run reaches: it trains to its last step."""
 ROWS = 1024
 KINDS = {
     "reward": [],
@@ -77,7 +79,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     teacher = arguments.teacher
     if not teacher:
-        run_until(arguments.recipe, out / "teacher", ["run.seed=0"], 2.0)
+        run_until(arguments.recipe, out / "teacher", ["run.seed=0"], NEVER)
         teacher = str(out / "teacher" / "latest" / "checkpoints" / "latest" / "hf")
     # The evaluation before the first step is the teacher's, on the rows of the students.
     overrides = [f"model.path={teacher}", "run.steps=1", "training.warmup_steps=0"]

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distillation import ROOT, held_out_scores
+from distillation import NEVER, ROOT, held_out_scores, run_until
 
 RECIPE = ROOT / "examples" / "calculator" / "recipe.toml"
 SOURCE = "train.jsonl?chat=true"
@@ -26,7 +24,7 @@ HELD_OUT = {"hard": 340, "easy": 172}
 RUNS: dict[str, Sequence[str]] = {"both": ("tool", "alone"), "tool": ("tool",), "alone": ("alone",)}
 
 
-def overrides(tasks: Sequence[str], seed: int, steps: int, directory: Path) -> list[str]:
+def overrides(tasks: Sequence[str], seed: int, steps: int) -> list[str]:
     """Settings of a run on ``tasks``, with 32 prompts a step of each."""
     train = ", ".join(f"{task} = {SETS[task]}" for task in tasks)
     held_out = ", ".join(
@@ -34,13 +32,17 @@ def overrides(tasks: Sequence[str], seed: int, steps: int, directory: Path) -> l
         for task in tasks
         for level in HELD_OUT
     )
+    rewards = []
+    if "tool" not in tasks:  # the price of a call would score nothing
+        rewards = ['rewards=[{function = "calculator_reward.py:right"}]']
     return [
-        f"run.directory={directory}",
+        *rewards,
         f"run.seed={seed}",
         f"run.steps={steps}",
         f"rollout.prompts_per_batch={32 * len(tasks)}",
         f"prompts.train={{{train}}}",
         f"evaluation.prompts={{{held_out}}}",
+        "evaluation.every=20",
     ]
 
 
@@ -66,12 +68,7 @@ def main() -> None:
     for seed in arguments.seeds:
         for name, tasks in RUNS.items():
             directory = out / f"{name}-{seed}"
-            directory.mkdir(parents=True)
-            settings = overrides(tasks, seed, arguments.steps, directory)
-            options = [word for setting in settings for word in ("--set", setting)]
-            with (directory / "log").open("w") as log:
-                command = [sys.executable, "-m", "streamrl", "train", str(RECIPE), *options]
-                subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
+            run_until(RECIPE, directory, overrides(tasks, seed, arguments.steps), NEVER)
             for task in tasks:
                 by_step = scores_of_task(directory, task)
                 results.setdefault((task, name), []).append(list(by_step.values())[-1])

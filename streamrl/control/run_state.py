@@ -218,8 +218,8 @@ class Admission(Struct, kw_only=True, omit_defaults=True):
     ``ends``: number of trajectories that had ended when the limit last changed;
     ``pauses``: number of trajectories that were paused so far;
     ``usage``: used share of the KV caches, smoothed over measurements;
-    ``token_share``: share of the KV caches that a token of a context took when they were last full. Only then are all
-    used blocks those of running contexts: otherwise the caches also hold blocks of ended and paused ones."""
+    ``token_share``: share of the KV caches that a token of a context took when they were last full. (The smoothed
+    ``usage`` lags: divided by the few tokens that run after a pause, it would be too large a share.)"""
 
     limit: int = 0
     ends: int = 0
