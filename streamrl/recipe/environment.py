@@ -101,7 +101,7 @@ class EnvironmentCode(Section, frozen=True):
 
 
 class FurtherEnvironment(EnvironmentCode, frozen=True, kw_only=True):
-    """An environment that sets of prompts name."""
+    """An additional environment, which sets of prompts choose by its name."""
 
     name: Annotated[str, "its name, for prompts.train.NAME.environment"]
 
@@ -137,8 +137,8 @@ class Environment(EnvironmentCode, frozen=True):
     further: Annotated[
         tuple[FurtherEnvironment, ...],
         advanced,
-        "further environments, which sets of prompts name; the other keys of [environment], as max_tokens, are also "
-        "theirs",
+        "additional environments, which sets of prompts choose by name; keys that they do not have, such as "
+        "max_tokens, are those of [environment]",
     ] = ()
 
     @property
@@ -148,7 +148,7 @@ class Environment(EnvironmentCode, frozen=True):
 
     @property
     def by_name(self) -> dict[str, Environment]:
-        """This environment (by ``RUN_ENVIRONMENT``) and the further ones, each with the settings of the run."""
+        """All environments by name: this one as ``RUN_ENVIRONMENT``, and the further ones with the shared keys of it."""
         environments = {RUN_ENVIRONMENT: self}
         for other in self.further:
             code = {key: getattr(other, key) for key in EnvironmentCode.__struct_fields__}
@@ -156,7 +156,7 @@ class Environment(EnvironmentCode, frozen=True):
         return environments
 
     def path_of(self, name: str) -> str:
-        """Return the path in a recipe of the environment ``name`` in ``by_name``."""
+        """Return the recipe path of the environment ``name`` of ``by_name``, without ``advanced``."""
         if name == RUN_ENVIRONMENT:
             return "environment"
         return f"environment.further.{list(self.by_name).index(name) - 1}"

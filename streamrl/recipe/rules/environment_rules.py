@@ -57,7 +57,7 @@ def turns_can_have_credit(recipe: Recipe) -> Broken:
 
 @rule("environment", "rewards")
 def environment_is_one(recipe: Recipe) -> Broken:
-    """The reward "environment" needs an environment, and each further environment code."""
+    """Environments need code and unique names; the reward "environment" needs an environment."""
     yield from names_are_unique("environment.further", [other.name for other in recipe.environment.further])
     for name, environment in recipe.environment.by_name.items():
         path = recipe.environment.path_of(name)

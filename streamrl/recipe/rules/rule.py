@@ -82,7 +82,7 @@ def unless(condition: Callable[[Recipe], object], reason: str) -> Callable[[Reci
 
 
 def names_are_unique(path: str, names: Sequence[str]) -> Broken:
-    """Items of a list need names of their own. ``path``: path of the list."""
+    """Names in a list must be set and unique. ``path``: recipe path of the list."""
     for name, count in Counter(names).items():
         if count > 1 or not name:
             yield Problem(path, f"the name {short_toml(name)} is empty or not unique: give each its own")

@@ -48,8 +48,8 @@ def rows_until(recipe: Recipe, name: str, policy_version: int) -> int:
 
 
 def sources_as_written(recipe: Recipe, tokenizer: Tokenizer, tools: TextMapping) -> TextsByName:
-    """Source of each set by name. Rows of sets that have an environment become chats as its own, with its system
-    message and its tools. ``tools``: JSON schemas of the tools of each environment, as text."""
+    """Source of each set by name. Rows of sets that have an environment become chats like those of its episodes, with
+    its system message and its tools. ``tools``: JSON schemas of the tools of each environment, as text."""
     sources = imitated_sources(recipe)
     for name, settings in recipe.prompts.imitated.items():
         if environment_writes(recipe, settings) and tokenizer.chat_templates:
