@@ -148,7 +148,7 @@ class Environment(EnvironmentCode, frozen=True):
 
     @property
     def by_name(self) -> dict[str, Environment]:
-        """All environments by name: this one as ``RUN_ENVIRONMENT``, and the further ones with the shared keys of it."""
+        """All environments by name: this one as ``RUN_ENVIRONMENT``, further ones with the shared keys of this one."""
         environments = {RUN_ENVIRONMENT: self}
         for other in self.further:
             code = {key: getattr(other, key) for key in EnvironmentCode.__struct_fields__}
